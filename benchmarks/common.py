@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lowrank_cnn.system.environment import environment
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.files import write_atomically, write_json
+from lowrank_cnn.core.environment import environment
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.files import write_atomically, write_json
 
 RESULTS = Path(__file__).parent / "results"
 

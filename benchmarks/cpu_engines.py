@@ -36,11 +36,11 @@ import torch
 from torch import nn
 
 import lowrank_cnn as lr
-from lowrank_cnn.deploy.engines import open_engine
-from lowrank_cnn.system.clock import measure, torch_threads
-from lowrank_cnn.system.environment import environment
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.files import write_json
+from lowrank_cnn.core.clock import measure, torch_threads
+from lowrank_cnn.core.environment import environment
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.files import write_json
+from lowrank_cnn.deploy.engines.targets import open_engine
 
 RESULTS = Path(__file__).parent / "results" / "cpu_engines.json"
 FAMILIES = {"vgg11-gmp": "vgg11-gmp-lr", "nin": "nin-c3-lr", "resnet18": "resnet18-lr"}

@@ -30,14 +30,16 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import parser, write_record
-from lowrank_cnn.deploy import export, merge, plan
-from lowrank_cnn.deploy.candidates import CANDIDATES
-from lowrank_cnn.deploy.optimized import FORMATS as LAYOUTS
-from lowrank_cnn.deploy.runtime import OnnxModel
-from lowrank_cnn.method.counting import count
+from lowrank_cnn.core.clock import Sample, measure
+from lowrank_cnn.deploy.block_forms import CANDIDATES
+from lowrank_cnn.deploy.export import export
+from lowrank_cnn.deploy.optimize import FORMATS as LAYOUTS
+from lowrank_cnn.deploy.parity import OnnxModel
+from lowrank_cnn.deploy.plan import plan
+from lowrank_cnn.graph.merge import merge
+from lowrank_cnn.method.count import count
 from lowrank_cnn.models import create_model
-from lowrank_cnn.models.twins import baseline_of
-from lowrank_cnn.system.clock import Sample, measure
+from lowrank_cnn.models.build import baseline_of
 
 NETWORKS = {
     "vgg11-gmp-lr": 0.345,

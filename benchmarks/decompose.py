@@ -38,17 +38,17 @@ import torch
 from torch import nn
 
 from benchmarks.common import RESULTS, parser, write_record
+from lowrank_cnn.core.environment import environment
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import notes
 from lowrank_cnn.data import Data, open_data
-from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.decomposing import decompose
-from lowrank_cnn.method.rewriting import Conversion
+from lowrank_cnn.method.count import count
+from lowrank_cnn.method.decompose import decompose
+from lowrank_cnn.method.rewrite import Conversion
 from lowrank_cnn.models import create_model
-from lowrank_cnn.models.rebuild import rewrite_again
-from lowrank_cnn.system.environment import environment
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import notes
+from lowrank_cnn.models.build import rewrite_again
 from lowrank_cnn.train import Recipe, Record, fit, get_recipe, load_record
-from lowrank_cnn.train.evaluation import evaluate, load_checkpoint
+from lowrank_cnn.train.evaluate import evaluate, load_checkpoint
 from lowrank_cnn.train.inputs import input_size
 from lowrank_cnn.train.trained import Trained
 

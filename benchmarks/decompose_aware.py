@@ -30,18 +30,17 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import parser, write_record
+from lowrank_cnn.core.files import read_json
+from lowrank_cnn.core.text import text_table
 from lowrank_cnn.data import make_loader, open_data
 from lowrank_cnn.method.activations import outputs, relative_error
 from lowrank_cnn.method.budget import Budget, within
-from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.decomposing import both_keeps, fit_layer, nearest_output, refitted
-from lowrank_cnn.method.ranks import Keeps, curves_of
-from lowrank_cnn.method.rewriting import rewrite
-from lowrank_cnn.method.scheme import Scheme, parse_scheme
-from lowrank_cnn.method.selection import select
-from lowrank_cnn.method.sensitivity import measured_keeps
-from lowrank_cnn.system.files import read_json
-from lowrank_cnn.system.text import text_table
+from lowrank_cnn.method.count import count
+from lowrank_cnn.method.decompose import both_keeps, fit_layer, nearest_output, refitted
+from lowrank_cnn.method.ranks import Keeps, curves_of, measured_keeps
+from lowrank_cnn.method.rewrite import rewrite
+from lowrank_cnn.method.schemes import Scheme, parse_scheme
+from lowrank_cnn.method.select import select
 from lowrank_cnn.train.trained import Trained, load_checkpoint, load_pretrained
 
 Row = dict[str, Any]

@@ -25,14 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import parser, write_record
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Data, Preprocess, make_loader, open_data
-from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.init import weight_layers
 from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.schemes import FactoredConv2d
 from lowrank_cnn.models import create_model, list_models
-from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import get_recipe
-from lowrank_cnn.train.evaluation import load_checkpoint
+from lowrank_cnn.train.evaluate import load_checkpoint
 from lowrank_cnn.train.inputs import augmentation, image_size, preprocessing
 from lowrank_cnn.train.recipe import Recipe
 

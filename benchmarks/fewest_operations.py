@@ -38,19 +38,17 @@ from benchmarks.run_book import (
     split_for_tries,
     timed,
 )
+from lowrank_cnn.choose.candidates import Builder, Design, find_design, find_family
+from lowrank_cnn.choose.runs import WorkerPool, release_memory
+from lowrank_cnn.choose.trace import BudgetSpent
+from lowrank_cnn.choose.verdict import read_questions
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.numbers import mean_interval
+from lowrank_cnn.core.text import text_table
 from lowrank_cnn.data import Data, open_data
-from lowrank_cnn.frontier.answering import read_questions
-from lowrank_cnn.frontier.designs import Builder, Design, find_design, find_family
-from lowrank_cnn.frontier.tracing import BudgetSpent
-from lowrank_cnn.frontier.training import release_memory
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.statistics import mean_interval
-from lowrank_cnn.system.text import text_table
 from lowrank_cnn.train import Recipe, fit, get_recipe
 from lowrank_cnn.train.inputs import augmentation, image_size
-from lowrank_cnn.train.recipe import changed
-from lowrank_cnn.train.settings import parse_settings
-from lowrank_cnn.train.side_by_side import WorkerPool
+from lowrank_cnn.train.recipe import changed, parse_settings
 
 KIND = "fewest-operations"
 FLOP, PASSES = 2, 3

@@ -36,10 +36,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lowrank_cnn as lr
 from benchmarks.foreign_networks import PACKAGES, Foreign, networks
-from lowrank_cnn.system.compare import random_like
-from lowrank_cnn.system.environment import environment
-from lowrank_cnn.system.files import read_json
-from lowrank_cnn.system.text import text_table
+from lowrank_cnn.core.compare import random_like
+from lowrank_cnn.core.environment import environment
+from lowrank_cnn.core.files import read_json
+from lowrank_cnn.core.text import text_table
 
 TOLERANCE = 2e-3
 """Relative to the largest value: kernels add up in other orders, over networks of a hundred layers."""

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_clock import milliseconds
-from lowrank_cnn.kernels.conv import backward, backward_plan
+from lowrank_cnn.kernels.conv import backward
+from lowrank_cnn.kernels.conv import backward as backward_plan
 from lowrank_cnn.kernels.conv.forward import run_plan
 from lowrank_cnn.kernels.conv.gradients import compute_gradients, input_gradient, weight_gradient
 from lowrank_cnn.kernels.conv.plans import KernelPlan

@@ -13,11 +13,11 @@ import torch
 from benchmarks.common import earlier_runs, milliseconds, write_runs
 from benchmarks.gpu_floor import Limits, floor_ms, layers
 from benchmarks.gpu_ways import OURS, RIVALS, TRICKS, images, network, step_of, way
-from lowrank_cnn.deploy.merging import merge
+from lowrank_cnn.core.environment import environment
+from lowrank_cnn.graph.merge import merge
 from lowrank_cnn.kernels import tune
 from lowrank_cnn.kernels.cuda_graph import Captured, captured
 from lowrank_cnn.models import vgg
-from lowrank_cnn.system.environment import environment
 
 KIND = "gpu-speed"
 TWINS = {**dict.fromkeys(vgg.VARIANTS, "vgg11-gmp"), "nin-c3-lr": "nin", "googlenet-lr": "googlenet"}

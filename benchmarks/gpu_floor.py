@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from benchmarks.gpu_clock import milliseconds
-from lowrank_cnn.kernels.fused_conv import FusedComposite
-from lowrank_cnn.kernels.fusing import fuse
+from lowrank_cnn.graph.fuse import fuse
+from lowrank_cnn.kernels.fused_convs import FusedComposite
 from lowrank_cnn.kernels.problem import Problem, describe
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.network import Network

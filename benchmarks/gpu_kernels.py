@@ -27,13 +27,12 @@ from benchmarks.gpu_backward import measure_backward, run_backward, show_backwar
 from benchmarks.gpu_clock import milliseconds
 from benchmarks.gpu_floor import limits
 from benchmarks.gpu_trials import try_all
+from lowrank_cnn.core.environment import environment
 from lowrank_cnn.kernels.conv.forward import run_plan
-from lowrank_cnn.kernels.conv.plans import KernelPlan, plans
-from lowrank_cnn.kernels.conv.presets import shape_of
+from lowrank_cnn.kernels.conv.plans import KernelPlan, plans, shape_of
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import Problem, describe
 from lowrank_cnn.kernels.reference import composite_reference
-from lowrank_cnn.system.environment import environment
 
 
 @dataclass(frozen=True)

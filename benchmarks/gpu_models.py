@@ -35,11 +35,11 @@ from torch import Tensor, nn
 
 import lowrank_cnn as lr
 from benchmarks.common import earlier_runs, parser, write_runs
+from lowrank_cnn.core.clock import measure
+from lowrank_cnn.core.environment import environment
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.kernels.cuda_graph import recorded
-from lowrank_cnn.kernels.mode import forced
-from lowrank_cnn.system.clock import measure
-from lowrank_cnn.system.environment import environment
+from lowrank_cnn.kernels.device import forced
 
 KIND = "gpu-models"
 ROWS = (

@@ -30,8 +30,8 @@ from benchmarks.common import parser
 from benchmarks.gpu_book import TWINS, Book, Setting, compare, show
 from benchmarks.gpu_floor import layers, limits
 from benchmarks.gpu_ways import OURS, RIVALS, TRICKS, network, step_of
-from lowrank_cnn.kernels.autotune.kernel_request import Request
-from lowrank_cnn.kernels.autotune.kernel_trial import times
+from lowrank_cnn.kernels.autotune.trial import times
+from lowrank_cnn.kernels.autotune.tuned import Request
 
 NETWORKS = [name for name in TWINS if name not in ("vgg11", "vgg11-gmp") and "/" not in name]
 FIRST = ("vgg11-gmp-lr", "vgg11-gmp-lr-2x", "vgg11-gmp-lr-join")

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.gpu_floor import made
-from lowrank_cnn.deploy.candidates import CANDIDATES
-from lowrank_cnn.deploy.planning import plan
-from lowrank_cnn.kernels.fused_conv import FusedComposite
-from lowrank_cnn.kernels.fusing import freeze, fuse
-from lowrank_cnn.kernels.mode import for_graphs, forced
+from lowrank_cnn.deploy.block_forms import CANDIDATES
+from lowrank_cnn.deploy.plan import plan
+from lowrank_cnn.graph.fuse import freeze, fuse
+from lowrank_cnn.kernels.device import for_graphs, forced
+from lowrank_cnn.kernels.fused_convs import FusedComposite
 from lowrank_cnn.models.network import Network
 
 Step = Callable[[], object]

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from benchmarks.common import parser, write_record
-from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.method.init import fan_in_, init_, per_group_, torch_default_
 from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.schemes import build_conv
 
 WIDTH, DEPTH, PIXELS, SEEDS = 384, 30, 8, (0, 1, 2)
 MIXES = (

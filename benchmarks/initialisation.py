@@ -39,17 +39,16 @@ from benchmarks.run_book import (
     split_for_tries,
     timed,
 )
+from lowrank_cnn.choose.runs import WorkerPool, release_memory
+from lowrank_cnn.choose.trace import BudgetSpent
+from lowrank_cnn.choose.verdict import read_questions
+from lowrank_cnn.core.text import text_table
 from lowrank_cnn.data import Data, open_data
-from lowrank_cnn.frontier.answering import read_questions
-from lowrank_cnn.frontier.tracing import BudgetSpent
-from lowrank_cnn.frontier.training import release_memory
 from lowrank_cnn.method.init import INITIALISATIONS
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.text import text_table
 from lowrank_cnn.train import Recipe, fit, get_recipe
 from lowrank_cnn.train.inputs import augmentation, input_size
-from lowrank_cnn.train.settings import parse_settings
-from lowrank_cnn.train.side_by_side import WorkerPool
+from lowrank_cnn.train.recipe import parse_settings
 
 KIND = "initialisation"
 SHORT = 1 / 6

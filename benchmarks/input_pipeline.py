@@ -41,10 +41,10 @@ from benchmarks.jpeg_ways import (
     versions,
     ways,
 )
+from lowrank_cnn.core.environment import environment
 from lowrank_cnn.data import Augment, Standardize, StreamedLoader, StreamedSplit, open_data
 from lowrank_cnn.data.types import Decode
-from lowrank_cnn.paper.full_run import idle_share
-from lowrank_cnn.system.environment import environment
+from lowrank_cnn.paper.experiments import idle_share
 
 
 def per_core(work: Decoder, images: list[bytes], repeats: int) -> dict[str, float]:

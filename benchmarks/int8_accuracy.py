@@ -20,10 +20,10 @@ import torch
 
 import lowrank_cnn as lr
 from benchmarks.cpu_engines import recorded, versions
+from lowrank_cnn.core.environment import environment
+from lowrank_cnn.core.files import read_json, write_json
 from lowrank_cnn.data import Data, make_loader, open_data
-from lowrank_cnn.models.rebuild import run_entry
-from lowrank_cnn.system.environment import environment
-from lowrank_cnn.system.files import read_json, write_json
+from lowrank_cnn.models.build import run_entry
 from lowrank_cnn.train.trained import Trained, load_checkpoint
 
 RESULTS = Path(__file__).parent / "results" / "int8_accuracy.json"

@@ -24,7 +24,7 @@ from benchmarks.common import parser, run_command, write_record
 from benchmarks.int8_accuracy import BATCH, correct, paired
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.data.types import stratified
-from lowrank_cnn.method.rewriting import copy_with
+from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.trained import Trained, carried_by
 

@@ -49,27 +49,26 @@ from benchmarks.common import run_command, training_parser
 from benchmarks.run_book import FULL, TRY, Key, Row, RunBook
 from benchmarks.shape_verdicts import FIXED, LEARNING, SHAPES, WAYS, base_way, judged, needs, read_way, shown
 from benchmarks.stripes import rows_share, stripes
+from lowrank_cnn.choose import learn_shapes as learning
+from lowrank_cnn.choose.runs import WorkerPool, release_memory
+from lowrank_cnn.choose.trace import BudgetSpent
+from lowrank_cnn.core.clock import Sample, measure
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Data, open_data
-from lowrank_cnn.deploy.optimizing import optimize
-from lowrank_cnn.frontier.tracing import BudgetSpent
-from lowrank_cnn.frontier.training import release_memory
-from lowrank_cnn.method.converting import convert
-from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.scheme import Scheme, parse_scheme
-from lowrank_cnn.method.settling import LearnedShapes
-from lowrank_cnn.method.shaping import ShapedConv2d
-from lowrank_cnn.method.thinning import thin
+from lowrank_cnn.deploy.optimize import optimize
+from lowrank_cnn.method.convert import convert
+from lowrank_cnn.method.count import count
+from lowrank_cnn.method.finalize_shapes import LearnedShapes
+from lowrank_cnn.method.schemes import Scheme, parse_scheme
+from lowrank_cnn.method.shaped_layers import ShapedConv2d
+from lowrank_cnn.method.thin import thin
 from lowrank_cnn.models import create_model
-from lowrank_cnn.shapes import learning_shapes as learning
-from lowrank_cnn.system.clock import Sample, measure
-from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import Recipe, fit, get_recipe
-from lowrank_cnn.train.fabric import resolve_device
+from lowrank_cnn.train.distributed import resolve_device
 from lowrank_cnn.train.failure import NotFiniteError
 from lowrank_cnn.train.inputs import augmentation, image_size
+from lowrank_cnn.train.recipe import parse_settings
 from lowrank_cnn.train.record import Record
-from lowrank_cnn.train.settings import parse_settings
-from lowrank_cnn.train.side_by_side import WorkerPool
 
 KIND = "learned-shapes"
 PARTS = 64

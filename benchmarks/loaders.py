@@ -36,16 +36,14 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import parser, rates, write_record
+from lowrank_cnn.core.environment import environment
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Augment, Loader, Split, Standardize, StreamedLoader, make_loader, open_data, resident
-from lowrank_cnn.data.readers import decoded_cache
-from lowrank_cnn.data.shrinking import shrink
+from lowrank_cnn.data import store as decoded_cache
+from lowrank_cnn.data.shrink import shrink
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.environment import environment
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train.execution import EAGER, StepBuilder
-from lowrank_cnn.train.fused_copy import fused_to_train
 from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.step import TrainingStep
+from lowrank_cnn.train.step import EAGER, StepBuilder, TrainingStep, fused_to_train
 
 WIDTH, HEIGHT, QUALITY = 500, 375, 90
 CROP, SIDE = 160, 183

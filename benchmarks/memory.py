@@ -22,15 +22,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.common import parser, write_record
-from lowrank_cnn.kernels.autotune.compile_ahead import prepare
-from lowrank_cnn.kernels.mode import for_graphs
+from lowrank_cnn.core.environment import environment, is_out_of_memory
+from lowrank_cnn.kernels.autotune.choice import prepare
+from lowrank_cnn.kernels.device import for_graphs
 from lowrank_cnn.models import create_model, list_models
-from lowrank_cnn.system.environment import environment
-from lowrank_cnn.system.memory import is_out_of_memory
-from lowrank_cnn.train.fused_copy import fused_to_train
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recompute import recomputed
-from lowrank_cnn.train.step import TrainingStep
+from lowrank_cnn.train.step import TrainingStep, fused_to_train
 
 STEPS = 2
 """Of which the most is taken, after two more in which libraries choose their algorithms."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lowrank_cnn.data import open_data
-from lowrank_cnn.models.pretrained import FOLDER, Pretrained, write_pretrained
-from lowrank_cnn.train.evaluation import evaluate, load_checkpoint, load_pretrained
+from lowrank_cnn.models.network_file import FOLDER, Pretrained, write_pretrained
+from lowrank_cnn.train.evaluate import evaluate, load_checkpoint, load_pretrained
 from lowrank_cnn.train.record import Record, load_record
 
 STATED = ("top1", "top5", "n", "loss", "epochs", "macs", "params", "seconds")

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from benchmarks.common import parser, write_record
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import fit, get_recipe
-from lowrank_cnn.train.settings import parse_settings
+from lowrank_cnn.train.recipe import parse_settings
 
 HELD_OUT = 5000
 KEPT = ("top1", "loss", "seconds", "images_per_second")

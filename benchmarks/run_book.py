@@ -19,17 +19,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import write_record
+from lowrank_cnn.choose.frontier import pack, unpack
+from lowrank_cnn.choose.runs import WorkerPool
+from lowrank_cnn.choose.trace import BudgetSpent
+from lowrank_cnn.choose.verdict import EARLY, NO, OPEN, RESAMPLES, YES, compare
+from lowrank_cnn.core.environment import environment
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.numbers import holm
+from lowrank_cnn.core.text import duration, p_value, text_table
 from lowrank_cnn.data import Data
-from lowrank_cnn.frontier.answering import EARLY, NO, OPEN, YES
-from lowrank_cnn.frontier.record import pack, unpack
-from lowrank_cnn.frontier.resampling import RESAMPLES, compare
-from lowrank_cnn.frontier.tracing import BudgetSpent
-from lowrank_cnn.system.environment import environment
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.statistics import holm
-from lowrank_cnn.system.text import duration, p_value, text_table
 from lowrank_cnn.train.failure import NotFiniteError
-from lowrank_cnn.train.side_by_side import WorkerPool
 
 KEYS = ("phase", "way", "init", "rate", "seed")
 """The names that keys are made of."""

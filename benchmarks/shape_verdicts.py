@@ -16,8 +16,8 @@ from statistics import mean, stdev
 from typing import Any
 
 from benchmarks.run_book import FULL, Row, RunBook, answer_table, paired_answers
-from lowrank_cnn.frontier.answering import DIVERGED, NO, OPEN, YES, read_questions
-from lowrank_cnn.system.text import text_table
+from lowrank_cnn.choose.verdict import DIVERGED, NO, OPEN, YES, read_questions
+from lowrank_cnn.core.text import text_table
 
 SHAPES = ("kx1", "1xk", "1x1", "kxk")
 FIXED = {"strips": ("kx1", "1xk"), "points": ("1x1",)}

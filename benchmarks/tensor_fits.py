@@ -22,11 +22,10 @@ import torch
 from torch import Tensor, nn
 
 import lowrank_cnn as lr
-from lowrank_cnn.method.costs import macs_per_pixel
+from lowrank_cnn.core.environment import environment
+from lowrank_cnn.core.text import text_table
 from lowrank_cnn.method.ranks import keeper
-from lowrank_cnn.method.scheme import parse_scheme
-from lowrank_cnn.system.environment import environment
-from lowrank_cnn.system.text import text_table
+from lowrank_cnn.method.schemes import macs_per_pixel, parse_scheme
 
 OUT = Path(__file__).parent / "results" / "tensor_fits.json"
 RATIOS = (0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0, 1.25, 1.6, 2.0, 3.0)

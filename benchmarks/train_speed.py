@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.common import earlier_runs, parser, rates, write_runs
+from lowrank_cnn.core.environment import environment
 from lowrank_cnn.data import Data, ResidentSplit, open_data
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.environment import environment
-from lowrank_cnn.train import execution, fit, get_recipe
+from lowrank_cnn.train import fit, get_recipe
+from lowrank_cnn.train import step as execution
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.step import GraphedStep
 

@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 import lowrank_cnn as lr
 from benchmarks.common import earlier_runs, parser, write_runs
 from benchmarks.gpu_models import CLASSES, SIZE, created
+from lowrank_cnn.core.environment import environment
 from lowrank_cnn.data import Data, ResidentSplit
-from lowrank_cnn.system.environment import environment
 
 KIND = "training-profile"
 NAME_LENGTH = 80

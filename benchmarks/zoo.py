@@ -188,7 +188,7 @@ def _arguments() -> argparse.Namespace:
 
 def _table(options: argparse.Namespace) -> Table:
     """The table of this scheme with what an earlier run has left, or a new one."""
-    from lowrank_cnn.system.environment import environment
+    from lowrank_cnn.core.environment import environment
 
     versions = {family: getattr(import_module(family), "__version__", None) for family in options.families}
     about = {"scheme": options.scheme, "environment": environment() | versions}

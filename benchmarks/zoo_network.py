@@ -23,8 +23,8 @@ def examine(text: str, scheme: str, largest: int) -> Row:
 
 
 def _examined(text: str, scheme: str, largest: int) -> Row:
-    from lowrank_cnn.method.converting import convert
-    from lowrank_cnn.method.selection import NothingToConvertError
+    from lowrank_cnn.method.convert import convert
+    from lowrank_cnn.method.select import NothingToConvertError
 
     light = _on_meta(text)
     network, size = light or _build(text)
@@ -45,8 +45,8 @@ def _examined(text: str, scheme: str, largest: int) -> Row:
 
 
 def _counted(network: Any, new: Any, size: tuple[int, ...]) -> Row:
-    from lowrank_cnn.method.converting import conversion_costs
-    from lowrank_cnn.system.provenance import notes
+    from lowrank_cnn.core.notes import notes
+    from lowrank_cnn.method.convert import conversion_costs
 
     total = conversion_costs(network, new, size)[-1]
     conversion = notes(new).conversion

@@ -8,66 +8,68 @@ lr.count(net, (3, 224, 224)).macs
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
-from lowrank_cnn import _moved
-from lowrank_cnn.system.graph_files import open_graphs_by
-from lowrank_cnn.system.version import __version__
+from lowrank_cnn.core.graph_files import open_graphs_by
+from lowrank_cnn.core.version import __version__
 
 if TYPE_CHECKING:
+    from lowrank_cnn.choose.design import design
+    from lowrank_cnn.choose.learn_shapes import learn_shapes
+    from lowrank_cnn.core.errors import LowRankError, MissingExtra
+    from lowrank_cnn.core.notes import Notes, notes
     from lowrank_cnn.data import open_data
-    from lowrank_cnn.deploy import export, load, merge, optimize, plan
-    from lowrank_cnn.deploy.advising import design
-    from lowrank_cnn.deploy.quantizing import quantize
+    from lowrank_cnn.deploy.export import export, load
+    from lowrank_cnn.deploy.optimize import optimize
+    from lowrank_cnn.deploy.plan import plan
+    from lowrank_cnn.deploy.quantize import quantize
     from lowrank_cnn.deploy.timing import time_model
-    from lowrank_cnn.method.building import FactoredConv2d, build_conv
-    from lowrank_cnn.method.converting import conversion_costs, convert
-    from lowrank_cnn.method.counting import Count, count
-    from lowrank_cnn.method.decomposing import decompose
+    from lowrank_cnn.graph.merge import merge
+    from lowrank_cnn.method.convert import conversion_costs, convert
+    from lowrank_cnn.method.count import Count, count
+    from lowrank_cnn.method.decompose import decompose
+    from lowrank_cnn.method.finalize_shapes import LearnedShapes, load_shapes
     from lowrank_cnn.method.init import composite_sigma, init_
     from lowrank_cnn.method.layers import CompositeConv2d
-    from lowrank_cnn.method.scheme import Scheme, parse_scheme
-    from lowrank_cnn.method.selection import stages
-    from lowrank_cnn.method.settling import LearnedShapes, load_shapes
+    from lowrank_cnn.method.schemes import FactoredConv2d, Scheme, build_conv, parse_scheme
+    from lowrank_cnn.method.select import stages
     from lowrank_cnn.method.spec import Composite, FilterGroup
-    from lowrank_cnn.method.thinning import thin
+    from lowrank_cnn.method.thin import thin
     from lowrank_cnn.models import Network, create_model, list_models, list_pretrained
     from lowrank_cnn.models.hub import from_pretrained, push_to_hub, save_pretrained
     from lowrank_cnn.report import write_report
-    from lowrank_cnn.shapes.learning_shapes import learn_shapes
-    from lowrank_cnn.system.errors import LowRankError, MissingExtra
-    from lowrank_cnn.system.provenance import Notes, notes
     from lowrank_cnn.train import fit, get_recipe
-    from lowrank_cnn.train.evaluation import evaluate, predict
+    from lowrank_cnn.train.evaluate import evaluate, predict
     from lowrank_cnn.train.trained import load_pretrained
 
 # Every public name is loaded when it is first used, so that `import lowrank_cnn` does not wait for torch.
 _HOMES = {
+    "choose.design": ["design"],
+    "choose.learn_shapes": ["learn_shapes"],
+    "core.errors": ["LowRankError", "MissingExtra"],
+    "core.notes": ["Notes", "notes"],
     "data": ["open_data"],
-    "deploy": ["export", "load", "merge", "optimize", "plan"],
-    "deploy.quantizing": ["quantize"],
-    "deploy.advising": ["design"],
+    "deploy.export": ["export", "load"],
+    "deploy.optimize": ["optimize"],
+    "deploy.plan": ["plan"],
+    "deploy.quantize": ["quantize"],
     "deploy.timing": ["time_model"],
-    "method.converting": ["conversion_costs", "convert"],
-    "method.counting": ["Count", "count"],
-    "method.decomposing": ["decompose"],
+    "graph.merge": ["merge"],
+    "method.convert": ["conversion_costs", "convert"],
+    "method.count": ["Count", "count"],
+    "method.decompose": ["decompose"],
+    "method.finalize_shapes": ["LearnedShapes", "load_shapes"],
     "method.init": ["composite_sigma", "init_"],
-    "method.building": ["FactoredConv2d", "build_conv"],
     "method.layers": ["CompositeConv2d"],
-    "method.scheme": ["Scheme", "parse_scheme"],
-    "method.selection": ["stages"],
-    "method.settling": ["LearnedShapes", "load_shapes"],
+    "method.schemes": ["FactoredConv2d", "Scheme", "build_conv", "parse_scheme"],
+    "method.select": ["stages"],
     "method.spec": ["Composite", "FilterGroup"],
-    "method.thinning": ["thin"],
+    "method.thin": ["thin"],
     "models": ["Network", "create_model", "list_models", "list_pretrained"],
     "models.hub": ["from_pretrained", "push_to_hub", "save_pretrained"],
     "report": ["write_report"],
-    "shapes.learning_shapes": ["learn_shapes"],
-    "system.errors": ["LowRankError", "MissingExtra"],
-    "system.provenance": ["Notes", "notes"],
     "train": ["fit", "get_recipe"],
-    "train.evaluation": ["evaluate", "predict"],
+    "train.evaluate": ["evaluate", "predict"],
     "train.trained": ["load_pretrained"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -134,6 +136,4 @@ __all__ = [
     "write_report",
 ]
 
-_moved.install()
 open_graphs_by(lambda path, *, trusted: __getattr__("load")(path, trusted=trusted))
-sys.modules[__name__].__class__ = _moved.Package

@@ -10,9 +10,9 @@ import pytest
 from torch import nn
 
 import lowrank_cnn as lr
-from lowrank_cnn.system.clock import Sample
-from lowrank_cnn.system.history import Decision, NetworkPlan
-from lowrank_cnn.system.text import html_table
+from lowrank_cnn.core.clock import Sample
+from lowrank_cnn.core.notes import Decision, NetworkPlan
+from lowrank_cnn.core.text import html_table
 from lowrank_cnn.train.record import Record
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,7 +1,6 @@
 """What a user sees before anything runs: the import, its needs, and the names it gives."""
 
 import doctest
-import importlib
 import inspect
 import re
 import subprocess
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import lowrank_cnn
-from lowrank_cnn._moved import MOVED
 
 ROOT = Path(__file__).parents[1]
 BLOCKED = ["pyarrow", "PIL", "lightning_fabric", "tensorboard", "huggingface_hub", "mlxtend", "matplotlib", "onnx"]
@@ -41,7 +39,7 @@ def test_every_public_name_is_there():
 
 
 def test_a_function_stays_one_after_its_modules_were_imported():
-    code = "import lowrank_cnn.cli.train, lowrank_cnn.cli.deploy, lowrank_cnn.report, lowrank_cnn as lr\n"
+    code = "import lowrank_cnn.cli.train, lowrank_cnn.cli.plan, lowrank_cnn.report, lowrank_cnn as lr\n"
     code += "print([n for n in lr.__all__ if n[0].islower() and not callable(getattr(lr, n))])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
@@ -51,21 +49,6 @@ def test_importing_does_not_wait_for_torch():
     code = "import sys, lowrank_cnn; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "False", done.stderr
-
-
-@pytest.mark.parametrize("old", sorted(MOVED))
-def test_a_path_from_before_the_move_imports_the_same_module(old: str):
-    new = importlib.import_module(f"lowrank_cnn.{MOVED[old]}")
-    spec = new.__spec__
-    assert importlib.import_module(f"lowrank_cnn.{old}") is new
-    assert new.__spec__ is spec
-
-
-def test_old_paths_leave_the_functions_of_their_names_alone():
-    importlib.import_module("lowrank_cnn.convert")
-    importlib.import_module("lowrank_cnn.deploy.plan")
-    assert callable(lowrank_cnn.convert)
-    assert callable(lowrank_cnn.deploy.plan)
 
 
 SKIPPED = {

@@ -26,11 +26,11 @@ from torch import nn
 
 import lowrank_cnn as lr
 from benchmarks.cpu_engines import ENGINES, PRECISIONS, REST, versions, warm_runs
-from lowrank_cnn.deploy.engines import open_engine
-from lowrank_cnn.system.clock import measure
-from lowrank_cnn.system.environment import environment
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.files import write_json
+from lowrank_cnn.core.clock import measure
+from lowrank_cnn.core.environment import environment
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.files import write_json
+from lowrank_cnn.deploy.engines.targets import open_engine
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results" / "strips.json"

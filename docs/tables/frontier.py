@@ -10,14 +10,14 @@ from tables import form
 from tables.form import NO_RUNS, markdown, source
 
 if TYPE_CHECKING:
-    from lowrank_cnn.frontier.record import DesignRow, Frontier
+    from lowrank_cnn.choose.frontier import DesignRow, Frontier
 
 FOLDER = "frontier"
 
 
 def frontier() -> str:
     """For each record: its networks by rising time, and the verdicts."""
-    from lowrank_cnn.frontier.record import RECORD, load_frontier
+    from lowrank_cnn.choose.frontier import RECORD, load_frontier
 
     paths = sorted((form.RESULTS / FOLDER).glob(f"*/{RECORD}"))
     return "\n".join("".join(_record(load_frontier(path.parent))) for path in paths) or NO_RUNS
@@ -25,7 +25,7 @@ def frontier() -> str:
 
 def questions() -> str:
     """What was asked, of which networks on which images."""
-    from lowrank_cnn.frontier.answering import read_questions
+    from lowrank_cnn.choose.verdict import read_questions
 
     asked = read_questions()
     rows: list[list[object]] = [
@@ -105,7 +105,7 @@ def _record(found: Frontier) -> Iterator[str]:
 
 def _questions(found: Frontier) -> Iterator[str]:
     """The verdicts; of questions with too few runs, only how many there are: their gaps say little."""
-    from lowrank_cnn.frontier.answering import EARLY
+    from lowrank_cnn.choose.verdict import EARLY
 
     judged = [one for one in found.answers if one["verdict"] != EARLY]
     if judged:
@@ -135,8 +135,8 @@ def _order(row: DesignRow) -> tuple[float, int]:
 
 
 def _line(found: Frontier, row: DesignRow) -> list[object]:
-    from lowrank_cnn.system.statistics import mean_interval
-    from lowrank_cnn.system.text import si
+    from lowrank_cnn.core.numbers import mean_interval
+    from lowrank_cnn.core.text import si
 
     mean, low, high = mean_interval([100 * run.correct / found.images for run in row.runs])
     seconds = "" if row.seconds is None else f"{row.seconds:.1f}"
@@ -148,7 +148,7 @@ def _line(found: Frontier, row: DesignRow) -> list[object]:
 
 
 def _answer(one: dict[str, Any]) -> list[object]:
-    from lowrank_cnn.system.text import p_value
+    from lowrank_cnn.core.text import p_value
 
     gap = f"{one['gap']:+.2f} ({one['low']:+.2f} to {one['high']:+.2f})"
     asked = f"`{one['design']}` {one['question']} by {one['margin']:+g}"

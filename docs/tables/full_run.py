@@ -17,7 +17,7 @@ BATCH = 256
 @from_record("input_pipeline.json")
 def full_run(found: JsonRecord) -> str:
     """Hours of a full run on 1, 8 and 64 GPUs, part by part."""
-    from lowrank_cnn.paper.full_run import BETWEEN, CORES, IMAGES, NODE, WITHIN
+    from lowrank_cnn.paper.experiments import BETWEEN, CORES, IMAGES, NODE, WITHIN
 
     machine = _beside_a_gpu(found["machines"])
     speed = record("gpu_speed.json")
@@ -57,8 +57,8 @@ def _step_times(run: dict[str, Any], network: str) -> list[float]:
 
 
 def _hours(experiment: str, network: str, rate: float | None, decode: dict[str, float]) -> Iterator[list[object]]:
-    from lowrank_cnn.paper.full_run import CORES, GPUS, Supply, demand_of
-    from lowrank_cnn.paper.full_run import full_run as run_on
+    from lowrank_cnn.paper.experiments import CORES, GPUS, Supply, demand_of
+    from lowrank_cnn.paper.experiments import full_run as run_on
 
     demand = demand_of(experiment, network)
     for gpus in GPUS:

@@ -14,9 +14,9 @@ from typing import Any
 from tables import form, frontier, gpu_models
 from tables.form import ROOT, markdown, record
 
-from lowrank_cnn.frontier.answering import BETTER, YES, control_of, read_questions
-from lowrank_cnn.frontier.designs import DENSE_BRANCHES
-from lowrank_cnn.frontier.record import DENSE_NAME, RECORD, DesignRow, Frontier, load_frontier
+from lowrank_cnn.choose.candidates import DENSE_BRANCHES
+from lowrank_cnn.choose.frontier import DENSE_NAME, RECORD, DesignRow, Frontier, load_frontier
+from lowrank_cnn.choose.verdict import BETTER, YES, control_of, read_questions
 
 DENSE, LOW_RANK, THIN = "dense", "low-rank", "thin dense"
 KEYS = {DENSE: "dense", LOW_RANK: "low-rank", THIN: "thin"}

@@ -11,13 +11,13 @@ from typing import Any
 from tables import form
 from tables.form import NO_RUNS, markdown, source
 
-from lowrank_cnn.frontier.answering import NO, YES
-from lowrank_cnn.method.scheme import parse_scheme
-from lowrank_cnn.method.settling import LearnedShapes
+from lowrank_cnn.choose.verdict import NO, YES
+from lowrank_cnn.method.finalize_shapes import LearnedShapes
+from lowrank_cnn.method.schemes import parse_scheme
 from lowrank_cnn.models import create_model
-from lowrank_cnn.report.charts.shapes import shapes_spec
-from lowrank_cnn.report.charts.trade import DENSE, LEARNED, LOW_RANK, TradePoint, trade_chart, trade_spec
-from lowrank_cnn.report.charts.vega import save_charts
+from lowrank_cnn.report.charts import shapes_spec
+from lowrank_cnn.report.style import save_charts
+from lowrank_cnn.report.trade import DENSE, LEARNED, LOW_RANK, TradePoint, trade_chart, trade_spec
 
 UNDECIDED = "nothing is decided"
 

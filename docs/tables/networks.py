@@ -16,7 +16,7 @@ def networks() -> str:
     """Every network with its cost, counted now, beside the dense network of its family."""
     import torch
 
-    from lowrank_cnn.method.counting import count
+    from lowrank_cnn.method.count import count
     from lowrank_cnn.models import create_model, family_of, list_models
     from lowrank_cnn.paper.published import published
 
@@ -38,7 +38,7 @@ def networks() -> str:
 
 def weights() -> str:
     """The cards of the weights that come with the package."""
-    from lowrank_cnn.models.pretrained import list_pretrained, read_pretrained
+    from lowrank_cnn.models.network_file import list_pretrained, read_pretrained
 
     rows: list[list[object]] = []
     for name, data in list_pretrained():

@@ -6,20 +6,103 @@ answer at once.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import inspect
+import io
+import os
 import re
+import sys
 import textwrap
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from lowrank_cnn.cli import CTRL_C, INTERRUPTED
-from lowrank_cnn.cli.output import lasting_output, plain_warnings
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.version import __version__
+from lowrank_cnn.core.errors import LowRankError, LowRankWarning
+from lowrank_cnn.core.processes import first_process
+from lowrank_cnn.core.version import __version__
+
+# Standard output that outlives its reader: `lowrank train ... | head -1` trains to the end. Plain warnings.
+
+
+class LastingStream:
+    """A text stream that drops what cannot be written any more. `error` is the first failure but a closed pipe."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._closed = stream, False
+        self.error: OSError | None = None
+
+    def write(self, text: str) -> int:
+        if not self._closed:
+            try:
+                return self._stream.write(text)
+            except OSError as error:
+                self._give_up(error)
+        return len(text)
+
+    def flush(self) -> None:
+        if not self._closed:
+            try:
+                self._stream.flush()
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Discard the rest, also what the stream has buffered: Python flushes it once more at exit."""
+        self._closed = True
+        if error.errno != errno.EPIPE:
+            self.error = error
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def lasting_output() -> Iterator[LastingStream]:
+    """Let both standard streams outlive their readers, and write unprintable characters as escapes."""
+    before = sys.stdout, sys.stderr
+    out, err = LastingStream(sys.stdout), LastingStream(sys.stderr)
+    for stream in before:
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    sys.stdout, sys.stderr = out, err  # type: ignore[assignment]
+    try:
+        yield out
+    finally:
+        out.flush()
+        err.flush()
+        sys.stdout, sys.stderr = before
+
+
+@contextlib.contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Print our own warnings as one sentence, without the file and line where they arise.
+
+    Each is printed once: a command may open a set again, in the size that the network is for.
+    """
+    told: set[str] = set()
+
+    def show(message: Any, category: type[Warning], *place: Any, **options: Any) -> None:
+        if not issubclass(category, LowRankWarning):
+            usual(message, category, *place, **options)
+        elif first_process() and str(message) not in told:
+            from lowrank_cnn.cli.show import errors  # help and completion do without rich
+
+            told.add(str(message))
+            errors.print(str(message), markup=False, soft_wrap=True)
+
+    with warnings.catch_warnings():
+        usual, warnings.showwarning = warnings.showwarning, show
+        yield
+
 
 BAD_INPUT = 2
 _SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
@@ -49,9 +132,9 @@ COMMANDS = {
     "convert": Entry("convert", "Convert", "Rewrite the convolutions of any network with low-rank filters."),
     "decompose": Entry("convert", "Convert", "Approximate trained convolutions by low-rank filters."),
     "design": Entry("design", "Convert", "Advise whether low-rank filters, fewer filters or both are faster."),
-    "time": Entry("deploy", "Deploy", "Time networks layer by layer, beside their dense twins."),
-    "plan": Entry("deploy", "Deploy", "Find the fastest way to run a network on this machine."),
-    "optimize": Entry("optimize", "Deploy", "Find the fastest form of a network, and write it to a file."),
+    "time": Entry("plan", "Deploy", "Time networks layer by layer, beside their dense twins."),
+    "plan": Entry("plan", "Deploy", "Find the fastest way to run a network on this machine."),
+    "optimize": Entry("plan", "Deploy", "Find the fastest form of a network, and write it to a file."),
     "export": Entry("export", "Deploy", "Write a network for ONNX Runtime and other engines, and check the file."),
     "audit": Entry("audit", "Paper", "Compare every published figure and claim with what this code computes."),
     "reproduce": Entry("reproduce", "Paper", "Train the paper's networks and compare their accuracy."),
@@ -81,7 +164,7 @@ class LazyGroup(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt as stopped:
             from lowrank_cnn.cli.show import errors
-            from lowrank_cnn.system.processes import first_process
+            from lowrank_cnn.core.processes import first_process
 
             if str(stopped) and first_process():
                 errors.print(str(stopped), markup=False, soft_wrap=True)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from lowrank_cnn.cli.options import Json, Runs
 from lowrank_cnn.cli.show import console, errors, print_json, print_table
-from lowrank_cnn.system.text import counted
+from lowrank_cnn.core.text import counted
 
 if TYPE_CHECKING:
-    from lowrank_cnn.paper.auditing import Finding
+    from lowrank_cnn.paper.audit import Finding
     from lowrank_cnn.report.records import Records
 
 _TITLES = {
@@ -35,7 +35,7 @@ def audit_command(runs: Runs = None, as_json: Json = False) -> None:
       lowrank audit --json
       lowrank audit --runs runs
     """
-    from lowrank_cnn.paper.auditing import CONTRADICTED, MISSED, UNREPRODUCIBLE, audit, summary
+    from lowrank_cnn.paper.audit import CONTRADICTED, MISSED, UNREPRODUCIBLE, audit, summary
 
     findings = _audit_runs(runs) if runs else audit()
     if as_json:
@@ -56,9 +56,9 @@ def audit_command(runs: Runs = None, as_json: Json = False) -> None:
 
 
 def _audit_runs(runs: Runs) -> list[Finding]:
-    from lowrank_cnn.paper.auditing import audit
-    from lowrank_cnn.report.paper_runs import accuracies, layer_times
+    from lowrank_cnn.paper.audit import audit
     from lowrank_cnn.report.reading import read_records, require_records
+    from lowrank_cnn.report.results import accuracies, layer_times
 
     records = read_records(runs or [])
     require_records(runs or [], records)
@@ -95,7 +95,7 @@ def _print_accuracies(findings: list[Finding]) -> None:
 
 
 def _ours(finding: Finding) -> str:
-    from lowrank_cnn.paper.auditing import REPRODUCED
+    from lowrank_cnn.paper.audit import REPRODUCED
 
     return "=" if finding.verdict == REPRODUCED else finding.computed
 

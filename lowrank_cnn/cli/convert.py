@@ -12,16 +12,16 @@ import typer
 
 from lowrank_cnn.cli.options import Json, Model, SourceOptions, grouped
 from lowrank_cnn.cli.show import print_json, print_table
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import notes
-from lowrank_cnn.system.text import counted, si
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import notes
+from lowrank_cnn.core.text import counted, si
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lowrank_cnn.cli.source import Source
-    from lowrank_cnn.deploy.exporting import Exported
-    from lowrank_cnn.method.converting import Cost
+    from lowrank_cnn.deploy.export import Exported
+    from lowrank_cnn.method.convert import Cost
 
 Where = Annotated[
     list[str] | None,
@@ -69,7 +69,7 @@ def convert_command(
       lowrank convert model.py:make --input 3x32x32 --scheme lr-join --out net.safetensors
       lowrank convert torchvision:resnet18 --stage 2 --stage 3 --macs 0.5
     """
-    from lowrank_cnn.method.converting import convert, told_if_low_rank
+    from lowrank_cnn.method.convert import convert, told_if_low_rank
 
     source, size = named.find(model)
     chosen = _where(where, stage, source.network, size)
@@ -118,8 +118,8 @@ def decompose_command(
       lowrank decompose nin --pretrained cifar10 --energy 0.9
       lowrank decompose runs/photos --macs 0.5 --images photos --by accuracy
     """
-    from lowrank_cnn.method.converting import told_if_low_rank
-    from lowrank_cnn.method.decomposing import decompose
+    from lowrank_cnn.method.convert import told_if_low_rank
+    from lowrank_cnn.method.decompose import decompose
 
     source, size = named.find(model)
     chosen = _where(where, stage, source.network, size)
@@ -147,7 +147,7 @@ def decompose_command(
 def _finish(
     source: Source, before: nn.Module, new: nn.Module, size: tuple[int, ...], out: Path | None, as_json: bool
 ) -> None:
-    from lowrank_cnn.method.converting import conversion_costs
+    from lowrank_cnn.method.convert import conversion_costs
 
     costs = conversion_costs(before, new, size)
     if out is not None:
@@ -184,7 +184,7 @@ def export_source(
     source: Source, network: nn.Module, path: Path, size: tuple[int, ...] | None, **options: Any
 ) -> Exported:
     """Write a network made from a source, with its classes and preprocessing if known; options of `export`."""
-    from lowrank_cnn.deploy import export
+    from lowrank_cnn.deploy.export import export
 
     model = network if source.trained is None else replace(source.trained, network=network)
     return export(model, path, input_size=size, **options)
@@ -194,7 +194,7 @@ def _where(
     patterns: list[str] | None, numbers: list[int] | None, network: nn.Module, size: tuple[int, ...]
 ) -> Any:
     """The argument `where` of `convert`: patterns, kernels such as 3x3 as pairs, and the layers of stages."""
-    from lowrank_cnn.method.selection import stages
+    from lowrank_cnn.method.select import stages
 
     items = [tuple(map(int, p.split("x"))) if re.fullmatch(r"\d+x\d+", p) else p for p in patterns or []]
     found = stages(network, size) if numbers else ()
@@ -210,7 +210,7 @@ def _where(
 def _conversion_json(
     source: Source, size: tuple[int, ...], new: nn.Module, costs: tuple[Cost, ...]
 ) -> dict[str, Any]:
-    from lowrank_cnn.method.rewriting import Conversion
+    from lowrank_cnn.method.rewrite import Conversion
 
     report = notes(new).conversion or Conversion()
     return {
@@ -223,7 +223,7 @@ def _conversion_json(
 
 
 def _print_conversion(source: Source, size: tuple[int, ...], new: nn.Module, costs: tuple[Cost, ...]) -> None:
-    from lowrank_cnn.method.rewriting import Conversion
+    from lowrank_cnn.method.rewrite import Conversion
 
     report = notes(new).conversion or Conversion()
     kept = {row.name: f"{row.energy:.1%}" for row in notes(new).decomposition}

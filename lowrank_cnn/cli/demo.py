@@ -11,7 +11,7 @@ import typer
 
 from lowrank_cnn.cli.options import Device, Json, Limit
 from lowrank_cnn.cli.show import console, continued_by_same_command, print_json, print_table
-from lowrank_cnn.system.text import si
+from lowrank_cnn.core.text import si
 
 if TYPE_CHECKING:
     from lowrank_cnn.deploy.timing import Timing
@@ -77,8 +77,8 @@ def demo(
 
     `say` is called with each step. Returns the rows of the table and the path of the report.
     """
+    from lowrank_cnn.core.files import below
     from lowrank_cnn.report import write_report
-    from lowrank_cnn.system.files import below
 
     out = Path(out)
     records = {}
@@ -107,10 +107,10 @@ def _train(name: str, directory: Path, epochs: int | None, device: str, limit: i
 
 def _time(out: Path) -> dict[str, Timing]:
     """Time both networks in turns on the CPU, which everybody has, and write a record of each for the report."""
+    from lowrank_cnn.core.environment import environment
+    from lowrank_cnn.core.files import write_json
     from lowrank_cnn.deploy.timing import time_model
-    from lowrank_cnn.system.environment import environment
-    from lowrank_cnn.system.files import write_json
-    from lowrank_cnn.train.evaluation import load_checkpoint
+    from lowrank_cnn.train.evaluate import load_checkpoint
 
     networks = {name: load_checkpoint(out / name).network for name in TWINS}
     both = time_model(networks["low-rank"], (1, 28, 28), batch=BATCH, twin=networks["dense"])

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowrank_cnn.cli.convert import Latency, Macs
-from lowrank_cnn.cli.deploy import Batch, Threads
 from lowrank_cnn.cli.options import Device, Json, Model, SourceOptions, grouped
+from lowrank_cnn.cli.plan import Batch, Threads
 from lowrank_cnn.cli.show import console, print_json, print_table
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lowrank_cnn.choose.design import Advice
     from lowrank_cnn.cli.source import Source
-    from lowrank_cnn.deploy.advising import Advice
 
 _BATCHES, _IMAGES = 4, 32
 """Batches, and images in each, that `--data` measures on."""
@@ -54,10 +54,10 @@ def design_command(
     """
     import torch
 
-    from lowrank_cnn.deploy.advising import design
-    from lowrank_cnn.models.files import dtype_of
-    from lowrank_cnn.system.clock import torch_threads
-    from lowrank_cnn.train.fabric import resolve_device
+    from lowrank_cnn.choose.design import design
+    from lowrank_cnn.core.clock import torch_threads
+    from lowrank_cnn.models.network_file import dtype_of
+    from lowrank_cnn.train.distributed import resolve_device
 
     source, size = named.find(model)
     place = resolve_device(device)

@@ -26,16 +26,15 @@ from lowrank_cnn.cli.options import (
     Workers,
 )
 from lowrank_cnn.cli.show import console, errors, print_json, print_problems, print_table
-from lowrank_cnn.system.errors import LowRankError, nearest
-from lowrank_cnn.system.text import counted
+from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.core.text import counted
 
 if TYPE_CHECKING:
     import torch
 
     from lowrank_cnn.data import Data
-    from lowrank_cnn.train.details import EvaluationDetails
-    from lowrank_cnn.train.predicting import Ranking
-    from lowrank_cnn.train.score import Evaluation
+    from lowrank_cnn.train.evaluate import Ranking
+    from lowrank_cnn.train.score import Evaluation, EvaluationDetails
     from lowrank_cnn.train.trained import Trained
 
 _SHOWN_PAIRS = 5
@@ -72,8 +71,8 @@ def evaluate_command(
     """
     from lowrank_cnn.cli.source import is_path
     from lowrank_cnn.data import open_data
-    from lowrank_cnn.data.readers.read_options import parse_image_size
-    from lowrank_cnn.train.evaluation import changed_set, evaluate, held_out_images
+    from lowrank_cnn.data.sources import parse_image_size
+    from lowrank_cnn.train.evaluate import changed_set, evaluate, held_out_images
     from lowrank_cnn.train.trained import Trained, load_pretrained
 
     if pretrained and best:
@@ -123,8 +122,7 @@ def predict_command(
       lowrank predict nin-c3-lr --pretrained cifar10 holiday.jpg --top 5
     """
     from lowrank_cnn.cli.source import find_into, is_ours
-    from lowrank_cnn.train.evaluation import predict
-    from lowrank_cnn.train.predicting import files_below
+    from lowrank_cnn.train.evaluate import files_below, predict
     from lowrank_cnn.train.trained import load_checkpoint, load_pretrained
 
     if is_ours(model) and not pretrained:
@@ -224,7 +222,7 @@ def _find(model: str, best: bool, images: Data, into: str | None, trusted: bool)
 
 def _tell_how_far(model: str, *, best: bool = False) -> None:
     """Warn if the weights are those of an unfinished run."""
-    from lowrank_cnn.train.evaluation import how_far
+    from lowrank_cnn.train.evaluate import how_far
 
     if words := how_far(model, best=best):
         line = f"These are the weights of {model} {words}, not those of a finished run."
@@ -241,7 +239,7 @@ def _guessing(name: str) -> str:
 
 def _told_held_out(images: Data, limit: int | None) -> Data:
     """The images that training held out; a printed line tells the user that these are used."""
-    from lowrank_cnn.data.readers.splits import fewer
+    from lowrank_cnn.data.sources import fewer
 
     held_out = counted(len(images.test), "image")
     line = f"The network was trained on {images.name}: these are the {held_out} held out of it."
@@ -251,8 +249,8 @@ def _told_held_out(images: Data, limit: int | None) -> Data:
 
 def _as_in_training(trained: Trained, images: Data, asked: str | None, reopen: Callable[..., Data]) -> Data:
     """Bring test images to the size and the channels that training used."""
-    from lowrank_cnn.data.readers.read_options import parse_image_size
-    from lowrank_cnn.train.evaluation import match_classes
+    from lowrank_cnn.data.sources import parse_image_size
+    from lowrank_cnn.train.evaluate import match_classes
 
     fits = images.test.size == trained.image if trained.image else images.test.channels == trained.channels
     if fits or (asked is not None and parse_image_size(asked) != tuple(trained.image[1:])):

@@ -11,9 +11,9 @@ import typer
 from lowrank_cnn.cli.convert import export_source
 from lowrank_cnn.cli.options import Inputs, Json, Model, Scheme, SourceOptions, grouped
 from lowrank_cnn.cli.show import console, print_json
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import notes
-from lowrank_cnn.system.text import counted, si
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import notes
+from lowrank_cnn.core.text import counted, si
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ class GraphOptions:
 
     def merge(self, network: torch.nn.Module, example: Any) -> torch.nn.Module:
         """The network with batch norms, and chains where asked, folded into the layers before them."""
-        from lowrank_cnn.deploy import merge
+        from lowrank_cnn.graph.merge import merge
 
         if not (self.merged or self.chains):
             return network
@@ -121,7 +121,7 @@ def export_command(
       lowrank export runs/photos -o net.int8.onnx --int8 --calibrate photos
       lowrank export model.py:make net.onnx --example model.py:inputs
     """
-    from lowrank_cnn.method.counting import count
+    from lowrank_cnn.method.count import count
 
     path, graph = _place(path, out, to, model), graph.for_target(to)
     source, size, inputs = named.find_inputs(model, example)
@@ -189,8 +189,8 @@ def _export_int8(
     as_json: bool,
 ) -> None:
     """Quantise, and print the accuracy before and after and the layers that stay in float."""
-    from lowrank_cnn.deploy.quantizing import quantize
-    from lowrank_cnn.method.counting import count
+    from lowrank_cnn.deploy.quantize import quantize
+    from lowrank_cnn.method.count import count
 
     if calibrate is None:
         raise LowRankError("--int8 needs images to set the ranges of activations: give --calibrate DATA.")
@@ -224,7 +224,7 @@ def _images_of(calibrate: str) -> torch.Tensor:
     """The prepared images that a function of the user's file gives."""
     import torch
 
-    from lowrank_cnn.cli.user_file import find_example
+    from lowrank_cnn.cli.source import find_example
 
     images = find_example(calibrate, option="--calibrate")
     if not isinstance(images, torch.Tensor):
@@ -234,9 +234,7 @@ def _images_of(calibrate: str) -> torch.Tensor:
 
 def _print_usage(path: Path, name: str, **about: Any) -> None:
     """Write the card beside the file, and print how to run it."""
-    from lowrank_cnn.deploy.engines import open_engine
-    from lowrank_cnn.deploy.engines.cards import write_export_card
-    from lowrank_cnn.deploy.engines.targets import usage
+    from lowrank_cnn.deploy.engines.targets import open_engine, usage, write_export_card
 
     card = write_export_card(path, name, **about)
     console.print(f" {card} says what it takes. To run it:", markup=False)
@@ -249,6 +247,6 @@ def _image_for(network: torch.nn.Module, size: tuple[int, ...]) -> torch.Tensor:
     """Random images in the network's own precision."""
     import torch
 
-    from lowrank_cnn.models.files import dtype_of
+    from lowrank_cnn.models.network_file import dtype_of
 
     return torch.randn(2, *size, generator=torch.Generator().manual_seed(0)).to(dtype_of(network))

@@ -11,13 +11,13 @@ import typer
 
 from lowrank_cnn.cli.options import Bad, Device, Json, Limit, Settings, Size, grouped
 from lowrank_cnn.cli.show import console, continued_by_same_command, errors, print_json, print_table
-from lowrank_cnn.system.errors import LowRankError, MissingExtra
-from lowrank_cnn.system.text import p_value, si
+from lowrank_cnn.core.errors import LowRankError, MissingExtra
+from lowrank_cnn.core.text import p_value, si
 
 if TYPE_CHECKING:
-    from lowrank_cnn.frontier.answering import Answer
-    from lowrank_cnn.frontier.plan import FrontierPlan
-    from lowrank_cnn.frontier.record import DesignRow, Frontier
+    from lowrank_cnn.choose.candidates import FrontierPlan
+    from lowrank_cnn.choose.frontier import DesignRow, Frontier
+    from lowrank_cnn.choose.verdict import Answer
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class PlanOptions:
     budget: Annotated[float, typer.Option(help="Start no new run after this many seconds.")] = float("inf")
 
     def plan(self) -> FrontierPlan:
-        from lowrank_cnn.frontier.plan import FrontierPlan
+        from lowrank_cnn.choose.candidates import FrontierPlan
 
         given = {name: value for name, value in vars(self).items() if value is not None}
         lists: dict[str, Any] = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
@@ -96,12 +96,12 @@ def frontier_command(
       lowrank frontier airbench --data uoft-cs/cifar10 --design lr --design lr-join --out runs/frontier
       lowrank frontier airbench --out runs/frontier
     """
+    from lowrank_cnn.choose.candidates import find_design, find_family
+    from lowrank_cnn.choose.frontier import load_frontier
+    from lowrank_cnn.choose.trace import trace_frontier
+    from lowrank_cnn.core.clock import check_repeats
     from lowrank_cnn.data import open_data
-    from lowrank_cnn.frontier.designs import find_design, find_family
-    from lowrank_cnn.frontier.record import load_frontier
-    from lowrank_cnn.frontier.tracing import trace_frontier
-    from lowrank_cnn.system.clock import check_repeats
-    from lowrank_cnn.train.settings import parse_settings
+    from lowrank_cnn.train.recipe import parse_settings
 
     find_family(family)
     check_repeats(networks.repeats)
@@ -122,7 +122,7 @@ def _say(line: str) -> None:
 
 def _show(found: Frontier, as_json: bool, *, keep: bool = True) -> None:
     """Print the table, as text or JSON, and draw the picture beside the record, which keeps the answers."""
-    from lowrank_cnn.frontier.answering import add_answers
+    from lowrank_cnn.choose.verdict import add_answers
 
     if not found.rows:
         raise LowRankError(f"there is nothing in {found.folder} yet.")
@@ -144,7 +144,7 @@ def _show(found: Frontier, as_json: bool, *, keep: bool = True) -> None:
 
 def _draw(found: Frontier) -> Path | None:
     """Draw the picture if something is trained. Without the drawing library, training works all the same."""
-    from lowrank_cnn.report.figures.frontier import draw_frontier
+    from lowrank_cnn.report.trade import draw_frontier
 
     if not any(row.runs for row in found.rows):
         return None

@@ -8,10 +8,10 @@ import typer
 
 from lowrank_cnn.cli.options import Input, Inputs, Into, Json, Model, Norm, Stride, Width
 from lowrank_cnn.cli.show import console, print_json, print_table
-from lowrank_cnn.system.text import si
+from lowrank_cnn.core.text import si
 
 if TYPE_CHECKING:
-    from lowrank_cnn.method.counting import Count
+    from lowrank_cnn.method.count import Count
     from lowrank_cnn.models.network import Network
 
 
@@ -63,9 +63,8 @@ def count_command(
       lowrank count torchvision:resnet18 --scheme lr
       lowrank count model.py:make --example model.py:inputs
     """
-    from lowrank_cnn.cli.source import check_axes, find_model, is_ours, parse_size
-    from lowrank_cnn.cli.user_file import find_example
-    from lowrank_cnn.method.counting import count
+    from lowrank_cnn.cli.source import check_axes, find_example, find_model, is_ours, parse_size
+    from lowrank_cnn.method.count import count
 
     asked = parse_size(input_text)
     options = {"width": width, "norm": norm, "stride": stride, "num_classes": num_classes}
@@ -107,7 +106,7 @@ def recipes_command(as_json: Json = False) -> None:
 
 
 def _describe(name: str) -> dict[str, Any]:
-    from lowrank_cnn.method.counting import count
+    from lowrank_cnn.method.count import count
     from lowrank_cnn.paper.published import published
 
     net = _build(name, None)

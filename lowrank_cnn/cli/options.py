@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
 
 if TYPE_CHECKING:
     from lowrank_cnn.cli.source import Source
@@ -206,7 +206,7 @@ class SourceOptions:
         self, model: str, example: str | None, *, scheme: str | None = None, batch: int = 1
     ) -> tuple[Source, tuple[int, ...] | None, Any]:
         """The network, and the size of its images or (None for that) the inputs that --example names."""
-        from lowrank_cnn.cli.user_file import find_example
+        from lowrank_cnn.cli.source import find_example
 
         if example is None:
             return *self.find(model, scheme=scheme), None

@@ -9,8 +9,8 @@ import typer
 
 from lowrank_cnn.cli.options import Into, Json, PackageWeights, Runs
 from lowrank_cnn.cli.show import console, errors, print_json, print_table
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.files import followed
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.files import followed
 
 if TYPE_CHECKING:
     from lowrank_cnn.report.records import Records
@@ -86,8 +86,7 @@ def figure_command(
       lowrank figure shapes --checkpoint runs/own --into model.py:make -o shapes.svg
     """
     from lowrank_cnn.cli.source import find_into
-    from lowrank_cnn.report.figures import FigureOptions, draw_figure
-    from lowrank_cnn.report.figures.charts import TRADE_FIGURES
+    from lowrank_cnn.report.figures import TRADE_FIGURES, FigureOptions, draw_figure
     from lowrank_cnn.report.reading import read_records
 
     if name is None:
@@ -120,7 +119,7 @@ def _is_printed(out: Path, as_json: bool) -> bool:
 
 def _print_left_out(records: Records) -> None:
     """Name the runs that a plot of error against cost omits: nothing else was trained by their recipe."""
-    from lowrank_cnn.report.gathering import comparable, gather
+    from lowrank_cnn.report.results import comparable, gather
 
     entries = [entry for entry in gather(records) if entry.runs]
     shown = comparable(entries)

@@ -28,13 +28,13 @@ from lowrank_cnn.cli.show import (
     print_json,
     print_table,
 )
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.processes import first_process
-from lowrank_cnn.system.text import counted, si
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.processes import first_process
+from lowrank_cnn.core.text import counted, si
 
 if TYPE_CHECKING:
     from lowrank_cnn.data import Data
-    from lowrank_cnn.paper.table import AccuracyRow, Comparison, ExperimentTable
+    from lowrank_cnn.paper.reproduce import AccuracyRow, Comparison, ExperimentTable
 
 MEASURES = {"top1": "top-1", "top5": "top-5", "overfit": "over-fitting"}
 
@@ -75,8 +75,8 @@ def reproduce_command(
       lowrank reproduce cifar10 --out runs/cifar10 --table
     """
     from lowrank_cnn.paper.experiments import lines
-    from lowrank_cnn.paper.table import build_table
-    from lowrank_cnn.train.settings import parse_settings
+    from lowrank_cnn.paper.reproduce import build_table
+    from lowrank_cnn.train.recipe import parse_settings
 
     chosen = {"parts": tuple(parts or ()), "networks": tuple(networks or ()), "seeds": seeds}
     lines(experiment, chosen["parts"], chosen["networks"])  # refuses unknown names before images are read
@@ -107,7 +107,7 @@ def _open(data: str | None, **options: Any) -> Data:
 
 
 def _reproduce(experiment: str, images: Data, out: Path, **options: Any) -> ExperimentTable:
-    from lowrank_cnn.paper.reproducing import reproduce
+    from lowrank_cnn.paper.reproduce import reproduce
 
     def say(line: str) -> None:
         if first_process():
@@ -140,7 +140,7 @@ def _show(table: ExperimentTable, out: Path, as_json: bool) -> None:
 
 
 def _print_missing(table: ExperimentTable) -> None:
-    from lowrank_cnn.paper.table import NOT_BEGUN
+    from lowrank_cnn.paper.reproduce import NOT_BEGUN
 
     waiting = [run for run, state in table.missing.items() if state == NOT_BEGUN]
     for run, state in table.missing.items():

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lowrank_cnn.system.text import printable
+from lowrank_cnn.core.text import printable
 
 if TYPE_CHECKING:
     from lowrank_cnn.data import Data

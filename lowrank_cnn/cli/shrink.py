@@ -29,7 +29,7 @@ def shrink_command(
       lowrank shrink photos small
       lowrank shrink photos small --side 128 --quality 90
     """
-    from lowrank_cnn.data.shrinking import shrink
+    from lowrank_cnn.data.shrink import shrink
 
     problems = shrink(source, out, side=side, quality=quality, workers=workers, missing=missing)
     size = sum(path.stat().st_size for path in out.glob("*.parquet"))

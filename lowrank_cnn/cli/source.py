@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,17 +14,53 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowrank_cnn.cli.user_file import called, function_of
-from lowrank_cnn.method.converting import convert
-from lowrank_cnn.method.scheme import parse_scheme
+from lowrank_cnn.core.errors import LowRankError, first_line, nearest, require
+from lowrank_cnn.core.notes import note, notes
+from lowrank_cnn.core.text import counted
+from lowrank_cnn.method.convert import convert
+from lowrank_cnn.method.schemes import parse_scheme
 from lowrank_cnn.models import create_model, list_models
-from lowrank_cnn.system.errors import LowRankError, nearest, require
-from lowrank_cnn.system.provenance import note, notes
-from lowrank_cnn.system.text import counted
 
 if TYPE_CHECKING:
     from lowrank_cnn.data import Data
     from lowrank_cnn.train.trained import Trained
+
+# Run the user's own file for a network or for example inputs.
+
+
+def find_example(text: str, *, option: str = "--example") -> Any:
+    """The inputs that a function of the user's file gives: a tensor, a tuple, or a dictionary of keywords."""
+    path, colon, function = text.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        raise LowRankError(f"{option} names a function that gives the inputs, as path.py:function, not {text!r}.")
+    return called(function_of(Path(path), function), text)
+
+
+def function_of(path: Path, function: str) -> Callable[..., Any]:
+    """Run the user's own file as `python FILE` would, with imports of its neighbours, for one of its functions."""
+    if not path.is_file():
+        raise LowRankError(f"there is no file {path}.")
+    if (folder := str(path.resolve().parent)) not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(f"file_of_the_user_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module, loader = importlib.util.module_from_spec(spec), spec.loader
+    sys.modules[module.__name__] = module  # where dataclasses look for the types they name
+    called(lambda: loader.exec_module(module), str(path))
+    make = getattr(module, function, None)
+    if not callable(make):
+        raise LowRankError(f"{path} has no function {function!r}.")
+    return make
+
+
+def called(make: Callable[[], Any], what: str) -> Any:
+    """What a function that is not ours gives, or its error in a sentence."""
+    try:
+        return make()
+    except Exception as error:
+        raise LowRankError(f"{what} does not run: {type(error).__name__}: {first_line(error)}") from error
+
 
 DEFAULT = "default"
 """The trained weights that timm and torchvision choose themselves."""
@@ -170,8 +208,8 @@ def _others(
 
 def _from_weights(path: Path, into: nn.Module | None) -> Source:
     """An exported network, or that of a run, for the images that it was trained on."""
-    from lowrank_cnn.models.files import read_weights
     from lowrank_cnn.models.hub import WEIGHTS, resolve
+    from lowrank_cnn.models.network_file import read_weights
     from lowrank_cnn.train.trained import load_checkpoint, trained_of
 
     name, path = (path.name if path.is_dir() else str(path)), resolve(path)
@@ -195,8 +233,8 @@ def _for_classes(source: Source, classes: Sequence[str] | None) -> Source:
     """A trained network of ours for other classes than it was trained on: with a new last layer."""
     if classes is None or source.trained is None or tuple(classes) == source.trained.classes:
         return source
+    from lowrank_cnn.models.build import with_classes
     from lowrank_cnn.models.network import Network
-    from lowrank_cnn.models.rebuild import with_classes
 
     if not isinstance(source.network, Network):
         return source  # `fit` says which number of outputs it needs

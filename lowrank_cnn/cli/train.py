@@ -2,22 +2,290 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from lowrank_cnn.cli.config import Config, config_recipe
-from lowrank_cnn.cli.options import DataPath, Json, Model, grouped
+from lowrank_cnn.cli.options import (
+    NETWORK,
+    TRAINING,
+    Bad,
+    Channels,
+    ClassNames,
+    Compile,
+    DataPath,
+    Decode,
+    Device,
+    Hold,
+    Into,
+    Json,
+    Limit,
+    Model,
+    Pretrained,
+    Recompute,
+    Settings,
+    Size,
+    Stride,
+    TestPath,
+    ValSplit,
+    Width,
+    Workers,
+    grouped,
+)
 from lowrank_cnn.cli.show import console, print_json, print_problems, print_table
-from lowrank_cnn.cli.train_options import ImageOptions, NetworkOptions, RecipeOptions, RunOptions
-from lowrank_cnn.system.processes import first_process
-from lowrank_cnn.system.text import counted, first_few, si
+from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.core.files import read_text
+from lowrank_cnn.core.processes import first_process
+from lowrank_cnn.core.text import counted, first_few, si
 
 if TYPE_CHECKING:
     from lowrank_cnn.data import Data
-    from lowrank_cnn.train import Recipe, Record
+    from lowrank_cnn.method.finalize_shapes import LearnedShapes
+    from lowrank_cnn.method.schemes import Scheme
+    from lowrank_cnn.train import Recipe
+    from lowrank_cnn.train.record import Record
+
+# The options of `lowrank train`, in groups, and what each group stands for in Python.
+
+_MOST_GB = 2**30
+"""Without end (--hold-gb inf), in a number that bytes can be counted by."""
+
+
+@dataclass(frozen=True)
+class NetworkOptions:
+    """How the network is built."""
+
+    scheme: Annotated[
+        str | None,
+        typer.Option(help="A scheme for one of our networks; any other is converted.", rich_help_panel=NETWORK),
+    ] = None
+    macs: Annotated[
+        float | None,
+        typer.Option(help="Share of the MACs that --scheme 'learned(...)' keeps.", rich_help_panel=NETWORK),
+    ] = None
+    latency: Annotated[
+        float | None,
+        typer.Option(help="Share of the time that --scheme 'learned(...)' keeps.", rich_help_panel=NETWORK),
+    ] = None
+    shapes: Annotated[
+        Path | None,
+        typer.Option(help="A shapes.json of learned shapes, to train from scratch.", rich_help_panel=NETWORK),
+    ] = None
+    width: Width = None
+    norm: Annotated[
+        str | None, typer.Option(help="batch or none; by default as in the recipe.", rich_help_panel=NETWORK)
+    ] = None
+    stride: Stride = None
+    pretrained: Pretrained = None
+    into: Into = None
+
+    def training(self) -> tuple[str | None, Training]:
+        """The scheme that the network is built by, and the function that trains it."""
+
+        return training_of(self.scheme, self.shapes, macs=self.macs, latency=self.latency)
+
+    def building(self, model: str, scheme: str | None, recipe: Recipe) -> dict[str, Any]:
+        """The options that the network is built with.
+
+        The recipe chooses norm and pool, except for trained weights and for networks that are not ours.
+        """
+        from lowrank_cnn.cli.source import is_path
+
+        own = {"norm": self.norm} if self.pretrained or is_path(model) else recipe.network()
+        return {**own, "scheme": scheme, "width": self.width, "stride": self.stride, "pretrained": self.pretrained}
+
+
+@dataclass(frozen=True)
+class RecipeOptions:
+    """The recipe, and the fields of it that are set."""
+
+    recipe: Annotated[
+        str, typer.Option(help="A training recipe: `lowrank recipes` lists them.", rich_help_panel=TRAINING)
+    ] = "modern"
+    epochs: Annotated[int | None, typer.Option(help="Epochs to train at most.", rich_help_panel=TRAINING)] = None
+    batch_size: Annotated[
+        int | None, typer.Option(help="Images per step, over all processes.", rich_help_panel=TRAINING)
+    ] = None
+    lr: Annotated[float | None, typer.Option(help="Learning rate at the start.", rich_help_panel=TRAINING)] = None
+    precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.", rich_help_panel=TRAINING)] = (
+        None
+    )
+    quantize: Annotated[
+        Literal["int8"] | None,
+        typer.Option(help="Train with rounded layers, for an int8 export.", rich_help_panel=TRAINING),
+    ] = None
+    settings: Settings = None
+
+    def resolve(self, file: dict[str, Any], norm: str | None) -> Recipe:
+        """The recipe with the fields that --config, then the options, then --set change."""
+        from lowrank_cnn.train import get_recipe
+        from lowrank_cnn.train.recipe import parse_settings
+
+        own = {"epochs": self.epochs, "batch_size": self.batch_size, "lr": self.lr, "precision": self.precision}
+        own |= {"norm": norm, "quantize": self.quantize}
+        given = {name: value for name, value in own.items() if value is not None}
+        settings = parse_settings(self.settings or [])
+        if "name" in settings:
+            raise LowRankError(f"a recipe is chosen by its name with --recipe {settings['name']}, not with --set.")
+        return get_recipe(self.recipe, **(file | given | settings))
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Where and how the run is carried out."""
+
+    seed: Annotated[
+        int, typer.Option(help="Seed of weights, data order, and dropout.", rich_help_panel=TRAINING)
+    ] = 0
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory for checkpoints and the record.")] = (
+        None
+    )
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --out.")] = False
+    device: Device = "auto"
+    teacher: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run directory of a network to distil from, as well as labels.", rich_help_panel=TRAINING
+        ),
+    ] = None
+    compile_: Compile = None
+    recompute: Recompute = False
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="The same as --log tensorboard.")] = False
+    log: Annotated[
+        list[str] | None, typer.Option(help="Also log to tensorboard, csv, wandb, mlflow or trackio; repeatable.")
+    ] = None
+    checkpoint_every: Annotated[float, typer.Option(min=0, help="Seconds between checkpoints.")] = 30.0
+    workers: Workers = 0
+    decode: Decode = "cpu"
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="Same bits in every run, on the CPU or one GPU; slower.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = False
+
+    def check(self, precision: str, data: str) -> None:
+        """Refuse a device that does not exist, a directory in use or of the images, and an unknown logger."""
+        from lowrank_cnn.train.distributed import resolve_device, resolve_precision
+        from lowrank_cnn.train.progress import check_loggers
+        from lowrank_cnn.train.run_folder import RunDirectory
+
+        resolve_precision(precision, resolve_device(self.device))
+        check_loggers(self.log or ())
+        if self.resume and self.out is None:
+            raise LowRankError("there is nothing to resume without the directory of a run: give --out.")
+        if self.out is not None and not self.resume:
+            RunDirectory(self.out).check_apart_from(data)
+            RunDirectory(self.out).check_free()
+
+    def for_fit(self) -> dict[str, Any]:
+        """These options as `fit` takes them."""
+        names = ("seed", "out", "resume", "device", "tensorboard", "checkpoint_every", "workers", "decode")
+        same = {name: getattr(self, name) for name in (*names, "deterministic")}
+        teacher = {} if self.teacher is None else {"teacher": self.teacher}
+        how = {"compile": "auto" if self.compile_ is None else self.compile_, "log": self.log or ()}
+        return {**same, **how, **teacher, "checkpoint_activations": self.recompute}
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """How images are read."""
+
+    test: TestPath = None
+    val_split: ValSplit = None
+    class_names: ClassNames = None
+    bad: Bad = "skip"
+    limit: Limit = None
+    hold: Hold = 2.0
+    image_size: Size = None
+    channels: Channels = None
+
+    def reading(self, data: str, *, progress: bool) -> Callable[..., Data]:
+        """A function that reads the images, with other options where those are given."""
+        from lowrank_cnn.data import open_data
+
+        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "hold"}
+        held = int(min(self.hold, _MOST_GB) * 2**30)
+        return partial(open_data, data, resident_bytes=held, progress=progress, **options)
+
+
+# `--config FILE`: options of a command and fields of a recipe from a TOML or JSON file, never code.
+#
+#     model = "nin-c3-lr"
+#     data = "photos"
+#     image-size = 64
+#
+#     [recipe]
+#     name = "modern"
+#     optimizer = "adamw"
+#     lr = 0.001
+#
+# What is typed on the command line comes before what the file says. `recipe = "modern"` chooses a recipe as it
+# is.
+
+_RECIPE = "lowrank_cnn.recipe"
+_MOST_BYTES = 2**20
+
+
+def _apply(context: typer.Context, value: Path | None) -> Path | None:
+    if value is not None:
+        values = read_config(value)
+        recipe = values.pop("recipe", {})
+        fields = {"name": recipe} if isinstance(recipe, str) else dict(recipe)
+        if "name" in fields:  # the recipe that the other fields change, as --recipe says it
+            values["recipe"] = fields.pop("name")
+        context.meta[_RECIPE] = fields
+        context.default_map = {**(context.default_map or {}), **_by_parameter(context.command, values, value)}
+    return value
+
+
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", callback=_apply, is_eager=True, help="TOML or JSON file with these options."),
+]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The options of a file, and under `recipe` the fields of one."""
+    try:
+        text = read_text(path, most=_MOST_BYTES)
+        found = json.loads(text) if path.suffix.lower() == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise LowRankError(f"{path} cannot be read ({error.strerror}).") from error
+    except ValueError as error:  # of either format, and of text that is not UTF-8
+        raise LowRankError(f"{path} is not TOML or JSON: {str(error).splitlines()[0]}.") from error
+    if not isinstance(found, dict) or not isinstance(found.get("recipe", {}), dict | str):
+        raise LowRankError(f"{path} is to hold options by name, and a table [recipe] with the fields of a recipe.")
+    return found
+
+
+def config_recipe(context: typer.Context) -> dict[str, Any]:
+    """The fields of a recipe that the file of this command sets."""
+    return dict(context.meta.get(_RECIPE, {}))
+
+
+def _by_parameter(command: Any, values: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Values by the names of the command's parameters; the file has them as they are typed."""
+    named = {}
+    for parameter in command.params:
+        for option in (*parameter.opts, parameter.name or ""):
+            named[option.lstrip("-").replace("-", "_")] = parameter.name
+    given, several = {}, {parameter.name for parameter in command.params if getattr(parameter, "multiple", False)}
+    for key, value in values.items():
+        name = named.get(key.replace("-", "_"))
+        if name is None or name == "config":
+            raise LowRankError(f"{path} sets {key!r}, which is no option: {nearest(key, named)}")
+        given[name] = [value] if name in several and not isinstance(value, list) else value
+    return given
 
 
 @grouped
@@ -47,9 +315,9 @@ def train_command(
       lowrank train runs/photos --data photos --quantize int8 --lr 0.001 --epochs 5 --out runs/int8
     """
     from lowrank_cnn.cli.source import build_for, check_model, is_weights
-    from lowrank_cnn.train.determinism import seed_generators
+    from lowrank_cnn.train.distributed import seed_generators
     from lowrank_cnn.train.failure import may_end_process
-    from lowrank_cnn.train.opening import as_network_wants, check_network
+    from lowrank_cnn.train.inputs import as_network_wants, check_network
     from lowrank_cnn.train.score import check_classes
 
     recipe = training.resolve(config_recipe(context), network.norm)
@@ -84,7 +352,7 @@ def _problems_of(data: Data) -> tuple[str, str]:
 
 def _next_command(record: Record, out: Path, data: str, source: str, names: Path | None) -> str:
     """The command that evaluates the run. A run holds no code, so --into names a network that is not ours."""
-    from lowrank_cnn.models.rebuild import entry_description
+    from lowrank_cnn.models.build import entry_description
 
     ours = entry_description(record.model)["model"] is not None
     into, named = [] if ours else ["--into", source], ["--class-names", str(names)] if names else []
@@ -93,8 +361,8 @@ def _next_command(record: Record, out: Path, data: str, source: str, names: Path
 
 def _told(recipe: Recipe) -> str:
     """The name, the usual settings, and every field that differs from its default."""
+    from lowrank_cnn.train.optimizers import warmup_epochs
     from lowrank_cnn.train.recipe import Recipe
-    from lowrank_cnn.train.schedule import warmup_epochs
 
     values, defaults = recipe.to_dict() | {"warmup": warmup_epochs(recipe)}, Recipe().to_dict()
     shown = {"batch_size", "epochs", "lr", "optimizer", "schedule"}
@@ -148,3 +416,49 @@ def _print_result(record: Record, out: Path | None, as_json: bool) -> None:
     row |= {"MACs": si(r["macs"]) if r["macs"] else "", "params": si(r["params"])}
     row |= {"seconds": f"{r['seconds']:.1f}", "images/s": f"{r['images_per_second']:,.0f}"}
     print_table(f"Trained on {record.data['name']}", tuple(row), [tuple(row.values())])
+
+
+# How `lowrank train` trains: by `fit`, by `learn_shapes`, or with shapes that were learned before.
+
+Training = Callable[..., "Record"]
+
+
+def training_of(
+    scheme: str | None, shapes: Path | None, *, macs: float | None, latency: float | None
+) -> tuple[str | None, Training]:
+    """The scheme that the network is built by, and the function that trains it; wrong options are refused."""
+    from lowrank_cnn.method.budget import Budget
+    from lowrank_cnn.method.finalize_shapes import load_shapes
+    from lowrank_cnn.method.schemes import parse_scheme
+    from lowrank_cnn.train.fit import fit
+
+    budget = Budget.of(macs=macs, latency=latency)
+    learned = parse_scheme(scheme) if scheme is not None and scheme.strip().startswith("learned") else None
+    if shapes is not None and scheme is not None:
+        raise LowRankError("give --scheme or --shapes, not both: learned shapes are a scheme for every layer.")
+    if learned is None and budget is not None:
+        raise LowRankError(f"--{budget.kind} is for learned shapes: add --scheme 'learned(kx1, 1xk, 1x1, kxk)'.")
+    if learned is not None and budget is None:
+        raise LowRankError("learned shapes need a budget: give --macs or --latency, like --macs 0.4.")
+    if learned is not None:
+        return None, partial(_learn, learned, {"macs": macs, "latency": latency})
+    return (scheme, fit) if shapes is None else (None, partial(_train_again, load_shapes(shapes)))
+
+
+def _learn(scheme: Scheme, budget: dict[str, float | None], network: Any, *given: Any, **options: Any) -> Record:
+    """Learn shapes. The result also has the time that was measured, as a share of the dense network's."""
+    from lowrank_cnn.choose.learn_shapes import learn_shapes
+
+    found = learn_shapes(network, *given, shapes=scheme, **budget, **options)
+    if options.get("progress") and first_process():
+        shares = {"MACs": found.macs, "time": found.time}
+        told = ", ".join(f"{share:.3f} of the {of}" for of, share in shares.items() if share is not None)
+        console.print(f"{found.shapes}\n{told}", markup=False, highlight=False)
+    timed = {} if found.time is None else {"time": found.time}
+    return replace(found.record, result=found.record.result | timed)
+
+
+def _train_again(shapes: LearnedShapes, network: Any, *given: Any, **options: Any) -> Record:
+    from lowrank_cnn.train.fit import fit
+
+    return fit(shapes.apply(network).train(), *given, **options)

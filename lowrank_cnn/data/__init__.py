@@ -9,17 +9,16 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data.augment import Augment
-from lowrank_cnn.data.dataset import AsGiven, DatasetLoader, DatasetSplit
+from lowrank_cnn.data.own import AsGiven, DatasetLoader, DatasetSplit
+from lowrank_cnn.data.parquet import Missing
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten, fit_preprocess
 from lowrank_cnn.data.preprocess import preprocess_from_dict as _preprocess_from_dict
-from lowrank_cnn.data.readers.parquet import Missing
-from lowrank_cnn.data.readers.read_options import RESIDENT_BYTES, ReadOptions, parse_image_size
-from lowrank_cnn.data.readers.sources import open_source
 from lowrank_cnn.data.resident import ResidentLoader, ResidentSplit
-from lowrank_cnn.data.stream.streamed import StreamedLoader, StreamedSplit, decode_rate
+from lowrank_cnn.data.sources import RESIDENT_BYTES, ReadOptions, open_source, parse_image_size
+from lowrank_cnn.data.streamed import StreamedLoader, StreamedSplit, decode_rate
 from lowrank_cnn.data.types import Bad, Data, Decode, Loader, Problems, Split, check_workers
-from lowrank_cnn.system.errors import LowRankError
 
 __all__ = [
     "Augment",

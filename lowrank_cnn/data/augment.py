@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data.types import generator
-from lowrank_cnn.kernels.availability import kernels_run
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.kernels.device import kernels_run
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from lowrank_cnn.core.cache import cached_tensors, tensor_key
+from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.core.text import counted
 from lowrank_cnn.data.types import Split
-from lowrank_cnn.system.cache import cached_tensors, tensor_key
-from lowrank_cnn.system.errors import LowRankError, nearest
-from lowrank_cnn.system.text import counted
 
 _CHUNK = 4096
 _VALUES_AT_ONCE = 2**23

@@ -7,7 +7,7 @@ each crop, which gives the same batches: ILSVRC at 160 pixels is 98 GB as bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -25,36 +25,27 @@ from lowrank_cnn.data.augment import (
     scaled,
     send_to_device,
 )
-from lowrank_cnn.data.fingerprint import digest_of_pixels, fingerprint_of_subset, fingerprint_of_tensors
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, to_unit
-from lowrank_cnn.data.readers.image_store import ImageStore, changed_images
-from lowrank_cnn.data.types import Problems, Size, check_batches, generator
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.text import counted
+from lowrank_cnn.data.store import ImageStore, changed_images
+from lowrank_cnn.data.types import (
+    Decoded,
+    Problems,
+    Size,
+    check_batches,
+    check_labels,
+    check_uint8_images,
+    digest_of_pixels,
+    fingerprint_of_subset,
+    fingerprint_of_tensors,
+    generator,
+)
 
 MOST_PREPARED_BYTES = 2**32
 """Sets that would take more as floats are held as bytes."""
 _CHUNK_BYTES = 2**29
 _PREPARE_IMAGES = 4096
-_MOST_CHANNELS = 4
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """Images as uint8 [n, C, H, W], their labels, and the problems found."""
-
-    images: Tensor
-    labels: Tensor
-    problems: Problems = field(default_factory=Problems)
-    describe: Callable[[int], str] = "image {}".format
-
-    def __post_init__(self) -> None:
-        check_uint8_images(self.images)
-        check_labels(self.labels)
-        if len(self.images) != len(self.labels):
-            raise LowRankError(
-                f"{counted(len(self.images), 'image')} cannot have {counted(len(self.labels), 'label')}."
-            )
 
 
 def _as_tensor(value: Any) -> Any:
@@ -62,30 +53,8 @@ def _as_tensor(value: Any) -> Any:
     return torch.as_tensor(value) if hasattr(value, "__array_interface__") else value
 
 
-def check_uint8_images(images: object) -> None:
-    """Refuse what is not a tensor of uint8 [n, C, H, W]."""
-    if not isinstance(images, Tensor):
-        raise LowRankError(
-            f"images are one uint8 tensor or array [n, C, H, W], not a {type(images).__name__}: use torch.stack."
-        )
-    if images.dtype != torch.uint8 or images.ndim != 4:
-        raise LowRankError(f"images are uint8 [n, C, H, W], not {images.dtype} {list(images.shape)}.")
-    if images.shape[1] > _MOST_CHANNELS >= images.shape[3]:
-        raise LowRankError(
-            f"images are [n, C, H, W]; {list(images.shape)} looks like [n, H, W, C]: use .permute(0, 3, 1, 2)."
-        )
 
 
-def check_labels(labels: object) -> None:
-    """Refuse what is not one whole number per image."""
-    if not isinstance(labels, Tensor):
-        raise LowRankError(f"labels are one tensor of class numbers [n], not a {type(labels).__name__}.")
-    if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.ndim != 1:
-        raise LowRankError(
-            f"labels are whole class numbers [n], such as int64, not {labels.dtype} {list(labels.shape)}."
-        )
-    if len(labels) and int(labels.min()) < 0:
-        raise LowRankError(f"labels are class numbers from 0 on, not {int(labels.min())}.")
 
 
 class ResidentSplit:

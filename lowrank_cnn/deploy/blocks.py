@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lowrank_cnn.kernels.activation import activate, is_monotone
-from lowrank_cnn.kernels.network_graph import InputKind, NetworkGraph, capture, kind_of, layer_kind
-from lowrank_cnn.kernels.patterns import Pattern, find_patterns, rewritten
-from lowrank_cnn.method.rewriting import copy_with
+from lowrank_cnn.graph.capture import InputKind, NetworkGraph, capture, kind_of, layer_kind
+from lowrank_cnn.graph.patterns import Pattern, find_patterns, rewritten
+from lowrank_cnn.kernels.problem import activate, is_monotone
+from lowrank_cnn.method.rewrite import copy_with
 
 FLAT = (nn.Conv1d, nn.Conv3d)
 """Convs of other than two dimensions, which have one way to run."""

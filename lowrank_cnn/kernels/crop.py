@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowrank_cnn.kernels.gpu import on_its_device
+from lowrank_cnn.kernels.device import on_its_device
 
 LANES = 1024
 """Values that a program moves at once."""

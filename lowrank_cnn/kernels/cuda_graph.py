@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowrank_cnn.kernels.mode import for_graphs
-from lowrank_cnn.system.compare import agree
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.results import mapped
+from lowrank_cnn.core.compare import agree, mapped
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.kernels.device import for_graphs
 
 WARM_UP_RUNS = 3
 

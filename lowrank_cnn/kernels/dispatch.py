@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowrank_cnn.kernels import mode
-from lowrank_cnn.kernels.activation import canonical, is_monotone
+from lowrank_cnn.kernels import device as mode
 from lowrank_cnn.kernels.autotune import choice
-from lowrank_cnn.kernels.problem import OVERLAPPING, CallOptions, Pair, Sides, describe
+from lowrank_cnn.kernels.problem import OVERLAPPING, CallOptions, Pair, Sides, canonical, describe, is_monotone
 from lowrank_cnn.kernels.reference import composite_by_torch, enclosed, followed
 
 
@@ -68,7 +67,7 @@ def composite_conv2d(
     if plan is None:
         return _unfused(x, weights, bias, residual, asked, packed)
     if plan == choice.DENSE:
-        from lowrank_cnn.kernels.enclose import enclose
+        from lowrank_cnn.kernels.ops import enclose
 
         weight, sides = enclose(weights, padding)
         return composite_conv2d(x, [weight], bias, **_options(asked._replace(padding=(sides,))))
@@ -114,7 +113,7 @@ def composite_conv2d_with_statistics(
         added = None if bias is None else bias.dtype
         plan = plan_of(shapes, x.dtype, x.device, tuple(asked), training, x.requires_grad, added)
     if plan == choice.DENSE:
-        from lowrank_cnn.kernels.enclose import enclose
+        from lowrank_cnn.kernels.ops import enclose
 
         weight, sides = enclose(weights, padding)
         return composite_conv2d_with_statistics(
@@ -140,7 +139,7 @@ def explain_call(x: Tensor, weights: Sequence[Tensor], *, training: bool = False
 
 def tune(model: torch.nn.Module, example: Tensor, *, training: bool = False) -> None:
     """Measure every plan of every layer a model calls on an example; later runs take the fastest."""
-    from lowrank_cnn.kernels.autotune.compile_ahead import prepare
+    from lowrank_cnn.kernels.autotune.choice import prepare
 
     with mode.tuning(), torch.set_grad_enabled(training):
         prepare(lambda: model(example))

@@ -7,13 +7,67 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from lowrank_cnn.kernels.activation import canonical, is_monotone
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.numbers import ceil_div, round_up
+
+# The activations that a conv's epilogue can apply, by name: what they are called, and what they compute.
+#
+# A name is one of `ACTIVATIONS`. "leaky_relu" has a slope of 0.01; "leaky_relu:0.1" names another.
+
+ACTIVATIONS = ("relu", "leaky_relu", "silu", "gelu", "hardswish")
+DEFAULT_SLOPE = 0.01
+
+
+def canonical(activation: str | None, relu: bool = False) -> str | None:
+    """The one spelling of an activation, None for none; `relu` is short for "relu"."""
+    if relu:
+        if activation not in (None, "", "relu"):
+            raise LowRankError(f"relu=True and activation={activation!r} contradict each other: pass one of them.")
+        return "relu"
+    if not activation:
+        return None
+    name, slope = parsed(activation)
+    return f"leaky_relu:{slope:g}" if name == "leaky_relu" else name
+
+
+def parsed(activation: str | None) -> tuple[str, float]:
+    """Name and negative slope, as the kernels take them: "" for no activation, 0.0 where there is no slope."""
+    if activation is None:
+        return "", 0.0
+    name, colon, rest = activation.partition(":")
+    try:
+        slope = float(rest) if colon else DEFAULT_SLOPE
+    except ValueError:
+        slope = float("nan")
+    if name not in ACTIVATIONS or (colon and name != "leaky_relu") or slope != slope:
+        known = ", ".join(ACTIVATIONS)
+        raise LowRankError(f'the activation is one of {known}, or "leaky_relu:0.1", not {activation!r}.')
+    return name, slope if name == "leaky_relu" else 0.0
+
+
+def is_monotone(activation: str | None) -> bool:
+    """Whether an activation never falls: it may then follow a max-pool instead of preceding it."""
+    name, slope = parsed(activation)
+    return name in ("", "relu") or (name == "leaky_relu" and slope >= 0)
+
+
+def activate(y: Tensor, activation: str | None, *, inplace: bool = False) -> Tensor:
+    """The activation by torch; in place where asked for and torch has it so."""
+    name, slope = parsed(activation)
+    if name in ("", "gelu"):
+        return F.gelu(y) if name else y
+    slopes = {"negative_slope": slope} if name == "leaky_relu" else {}
+    return getattr(F, name)(y, inplace=inplace, **slopes)
+
 
 Pair = tuple[int, int]
 Sides = tuple[Pair, Pair]
@@ -243,3 +297,103 @@ def empty_result(problem: Problem, x: Tensor) -> Tensor:
 def empty_maps(size: Sequence[int], like: Tensor) -> Tensor:
     """Memory for [N, C, H, W] in channels-last order, of a tensor's type and device."""
     return torch.empty(tuple(size), device=like.device, dtype=like.dtype, memory_format=torch.channels_last)
+
+
+# Divide the output into tiles: boxes of pixels over batch, rows and columns, all powers of two.
+
+Box = tuple[int, int, int]
+OVERHEAD_BOXES = 16
+"""The cost of a program's beginning and end, in boxes of work."""
+
+
+class GroupRow(NamedTuple):
+    """One filter group in `tiled`, which reads the fields by index.
+
+    A tap `r` rows down reads block row `(r + top_skip) // stride - top` at parity `(r + top_skip) % stride`, where
+    `stride` rows make a block. The same holds for columns. At stride 1 the skips are zero.
+    """
+
+    first_tile: int
+    weight_row: int
+    channel: int
+    filters: int
+    taps: int
+    width: int
+    top: int
+    top_skip: int
+    left: int
+    left_skip: int
+
+
+@lru_cache(maxsize=4096)
+def box_of(batch: int, height: int, width: int, pixels: int, least: int = 1) -> Box:
+    """The box (images, rows, columns) of `pixels` output pixels that wastes the fewest at the borders.
+
+    Of equal ones, that with the fewest images, then the squarest: neighbouring taps then read the same lines.
+    """
+    powers = [2**i for i in range(pixels.bit_length())]
+    boxes = [
+        (pixels // (rows * columns), rows, columns)
+        for rows, columns in product(powers, powers)
+        if rows * columns <= pixels and rows >= least and columns >= least
+    ]
+
+    def cost(box: Box) -> tuple[int, int, int]:
+        covered = prod(round_up(size, part) for size, part in zip((batch, height, width), box, strict=True))
+        return covered, box[0], abs(box[1] - box[2])
+
+    return min(boxes, key=cost)
+
+
+def box_count(problem: Problem, box: Box) -> tuple[int, int, int]:
+    """How many boxes cover the (unpooled) output: over images, rows and columns."""
+    images, rows, columns = box
+    return (
+        ceil_div(problem.batch, images),
+        ceil_div(problem.out_height, rows),
+        ceil_div(problem.out_width, columns),
+    )
+
+
+def filter_tiles(problem: Problem, block: int) -> int:
+    """Tiles of `block` output channels; none spans two groups."""
+    return sum(ceil_div(group.filters, block) for group in problem.groups)
+
+
+def group_rows(problem: Problem, block: int) -> tuple[GroupRow, ...]:
+    """The groups for tiles of `block` filters."""
+    rows, tile, weight, channel = [], 0, 0, 0
+    for group in problem.groups:
+        top, left = ceil_div(group.top, problem.stride[0]), ceil_div(group.left, problem.stride[1])
+        skips = top * problem.stride[0] - group.top, left * problem.stride[1] - group.left
+        shape = (group.filters, group.taps, group.width)
+        rows.append(GroupRow(tile, weight, channel, *shape, top, skips[0], left, skips[1]))
+        tile += ceil_div(group.filters, block)
+        weight += group.taps * group.filters
+        channel += group.filters
+    return tuple(rows)
+
+
+@lru_cache(maxsize=4096)
+def shares(tiles: int, boxes: int, programs: int) -> int:
+    """Into how many shares to divide `boxes` so that the work ends soonest, with a program per tile and share.
+
+    `programs` run at once. A few more than that would take another full round.
+    """
+    most = min(boxes, max(1, 4 * programs // tiles))
+
+    def rounds(count: int) -> int:
+        return ceil_div(tiles * count, programs) * (ceil_div(boxes, count) + OVERHEAD_BOXES)
+
+    return min(range(1, most + 1), key=rounds)
+
+
+def power_above(value: int, least: int = 16) -> int:
+    """The smallest power of two that is at least `value` and `least`, the smallest side of a matrix product."""
+    return max(least, 1 << (value - 1).bit_length())
+
+
+def lanes_of(channels: int) -> int:
+    """Channels per program of a kernel without matrix products: a power of two, if possible a divisor."""
+    whole = min(128, channels & -channels)
+    return whole if whole >= 32 else min(128, power_above(channels))

@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from lowrank_cnn.system.errors import MissingExtra
+from lowrank_cnn.core.errors import MissingExtra
 
 STEPS = {torch.float32: 6, torch.float16: 4}
 """Outputs per tile: F(6, 3) needs fewer products, F(4, 3) rounds less, which half precision needs."""

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from lowrank_cnn.kernels import availability, mode
+from lowrank_cnn.kernels import device as availability
+from lowrank_cnn.kernels import device as mode
 from lowrank_cnn.kernels.autotune import choice
 
 asked_for = torch.compiler.assume_constant_result(mode.asked_for)

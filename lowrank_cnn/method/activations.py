@@ -17,15 +17,13 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.utils.data import Dataset, IterableDataset
 
-from lowrank_cnn.kernels.network_graph import first_input
-from lowrank_cnn.method.building import FactoredConv2d
+from lowrank_cnn.core.compare import copied, tensors_of, unchanged
+from lowrank_cnn.core.errors import LowRankError, first_line
+from lowrank_cnn.core.modules import first_input
 from lowrank_cnn.method.channel import FactoredLayer, groups_of
-from lowrank_cnn.method.conv_form import form_of
-from lowrank_cnn.method.geometry import Sides
+from lowrank_cnn.method.geometry import Sides, form_of
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.system.compare import copied, unchanged
-from lowrank_cnn.system.errors import LowRankError, first_line
-from lowrank_cnn.system.results import tensors_of
+from lowrank_cnn.method.schemes import FactoredConv2d
 
 Images = Tensor | Iterable[object]
 """Images as one batch, or batches of them; of a pair (images, labels) the labels are left out."""

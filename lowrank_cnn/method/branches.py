@@ -18,10 +18,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx, nn
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.geometry import Sides
 from lowrank_cnn.method.layers import CompositeConv2d, conv_of, dense_weight, mask_weights, weights_of
 from lowrank_cnn.method.spec import Composite, Pair
-from lowrank_cnn.system.errors import LowRankError
 
 
 class BranchedConv2d(nn.Module):

@@ -14,14 +14,13 @@ from itertools import accumulate
 import torch
 from torch import nn
 
+from lowrank_cnn.core.clock import measure
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.modules import InputSize, arguments
 from lowrank_cnn.method.channel import basis_filters, channel_params, groups_of, outputs_of
-from lowrank_cnn.method.costs import macs_per_pixel, stage_weights
-from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.inputs import InputSize, arguments
-from lowrank_cnn.method.rewriting import copy_with, rewrite
-from lowrank_cnn.method.scheme import Scheme
-from lowrank_cnn.system.clock import measure
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.method.count import count
+from lowrank_cnn.method.rewrite import copy_with, rewrite
+from lowrank_cnn.method.schemes import Scheme, macs_per_pixel, stage_weights
 
 Convs = Mapping[str, nn.Conv2d]
 Choice = Mapping[str, Scheme | None]

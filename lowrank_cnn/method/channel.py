@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from math import prod
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from lowrank_cnn.kernels.network_graph import computes_as
-from lowrank_cnn.method.scheme import Scheme
+from lowrank_cnn.core.modules import computes_as
+
+if TYPE_CHECKING:
+    from lowrank_cnn.method.schemes import Scheme
 
 KINDS = (nn.Linear, nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 """Layers that this file factors; `nn.Conv2d` is none of them."""

@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
+from lowrank_cnn.core.errors import check_type
+from lowrank_cnn.core.notes import notes
 from lowrank_cnn.method.branches import BranchedConv2d
-from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.channel import FactoredLayer
 from lowrank_cnn.method.layers import CompositeConv2d, weights_of
+from lowrank_cnn.method.schemes import FactoredConv2d
 from lowrank_cnn.method.spec import Composite
-from lowrank_cnn.system.errors import check_type
-from lowrank_cnn.system.provenance import notes
 
 Rectified = Callable[[str, nn.Module], bool]
 

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.prune import BasePruningMethod
 
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.text import counted
 from lowrank_cnn.kernels import composite_conv2d, explain_call
-from lowrank_cnn.kernels.dense import placed, ungrouped
-from lowrank_cnn.kernels.reference import conv_on_sides, interleaved, pad_on_sides
+from lowrank_cnn.kernels.reference import conv_on_sides, interleaved, pad_on_sides, placed, ungrouped
 from lowrank_cnn.method.geometry import Padding, Sides, enclosing_padding, offsets, pair, symmetric
 from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.text import counted
 
 T = TypeVar("T")
 _PAD_MODES = ("zeros", "reflect", "replicate", "circular")

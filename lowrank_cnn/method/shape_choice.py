@@ -12,17 +12,250 @@ saves what its channel costs in the layers that read it: low rank and thinner la
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from itertools import combinations
+from math import log1p
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lowrank_cnn.method.channel_order import Route, why_fixed
-from lowrank_cnn.method.layer_choice import LayerChoice, LayerPick
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.method.channels import Route, why_fixed
 from lowrank_cnn.method.shape_damage import Damage, damage_by_energy, shaped_convs
-from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d, may_remove
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, may_remove
+
+# Choose shapes for the filters of one layer, in multiples that run fast in kernels.
+#
+# A layer has views, the rows and columns of its kernel (`shape_damage`). It is worth the sum, over its views, of
+# what matters there times a value of the share that is kept. The first filters that keep a view add most. So a
+# layer whose filters are all alike gets some upright and some lying ones; by itself, each would take the better
+# shape.
+
+_TINY = 1e-30
+_CURVE = 2.0
+"""The first filters that keep a view add 1 + this many times as much as the last."""
+_GAIN = 1e-9
+"""The least gain that a change must bring: smaller ones are rounding."""
+
+
+def worth(kept: Tensor, whole: Tensor) -> Tensor:
+    """What layers are worth that keep `kept` of `whole`, both by view; between 0 and 1.
+
+    >>> whole = torch.tensor([1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    >>> worth(whole / 2, whole) > worth(torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64), whole)
+    tensor(True)
+    """
+    return _weighed(kept, whole.clamp_min(_TINY), whole / whole.sum().clamp_min(_TINY))
+
+
+def _weighed(kept: Tensor, whole: Tensor, weights: Tensor) -> Tensor:
+    """The worth of layers, where no view is without a whole."""
+    curved = (kept / whole).clamp_(0, 1).mul_(_CURVE).log1p_()
+    return curved.mul_(weights).div_(log1p(_CURVE)).sum(-1)
+
+
+def slope(share: Tensor) -> Tensor:
+    """How much the worth grows with the share that is kept of a view."""
+    return 1 / (1 + _CURVE * share)
+
+
+def pick_units(kept: Tensor, whole: Tensor, price: Tensor, split: Tensor | None = None) -> tuple[Tensor, float]:
+    """The shapes with which the log of the layer's worth, less all prices, is largest; and how large it is.
+
+    `kept` is [units, shapes, views], `price` that of a unit of each shape, `split` what it costs to use a
+    shape at all. Each unit begins with its own best shape. Then one unit at a time changes its shape, always the
+    one that gains most.
+
+    >>> upright, lying = [1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.9, 0.9]
+    >>> kept = torch.tensor([upright, lying], dtype=torch.float64).repeat(4, 1, 1)
+    >>> pick_units(kept, kept.amax(1).sum(0), torch.zeros(2))[0].bincount().tolist()
+    [2, 2]
+    """
+    units, shapes, _ = kept.shape
+    choice = (kept.sum(2) / whole.sum().clamp_min(_TINY) - price).argmax(1)
+    split = split if split is not None and bool(split.any()) else None
+    # Tensors are small here, so that all operations take about as long: the loop has as few as it can.
+    whole_of, weights = whole.clamp_min(_TINY), whole / whole.sum().clamp_min(_TINY)
+    current, own, best = kept[torch.arange(units), choice], price[choice], -torch.inf
+    while True:
+        changed = (current.sum(0) - current)[:, None] + kept
+        after = _weighed(changed, whole_of, weights).log_() - (own.sum() - own[:, None] + price)
+        if split is not None:
+            after -= _splits_after(choice, split)
+        place = int(after.argmax())
+        value = after.view(-1)[place].item()
+        if not value > best + _GAIN:
+            return choice, best
+        unit, shape = divmod(place, shapes)
+        best, choice[unit], current[unit], own[unit] = value, shape, kept[unit, shape], price[shape]
+
+
+def _splits_after(choice: Tensor, split: Tensor) -> Tensor:
+    """What the shapes in use cost if a unit changes to a shape, [units, shapes]; the dearest one costs nothing."""
+    change = torch.eye(len(split), dtype=torch.long)
+    others = choice.bincount(minlength=len(split)) - change  # [shapes changed from, shapes]
+    used = (others[:, None] + change) > 0  # [shapes changed from, shapes changed to, shapes]
+    paid = used * split
+    return (paid.sum(2) - paid.amax(2))[choice]
+
+
+def alike(scores: Tensor) -> Tensor:
+    """The order of filters in which those of one best shape are neighbours, the surest of each first."""
+    best, shape = scores.max(1)
+    second = scores.scatter(1, shape[:, None], -torch.inf).amax(1)
+    order = (second - best).argsort(stable=True)
+    return order[shape[order].argsort(stable=True)]
+
+
+def share_out(scores: Tensor, wanted: Tensor) -> Tensor:
+    """The shape of each filter by its scores, [filters, shapes], with `wanted` filters of each shape.
+
+    Filters move from shapes that have too many to shapes that have too few, each time at the least loss.
+
+    >>> share_out(torch.tensor([[3.0, 1.0], [1.0, 2.0], [0.0, 9.0], [2.0, 2.1]]), torch.tensor([2, 2])).tolist()
+    [0, 1, 1, 0]
+    """
+    choice = scores.argmax(1)
+    spare = choice.bincount(minlength=len(wanted)) - wanted
+    loss = scores.gather(1, choice[:, None]) - scores
+    loss[(spare <= 0)[choice]] = torch.inf
+    loss[:, spare >= 0] = torch.inf
+    for _ in range(int(spare.clamp_min(0).sum())):
+        place, shape = divmod(int(loss.argmin()), len(wanted))
+        before = int(choice[place])
+        choice[place], loss[place] = shape, torch.inf
+        spare[before] -= 1
+        spare[shape] += 1
+        if not spare[before]:
+            loss[choice == before] = torch.inf
+        if not spare[shape]:
+            loss[:, shape] = torch.inf
+    return choice
+
+
+# Choose the shapes of one layer's filters: what the layer is worth with them, less what they cost.
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """What the choice of a conv's shapes depends on: what each shape keeps and costs, and the layer's freedom."""
+
+    damage: Damage
+    cost: Tensor
+    split: float
+    unit: int
+    free: bool
+    removable: bool
+
+    def pairs(self) -> list[LayerChoice]:
+        """The layer with each pair of its shapes alone, and with all of them."""
+        every = range(len(self.cost))
+        return [*(self.limited_to(pair) for pair in combinations(every, 2)), self]
+
+    def limited_to(self, shapes: Sequence[int]) -> LayerChoice:
+        """The layer with these shapes alone: any other costs too much."""
+        cost = torch.full_like(self.cost, torch.inf)
+        cost[list(shapes)] = self.cost[list(shapes)]
+        return replace(self, cost=cost)
+
+    def pick(self, price: Tensor, split: float) -> LayerPick:
+        """The shapes with which the layer is worth most, less the price of each filter and of every further shape.
+
+        Shapes that are not worth their price are given up one by one.
+        """
+        best, value = self._pick(price, split)
+        while split > 0 and len(used := best.shapes) > 1:
+            fewer = [self._pick(price.index_fill(0, shape, torch.inf), split) for shape in used]
+            place = max(range(len(fewer)), key=lambda place: fewer[place][1])
+            if fewer[place][1] <= value:
+                break
+            price = price.index_fill(0, used[place], torch.inf)
+            best, value = fewer[place]
+        return best
+
+    def _pick(self, price: Tensor, split: float) -> tuple[LayerPick, float]:
+        """The best choice, and what it is worth. Filters that are removed have a shape of their own, for free."""
+        kept, whole = self._kept, self._whole
+        splits = torch.full_like(price, split)
+        if self.removable:
+            price, splits = torch.cat([price, price.new_zeros(1)]), torch.cat([splits, splits.new_zeros(1)])
+        ordered = kept[alike(self._score - price)] if self.free else kept
+        units = ordered.unflatten(0, (-1, self.unit)).sum(1)
+        chosen, value = pick_units(units, whole, self.unit * price, splits)
+        together, stay = _kept_by(units, chosen), chosen[chosen < len(self.cost)]
+        shapes = stay.unique()
+        found = LayerPick(
+            units=chosen,
+            shapes=shapes,
+            price=price,
+            share=together / whole.clamp_min(_TINY),
+            worth=float(worth(together, whole)),
+            cost=self.unit * float(self.cost[stay].sum()) + (len(shapes) - 1) * self.split,
+            filters=len(kept),
+            width=len(stay) / len(chosen),
+        )
+        return found, value
+
+    def assigned(self, pick: LayerPick) -> tuple[Tensor, Tensor]:
+        """The shape of each filter by itself, and whether it stays."""
+        if not self.free:
+            choice = pick.units.sort().values.repeat_interleave(self.unit)
+            return choice, torch.ones(len(choice), dtype=torch.bool)
+        # A view of which little is kept counts more, as in the worth of the layer.
+        values = (self._kept * slope(pick.share)).sum(2) / self._whole.sum()
+        choice = share_out(values - pick.price, self.unit * pick.units.bincount(minlength=len(pick.price)))
+        stays = choice < len(self.cost)
+        return torch.where(stays, choice, values[:, : len(self.cost)].argmax(1)), stays
+
+    @cached_property
+    def _kept(self) -> Tensor:
+        """What each filter keeps with each shape, in each view; a filter that is removed keeps nothing."""
+        kept = self._views
+        return torch.cat([kept, torch.zeros_like(kept[:, :1])], 1) if self.removable else kept
+
+    @cached_property
+    def _score(self) -> Tensor:
+        """The share of the layer that each filter keeps with each shape."""
+        return self._kept.sum(2) / self._whole.sum()
+
+    @cached_property
+    def _whole(self) -> Tensor:
+        """All that filters can keep, in each view."""
+        return self._views.amax(1).sum(0)
+
+    @cached_property
+    def _views(self) -> Tensor:
+        """Each shape keeps a trace: a layer that keeps nothing with any shape would lose all filters."""
+        return self.damage.views.clamp_min(_TINY)
+
+
+def _kept_by(kept: Tensor, choice: Tensor) -> Tensor:
+    """What all units keep together with the shapes that were chosen, in each view."""
+    return kept[torch.arange(len(choice)), choice].sum(0)
+
+
+@dataclass(frozen=True)
+class LayerPick:
+    """A choice of shapes for one layer.
+
+    - `units`: the shape of each unit of filters. `shapes`: those in use.
+    - `price`: of a filter of each shape, at which it was made.
+    - `share`: what is kept in each view. `worth`: what the layer is still worth.
+    - `cost`: of the layer with all its input channels.
+    - `filters`: of the dense layer. `width`: the share of them that stays.
+    """
+
+    units: Tensor
+    shapes: Tensor
+    price: Tensor
+    share: Tensor
+    worth: float
+    cost: float
+    filters: int
+    width: float
+
 
 _STEPS = 24
 """Bisections: they find a price among fifteen powers of ten to five digits."""
@@ -30,7 +263,7 @@ _ROUNDS = 3
 """Rounds of the choice where filters may be removed: what a filter costs then depends on other layers."""
 _CHEAPEST, _DEAREST = 1e-6, 1e9
 """Prices of the whole dense network. The least is above zero: of two shapes that keep all, the cheaper wins."""
-_LEFT, _GAIN = 0.02, 1e-9
+_LEFT, _LEAST_GAIN = 0.02, 1e-9
 """The share of a budget that is not worth spending, and the least gain: smaller ones are rounding."""
 
 
@@ -153,7 +386,7 @@ class ShapeChooser:
                 low = middle
                 continue
             high = middle
-            best = more if pick.worth > best[name].worth + _GAIN else best
+            best = more if pick.worth > best[name].worth + _LEAST_GAIN else best
         return best
 
     def _reading(self, name: str, picks: Picks | None) -> float:

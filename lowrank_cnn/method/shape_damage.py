@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.method.channel_order import Route
-from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d
+from lowrank_cnn.method.channels import Route
+from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d
 
 _TINY = 1e-30
 _COMMON = 0.05

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.method.shape_choice import ShapeCosts
 from lowrank_cnn.method.shape_damage import Damage, shaped_convs, undisturbed
-from lowrank_cnn.method.shaping import ShapedConv2d
+from lowrank_cnn.method.shaped_layers import ShapedConv2d
 
 START = 3.0
 """The logit that the dense kernel begins with: a filter draws it nine times of ten among four shapes."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lowrank_cnn.method.scheme import Scheme
-from lowrank_cnn.models.families import build_network, family_of, list_models
+from lowrank_cnn.core.errors import LowRankError, check_type
+from lowrank_cnn.core.notes import TrainingCard, note
+from lowrank_cnn.method.schemes import Scheme
+from lowrank_cnn.models.build import build_network, family_of, list_models
 from lowrank_cnn.models.hub import from_pretrained, push_to_hub, save_pretrained
 from lowrank_cnn.models.network import Network
-from lowrank_cnn.models.pretrained import agreed, list_pretrained, load_into, read_pretrained
-from lowrank_cnn.system.errors import LowRankError, check_type
-from lowrank_cnn.system.history import TrainingCard
-from lowrank_cnn.system.provenance import note
+from lowrank_cnn.models.network_file import agreed, list_pretrained, load_into, read_pretrained
 
 # Methods of networks, set here because `hub` builds networks itself.
 Network.save_pretrained, Network.push_to_hub = save_pretrained, push_to_hub

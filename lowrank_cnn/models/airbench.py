@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.method.branches import BranchedConv2d
-from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.method.init import weight_layers
 from lowrank_cnn.method.layers import weights_of
+from lowrank_cnn.method.schemes import build_conv
 from lowrank_cnn.models.network import GlobalMaxPool, Network, Options, Variant
 
 FILTERS = (64, 256, 256)

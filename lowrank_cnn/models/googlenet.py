@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowrank_cnn.method.scheme import Scheme, parse_scheme
+from lowrank_cnn.core.notes import note
+from lowrank_cnn.method.schemes import Scheme, parse_scheme
 from lowrank_cnn.models.network import GlobalAveragePool, Network, Options, Variant, conv_block
-from lowrank_cnn.system.provenance import note
 
 
 @dataclass(frozen=True)

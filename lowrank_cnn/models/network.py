@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from lowrank_cnn.method.building import build_conv
-from lowrank_cnn.method.scheme import Scheme, parse_scheme
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import note, notes
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import note, notes
+from lowrank_cnn.method.schemes import Scheme, build_conv, parse_scheme
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,16 +12,21 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lowrank_cnn.system.errors import LowRankError, require
-from lowrank_cnn.system.files import regular
+from lowrank_cnn.core.errors import LowRankError, require
+from lowrank_cnn.core.files import regular, replacing
+from lowrank_cnn.core.notes import TrainingCard, note, notes
+from lowrank_cnn.core.version import __version__
+from lowrank_cnn.method.rewrite import copy_with
+from lowrank_cnn.models.build import rebuild, rebuild_options
 
 _KEY = "lowrank_cnn"
 _PREPROCESS = f"{_KEY}.preprocess."
@@ -105,3 +110,227 @@ def _once(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
         found.setdefault(place if tensor.numel() else (name,), name)
     return {name: weights[name] for name in found.values()}
+
+
+# Read and write networks as .safetensors files: weights, how to build the network, and what images it takes.
+
+CHANGED = (
+    "the network no longer is what its configuration builds (merged, planned, optimised or changed by hand): "
+    "export it before that, or to .onnx or .pt2."
+)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A network read from a file, with the size of its images; `card` describes how it was trained.
+
+    `optimized` is what `optimize` chose for the network.
+    """
+
+    network: nn.Module
+    input_size: tuple[int, ...] | None = None
+    card: Mapping[str, Any] | None = None
+    preprocess: dict[str, Tensor] = field(default_factory=dict)
+    optimized: Mapping[str, Any] | None = None
+
+
+def write_weights(path: Path, stored: Stored) -> None:
+    """Write a network that `read_weights` can build again, each tensor in its own precision; refuse any other."""
+    description = rebuild_options(stored.network)
+    _check_description(stored.network, description)
+    size = stored.input_size
+    about = {"input": list(size) if size else None, "card": stored.card, "optimized": stored.optimized}
+    write_network_file(path, stored.network.state_dict(), {**description, **about}, stored.preprocess)
+
+
+def read_weights(path: Path, *, into: nn.Module | None = None) -> Stored:
+    """The network of a file with its weights; `into` is one that is not ours, before any conversion.
+
+    The network is built without storage first and compared with the file, so that a small file cannot ask for a
+    large network.
+    """
+    file = read_header(path)
+    with torch.device("meta"):
+        plan = rebuild(file.description, into=None if into is None else without_storage(into))
+    _check_fits(file, plan)
+    if into is None:
+        network = plan
+        network.load_state_dict(file.weights(), assign=True)
+    else:
+        network = rebuild(file.description, into=into)
+        network = copy_with(network) if network is into else network
+        _load_into(network, file)
+    card, size = file.description.get("card"), _size(file.description.get("input"))
+    note(network, begun_from=path.name, input_size=size)
+    card, preprocess = card if isinstance(card, Mapping) else None, file.preprocess()
+    if card is not None:
+        note(network, training_card=TrainingCard(card, preprocess))
+    chosen = file.description.get("optimized")
+    return Stored(network, size, card, preprocess, chosen if isinstance(chosen, Mapping) else None)
+
+
+def read_card(path: Path) -> Mapping[str, Any] | None:
+    """What a file says of the training of its network, without building it; None where it says nothing."""
+    card = read_header(path).description.get("card")
+    return card if isinstance(card, Mapping) else None
+
+
+def is_exported(path: Path) -> bool:
+    """Whether a path is that of an exported file; a checkpoint of a run has a manifest beside it."""
+    return path.suffix == ".safetensors" and path.is_file() and not path.with_suffix(".json").is_file()
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The precision of a network's weights, or of what a plan has made of them."""
+    tensors = (tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.is_floating_point())
+    return next((tensor.dtype for tensor in tensors), torch.float32)
+
+
+def without_storage(model: nn.Module) -> nn.Module:
+    """A copy of a network on the meta device, made without allocating another set of weights."""
+    empty: dict[Any, Any] = {buffer: buffer.to("meta") for buffer in model.buffers()}
+    for parameter in model.parameters():
+        empty[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    return copy_with(model, empty)
+
+
+def _check_fits(file: NetworkFile, network: nn.Module) -> None:
+    """Names and shapes of the file are those of the network; a shared tensor has one of its names in the file."""
+    state = network.state_dict(keep_vars=True)
+    there = {id(tensor) for name, tensor in state.items() if name in file.shapes}
+    missing = [name for name, tensor in state.items() if name not in file.shapes and id(tensor) not in there]
+    if wrong := sorted({*missing, *(file.shapes.keys() - state.keys())}):
+        raise LowRankError(f"the weights in {file.path} do not fit the network: {wrong[0]} is missing or unknown.")
+    for name, shape in file.shapes.items():
+        if shape != state[name].shape:
+            raise LowRankError(
+                f"the weights in {file.path} do not fit the network: {name} is {list(shape)} in the file and "
+                f"{list(state[name].shape)} in the network."
+            )
+
+
+def _load_into(network: nn.Module, file: NetworkFile) -> None:
+    """Load weights into a network that exists, in the precision of the file; tensors that are shared stay so."""
+    weights, state = file.weights(), network.state_dict(keep_vars=True)
+    values = {id(state[name]): weight for name, weight in weights.items()}
+    for tensor in state.values():
+        tensor.data = tensor.data.to(values[id(tensor)].dtype)
+    network.load_state_dict({name: values[id(tensor)] for name, tensor in state.items()})
+
+
+def _check_description(model: nn.Module, description: Mapping[str, Any]) -> None:
+    if description["model"] is None:
+        merged = any(row.error is not None for row in notes(model).merging)
+        plans = (notes(part).plan for part in model.modules())
+        if merged or any(plan and plan.used for plan in plans) or notes(model).optimized:
+            raise LowRankError(CHANGED)
+        return
+    with torch.device("meta"):
+        again = rebuild(description).state_dict()
+    stored = model.state_dict()
+    if {name: t.shape for name, t in stored.items()} != {name: t.shape for name, t in again.items()}:
+        raise LowRankError(CHANGED)
+
+
+def _size(value: object) -> tuple[int, ...] | None:
+    """The size of an image as JSON holds it; None for anything else."""
+    right = isinstance(value, Sequence) and len(value) == 3 and all(isinstance(v, int) and v > 0 for v in value)
+    return tuple(value) if right else None  # type: ignore[arg-type]
+
+
+# Trained weights that come with the package: a network file for each network and data set.
+#
+# The weights are stored in half precision and loaded in single. The card states recipe, classes, seed, accuracy,
+# and the environment that the network was trained in.
+
+FOLDER = Path(__file__).parent / "weights"
+_PREFIX = "preprocess."
+_FREE = ("dropout", "num_classes")
+"""Options that may differ from the trained network's: they change at most the weights of the last layer."""
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """Weights and preprocessing as tensors by name, and the card."""
+
+    weights: dict[str, Tensor]
+    preprocess: dict[str, Tensor]
+    card: dict[str, Any]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The options of `create_model` that build the network."""
+        return self.card["model"]
+
+
+def list_pretrained(folder: Path = FOLDER) -> list[tuple[str, str]]:
+    """All networks with weights in the package, and the data sets that they were trained on.
+
+    >>> import lowrank_cnn as lr
+    >>> ("nin-c3-lr", "cifar10") in lr.list_pretrained()
+    True
+    """
+    pairs = (path.name.removesuffix(".safetensors").rpartition(".") for path in folder.glob("*.safetensors"))
+    return sorted((name, data) for name, _, data in pairs)
+
+
+def read_pretrained(name: str, data: str, folder: Path = FOLDER) -> Pretrained:
+    """The weights of a network trained on a data set."""
+    if (name, data) not in list_pretrained(folder):
+        known = ", ".join(f"{name} on {data}" for name, data in list_pretrained(folder)) or "none"
+        raise LowRankError(f"there are no weights of {name} on {data}; there are: {known}.")
+    path = _path(name, data, folder)
+    try:
+        file = read_header(path)
+        card = {"model": file.description["model"], **file.description["card"]}
+        return Pretrained(file.weights(), file.preprocess(), card)
+    except (LowRankError, KeyError, TypeError) as error:
+        raise LowRankError(f"{path} is damaged: install the package again.") from error
+
+
+def write_pretrained(found: Pretrained, data: str, folder: Path = FOLDER) -> Path:
+    """Store weights in the package, in half precision."""
+    halves = {k: t.half() if t.is_floating_point() else t for k, t in found.weights.items()}
+    card = {key: value for key, value in found.card.items() if key != "model"}
+    description = {
+        "version": __version__,
+        "model": found.config,
+        "conversion": {"changed": []},
+        "input": card["data"]["image"],
+        "card": card,
+        "dtype": "torch.float32",
+    }
+    path = _path(found.config["name"], data, folder)
+    with replacing(path) as temporary:
+        write_network_file(temporary, halves, description, found.preprocess)
+        temporary.chmod(0o644)  # safetensors writes for its owner alone, and the package is for all
+    return path
+
+
+def load_into(model: torch.nn.Module, found: Pretrained) -> None:
+    """Give a network the weights it was described for; a layer for other classes keeps its fresh ones."""
+    own, classes = model.state_dict(), found.config["num_classes"]
+    of_classes = [name for name, weight in found.weights.items() if weight.shape[:1] == (classes,) and name in own]
+    fresh = [name for name in of_classes if own[name].shape != found.weights[name].shape]
+    try:
+        model.load_state_dict({**found.weights, **{name: own[name] for name in fresh}})
+    except RuntimeError as error:
+        raise LowRankError(f"the weights of {found.config['name']} do not fit the network.") from error
+
+
+def agreed(
+    options: Mapping[str, Any], defaults: Mapping[str, Any], found: Pretrained, data: str
+) -> dict[str, Any]:
+    """The options that the weights were trained with; a conflicting option is refused unless it may differ."""
+    asked = {key: value for key, value in options.items() if value != defaults[key]}
+    for key, value in asked.items():
+        if key not in _FREE and value != found.config.get(key):
+            stated = found.config.get(key)
+            raise LowRankError(
+                f"the weights of {found.config['name']} on {data} are for {key}={stated!r}, not {value!r}."
+            )
+    return {**found.config, **{key: asked[key] for key in _FREE if key in asked}}
+
+
+def _path(name: str, data: str, folder: Path) -> Path:
+    return folder / f"{name}.{data}.safetensors"

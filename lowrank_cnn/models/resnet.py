@@ -12,10 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowrank_cnn.method.building import build_conv
-from lowrank_cnn.method.scheme import Scheme, parse_scheme
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.method.schemes import Scheme, build_conv, parse_scheme
 from lowrank_cnn.models.network import GlobalAveragePool, Network, Options, Variant
-from lowrank_cnn.system.errors import LowRankError
 
 FILTERS = (64, 128, 256, 512)
 """Filters of the four stages. Each later stage halves the maps in its first block."""

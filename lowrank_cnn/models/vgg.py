@@ -9,7 +9,7 @@ from math import ceil
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.method.scheme import Scheme
+from lowrank_cnn.method.schemes import Scheme
 from lowrank_cnn.models.network import FlattenSized, GlobalMaxPool, Network, Options, Variant, conv_block
 
 STAGES = ((64,), (128,), (256, 256), (512, 512), (512, 512))

@@ -16,7 +16,7 @@ from itertools import combinations
 from statistics import fmean
 from typing import Any
 
-from lowrank_cnn.system.statistics import holm, pearson, pooled_deviation, student_p, student_t
+from lowrank_cnn.core.numbers import holm, pearson, pooled_deviation, student_p, student_t
 
 COMPARABLE = 1.0
 """Percentage points within which the paper calls two accuracies comparable."""

@@ -9,24 +9,302 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lowrank_cnn.frontier.record import KIND
+import torch
+
+from lowrank_cnn.choose.frontier import KIND
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.files import BrokenSealError, UnreadableError, is_sealed, read_json, unsealed
+from lowrank_cnn.deploy.timing import LayerTime
+from lowrank_cnn.method.count import Count, count
+from lowrank_cnn.models import create_model, family_of, list_models
 from lowrank_cnn.models.hub import CONFIG, WEIGHTS
-from lowrank_cnn.report.fields import items, text
-from lowrank_cnn.report.records import Records, Run, SkippedFile, TimedNetwork
-from lowrank_cnn.report.timing_record import (
-    read_cpu_speed,
-    read_gpu_models,
-    read_gpu_speed,
-    read_timing,
-    read_timings,
+from lowrank_cnn.report.records import (
+    CPU,
+    GPU,
+    NetworkId,
+    Records,
+    Run,
+    SkippedFile,
+    TimedNetwork,
+    data_identity,
+    data_name,
+    first,
+    items,
+    mapping,
+    number,
+    read_details,
+    share,
+    sizes,
+    text,
+    whole,
 )
-from lowrank_cnn.report.training_record import read_training
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.files import UnreadableError, read_json
-from lowrank_cnn.system.seal import BrokenSealError, unsealed
+from lowrank_cnn.train.record import Epoch
+from lowrank_cnn.train.score import TOP_FIVE
+
+# Read the untrusted record of a training run; missing and impossible values are left out.
+
+_NO_SETTING = ("name", "evaluate_every")
+"""Fields of a recipe that teach nothing."""
+
+
+def read_training(values: Mapping[str, Any], path: Path) -> Iterator[Run]:
+    """The run of a record; a record without a checksum gives an unsealed run."""
+    data, result = (mapping(values.get(name)) for name in ("data", "result"))
+    config = _config(mapping(values.get("model")))
+    history = tuple(_epoch(row) for row in items(values.get("history")) if isinstance(row, Mapping))
+    latest = next((row.accuracy for row in reversed(history) if row.accuracy is not None), None)
+    top1, recipe = share(result.get("top1")), mapping(values.get("recipe"))
+    built = read_network(values.get("model"), _image_size(config, recipe, data))
+    yield Run(
+        path=str(path),
+        network=built,
+        data=data_name(data),
+        images=data_identity(data),
+        recipe=text(recipe.get("name")) or "custom",
+        seed=whole(values.get("seed")),
+        status=text(values.get("status")) or "unknown",
+        watched=text(values.get("watched")) or "test",
+        top1=latest if top1 is None else top1,
+        top5=_top5(result, data),
+        macs=whole(result.get("macs")),
+        params=whole(result.get("params")),
+        seconds=number(result.get("seconds")),
+        history=history,
+        settings=settings_of(recipe, config, data, begun_from=text(values.get("begun_from"))),
+        n=whole(result.get("n")) or whole(data.get("test")),
+        dense=_dense(result, built),
+        config=config,
+        environment=mapping(values.get("environment")),
+        details=read_details(mapping(result.get("details"))),
+        sealed=is_sealed(values),
+    )
+
+
+def _top5(result: Mapping[str, Any], data: Mapping[str, Any]) -> float | None:
+    """Nothing where every answer is among the first five: known to be so, by the names of the classes."""
+    classes = len(items(data.get("classes")))
+    return None if 0 < classes <= TOP_FIVE else share(result.get("top5"))
+
+
+def _dense(result: Mapping[str, Any], built: NetworkId) -> dict[str, int] | None:
+    """What the record says of the unconverted network; one that never speaks of it was not converted."""
+    if (built.base or built.name) in list_models():  # by its name, all is known
+        return None
+    told = "dense" in result or built.base is not None
+    cost = mapping(result.get("dense") if told else result)
+    found = {name: value for name in ("macs", "params") if (value := whole(cost.get(name)))}
+    return None if told and not found else found
+
+
+def _image_size(config: Mapping[str, Any], recipe: Mapping[str, Any], data: Mapping[str, Any]) -> tuple[int, ...]:
+    """The images as the network got them, and as its cost was counted: cropped, where the recipe crops."""
+    image = sizes(first(data, "size", "image"))
+    side = whole(config.get("image_size")) or whole(recipe.get("crop"))
+    return (image[0], side, side) if side and len(image) == 3 else image
+
+
+def _epoch(row: Mapping[str, Any]) -> Epoch:
+    return Epoch(
+        epoch=whole(row.get("epoch")) or 0,
+        lr=number(row.get("lr")),
+        train_loss=number(row.get("train_loss")),
+        train_accuracy=share(row.get("train_accuracy")),
+        accuracy=share(row.get("accuracy")),
+        seconds=number(row.get("seconds")),
+        images_per_second=number(row.get("images_per_second")),
+    )
+
+
+def settings_of(
+    recipe: Mapping[str, Any], config: Mapping[str, Any], data: Mapping[str, Any], begun_from: str | None = None
+) -> tuple[tuple[str, str], ...]:
+    """The recipe, and what else networks that are compared must have alike."""
+    built = {"norm": config.get("norm"), "pool": config.get("pool"), "init": config.get("init") or "composite"}
+    fields = {**recipe, **built}
+    fields |= {"images": data.get("train")} if data.get("train") else {}
+    fields |= {"begun_from": begun_from} if begun_from else {}
+    return tuple(
+        sorted((str(key)[:40], str(value)[:40]) for key, value in fields.items() if key not in _NO_SETTING)
+    )
+
+
+def read_network(model: object, image: object) -> NetworkId:
+    """The network, given by its name alone or with its options."""
+    told = {"name": model} if isinstance(model, str) else mapping(model)
+    name, values = text(told.get("name")), _config(told)
+    if name is None:
+        raise LowRankError("it names no network.")
+    base = text(values.get("name")) or text(first(told, "base", "class")) if "conversion" in told else None
+    scheme, stride = text(values.get("scheme")), whole(values.get("stride"))
+    return NetworkId(
+        name,
+        scheme=None if scheme == "dense" else scheme,
+        width=number(values.get("width")) or 1.0,
+        norm=text(values.get("norm")),
+        stride=None if stride == _own_stride(base or name) else stride,
+        image=sizes(image),
+        base=base,
+    )
+
+
+def _config(model: dict[str, Any]) -> dict[str, Any]:
+    """The options that a network was built with; those of a converted one stand apart from its new name."""
+    return mapping(model.get("config")) if "conversion" in model else model
+
+
+def _own_stride(name: str) -> int:
+    """The stride of the first conv that a network has by itself."""
+    return family_of(name).VARIANTS[name].stride if name in list_models() else 1
+
+
+# Read timings of networks, by `lowrank time` and by our own benchmarks, from untrusted records.
+
+_GPU_WORDS = ("cuda", "gpu", "nvidia", "mps", "amd instinct")
+
+
+def read_timing(values: Mapping[str, Any], path: Path) -> Iterator[TimedNetwork]:
+    """A timing, and that of its twin. If the input has four numbers, the MACs are those of a whole batch."""
+    size = sizes(first(values, "input", "size", "image"))
+    batch = whole(first(values, "batch", "batch_size")) or (size[0] if len(size) == 4 else 1)
+    images = batch if len(size) == 4 else 1
+    layers = tuple(layer for row in items(values.get("layers")) if (layer := _layer(row, images)))
+    ms = _milliseconds(values) or _milliseconds(mapping(values.get("total"))) or sum(layer.ms for layer in layers)
+    if not ms:
+        raise LowRankError("it is a timing without any time.")
+    macs, twin = whole(values.get("macs")), mapping(values.get("twin"))
+    built = _converted(read_network(first(values, "model", "config", "name"), size[-3:]), values, twin)
+    per_image = macs // images if macs else sum(layer.macs for layer in layers) or None
+    yield TimedNetwork(
+        path=str(path),
+        network=built,
+        device=device_class(text(values.get("device")) or ""),
+        runtime=text(values.get("runtime")) or "torch",
+        batch=batch,
+        ms=ms,
+        macs=per_image,
+        params=whole(values.get("params")),
+        layers=layers,
+        dense=_dense_timed(built, per_image, twin, images),
+        environment=mapping(values.get("environment")),
+    )
+    if twin:
+        yield from read_timing({**twin, "twin": None, "environment": values.get("environment")}, path)
+
+
+def _converted(built: NetworkId, values: Mapping[str, Any], twin: Mapping[str, Any]) -> NetworkId:
+    """Call a network converted if its twin has the same name but another cost."""
+    if first(twin, "model", "config", "name") != built.name or twin.get("macs") == values.get("macs"):
+        return built
+    return replace(built, name=f"{built.name}, converted", base=built.name)
+
+
+def _dense_timed(
+    built: NetworkId, macs: int | None, twin: Mapping[str, Any], images: int
+) -> dict[str, int] | None:
+    """The cost of the twin that a converted network was timed beside; of another that is not ours, its own."""
+    if built.ours:
+        return None
+    cost = (whole(twin.get("macs")) or 0) // images if built.base else macs
+    return {"macs": cost} if cost else None if built.base else {}
+
+
+def read_timings(values: Mapping[str, Any], path: Path) -> Iterator[TimedNetwork]:
+    """Several timings made in one environment."""
+    for timing in items(values.get("timings")):
+        yield from read_timing({"environment": values.get("environment"), **mapping(timing)}, path)
+
+
+def read_gpu_speed(values: Mapping[str, Any], path: Path) -> Iterator[TimedNetwork]:
+    """The inference times of `benchmarks.gpu_speed`, whose keys read network|mode|batch|way."""
+    for run in map(mapping, items(values.get("runs"))):
+        for key, measured in mapping(run.get("ways")).items():
+            network, mode, batch, way, *_ = [*key.split("|"), "", "", ""]
+            ms = number(mapping(measured).get("ms"))
+            if mode == "inference" and ms and batch.isdecimal():
+                yield _benchmarked(network, GPU, way, int(batch), ms, run, path)
+
+
+def read_gpu_models(values: Mapping[str, Any], path: Path) -> Iterator[TimedNetwork]:
+    """The inference times of `benchmarks.gpu_models`: a network dense, low-rank and thin, by several ways."""
+    for run in map(mapping, items(values.get("runs"))):
+        for row in map(mapping, items(run.get("rows"))):
+            model, _, scheme = (text(row.get("row")) or "").rpartition(":")[2].partition("/")
+            macs = {kind: whole(cost) for kind, cost in mapping(row.get("macs")).items()}
+            names = {"dense": model, "low-rank": f"{model}, {scheme}"}
+            names |= {kind: f"{model}, {kind} as {scheme}" for kind in macs if kind.startswith("thin")}
+            for mode, batch in (("inference", 256), ("batch1", 1)):
+                for way, measured in mapping(mapping(row.get(mode)).get("ms")).items():
+                    kind, _, runtime = way.partition(", ")
+                    ms = number(mapping(measured).get("ms"))
+                    if not ms or kind not in names:
+                        continue
+                    network = NetworkId(names[kind], image=(3, 224, 224), base=None if kind == "dense" else model)
+                    dense = {"macs": cost} if (cost := macs.get("dense")) else None
+                    timing = TimedNetwork(str(path), network, GPU, runtime, batch, ms, macs.get(kind), None, ())
+                    yield replace(timing, dense=dense, environment=mapping(run.get("environment")))
+
+
+def read_cpu_speed(values: Mapping[str, Any], path: Path) -> Iterator[TimedNetwork]:
+    """The times of `benchmarks.cpu_speed`: networks and their dense twins by batch, each at its fastest."""
+    for run in map(mapping, items(values.get("batches"))):
+        batch = whole(run.get("batch"))
+        for row in map(mapping, items(run.get("rows"))):
+            for name, way, time in (("network", "best_way", "best_ms"), ("twin", "twin_way", "twin_best_ms")):
+                ms, network = number(mapping(row.get(time)).get("ms")), text(row.get(name))
+                if batch and ms and network:
+                    yield _benchmarked(network, CPU, text(row.get(way)) or "", batch, ms, values, path)
+
+
+def _benchmarked(
+    name: str, device: str, runtime: str, batch: int, ms: float, made: Mapping[str, Any], path: Path
+) -> TimedNetwork:
+    """A whole network of ours, timed on images of its own size."""
+    network = read_network({"name": name}, _own_image(name))
+    environment = mapping(made.get("environment"))
+    cost = _own_cost(name)
+    macs, params = (cost.macs, cost.params) if cost else (None, None)
+    return TimedNetwork(str(path), network, device, runtime, batch, ms, macs, params, (), environment=environment)
+
+
+def device_class(device: str) -> str:
+    """CPU or GPU, from any name of a device."""
+    return GPU if any(word in device.lower() for word in _GPU_WORDS) else CPU
+
+
+def _layer(row: object, images: int) -> LayerTime | None:
+    """A layer that multiplies and was timed; pools and activations have nothing to compare."""
+    values = mapping(row)
+    name, macs, ms = text(first(values, "name", "layer")), whole(values.get("macs")), _milliseconds(values)
+    kind = text(values.get("type")) or ""
+    return LayerTime(name, kind, macs // images, ms) if name and macs and ms else None
+
+
+def _milliseconds(values: Mapping[str, Any]) -> float | None:
+    seconds = number(first(values, "seconds", "median_seconds"))
+    ms = number(first(values, "ms", "median_ms", "total_ms", "milliseconds"))
+    return 1000 * seconds if ms is None and seconds is not None else ms
+
+
+@cache
+def _own_cost(name: str) -> Count | None:
+    if name not in list_models():
+        return None
+    with torch.device("meta"):
+        return count(create_model(name), _own_image(name))
+
+
+def _own_image(name: str) -> tuple[int, ...]:
+    """The size of image that a network of ours is made for."""
+    if name not in list_models():
+        return ()
+    with torch.device("meta"):
+        return tuple(create_model(name).input_size)
+
 
 FIRST_STEP = "lowrank train nin-c3-lr --data digits --recipe digits --width 0.25 --out runs/first"
 _TIMING_FIELDS = {"runtime", "device", "layers", "total"}

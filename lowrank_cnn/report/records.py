@@ -3,17 +3,199 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import re
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from lowrank_cnn.core.numbers import deviation, mean
+from lowrank_cnn.data.small_sets import CLASSES as CIFAR10_CLASSES
 from lowrank_cnn.deploy.timing import LayerTime
 from lowrank_cnn.models import list_models
-from lowrank_cnn.report.details import AnswerDetails
-from lowrank_cnn.report.fields import text
-from lowrank_cnn.system.statistics import deviation, mean
 from lowrank_cnn.train.record import Epoch
+
+# Coerce untrusted JSON values to the type they should have; None if that is impossible.
+
+LONGEST_TEXT = 200
+
+
+def mapping(value: object) -> dict[str, Any]:
+    """A JSON object, or an empty one."""
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def items(value: object) -> list[Any]:
+    """A JSON array, or an empty one."""
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else []
+
+
+def text(value: object) -> str | None:
+    """A string (or a number written as one), cut where it is absurdly long."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    return str(value).strip()[:LONGEST_TEXT] or None
+
+
+def number(value: object, *, least: float = 0.0, most: float = 1e18) -> float | None:
+    """A finite number within its bounds: NaN, infinities and the impossible are no measurement."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if not least <= value <= most:  # false for NaN as well
+        return None
+    return float(value)
+
+
+def whole(value: object) -> int | None:
+    """A count."""
+    read = number(value)
+    return None if read is None else int(read)
+
+
+def share(value: object) -> float | None:
+    """An accuracy, from 0 to 1."""
+    return number(value, most=1.0)
+
+
+def sizes(value: object) -> tuple[int, ...]:
+    """The size of an image, or nothing where one of its numbers is not one."""
+    read = [whole(item) for item in items(value)]
+    return tuple(item for item in read if item is not None) if all(read) else ()
+
+
+def first(values: Mapping[str, Any], *names: str) -> Any:
+    """The first of several spellings that is there."""
+    return next((values[name] for name in names if values.get(name) is not None), None)
+
+
+# How a network answered its test images: by class, which classes it confuses, the worst images, calibration.
+
+MOST_CLASSES = 1000
+MOST_WORST = 20
+LARGEST_THUMBNAIL = 20_000
+_PICTURE = re.compile(r"data:image/(png|jpeg|webp);base64,[A-Za-z0-9+/=]+")
+
+Rows = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class WrongAnswer:
+    """A test image that a network got wrong; `thumbnail` is a data URI where the record carries the image."""
+
+    image: str
+    true: str
+    predicted: str
+    probability: float | None
+    loss: float | None
+    thumbnail: str | None = None
+
+
+@dataclass(frozen=True)
+class AnswerDetails:
+    """What `result["details"]` of a record holds, as counts that can be added up over runs.
+
+    `per_class` has the images and the right answers of each class. `confusion` counts images by true and predicted
+    class; it is empty where the record has no matrix. `pairs` are a class, what it was taken for, and how often.
+    `bins` have the images, the sum of their confidences and the right answers, by rising confidence.
+    """
+
+    classes: tuple[str, ...]
+    per_class: Rows
+    confusion: Rows = ()
+    pairs: tuple[tuple[str, str, int], ...] = ()
+    bins: Rows = ()
+    worst: tuple[WrongAnswer, ...] = ()
+
+    @property
+    def calibration_error(self) -> float | None:
+        """The distance of confidence from accuracy, averaged over images; None without any."""
+        images = sum(n for n, _, _ in self.bins)
+        return sum(abs(confidence - right) for _, confidence, right in self.bins) / images if images else None
+
+
+def read_details(values: Mapping[str, Any]) -> AnswerDetails | None:
+    """The details in an untrusted record; None if it has none."""
+    rows = [mapping(row) for row in items(values.get("per_class"))[:MOST_CLASSES]]
+    if not rows:
+        return None
+    return AnswerDetails(
+        classes=tuple(text(row.get("class")) or "unnamed" for row in rows),
+        per_class=tuple(_counts(row, "accuracy") for row in rows),
+        confusion=_matrix(values.get("confusion"), len(rows)),
+        pairs=tuple(filter(None, map(_pair, items(values.get("most_confused"))))),
+        bins=tuple(
+            _counts(mapping(row), "confidence", "accuracy")
+            for row in items(mapping(values.get("calibration")).get("bins"))
+        ),
+        worst=tuple(filter(None, map(_wrong, items(values.get("worst"))[:MOST_WORST]))),
+    )
+
+
+def _counts(row: Mapping[str, Any], *shares: str) -> tuple[float, ...]:
+    """A number of images, with the counts that each share amounts to."""
+    n = whole(row.get("n")) or 0
+    return n, *(n * (share(row.get(name)) or 0.0) for name in shares)
+
+
+def _matrix(value: object, classes: int) -> Rows:
+    rows = [[whole(cell) or 0 for cell in items(row)] for row in items(value)]
+    square = [len(row) for row in rows] == [classes] * classes
+    return tuple(map(tuple, rows)) if square else ()
+
+
+def _pair(value: object) -> tuple[str, str, int] | None:
+    row = mapping(value)
+    true, predicted, n = text(row.get("true")), text(row.get("predicted")), whole(row.get("n"))
+    return (true, predicted, n) if true and predicted and n else None
+
+
+def _wrong(value: object) -> WrongAnswer | None:
+    row = mapping(value)
+    image, true, predicted = (text(row.get(name)) for name in ("image", "true", "predicted"))
+    if not (image and true and predicted):
+        return None
+    given = row.get("thumbnail")
+    shown = isinstance(given, str) and len(given) <= LARGEST_THUMBNAIL and _PICTURE.fullmatch(given)
+    picture = given if shown else None
+    return WrongAnswer(image, true, predicted, share(row.get("probability")), number(row.get("loss")), picture)
+
+
+def pool_answers(details: Sequence[AnswerDetails]) -> AnswerDetails:
+    """The answers of several runs together; those of other classes or bins than the first run's are left out."""
+    first = details[0]
+    alike = [one for one in details if _shape(one) == _shape(first)]
+    confusion = _summed([one.confusion for one in alike])
+    worst = sorted((image for one in alike for image in one.worst), key=lambda image: image.loss or 0.0)
+    hardest = {image.image: image for image in worst}  # of an image that several runs got wrong, the largest loss
+    return AnswerDetails(
+        classes=first.classes,
+        per_class=_summed([one.per_class for one in alike]),
+        confusion=confusion,
+        pairs=_most_confused(first.classes, confusion) if confusion else first.pairs,
+        bins=_summed([one.bins for one in alike]),
+        worst=tuple(sorted(hardest.values(), key=lambda image: -(image.loss or 0.0))[:MOST_WORST]),
+    )
+
+
+def _shape(details: AnswerDetails) -> tuple[object, ...]:
+    return details.classes, len(details.confusion), len(details.bins)
+
+
+def _summed(tables: Sequence[Rows]) -> Rows:
+    """Tables of one shape, added cell by cell."""
+    return tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in zip(*tables, strict=True))
+
+
+def _most_confused(classes: Sequence[str], confusion: Rows) -> tuple[tuple[str, str, int], ...]:
+    wrong = [
+        (classes[i], classes[j], int(n))
+        for i, row in enumerate(confusion)
+        for j, n in enumerate(row)
+        if n and i != j
+    ]
+    return tuple(sorted(wrong, key=lambda pair: -pair[2]))
+
 
 CPU, GPU = "CPU", "GPU"
 
@@ -247,3 +429,44 @@ class Records:
             self.runs.append(record)
         else:
             self.timings.append(record)
+
+
+# What data sets are called, however a folder spells them, and whether a run had the whole of one.
+
+_NAMES = {"cifar10": "CIFAR-10", "ilsvrc12": "ILSVRC", "imagenet1k": "ILSVRC", "places205": "Places"}
+_WHOLE = {"CIFAR-10": (50_000, 10_000), "ILSVRC": (1_281_167, 50_000), "Places": (2_448_873, 20_500)}
+_NEARLY = 0.99
+"""Of the images: a few may be damaged, and were left out."""
+
+
+def data_label(name: str) -> str:
+    """One name per data set, without its owner on the Hub."""
+    return _NAMES.get(re.sub(r"[^a-z0-9]", "", name.rpartition("/")[2].lower()), name)
+
+
+def trained_label(data: str, recipe: str) -> str:
+    """A data set and the recipe trained on it, once where both have one name (`digits`)."""
+    return ", ".join(dict.fromkeys(filter(None, (data_label(data), recipe))))
+
+
+def data_name(data: Mapping[str, Any]) -> str:
+    """A data set is called by its folder, which may be any; CIFAR-10 is known by its classes and their images.
+
+    A part of a known set is another: its accuracies stand beside no published ones.
+    """
+    name, sizes = text(data.get("name")) or "unnamed data", [whole(data.get(split)) for split in ("train", "test")]
+    if tuple(items(data.get("classes"))) == CIFAR10_CLASSES and tuple(sizes) == _WHOLE["CIFAR-10"]:
+        return "cifar10"
+    full = _WHOLE.get(data_label(name))
+    if full is None or all(size is None or size >= _NEARLY * n for size, n in zip(sizes, full, strict=True)):
+        return name
+    return f"a part of {data_label(name)} ({' + '.join(f'{size or 0:,}' for size in sizes)} images)"
+
+
+def data_identity(data: Mapping[str, Any]) -> str:
+    """What tells data apart, whatever it is called: its digest, or else its classes and numbers of images."""
+    if digest := text(data.get("digest")):
+        return digest
+    classes = repr([str(name) for name in items(data.get("classes"))])
+    known = zlib.crc32(classes.encode()), *(whole(data.get(split)) for split in ("train", "test"))
+    return " ".join(map(str, known))

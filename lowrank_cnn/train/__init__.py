@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowrank_cnn.train.failure import Interrupted, NotFiniteError, OutOfMemoryError
-from lowrank_cnn.train.fitting import fit
+from lowrank_cnn.train.fit import fit
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recipes import RECIPES, get_recipe
 from lowrank_cnn.train.record import Record, load_record

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.method.inputs import call
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.memory import is_out_of_memory
-from lowrank_cnn.system.text import counted
-from lowrank_cnn.train.determinism import generator_states, restore_generators
+from lowrank_cnn.core.environment import is_out_of_memory
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.modules import call
+from lowrank_cnn.core.text import counted
+from lowrank_cnn.train.distributed import generator_states, restore_generators
 
 if TYPE_CHECKING:
-    from lowrank_cnn.train.state import Position
+    from lowrank_cnn.train.loop import Position
 
 
 PATIENCE_SECONDS = 1.5

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lowrank_cnn.core.compare import tensors_of
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.modules import InputSize, checked_size, is_example
+from lowrank_cnn.core.notes import notes
+from lowrank_cnn.core.numbers import ceil_div
+from lowrank_cnn.core.text import counted
 from lowrank_cnn.data import (
     Augment,
     Data,
@@ -19,19 +28,18 @@ from lowrank_cnn.data import (
     Standardize,
     fit_preprocess,
     make_loader,
+    open_data,
     preprocess_from_dict,
 )
-from lowrank_cnn.data.dataset import AsGiven, DatasetSplit
-from lowrank_cnn.data.pixels import PixelAugment
-from lowrank_cnn.data.stream.streamed import frame
+from lowrank_cnn.data.mixes import Mixer, PixelAugment
+from lowrank_cnn.data.own import AsGiven, DatasetSplit, data_of, in_short, is_dataset
+from lowrank_cnn.data.sources import LARGE_SIDE
+from lowrank_cnn.data.streamed import frame
 from lowrank_cnn.data.types import Decode, Split
-from lowrank_cnn.method.inputs import InputSize, checked_size, is_example
-from lowrank_cnn.system.arithmetic import ceil_div
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.results import tensors_of
-from lowrank_cnn.system.text import counted
-from lowrank_cnn.train.mixing import Mixer
+from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.train.objective import class_scores
 from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.score import check_outputs, outputs_here
 
 _FITTED: WeakKeyDictionary[Split, dict[tuple[object, ...], Preprocess]] = WeakKeyDictionary()
 """Statistics of the splits in use, so that short runs on one set do not compute them again."""
@@ -231,3 +239,91 @@ def image_size(split: Split, augment: Augment) -> tuple[int, int, int]:
     if split.size is None:
         raise LowRankError("this is for networks of one image, and an item of the data has several inputs.")
     return split.size
+
+
+# Data as `fit` takes it: a `Data`, a path, or a Dataset or DataLoader of the user's own.
+
+
+def open_for(network: nn.Module, data: Any, recipe: Recipe, *, classes: Sequence[str] = ()) -> Data:
+    """The data to train a network on.
+
+    A path is opened in the channels and, where images are large or differ in size, in the size that the network is
+    for. A pair is (train, test). A data set of the user's own that names no classes has these `classes`, else
+    numbers.
+    """
+    if isinstance(data, Data):
+        return data
+    if isinstance(data, str | Path):
+        reading = partial(open_data, data)
+        return as_network_wants(reading(), network, recipe, reading)
+    train, test = data if isinstance(data, tuple | list) and len(data) == 2 else (data, None)
+    if not is_dataset(train) or not (test is None or is_dataset(test)):
+        raise LowRankError(
+            "fit takes a Data, a path, a Dataset or DataLoader, or a pair of these (train, test), "
+            f"not {in_short(data)}: TensorDataset(images, labels) makes a Dataset of tensors."
+        )
+    opened = data_of(train, test)
+    if (opened.train.size is None) != (opened.test.size is None):
+        raise LowRankError(
+            "the data sets to train and to test on differ: one has several inputs, the other images."
+        )
+    size = input_size(opened.test, augmentation(recipe))
+    names = opened.classes or classes or range(_outputs(network, size, recipe))
+    return replace(opened, classes=tuple(map(str, names)))
+
+
+def as_network_wants(
+    images: Data,
+    network: nn.Module,
+    recipe: Recipe,
+    reading: Callable[..., Data],
+    *,
+    input_size: tuple[int, ...] | None = None,
+    sized: bool = False,
+    tuned: bool = False,
+) -> Data:
+    """The images in the channels that a network takes and, where large or of many sizes, in the size it is for.
+
+    `reading` opens them anew. `sized` says that the user has chosen a size. A network that is `tuned`, from
+    trained weights of ours, gets all images in the size that it was trained on.
+    """
+    wanted: dict[str, Any] = {}
+    channels, size = channels_of(network), input_size or notes(network).input_size
+    if channels in (1, 3) and channels != images.test.channels:
+        wanted["channels"] = channels
+    free = not sized and recipe.crop is None and recipe.resize is None
+    if free and size and tuned and any(split.size != tuple(size) for split in (images.train, images.test)):
+        wanted["image_size"] = tuple(size[1:])
+    elif free and size and any(_is_large(split.size) for split in (images.train, images.test)):
+        wanted["default_size"] = tuple(size[1:])
+    return reading(**wanted) if wanted else images
+
+
+def check_network(network: nn.Module, data: Data, recipe: Recipe, *, output: str | None = None) -> None:
+    """Refuse a network for another number of classes, before images are decoded, which may take long.
+
+    `output` replaces that of the recipe: the one of several outputs that has the class scores.
+    """
+    size = input_size(data.test, augmentation(recipe))
+    check_outputs(network, size, len(data.classes), output=output or recipe.output)
+
+
+def channels_of(network: nn.Module) -> int | None:
+    """Channels of the images that a network takes, by its first conv; None where it has none."""
+    convs = (module for module in network.modules() if isinstance(module, nn.Conv2d | CompositeConv2d))
+    return next((conv.in_channels for conv in convs), None)
+
+
+def _is_large(size: tuple[int, int, int] | None) -> bool:
+    return size is None or min(size[1:]) > LARGE_SIDE
+
+
+def _outputs(network: nn.Module, size: InputSize, recipe: Recipe) -> int:
+    """The number of class scores; of a network that does not run here, the channels of its last layer."""
+    with contextlib.suppress(LowRankError):
+        scores = class_scores(outputs_here(network, size), recipe.output)
+        return scores.shape[1] if scores.ndim > 1 else 0
+    found = 0
+    for module in network.modules():
+        found = getattr(module, "out_features", getattr(module, "out_channels", found))
+    return found if isinstance(found, int) else 0

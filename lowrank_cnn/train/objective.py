@@ -2,23 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from lowrank_cnn.data import Data, Preprocess, Split, Standardize
-from lowrank_cnn.data.dataset import DatasetSplit, in_short, listed_labels
-from lowrank_cnn.method.activations import evaluating
-from lowrank_cnn.system.errors import LowRankError, first_line
-from lowrank_cnn.system.memory import is_out_of_memory
-from lowrank_cnn.train.outputs import class_scores
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.data import Split
+from lowrank_cnn.data.own import DatasetSplit, in_short, listed_labels
 from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.trained import Trained, carried_by, load_checkpoint
+
+# Find the class scores among the outputs of a network: one tensor, several in a row, or several by name.
+
+LOGITS = "logits"
+"""The usual name of class scores, which needs no choice."""
+_NUMBERED = re.compile(r"output_(\d+)")
+"""Exported files name the outputs of a tuple so."""
+
+
+def class_scores(outputs: Any, output: str | None = None) -> Tensor:
+    """The tensor of class scores: the output of this name or number, else the only one, the first, or "logits".
+
+    >>> import torch
+    >>> scores = torch.zeros(1, 10)
+    >>> class_scores({"features": torch.zeros(1, 64), "head": scores}, "head").shape
+    torch.Size([1, 10])
+    """
+    if isinstance(outputs, Tensor):
+        if output not in (None, "0"):
+            raise LowRankError(f"the network has one output, so that there is no output {output!r} to choose.")
+        return outputs
+    named = _by_name(outputs)
+    in_a_row = isinstance(outputs, tuple | list) or all(map(_NUMBERED.fullmatch, named))
+    name = _default(named, in_a_row) if output is None else _numbered(named, output)
+    found = named.get(name) if name is not None else None
+    if isinstance(found, Tensor):
+        return found
+    known = ", ".join(named) or f"a {type(outputs).__name__}"
+    if output is not None:
+        raise LowRankError(f"the network has no tensor as output {output!r}: its outputs are {known}.")
+    raise LowRankError(
+        f"the network returns {known}, and accuracy needs one tensor of class scores: name it by output=NAME "
+        "(--output NAME; in training --set output=NAME)."
+    )
+
+
+def ranking(scores: Tensor) -> Tensor:
+    """The classes [n, classes] of each image, the likeliest first; of equal scores, which half precision has many
+    of, the class of the lower number, as `argmax` chooses. `topk` chooses any.
+
+    >>> import torch
+    >>> ranking(torch.tensor([[1.0, 3.0, 3.0]])).tolist()
+    [[1, 2, 0]]
+    """
+    return scores.sort(dim=1, descending=True, stable=True).indices
+
+
+def _by_name(outputs: Any) -> dict[str, Any]:
+    """The outputs by name; those of a tuple are numbered as in an exported file."""
+    if isinstance(outputs, Mapping):
+        return {str(name): value for name, value in outputs.items()}
+    if dataclasses.is_dataclass(outputs):
+        return {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
+    if fields := getattr(outputs, "_fields", None):
+        return dict(zip(fields, outputs, strict=True))
+    if isinstance(outputs, tuple | list):
+        return {f"output_{number}": value for number, value in enumerate(outputs)}
+    return {}
+
+
+def _default(named: Mapping[str, Any], in_a_row: bool) -> str | None:
+    """The output that needs no choice; of outputs in a row, the first."""
+    if LOGITS in named:
+        return LOGITS
+    return next(iter(named), None) if in_a_row or len(named) == 1 else None
+
+
+def _numbered(named: Mapping[str, Any], output: str) -> str | None:
+    """The name of an output that is given by name or by number."""
+    if output in named:
+        return output
+    number = int(output) if output.isdecimal() else len(named)
+    return list(named)[number] if number < len(named) else None
+
 
 Loss = Callable[[Any, Any], Tensor]
 """From the network's outputs and the targets of a batch to one number."""
@@ -104,67 +174,7 @@ def balanced_weights(labels: Tensor, classes: int) -> Tensor:
     return weights.float()
 
 
-def make_teacher(
-    teacher: nn.Module | Trained | str | Path,
-    data: Data,
-    preprocess: Preprocess,
-    device: torch.device,
-    autocast: Callable[[], AbstractContextManager],
-    size: Sequence[int],
-) -> Callable[[Tensor], Tensor]:
-    """The teacher as a function from images of the run, of this size, to its answers, without gradients.
-
-    A teacher that carries its preparation gets the images so prepared; any other gets them as the student does.
-    """
-    trained = teacher if isinstance(teacher, Trained) else None
-    if isinstance(teacher, str | Path):
-        trained = load_checkpoint(teacher)
-    elif isinstance(teacher, nn.Module):
-        trained = carried_by(teacher)
-    network = trained.network if trained else teacher
-    if not isinstance(network, nn.Module):
-        raise LowRankError(f"a teacher is a network or the directory of a run, not a {type(teacher).__name__}.")
-    if trained and trained.classes != data.classes:
-        raise LowRankError("the teacher knows other classes than the data: it must know the same, in one order.")
-    if trained and trained.input_size[1:] != tuple(size[1:]):
-        theirs, ours = ("x".join(map(str, one[1:])) for one in (trained.input_size, size))
-        raise LowRankError(f"the teacher was trained on images of {theirs}, and those of this run have {ours}.")
-    translate = _translation(preprocess, trained.preprocess if trained else preprocess, device)
-    network = network.to(device)
-
-    @torch.no_grad()
-    def answer(images: Tensor) -> Tensor:
-        with autocast(), evaluating(network):
-            outputs = network(translate(images))
-        return class_scores(outputs, trained.recipe.output if trained else None)
-
-    _check_answers(answer, size, len(data.classes), device)
-    return answer
 
 
-def _check_answers(
-    answer: Callable[[Tensor], Tensor], size: Sequence[int], classes: int, device: torch.device
-) -> None:
-    """Refuse a teacher that cannot take the images, or has other than one score for each class."""
-    try:
-        found = tuple(answer(torch.zeros(1, *size, device=device)).shape)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
-        shape = "x".join(map(str, size))
-        raise LowRankError(f"the teacher cannot take images of {shape}: {first_line(error)}.") from error
-    if classes and found != (1, classes):
-        told = "x".join(map(str, found[1:]))
-        raise LowRankError(f"the teacher gives {told} scores for an image, and the data has {classes} classes.")
 
 
-def _translation(ours: Preprocess, theirs: Preprocess, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """From images as the run prepares them to images as the teacher wants them."""
-    if not isinstance(ours, Standardize) or not isinstance(theirs, Standardize):
-        if type(ours) is not type(theirs):
-            raise LowRankError("the teacher's images are prepared in another way than those of this run.")
-        return lambda images: images
-    one, other = ours.to(device), theirs.to(device)
-    scale = (one.std / other.std)[:, None, None]
-    shift = ((one.mean - other.mean) / other.std)[:, None, None]
-    return lambda images: images * scale.to(images.dtype) + shift.to(images.dtype)

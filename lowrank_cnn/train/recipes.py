@@ -6,7 +6,7 @@ from. Weight decay acts on weights alone; biases and normalisation are left free
 
 from __future__ import annotations
 
-from lowrank_cnn.system.errors import LowRankError, nearest
+from lowrank_cnn.core.errors import LowRankError, nearest
 from lowrank_cnn.train.recipe import Recipe, changed
 
 RECIPES: dict[str, Recipe] = {

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
-from lowrank_cnn.kernels.mode import as_now
-from lowrank_cnn.system.provenance import notes
+from lowrank_cnn.core.notes import notes
+from lowrank_cnn.kernels.device import as_now
 
 
 class Recomputed(nn.Module):

@@ -14,11 +14,20 @@ from typing import Any
 
 from torch import Tensor
 
-from lowrank_cnn.system.environment import environment
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.files import UnreadableError, as_path, read_json, write_json
-from lowrank_cnn.system.seal import SEAL, BrokenSealError, is_sealed, sealed, unsealed
-from lowrank_cnn.system.text import html_table, si
+from lowrank_cnn.core.environment import environment
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.files import (
+    SEAL,
+    BrokenSealError,
+    UnreadableError,
+    as_path,
+    is_sealed,
+    read_json,
+    sealed,
+    unsealed,
+    write_json,
+)
+from lowrank_cnn.core.text import html_table, si
 
 SCHEMA = 1
 KIND = "training"

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Loader
 from lowrank_cnn.method.init import weight_layers
 from lowrank_cnn.method.layers import weights_of
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train.outputs import class_scores
+from lowrank_cnn.train.objective import class_scores
 from lowrank_cnn.train.recipe import Recipe
 
 Forward = Callable[[Tensor], Tensor]

@@ -8,22 +8,29 @@ be recorded once as a graph and replayed, with Python only copying the next batc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from lowrank_cnn.core.compare import difference, unchanged
+from lowrank_cnn.core.environment import is_out_of_memory
+from lowrank_cnn.core.errors import LowRankError, first_line
+from lowrank_cnn.core.modules import batch_length, call
+from lowrank_cnn.graph.fuse import fuse, shared_copy
+from lowrank_cnn.kernels import forced
+from lowrank_cnn.kernels.autotune.choice import prepare
 from lowrank_cnn.kernels.cuda_graph import captured
-from lowrank_cnn.kernels.mode import for_graphs
-from lowrank_cnn.method.inputs import batch_length, call
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train.determinism import generator_states, restore_generators
+from lowrank_cnn.kernels.device import for_graphs
+from lowrank_cnn.train.distributed import generator_states, restore_generators
 from lowrank_cnn.train.objective import Objective, hits
 from lowrank_cnn.train.optimizers import Optimizer, whole_layers
 from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.recompute import recomputed
 from lowrank_cnn.train.short_runs import decay_at, look_ahead, norm_biases
 
 _SCALE, _INT8 = "scale.", "int8."
@@ -238,3 +245,212 @@ def put_back(tensors: dict[str, Tensor], device: torch.device) -> Iterator[None]
     finally:
         copy_into(tensors, before)
         restore_generators(drawn, device)
+
+
+# Choose how the steps of a run execute: compiled by torch or not, as a CUDA graph or kernel by kernel.
+#
+# Every way computes the same step, within rounding. The choice is measured on the run's first batch: each way
+# takes a few steps. The compiled one is tried only if enough training is left to pay for compiling, and used
+# only if its gradients agree. Weights, statistics and random numbers are restored afterwards, so a choice leaves
+# no trace.
+
+Compile = bool | Literal["auto"]
+Update = Callable[[Tensor, Tensor], None]
+Say = Callable[[str], None]
+EAGER, COMPILED = "eager", "compiled"
+
+PAYS_AFTER = 600.0
+"""Seconds of training left from which compiling pays: it takes about half a minute, and saves a tenth or more."""
+TIMED_STEPS = 10
+BRIGHTER = 1 + 2**-8
+"""Images so much brighter are the same to a network but for rounding: what changes is the noise of a step."""
+SURE, NOISES = 0.01, 3
+"""Gradients of two ways may differ by this share of their norm, and by this many times that noise."""
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How steps execute. A record holds it as a dictionary, and a resumed run keeps it."""
+
+    compiled: bool = False
+    cuda_graph: bool = False
+
+    def __str__(self) -> str:
+        network = "compiled by torch" if self.compiled else "not compiled"
+        return f"{network}, {'replayed as a CUDA graph' if self.cuda_graph else 'launched kernel by kernel'}"
+
+
+Built = tuple[Update, Execution]
+
+
+@dataclass
+class StepBuilder:
+    """Builds the fastest update from the forwards that a run may use, by name; `graphs` allows CUDA graphs."""
+
+    forwards: Mapping[str, nn.Module]
+    graphs: bool
+    say: Say = print
+
+    def fastest(self, step: TrainingStep, images: Tensor, labels: Tensor, *, steps_left: int) -> Built:
+        """The fastest update for batches like this one, and how it executes."""
+        if COMPILED not in self.forwards:
+            return self._build(EAGER, step, images, labels)
+        if EAGER not in self.forwards:
+            return self._build(COMPILED, step, images, labels)
+        update, execution = self._build(EAGER, step, images, labels)
+        plain = _time_steps(step, update, images, labels)
+        if plain.seconds * steps_left < PAYS_AFTER:
+            return update, execution
+        # One graph at a time: each keeps the maps of a whole step.
+        del update
+        step.optimizer.zero_grad()
+        if (compiled := self._compiled(step, images, labels, plain)) is not None:
+            return compiled
+        return self._build(EAGER, step, images, labels)
+
+    def _compiled(self, step: TrainingStep, images: Tensor, labels: Tensor, plain: TimedSteps) -> Built | None:
+        """The compiled update; None if it fails, disagrees or is no faster."""
+        try:
+            update, execution = self._build(COMPILED, step, images, labels)
+            trial = _time_steps(step, update, images, labels)
+        except Exception as error:  # a compiler can fail at anything that a foreign forward does
+            self.say(f"The network is not compiled: {first_line(error)}.")
+            return None
+        times = f"{trial.seconds * 1e3:.1f} ms a step compiled, {plain.seconds * 1e3:.1f} ms without"
+        apart = _apart(trial.gradients, plain.gradients)
+        if not apart <= SURE + NOISES * plain.noise:  # a NaN is refused too
+            self.say(f"The network is not compiled: its gradients would differ by {apart:.1g}.")
+            return None
+        if trial.seconds >= plain.seconds:
+            self.say(f"The network is not compiled, which is no faster: {times}.")
+            return None
+        self.say(f"The network is compiled by torch: {times}.")
+        return update, execution
+
+    def _build(self, way: str, step: TrainingStep, images: Tensor, labels: Tensor) -> Built:
+        """The update by one way, as a CUDA graph if that is possible."""
+        compiled = way == COMPILED
+        step.forward = self.forwards[way]
+        if not self.graphs:
+            return step, Execution(compiled)
+        try:
+            # Kernels are measured and compiled before torch traces, which can do neither.
+            with for_graphs():
+                with put_back(step.tensors(), images.device):
+                    if compiled:
+                        _choose_kernels(self.forwards[COMPILED], step, images, labels)
+                    else:
+                        prepare(lambda: step.forward(images))
+                return GraphedStep(step, images, labels), Execution(compiled, cuda_graph=True)
+        except RuntimeError as error:
+            if is_out_of_memory(error) or compiled:
+                raise
+            self.say(f"Steps run one kernel at a time, not as a CUDA graph: {first_line(error)}.")
+            return step, Execution(compiled)
+
+
+@dataclass(frozen=True)
+class TimedSteps:
+    """Seconds per step by one way, the gradients of the first step, and how far rounding alone moves them."""
+
+    seconds: float
+    gradients: list[Tensor]
+    noise: float
+
+
+def _choose_kernels(forward: nn.Module, step: TrainingStep, images: Tensor, labels: Tensor) -> None:
+    """One step without the compiler: layers choose their kernels by measuring, which a trace cannot."""
+    with torch.compiler.set_stance("force_eager"):
+        prepare(lambda: forward(images))
+        step(images, labels)
+
+
+def _time_steps(step: TrainingStep, update: Update, images: Tensor, labels: Tensor) -> TimedSteps:
+    with put_back(step.tensors(), images.device):
+        gradients = _gradients(step, update, images, labels)
+        noise = _apart(_gradients(step, update, images * BRIGHTER, labels), gradients)
+        _wait(images.device)
+        began = time.perf_counter()
+        for _ in range(TIMED_STEPS):
+            update(images, labels)
+        _wait(images.device)
+        seconds = (time.perf_counter() - began) / TIMED_STEPS
+    return TimedSteps(seconds, gradients, noise)
+
+
+def _gradients(step: TrainingStep, update: Update, images: Tensor, labels: Tensor) -> list[Tensor]:
+    """The gradients of one step from the current weights and random numbers."""
+    with put_back(step.tensors(), images.device):
+        update(images, labels)
+        return [p.grad.detach().clone() for p in step.parameters.values() if p.grad is not None]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _apart(found: list[Tensor], right: list[Tensor]) -> float:
+    """The norm of the difference of two lists of gradients, relative to the second's."""
+    if len(found) != len(right):
+        return float("inf")
+    away = [a.float() - b.float() for a, b in zip(found, right, strict=True)]
+    return float(nn.utils.get_total_norm(away) / nn.utils.get_total_norm(right).clamp_min(1e-12))
+
+
+def resolved(compile: Compile, *, able: bool, before: dict[str, Any]) -> Compile:
+    """Resolve `compile`: a resumed run keeps its setting, and without a capable GPU (`able`) it is off."""
+    if compile != "auto":
+        return compile
+    return bool(before["compiled"]) if "compiled" in before else "auto" if able else False
+
+
+# The network that trains on a GPU: a fused copy if its results and gradients agree with the network's own.
+
+TOLERANCE = 1e-3
+IMAGES = 4
+"""Images of the comparison. Fewer would make a batch norm give plus and minus one on its last, smallest maps."""
+
+
+def fused_to_train(
+    network: nn.Module, size: Sequence[int], say: Callable[[str], None] = print, *, recompute: bool = False
+) -> nn.Module:
+    """A copy that shares all parameters and runs its layers fused, or the network itself.
+
+    With `recompute`, each stage of the copy is fused by itself and computed again in the backward pass. A forward
+    may ask a layer for an attribute that its fused form lacks, or depend on its class. Both networks therefore run
+    on the same random images first: results and gradients must agree.
+    """
+    try:
+        own = shared_copy(network).train()
+        twin = recomputed(own, within=fuse) if recompute else fuse(own, say=say)
+        apart = _difference(network, twin, size)
+    except Exception as error:  # a user's forward may fail in any way
+        say(f"Layers are not fused: {first_line(error)}")
+        return network
+    if apart <= TOLERANCE:
+        return twin.train()
+    say(f"Layers are not fused: the results would differ by {apart:.1g}.")
+    return network
+
+
+def _difference(network: nn.Module, twin: nn.Module, size: Sequence[int]) -> float:
+    """How far the twin's results and gradients in training are from the network's, both by torch's operations."""
+    with forced("off"), unchanged(network, twin):
+        images = torch.randn(IMAGES, *size, device=next(network.parameters()).device)
+        seed = torch.seed()
+        right, ours = (_results(part.train(), images, network, seed) for part in (network, twin))
+    return difference(ours, right, by="norm")
+
+
+def _results(run: nn.Module, images: Tensor, network: nn.Module, seed: int) -> tuple[Tensor, Tensor]:
+    """A network's outputs for images, and the gradients of a weighted sum of these, each as one vector."""
+    torch.manual_seed(seed)  # dropout draws the same for both
+    with torch.enable_grad():
+        found = run(images)
+        outputs = torch.cat([part.flatten() for part in (found if isinstance(found, tuple) else (found,))])
+        parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        some = torch.linspace(-1, 1, outputs.numel(), device=outputs.device, dtype=outputs.dtype)
+        gradients = torch.autograd.grad((outputs * some).sum(), parameters, allow_unused=True)
+    known = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
+    return outputs.detach(), torch.cat([gradient.flatten() for gradient in known])

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.data import Augment, Preprocess, preprocess_from_dict
-from lowrank_cnn.data.dataset import AsGiven
-from lowrank_cnn.data.stream.streamed import frame
-from lowrank_cnn.method.settling import has_learned, settle
+from lowrank_cnn.core.environment import is_out_of_memory
+from lowrank_cnn.core.errors import LowRankError, first_line
+from lowrank_cnn.core.graph_files import open_graph
+from lowrank_cnn.core.notes import TrainingCard, note, notes
+from lowrank_cnn.data import Augment, Data, Preprocess, Standardize, preprocess_from_dict
+from lowrank_cnn.data.own import AsGiven
+from lowrank_cnn.data.streamed import frame
+from lowrank_cnn.method.activations import evaluating
+from lowrank_cnn.method.finalize_shapes import has_learned, settle
 from lowrank_cnn.models import create_model
-from lowrank_cnn.models.files import Stored, is_exported, read_card, read_weights
+from lowrank_cnn.models.build import entry_description, rebuild
 from lowrank_cnn.models.hub import resolve
-from lowrank_cnn.models.pretrained import read_pretrained
-from lowrank_cnn.models.rebuild import entry_description, rebuild
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.graph_files import open_graph
-from lowrank_cnn.system.history import TrainingCard
-from lowrank_cnn.system.provenance import note, notes
-from lowrank_cnn.train.checkpoint import Checkpoint, CheckpointStore, read_checkpoint, read_state
-from lowrank_cnn.train.fake_int8 import Ranges, ranges_of
+from lowrank_cnn.models.network_file import Stored, is_exported, read_card, read_pretrained, read_weights
 from lowrank_cnn.train.inputs import augmentation
+from lowrank_cnn.train.int8 import Ranges, ranges_of
+from lowrank_cnn.train.objective import class_scores
 from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.run_folder import Checkpoint, CheckpointStore, read_checkpoint, read_state
 
 
 @dataclass(frozen=True)
@@ -222,3 +225,69 @@ def _read(path: Path, best: bool) -> Checkpoint:
     if passed_over:
         raise LowRankError(f"{passed_over[0]} {checkpoint.stem}.json is the newest whole one: name it to use it.")
     return checkpoint
+
+
+def make_teacher(
+    teacher: nn.Module | Trained | str | Path,
+    data: Data,
+    preprocess: Preprocess,
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager],
+    size: Sequence[int],
+) -> Callable[[Tensor], Tensor]:
+    """The teacher as a function from images of the run, of this size, to its answers, without gradients.
+
+    A teacher that carries its preparation gets the images so prepared; any other gets them as the student does.
+    """
+    trained = teacher if isinstance(teacher, Trained) else None
+    if isinstance(teacher, str | Path):
+        trained = load_checkpoint(teacher)
+    elif isinstance(teacher, nn.Module):
+        trained = carried_by(teacher)
+    network = trained.network if trained else teacher
+    if not isinstance(network, nn.Module):
+        raise LowRankError(f"a teacher is a network or the directory of a run, not a {type(teacher).__name__}.")
+    if trained and trained.classes != data.classes:
+        raise LowRankError("the teacher knows other classes than the data: it must know the same, in one order.")
+    if trained and trained.input_size[1:] != tuple(size[1:]):
+        theirs, ours = ("x".join(map(str, one[1:])) for one in (trained.input_size, size))
+        raise LowRankError(f"the teacher was trained on images of {theirs}, and those of this run have {ours}.")
+    translate = _translation(preprocess, trained.preprocess if trained else preprocess, device)
+    network = network.to(device)
+
+    @torch.no_grad()
+    def answer(images: Tensor) -> Tensor:
+        with autocast(), evaluating(network):
+            outputs = network(translate(images))
+        return class_scores(outputs, trained.recipe.output if trained else None)
+
+    _check_answers(answer, size, len(data.classes), device)
+    return answer
+
+
+def _check_answers(
+    answer: Callable[[Tensor], Tensor], size: Sequence[int], classes: int, device: torch.device
+) -> None:
+    """Refuse a teacher that cannot take the images, or has other than one score for each class."""
+    try:
+        found = tuple(answer(torch.zeros(1, *size, device=device)).shape)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        shape = "x".join(map(str, size))
+        raise LowRankError(f"the teacher cannot take images of {shape}: {first_line(error)}.") from error
+    if classes and found != (1, classes):
+        told = "x".join(map(str, found[1:]))
+        raise LowRankError(f"the teacher gives {told} scores for an image, and the data has {classes} classes.")
+
+
+def _translation(ours: Preprocess, theirs: Preprocess, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """From images as the run prepares them to images as the teacher wants them."""
+    if not isinstance(ours, Standardize) or not isinstance(theirs, Standardize):
+        if type(ours) is not type(theirs):
+            raise LowRankError("the teacher's images are prepared in another way than those of this run.")
+        return lambda images: images
+    one, other = ours.to(device), theirs.to(device)
+    scale = (one.std / other.std)[:, None, None]
+    shift = ((one.mean - other.mean) / other.std)[:, None, None]
+    return lambda images: images * scale.to(images.dtype) + shift.to(images.dtype)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import cpu_engines, int8_accuracy
-from lowrank_cnn.system import clock
+from lowrank_cnn.core import clock
 
 
 def row(engine: str, ms: float, network: str = "dense") -> dict[str, object]:

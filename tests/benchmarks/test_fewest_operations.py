@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.train import get_recipe
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from lowrank_cnn.core.clock import Sample
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import open_data
-from lowrank_cnn.method.converting import convert
-from lowrank_cnn.method.counting import count
-from lowrank_cnn.system.clock import Sample
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.method.convert import convert
+from lowrank_cnn.method.count import count
 from lowrank_cnn.train import get_recipe
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowrank_cnn.frontier.tracing import BudgetSpent
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.choose.runs import WorkerPool
+from lowrank_cnn.choose.trace import BudgetSpent
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.train.failure import NotFiniteError
-from lowrank_cnn.train.side_by_side import WorkerPool
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowrank_cnn.frontier.answering import DIVERGED, EARLY, NO, OPEN, YES
+from lowrank_cnn.choose.verdict import DIVERGED, EARLY, NO, OPEN, YES
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from lowrank_cnn.cli import app
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.train import Interrupted, load_record
 
 ROOT = Path(__file__).parents[2]
@@ -161,7 +161,7 @@ def run_interrupted(tmp_path: Path, code: str, *, library: str = "") -> subproce
     body = "".join(f"    {line}\n" for line in inspect.cleandoc(code).splitlines())
     script = (
         "import time, typer, lowrank_cnn.cli as cli\nfrom lowrank_cnn.cli import app\nfrom press import press\n"
-        f"from lowrank_cnn.system.errors import LowRankError\ndef command(**_):\n{body}"
+        f"from lowrank_cnn.core.errors import LowRankError\ndef command(**_):\n{body}"
         "app.build = lambda: command\ncli.GRACE_SECONDS = 0.2\ncli.main()\n"
     )
     environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join((ENVIRONMENT.get("PYTHONPATH", ""), str(tmp_path)))}

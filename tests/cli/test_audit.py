@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lowrank_cnn.cli.show import console
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "cifar10"
 

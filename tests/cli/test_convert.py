@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from lowrank_cnn.method.counting import count
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.method.count import count
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.errors import LowRankError
 
 SMALL = ["--width", "0.1"]
 SMALL_RUN = ["--width", "0.05", "--epochs", "1", "--batch-size", "16", "--set", "crop=14", "--device", "cpu"]

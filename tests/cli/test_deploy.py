@@ -9,11 +9,11 @@ import torch
 from PIL import Image
 
 from lowrank_cnn.cli.app import run
-from lowrank_cnn.cli.deploy import limit_threads
-from lowrank_cnn.deploy.exporting import load
-from lowrank_cnn.method.counting import count
+from lowrank_cnn.cli.plan import limit_threads
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.deploy.export import load
+from lowrank_cnn.method.count import count
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.errors import LowRankError
 
 SMALL = ["--width", "0.1"]
 

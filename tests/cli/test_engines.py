@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from lowrank_cnn.cli.engines import _thin_rival
+from lowrank_cnn.cli.plan import _thin_rival
 from lowrank_cnn.cli.source import Source
-from lowrank_cnn.method.counting import count
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.method.count import count
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.errors import LowRankError
 
 
 def test_one_engine_is_timed_and_written(output_of, tmp_path):

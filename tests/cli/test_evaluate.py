@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import ResidentSplit, open_data
-from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import load_record
-from lowrank_cnn.train.evaluation import evaluate
+from lowrank_cnn.train.evaluate import evaluate
 
 pytestmark = pytest.mark.usefixtures("squares")
 SMALL = ("--width", "0.1", "--epochs", "1", "--batch-size", "16", "--set", "crop=14", "--device", "cpu")
@@ -150,7 +150,7 @@ def test_a_trained_network_is_fitted_to_images_of_its_data(lowrank, tmp_path, mo
 def test_names_are_printed_as_they_are(lowrank, tmp_path, monkeypatch):
     pytest.importorskip("PIL.Image")
     answers = [[("[bold]cat", 0.75)], [(":dog:", 0.5)]]
-    monkeypatch.setattr("lowrank_cnn.train.evaluation.predict", lambda *_, **__: answers)
+    monkeypatch.setattr("lowrank_cnn.train.evaluate.predict", lambda *_, **__: answers)
     shown = lowrank("predict", "run", "[/b]/c.jpg", "[a] x.jpg").output
     for text in ("[/b]/c.jpg", "[a] x.jpg", "[bold]cat 75.0%", ":dog: 50.0%"):
         assert text in shown
@@ -178,7 +178,7 @@ def test_weights_of_a_run_that_did_not_come_to_its_end_are_told_as_such(
     def fail(*_):
         raise LowRankError("no more")
 
-    monkeypatch.setattr("lowrank_cnn.train.trainer.Trainer._train_epoch", fail)
+    monkeypatch.setattr("lowrank_cnn.train.loop.Trainer._train_epoch", fail)
     assert train_small("--out", tmp_path / "run").exit_code != 0
     image.new("L", (16, 16), 230).save(tmp_path / "a.png")
     for command in (

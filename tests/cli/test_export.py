@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import open_data
-from lowrank_cnn.deploy.engines import open_engine
+from lowrank_cnn.deploy.engines.targets import open_engine
 from lowrank_cnn.kernels.strips import available
-from lowrank_cnn.system.errors import LowRankError
 
 SMALL = ("--width", "0.1", "--input", "3x30x30")
 
@@ -33,7 +33,7 @@ def test_strips_are_a_target_and_the_snippet_registers_their_library(output_of, 
 
 def test_int8_prints_the_accuracy_before_and_after(output_of, tmp_path, monkeypatch):
     few = open_data("digits", limit=60, progress=False)
-    monkeypatch.setattr("lowrank_cnn.deploy.quantizing.open_data", lambda *_, **__: few)
+    monkeypatch.setattr("lowrank_cnn.deploy.quantize.open_data", lambda *_, **__: few)
     run = tmp_path / "run"
     small = ("--limit", "60", "--batch-size", "16", "--width", "0.05", "--epochs", "1", "--device", "cpu")
     output_of("train", "nin-c3-lr", "--data", "digits", "--recipe", "digits", *small, "--out", run)

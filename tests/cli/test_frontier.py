@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from lowrank_cnn.choose.frontier import load_frontier
 from lowrank_cnn.cli.app import build
-from lowrank_cnn.frontier.record import load_frontier
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
 
 SMALL = ("--data", "digits", "--limit", "64", "--base", "0.25", "--seeds", "1", "--device", "cpu")
 SMALL += ("--set", "epochs=1", "--set", "batch_size=32", "--set", "crop=12", "--batch", "2", "--no-compile")

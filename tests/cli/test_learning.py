@@ -8,7 +8,7 @@ import pytest
 
 import lowrank_cnn as lr
 from lowrank_cnn.cli.app import run
-from lowrank_cnn.method.settling import has_learned
+from lowrank_cnn.method.finalize_shapes import has_learned
 from lowrank_cnn.train import load_record
 from lowrank_cnn.train.trained import load_checkpoint
 
@@ -33,7 +33,7 @@ def test_shapes_are_learned_and_used_again(tmp_path, capsys):
 
 
 def test_json_has_the_measured_time(capsys, monkeypatch):
-    monkeypatch.setattr("lowrank_cnn.shapes.shape_budget.ShapeBudget._time_share", lambda *_: 0.45)
+    monkeypatch.setattr("lowrank_cnn.choose.learn_shapes.ShapeBudget._time_share", lambda *_: 0.45)
     scheme = ["--scheme", "learned(kx1, 1xk, kxk, multiple=4)"]
     assert run(["train", *SMALL, *scheme, "--latency", "0.9", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["time"] == 0.45

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.cli import app
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.train import RECIPES
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.deploy.exporting import load
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.deploy.export import load
 
 
 def test_optimize_writes_what_it_found(output_of, own, tmp_path):

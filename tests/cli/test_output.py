@@ -9,8 +9,8 @@ import warnings
 
 import pytest
 
-from lowrank_cnn.cli.output import LastingStream, lasting_output, plain_warnings
-from lowrank_cnn.system.errors import LowRankWarning
+from lowrank_cnn.cli.app import LastingStream, lasting_output, plain_warnings
+from lowrank_cnn.core.errors import LowRankWarning
 
 
 class Broken(io.StringIO):

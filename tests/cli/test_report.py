@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lowrank_cnn.cli.app import build
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.report.figures import FIGURES
-from lowrank_cnn.system.errors import LowRankError
 
 RECORD = {
     "kind": "training",

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lowrank_cnn.cli.app import build
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train.trainer import Trainer
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.train.loop import Trainer
 
 SMALL = ("--set", "width=0.05", "--set", "epochs=1", "--set", "crop=28", "--set", "batch_size=16")
 RUN = ("reproduce", "cifar10", "--data", "digits", "--limit", "64", "--part", "modern", "--device", "cpu", *SMALL)

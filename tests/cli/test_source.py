@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from lowrank_cnn.cli.source import copy_equal_shapes, find_model
-from lowrank_cnn.system.errors import LowRankError, MissingExtra
-from lowrank_cnn.system.provenance import notes
+from lowrank_cnn.core.errors import LowRankError, MissingExtra
+from lowrank_cnn.core.notes import notes
 
 
 def resnet() -> nn.Module:

@@ -13,16 +13,15 @@ import pytest
 import torch
 
 from lowrank_cnn.cli.train import _held_out_in_words, _told
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import notes
 from lowrank_cnn.data import Data, ResidentSplit
-from lowrank_cnn.data.readers.read_options import ReadOptions
-from lowrank_cnn.data.readers.sources import open_source
+from lowrank_cnn.data.sources import ReadOptions, open_source
 from lowrank_cnn.deploy.engines.onnx import node_macs
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.train import fit, get_recipe, load_record
-from lowrank_cnn.train.evaluation import load_checkpoint
-from lowrank_cnn.train.trainer import Trainer
+from lowrank_cnn.train.evaluate import load_checkpoint
+from lowrank_cnn.train.loop import Trainer
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.usefixtures("squares")
@@ -134,7 +133,7 @@ def test_a_bad_network_is_refused_before_the_images_are_opened(lowrank, tmp_path
 
 def test_activations_are_computed_again_where_that_is_asked_for(train_small, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr("lowrank_cnn.train.job.recomputed", lambda network: asked.append(network) or network)
+    monkeypatch.setattr("lowrank_cnn.train.fit.recomputed", lambda network: asked.append(network) or network)
     assert train_small().exit_code == 0
     assert not asked
     assert train_small("--checkpoint-activations").exit_code == 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lowrank_cnn.cli.train_options import ImageOptions, NetworkOptions, RecipeOptions, RunOptions
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.cli.train import ImageOptions, NetworkOptions, RecipeOptions, RunOptions
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.train import get_recipe
 
 

@@ -7,10 +7,9 @@ import sys
 import pytest
 from torch import nn
 
-from lowrank_cnn.cli.source import find_model
-from lowrank_cnn.cli.user_file import called, find_example
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import notes
+from lowrank_cnn.cli.source import called, find_example, find_model
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import notes
 
 
 def test_a_file_runs_as_a_script_with_its_neighbours_and_dataclasses(tmp_path, monkeypatch):

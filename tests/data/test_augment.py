@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Augment
 from lowrank_cnn.data.augment import (
     Moves,
@@ -20,7 +21,6 @@ from lowrank_cnn.data.augment import (
     scaled,
 )
 from lowrank_cnn.data.types import generator
-from lowrank_cnn.system.errors import LowRankError
 
 
 def slowly(images: Tensor, rows: Tensor, moves: Moves, window: tuple[int, int], cutout: int) -> Tensor:

@@ -22,11 +22,10 @@ from torch.utils.data import (
     random_split,
 )
 
-from lowrank_cnn.data.dataset import AsGiven, listed_labels
-from lowrank_cnn.data.own_data import data_of, named_classes
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.data.own import AsGiven, data_of, listed_labels, named_classes
 from lowrank_cnn.train import Recipe, fit
-from lowrank_cnn.train.predicting import predict
+from lowrank_cnn.train.evaluate import predict
 from lowrank_cnn.train.trained import load_checkpoint
 
 RECIPE = Recipe(name="own", batch_size=8, epochs=3, lr=0.1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lowrank_cnn.data import Data, ResidentSplit, open_data
-from lowrank_cnn.data.fingerprint import evenly_spaced, fingerprint_of_files
+from lowrank_cnn.data.types import evenly_spaced, fingerprint_of_files
 
 
 def _photos(root: Path, write_folder: Callable[..., Path], photo: Callable[..., bytes], *, first: int = 0) -> Path:

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from lowrank_cnn.data import image_progress
-from lowrank_cnn.data.image_progress import ImageProgress
+from lowrank_cnn.data import store as image_progress
+from lowrank_cnn.data.store import ImageProgress
 
 
 class Terminal(io.StringIO):

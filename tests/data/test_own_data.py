@@ -21,10 +21,10 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lowrank_cnn.data.own_data import data_of
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.data.own import data_of
 from lowrank_cnn.train import Recipe, fit
-from lowrank_cnn.train.evaluation import evaluate
+from lowrank_cnn.train.evaluate import evaluate
 
 RECIPE = Recipe(name="own", batch_size=8, epochs=3, lr=0.1)
 QUIET = {"progress": False, "device": "cpu"}

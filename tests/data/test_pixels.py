@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Standardize, Whiten
-from lowrank_cnn.data.pixels import OPERATIONS, PixelAugment
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.data.mixes import OPERATIONS, PixelAugment
 
 PREPROCESS = Standardize(torch.tensor([120.0, 110.0, 100.0]), torch.tensor([60.0, 50.0, 40.0]))
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import (
     ResidentSplit,
     Standardize,
@@ -18,7 +19,6 @@ from lowrank_cnn.data import (
 )
 from lowrank_cnn.data.preprocess import normalise_contrast, to_unit
 from lowrank_cnn.data.types import generator
-from lowrank_cnn.system.errors import LowRankError
 
 
 @pytest.fixture(scope="module")

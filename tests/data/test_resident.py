@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import (
     Augment,
     Data,
@@ -17,7 +18,6 @@ from lowrank_cnn.data import (
     make_loader,
     resident,
 )
-from lowrank_cnn.system.errors import LowRankError
 
 PLAIN = Augment(mirror=False)
 

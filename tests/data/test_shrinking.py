@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import StreamedSplit, open_data
-from lowrank_cnn.data.shrinking import shrink, shrunk
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.data.shrink import shrink, shrunk
 
 Photo = Callable[..., bytes]
 

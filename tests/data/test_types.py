@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Data, Problems, ResidentSplit
 from lowrank_cnn.data.types import check_batches, generator, stratified
-from lowrank_cnn.system.errors import LowRankError
 
 
 def test_problems_are_counted_once_and_the_first_named() -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.method.building import build_conv
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.method.schemes import build_conv
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside the tests
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import lowrank_cnn as lr
-from lowrank_cnn.deploy import advising
-from lowrank_cnn.deploy.advising import design
-from lowrank_cnn.system.clock import Sample
+from lowrank_cnn.choose import design as advising
+from lowrank_cnn.choose.design import design
+from lowrank_cnn.core.clock import Sample
 
 
 def net() -> nn.Sequential:

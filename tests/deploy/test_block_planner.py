@@ -2,11 +2,10 @@ import pytest
 import torch
 from torch import fx, nn
 
-from lowrank_cnn.deploy.block_planner import BlockPlanner, objection_on
+from lowrank_cnn.core.clock import Sample
+from lowrank_cnn.deploy.block_forms import CANDIDATES, Candidate
 from lowrank_cnn.deploy.blocks import Block, BlockAsGiven, Epilogue, in_blocks
-from lowrank_cnn.deploy.candidates import CANDIDATES, Candidate
-from lowrank_cnn.deploy.plan_cache import Cache
-from lowrank_cnn.system.clock import Sample
+from lowrank_cnn.deploy.plan import BlockPlanner, Cache, objection_on
 
 AS_GIVEN = CANDIDATES["as given"]
 MS = {"as given": 2.0, "quick": 1.0, "hardly quicker": 1.95, "wrong": 0.1, "reordered": 0.1}
@@ -19,7 +18,7 @@ def known_times(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(runs: dict[str, object], **_: object) -> dict[str, Sample]:
         return {name: Sample(MS[name], MS[name], MS[name], 3) for name in runs}
 
-    monkeypatch.setattr("lowrank_cnn.deploy.block_planner.measure", measured)
+    monkeypatch.setattr("lowrank_cnn.deploy.plan.measure", measured)
 
 
 @pytest.fixture

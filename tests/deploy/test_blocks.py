@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.deploy.blocks import Epilogue, ForCalls, as_network, in_blocks, max_pool
-from lowrank_cnn.kernels.activation import activate
+from lowrank_cnn.kernels.problem import activate
 from lowrank_cnn.models import create_model
 
 RELU = "relu"

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.core.compare import difference
+from lowrank_cnn.deploy.block_forms import CANDIDATES, groups_apart, in_layers
 from lowrank_cnn.deploy.blocks import Block, Epilogue
-from lowrank_cnn.deploy.candidates import CANDIDATES, groups_apart, in_layers
-from lowrank_cnn.deploy.matrix import MatrixConv2d
-from lowrank_cnn.method.building import build_conv
-from lowrank_cnn.system.compare import difference
+from lowrank_cnn.deploy.cpu_convs import MatrixConv2d
+from lowrank_cnn.method.schemes import build_conv
 
 EPILOGUES = [
     Epilogue(),

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.deploy.chains import InexactError, merge_chain
-from lowrank_cnn.method.building import FactoredConv2d, build_conv
+from lowrank_cnn.graph.merge import InexactError, merge_chain
+from lowrank_cnn.method.schemes import FactoredConv2d, build_conv
 
 
 def chain(*layers: nn.Module) -> FactoredConv2d:

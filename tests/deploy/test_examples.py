@@ -4,11 +4,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.deploy import export, merge, optimize, plan
-from lowrank_cnn.deploy.examples import check_runs, example_for
-from lowrank_cnn.method.building import build_conv
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import note
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import note
+from lowrank_cnn.deploy.export import export
+from lowrank_cnn.deploy.optimize import optimize
+from lowrank_cnn.deploy.plan import plan
+from lowrank_cnn.graph.examples import check_runs, example_for
+from lowrank_cnn.graph.merge import merge
+from lowrank_cnn.method.schemes import build_conv
 
 
 def test_the_users_example_comes_first_and_must_run():

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.deploy.export_request import request_for
-from lowrank_cnn.models.files import Stored
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.deploy.export import request_for
+from lowrank_cnn.models.network_file import Stored
 
 
 class TwoHeads(nn.Module):

@@ -9,16 +9,15 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import note
 from lowrank_cnn.deploy.blocks import Epilogue
-from lowrank_cnn.deploy.exporting import export, load, placing
-from lowrank_cnn.deploy.matrix import MatrixConv2d
-from lowrank_cnn.deploy.merging import merge
-from lowrank_cnn.deploy.winograd import WinogradConv2d
-from lowrank_cnn.method.converting import convert
-from lowrank_cnn.method.counting import count
+from lowrank_cnn.deploy.cpu_convs import MatrixConv2d, WinogradConv2d
+from lowrank_cnn.deploy.export import export, load, placing
+from lowrank_cnn.graph.merge import merge
+from lowrank_cnn.method.convert import convert
+from lowrank_cnn.method.count import count
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import note
 
 SIZE = (3, 16, 16)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.deploy.folding import FoldedLinear, channel_axis, fold, fold_error
-from lowrank_cnn.method.building import build_conv
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.graph.merge import FoldedLinear, channel_axis, fold, fold_error
+from lowrank_cnn.method.schemes import build_conv
 
 CASES = [
     (nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), (2, 3, 6, 6)),

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.deploy.forms import Workshop, best_form
-from lowrank_cnn.deploy.optimized import Form, Optimized
-from lowrank_cnn.kernels.mode import is_for_graphs
-from lowrank_cnn.kernels.network_graph import layer_kind
-from lowrank_cnn.method.building import build_conv
-from lowrank_cnn.system.clock import Sample
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.clock import Sample
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.deploy.optimize import Form, Optimized, Workshop, best_form
+from lowrank_cnn.graph.capture import layer_kind
+from lowrank_cnn.kernels.device import is_for_graphs
+from lowrank_cnn.method.schemes import build_conv
 
 IMAGE = torch.randn(2, 3, 30, 30, generator=torch.Generator().manual_seed(1))
 COMPILED = "folded, compiled, recorded"
@@ -35,7 +34,7 @@ def test_what_is_fused_whole_computes_the_same_and_leaves_the_network_alone(monk
     stem = [build_conv(3, 8, 3, "lr"), nn.ReLU(), nn.LocalResponseNorm(5), nn.MaxPool2d(3, 2, 1)]
     net = nn.Sequential(*stem, nn.Conv2d(8, 8, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
     before = [type(module) for module in net.modules()]
-    monkeypatch.setattr("lowrank_cnn.deploy.candidates._on_cpu", lambda layer: False)
+    monkeypatch.setattr("lowrank_cnn.deploy.block_forms._on_cpu", lambda layer: False)
     fast = workshop(net).fused
     kinds = {type(module).__name__ for module in fast.modules()}
     assert {"FusedBlock", "FusedPool", "FusedResponseNorm"} <= kinds
@@ -86,7 +85,7 @@ def put_layers(monkeypatch: pytest.MonkeyPatch, ms: float) -> list[object]:
         asked.append(network)
         return ms
 
-    monkeypatch.setattr("lowrank_cnn.deploy.forms.time_layers", time_layers)
+    monkeypatch.setattr("lowrank_cnn.deploy.optimize.time_layers", time_layers)
     return asked
 
 
@@ -108,7 +107,7 @@ def test_the_compiler_is_tried_where_layers_cannot_be_timed(on_gpu: Workshop, mo
     def fails(network: nn.Module, *inputs: Tensor) -> float:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("lowrank_cnn.deploy.forms.time_layers", fails)
+    monkeypatch.setattr("lowrank_cnn.deploy.optimize.time_layers", fails)
     assert on_gpu._out_of_reach(COMPILED) == ""
 
 
@@ -140,7 +139,7 @@ def test_on_a_cpu_the_faster_memory_format_is_planned_first(monkeypatch: pytest.
 def test_no_form_is_begun_at_the_end_of_the_budget(monkeypatch: pytest.MonkeyPatch):
     work = workshop(nn.Sequential(nn.Conv2d(3, 8, 3)).eval(), budget=10.0)
     now = SimpleNamespace(perf_counter=lambda: work.began + 8.5)
-    monkeypatch.setattr("lowrank_cnn.deploy.forms.time", now)
+    monkeypatch.setattr("lowrank_cnn.deploy.optimize.time", now)
     work.attempt_in_time("folded, contiguous")
     work.attempt_in_time("as given")
     assert set(work.made) == {"as given"}
@@ -158,7 +157,7 @@ def test_a_form_that_is_not_ready_in_time_is_stopped(monkeypatch: pytest.MonkeyP
 
 def test_our_kernels_are_compiled_around_only_while_half_of_the_budget_is_left(on_gpu: Workshop, monkeypatch):
     now = SimpleNamespace(perf_counter=lambda: on_gpu.began + 0.6 * on_gpu.budget)
-    monkeypatch.setattr("lowrank_cnn.deploy.forms.time", now)
+    monkeypatch.setattr("lowrank_cnn.deploy.optimize.time", now)
     tried: list[str] = []
     monkeypatch.setattr(Workshop, "attempt", lambda self, name: tried.append(name))
     for name in ("fused, compiled, recorded", "folded, compiled, recorded"):
@@ -174,7 +173,7 @@ def test_on_a_gpu_kernels_are_compiled_together_before_a_form_runs(on_gpu: Works
         surveyed.append(is_for_graphs())
         assert run().shape == (2, 8, 28, 28)
 
-    monkeypatch.setattr("lowrank_cnn.deploy.forms.prepare", prepare)
+    monkeypatch.setattr("lowrank_cnn.deploy.optimize.prepare", prepare)
     monkeypatch.setattr(Workshop, "on_gpu", property(lambda self: True))
     monkeypatch.setattr(Optimized, "prepare", lambda self, *inputs: self)
     on_gpu.attempt("folded, recorded")

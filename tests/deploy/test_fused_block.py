@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.deploy.block_forms import FusedBlock
 from lowrank_cnn.deploy.blocks import BlockAsGiven, Epilogue
-from lowrank_cnn.deploy.fused_block import FusedBlock
-from lowrank_cnn.method.building import build_conv
+from lowrank_cnn.method.schemes import build_conv
 
 POOLS = [None, nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(3, 2, ceil_mode=True)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lowrank_cnn.deploy.layer_forms import layer_advice, variants_of
+from lowrank_cnn.choose.design import layer_advice, variants_of
 from lowrank_cnn.method.shape_damage import Damage
 
 

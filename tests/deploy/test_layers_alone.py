@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.deploy.layers_alone import layer_calls, time_layers
-from lowrank_cnn.method.building import build_conv
+from lowrank_cnn.deploy.optimize import layer_calls, time_layers
+from lowrank_cnn.method.schemes import build_conv
 
 
 def network() -> nn.Sequential:

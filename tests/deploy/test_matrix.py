@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lowrank_cnn.deploy.blocks import Epilogue
-from lowrank_cnn.deploy.matrix import MatrixConv2d
+from lowrank_cnn.deploy.cpu_convs import MatrixConv2d
 from lowrank_cnn.method.layers import CompositeConv2d
 
 SIZES = st.integers(1, 5)

@@ -8,16 +8,15 @@ from hypothesis import strategies as st
 from random_values import shaken
 from torch import nn
 
-from lowrank_cnn.deploy.merging import merge
-from lowrank_cnn.method.building import FactoredConv2d, build_conv
-from lowrank_cnn.method.converting import convert
-from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.decomposing import decompose
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import notes
+from lowrank_cnn.graph.merge import merge
+from lowrank_cnn.method.convert import convert
+from lowrank_cnn.method.count import count
+from lowrank_cnn.method.decompose import decompose
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.method.scheme import parse_scheme
+from lowrank_cnn.method.schemes import FactoredConv2d, build_conv, parse_scheme
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import notes
 
 
 @st.composite

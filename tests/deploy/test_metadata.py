@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import notes
 from lowrank_cnn.data import Data, ResidentSplit, Standardize, Whiten
-from lowrank_cnn.deploy.engines import open_engine
-from lowrank_cnn.deploy.exporting import export, load
-from lowrank_cnn.deploy.metadata import attach_metadata, metadata_of
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import notes
-from lowrank_cnn.train.evaluation import evaluate, predict
+from lowrank_cnn.deploy.engines.targets import open_engine
+from lowrank_cnn.deploy.export import attach_metadata, export, load, metadata_of
+from lowrank_cnn.train.evaluate import evaluate, predict
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.trained import Trained, carried_by
 

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import lowrank_cnn as lr
-from lowrank_cnn.deploy.layer_forms import LOW_RANK, THINNER, LayerAdvice
-from lowrank_cnn.deploy.network_forms import MIXED, form_builders
+from lowrank_cnn.choose.design import LOW_RANK, MIXED, THINNER, LayerAdvice, form_builders
 
 SIZE = (3, 16, 16)
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.deploy import candidates, export, load, optimize
-from lowrank_cnn.deploy.optimizing import reoptimize
+from lowrank_cnn.core.clock import Sample
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import notes
+from lowrank_cnn.deploy import block_forms as candidates
+from lowrank_cnn.deploy.export import export, load
+from lowrank_cnn.deploy.optimize import optimize, reoptimize
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.clock import Sample
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import notes
 
 IMAGE = torch.randn(2, 3, 30, 30, generator=torch.Generator().manual_seed(1))
 
@@ -28,8 +29,8 @@ def planned_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(things: Mapping[str, object], *_: object, **__: object) -> dict[str, Sample]:
         return {name: Sample(1 / place, 0, 1, 3) for place, name in enumerate(things, 1)}
 
-    monkeypatch.setattr("lowrank_cnn.deploy.block_planner.measure", measured)
-    monkeypatch.setattr("lowrank_cnn.deploy.forms.measure", measured)
+    monkeypatch.setattr("lowrank_cnn.deploy.plan.measure", measured)
+    monkeypatch.setattr("lowrank_cnn.deploy.optimize.measure", measured)
 
 
 @pytest.fixture
@@ -43,8 +44,8 @@ def without_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object, **__: object) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr("lowrank_cnn.deploy.block_planner.measure", refused)
-    monkeypatch.setattr("lowrank_cnn.deploy.forms.measure", refused)
+    monkeypatch.setattr("lowrank_cnn.deploy.plan.measure", refused)
+    monkeypatch.setattr("lowrank_cnn.deploy.optimize.measure", refused)
 
 
 def test_a_written_form_is_made_again_without_measuring(network, tmp_path: Path, request):
@@ -72,7 +73,7 @@ def test_a_form_that_differs_here_is_left_out_with_the_reason(network, tmp_path:
             return x * 2
 
     monkeypatch.setattr(candidates, "CANDIDATES", dict.fromkeys(candidates.CANDIDATES, lambda block: Wrong()))
-    monkeypatch.setattr("lowrank_cnn.deploy.planning.CANDIDATES", candidates.CANDIDATES)
+    monkeypatch.setattr("lowrank_cnn.deploy.plan.CANDIDATES", candidates.CANDIDATES)
     again = load(tmp_path / "net.safetensors")
     assert again.report.choice == "as given"
     assert again.report.failed["planned, contiguous"]

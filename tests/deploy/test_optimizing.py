@@ -8,15 +8,13 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from lowrank_cnn.deploy.exporting import export, load
-from lowrank_cnn.deploy.optimized import Form, Optimized
-from lowrank_cnn.deploy.optimizing import optimize
-from lowrank_cnn.deploy.plan_cache import Cache
-from lowrank_cnn.deploy.planning import plan
-from lowrank_cnn.method.building import build_conv
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import note, notes
+from lowrank_cnn.deploy.export import export, load
+from lowrank_cnn.deploy.optimize import Form, Optimized, optimize
+from lowrank_cnn.deploy.plan import Cache, plan
+from lowrank_cnn.method.schemes import build_conv
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import note, notes
 
 LAST = Form("channels_last")
 COMPILED = Form("channels_last", compiled=True)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.deploy import parity as module
 from lowrank_cnn.deploy.engines.request import Call, ExportRequest, free_axes
 from lowrank_cnn.deploy.parity import parity
-from lowrank_cnn.system.errors import LowRankError
 
 
 class Two(nn.Module):

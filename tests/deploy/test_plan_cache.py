@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from lowrank_cnn.deploy import plan_cache
+from lowrank_cnn.deploy import plan as plan_cache
 from lowrank_cnn.deploy.blocks import Block, Epilogue
-from lowrank_cnn.deploy.plan_cache import Cache, block_key, network_key
+from lowrank_cnn.deploy.plan import Cache, block_key, network_key
 
 X = torch.randn(1, 3, 8, 8)
 

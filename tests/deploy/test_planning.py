@@ -8,16 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from lowrank_cnn.core.cache import JsonCache
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import notes
+from lowrank_cnn.deploy.block_forms import CANDIDATES, ByGroup, groups_apart
 from lowrank_cnn.deploy.blocks import Block, BlockAsGiven, Epilogue, in_blocks
-from lowrank_cnn.deploy.candidates import CANDIDATES, ByGroup, groups_apart
-from lowrank_cnn.deploy.plan_cache import Cache
-from lowrank_cnn.deploy.planning import plan
-from lowrank_cnn.kernels.activation import activate
-from lowrank_cnn.method.building import FactoredConv2d, build_conv
+from lowrank_cnn.deploy.plan import Cache, plan
+from lowrank_cnn.kernels.problem import activate
+from lowrank_cnn.method.schemes import FactoredConv2d, build_conv
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.cache import JsonCache
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import notes
 
 
 class Slow(nn.Module):

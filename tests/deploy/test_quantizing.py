@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 import lowrank_cnn as lr
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import open_data
-from lowrank_cnn.deploy import quantizing
-from lowrank_cnn.deploy.engines import open_engine
+from lowrank_cnn.deploy import quantize as quantizing
+from lowrank_cnn.deploy.engines.targets import open_engine
 from lowrank_cnn.deploy.parity import DifferentOutputError
-from lowrank_cnn.deploy.quantizing import Quantized, QuantizedLayer, quantize, sensitivities
-from lowrank_cnn.method.building import build_conv
-from lowrank_cnn.method.converting import convert
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.deploy.quantize import Quantized, QuantizedLayer, quantize, sensitivities
+from lowrank_cnn.method.convert import convert
+from lowrank_cnn.method.schemes import build_conv
 
 SIZE = (3, 12, 12)
 
@@ -124,7 +124,7 @@ def test_accuracy_is_measured_on_the_test_images(tmp_path):
 
 
 def test_layers_go_back_to_float_by_other_images_than_the_test_ones(tmp_path, monkeypatch):
-    from lowrank_cnn.deploy import quantizing
+    from lowrank_cnn.deploy import quantize as quantizing
     from lowrank_cnn.train import fit
 
     data = open_data("digits", limit=80, progress=False)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.deploy.engines.runner import Port, Runner
-from lowrank_cnn.deploy.runtime import EngineModel, as_pixels
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.deploy.parity import EngineModel, as_pixels
 
 
 class Doubling(Runner):

@@ -22,14 +22,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowrank_cnn.deploy import export, load, merge, optimize, plan
-from lowrank_cnn.deploy.candidates import CANDIDATES
-from lowrank_cnn.deploy.engines.outputs import named_tensors
-from lowrank_cnn.method.building import build_conv
-from lowrank_cnn.system.clock import Sample
-from lowrank_cnn.system.compare import difference
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import notes
+from lowrank_cnn.core.clock import Sample
+from lowrank_cnn.core.compare import difference
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import notes
+from lowrank_cnn.deploy.block_forms import CANDIDATES
+from lowrank_cnn.deploy.engines.request import named_tensors
+from lowrank_cnn.deploy.export import export, load
+from lowrank_cnn.deploy.optimize import optimize
+from lowrank_cnn.deploy.plan import plan
+from lowrank_cnn.graph.merge import merge
+from lowrank_cnn.method.schemes import build_conv
 
 CHANNELS, SIZE = 4, 6
 Step = Callable[["Drawn", list[Tensor]], Tensor]
@@ -256,8 +259,8 @@ def last_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(things: Mapping[str, object], *_: object, **__: object) -> dict[str, Sample]:
         return {name: Sample(1 / place, 0, 1, 3) for place, name in enumerate(things, 1)}
 
-    monkeypatch.setattr("lowrank_cnn.deploy.block_planner.measure", measured)
-    monkeypatch.setattr("lowrank_cnn.deploy.forms.measure", measured)
+    monkeypatch.setattr("lowrank_cnn.deploy.plan.measure", measured)
+    monkeypatch.setattr("lowrank_cnn.deploy.optimize.measure", measured)
 
 
 FIXTURE = HealthCheck.function_scoped_fixture  # which stays the same for all examples

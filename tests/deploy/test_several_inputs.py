@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.deploy import merge, optimize, plan
-from lowrank_cnn.deploy.exporting import export
-from lowrank_cnn.kernels.fusing import fuse
-from lowrank_cnn.method.building import build_conv
-from lowrank_cnn.system.clock import Sample
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import notes
+from lowrank_cnn.core.clock import Sample
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import notes
+from lowrank_cnn.deploy.export import export
+from lowrank_cnn.deploy.optimize import optimize
+from lowrank_cnn.deploy.plan import plan
+from lowrank_cnn.graph.fuse import fuse
+from lowrank_cnn.graph.merge import merge
+from lowrank_cnn.method.schemes import build_conv
 
 
 class TwoStreams(nn.Module):
@@ -246,8 +248,8 @@ def rewritten_always(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(things, *_, **__) -> dict[str, Sample]:
         return {name: Sample(1 / place, 0, 1, 3) for place, name in enumerate(things, 1)}
 
-    monkeypatch.setattr("lowrank_cnn.deploy.block_planner.measure", measured)
-    monkeypatch.setattr("lowrank_cnn.deploy.forms.measure", measured)
+    monkeypatch.setattr("lowrank_cnn.deploy.plan.measure", measured)
+    monkeypatch.setattr("lowrank_cnn.deploy.optimize.measure", measured)
 
 
 def merged(net: nn.Module, inputs: tuple) -> nn.Module:

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import lowrank_cnn as lr
-from lowrank_cnn.deploy import strips as module
+from lowrank_cnn.deploy import cpu_convs as module
+from lowrank_cnn.deploy.block_forms import CANDIDATES, in_layers
 from lowrank_cnn.deploy.blocks import Epilogue, in_blocks
-from lowrank_cnn.deploy.candidates import CANDIDATES, in_layers
-from lowrank_cnn.deploy.strips import StripConv2d, has_strips
+from lowrank_cnn.deploy.cpu_convs import StripConv2d, has_strips
 from lowrank_cnn.kernels.strips import available
-from lowrank_cnn.method.building import build_conv
+from lowrank_cnn.method.schemes import build_conv
 
 built = pytest.mark.skipif(not available(torch.float32), reason="lowrank-strips is not built: `make strips`")
 

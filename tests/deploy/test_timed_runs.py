@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.deploy.timed_runs import FileRunner, TorchRunner
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.deploy.timing import FileRunner, TorchRunner
 from lowrank_cnn.method.branches import BranchedConv2d
-from lowrank_cnn.method.building import build_conv
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.method.schemes import build_conv
 
 
 class TwoInputs(nn.Module):

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.deploy.exporting import export
+from lowrank_cnn.core.clock import measure, torch_threads
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.deploy.export import export
 from lowrank_cnn.deploy.timing import LayerTime, layer_correlation, time_file, time_model
-from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.count import count
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.clock import measure, torch_threads
-from lowrank_cnn.system.errors import LowRankError
 
 
 def test_runs_are_taken_in_turns_after_a_warm_up():

@@ -3,14 +3,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lowrank_cnn.deploy.transforms import (
-    affine_bias,
-    compose_bias,
-    norm_affine,
-    scale_filters,
-    scale_transposed_filters,
-)
-from lowrank_cnn.kernels.dense import compose
+from lowrank_cnn.graph.merge import affine_bias, compose_bias, norm_affine, scale_filters, scale_transposed_filters
+from lowrank_cnn.kernels.reference import compose
 
 
 def assert_equal(a: torch.Tensor, b: torch.Tensor) -> None:

@@ -4,11 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from lowrank_cnn.deploy.block_forms import CANDIDATES
 from lowrank_cnn.deploy.blocks import Epilogue, in_blocks
-from lowrank_cnn.deploy.candidates import CANDIDATES
-from lowrank_cnn.deploy.winograd import WinogradConv2d
-from lowrank_cnn.method.building import build_conv
+from lowrank_cnn.deploy.cpu_convs import WinogradConv2d
 from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.schemes import build_conv
 
 KERNELS = st.sampled_from([(3, 1), (1, 3), (3, 3), (1, 1)])
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from table_records import ENVIRONMENT, Put, cells
 
-from lowrank_cnn.frontier.answering import EARLY, NO, YES
-from lowrank_cnn.frontier.record import DesignRow, DesignTime, Frontier, RateTry, SeedRun
+from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, RateTry, SeedRun
+from lowrank_cnn.choose.verdict import EARLY, NO, YES
 
 
 def empty_frontier(folder: Path, family: str) -> Frontier:

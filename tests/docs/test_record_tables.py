@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from table_records import ENVIRONMENT, ROOT, Put, cells
 
-from lowrank_cnn.paper.table import AccuracyRow, ExperimentTable
+from lowrank_cnn.paper.reproduce import AccuracyRow, ExperimentTable
 
 TO_COME = (
     "learned-shapes",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from table_records import ENVIRONMENT, ROOT, Put, cells
 
-from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.count import count
 from lowrank_cnn.models import create_model
 
 

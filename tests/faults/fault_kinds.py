@@ -21,7 +21,7 @@ from typing import Any
 
 import fault_run as run
 
-from lowrank_cnn.data.fingerprint import SAMPLED_FILES, evenly_spaced
+from lowrank_cnn.data.types import SAMPLED_FILES, evenly_spaced
 
 OPERATIONS = 265
 """File operations of an undisturbed run, or a few less; `test_faults.py` counts them."""
@@ -38,7 +38,7 @@ class Trap:
         self.at, self.spring, self.lasting, self.only, self.count = at, spring, lasting, only, 0
 
     def set(self) -> None:
-        """Patch what `lowrank_cnn.system.files` writes with; a write that fails has written half."""
+        """Patch what `lowrank_cnn.core.files` writes with; a write that fails has written half."""
         write, fsync, replace, unlink = Path.write_bytes, os.fsync, os.replace, os.unlink
 
         def half_written(path: Path, payload: bytes) -> int:

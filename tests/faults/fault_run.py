@@ -20,9 +20,9 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Data, ResidentSplit, open_data
-from lowrank_cnn.deploy import quantizing
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.deploy import quantize as quantizing
 from lowrank_cnn.train import Interrupted, Recipe, fit, load_record
 from lowrank_cnn.train.trained import load_checkpoint
 

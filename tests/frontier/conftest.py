@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, SeedRun, pack
 from lowrank_cnn.data import Data, ResidentSplit
-from lowrank_cnn.frontier.record import DesignRow, DesignTime, Frontier, SeedRun, pack
 
 IMAGES = 1003
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from lowrank_cnn.frontier.answering import DIVERGED, EARLY, NO, UNEQUAL, YES, add_answers, answer, read_questions
-from lowrank_cnn.frontier.designs import CANDIDATES, FAMILIES, LEARNED
-from lowrank_cnn.frontier.record import DesignRow, Frontier, RateTry, load_frontier
+from lowrank_cnn.choose.candidates import CANDIDATES, FAMILIES, LEARNED
+from lowrank_cnn.choose.frontier import DesignRow, Frontier, RateTry, load_frontier
+from lowrank_cnn.choose.verdict import DIVERGED, EARLY, NO, UNEQUAL, YES, add_answers, answer, read_questions
 
 
 def test_the_questions_name_families_and_designs_that_exist():

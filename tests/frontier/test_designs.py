@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.deploy.merging import merge
-from lowrank_cnn.frontier.designs import (
+from lowrank_cnn.choose.candidates import (
     CANDIDATES,
     FAMILIES,
     Builder,
@@ -15,12 +14,13 @@ from lowrank_cnn.frontier.designs import (
     nearest_width,
     width_of_macs,
 )
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.graph.merge import merge
 from lowrank_cnn.method.branches import BranchedConv2d
-from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.rewriting import low_rank_layers
+from lowrank_cnn.method.count import count
+from lowrank_cnn.method.rewrite import low_rank_layers
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.airbench import PatchConv2d
-from lowrank_cnn.system.errors import LowRankError
 
 SMALL = Builder(FAMILIES["airbench"], (1, 12, 12), 5, base=0.25)
 

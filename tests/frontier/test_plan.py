@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from lowrank_cnn.frontier.plan import FrontierPlan
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.choose.candidates import FrontierPlan
+from lowrank_cnn.core.errors import LowRankError
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowrank_cnn.frontier.record import ANSWERS, RECORD, Frontier, load_frontier, open_frontier, pack, unpack
-from lowrank_cnn.system.arithmetic import ceil_div
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.choose.frontier import ANSWERS, RECORD, Frontier, load_frontier, open_frontier, pack, unpack
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.train.recipe import Recipe
 
 TWO = {"dense": (0.9, 1.0, 2), "lr": (0.8, 0.5, 3)}

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowrank_cnn.frontier.resampling import compare, resampled_gaps
-from lowrank_cnn.system.statistics import student_t
+from lowrank_cnn.choose.verdict import compare, resampled_gaps
+from lowrank_cnn.core.numbers import student_t
 
 
 def answers(runs: int, share: float, seed: int, *, noise: float = 0.1) -> torch.Tensor:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.frontier import timing
-from lowrank_cnn.frontier.designs import DENSE, FAMILIES, Builder, find_design
-from lowrank_cnn.frontier.timing import DesignClock, width_of_time
+from lowrank_cnn.choose import trace as timing
+from lowrank_cnn.choose.candidates import DENSE, FAMILIES, Builder, find_design
+from lowrank_cnn.choose.trace import DesignClock, width_of_time
 
 
 @pytest.fixture

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lowrank_cnn.choose import runs as training
+from lowrank_cnn.choose import trace as timing
+from lowrank_cnn.choose import trace as tracing
+from lowrank_cnn.choose.candidates import Design, FrontierPlan
+from lowrank_cnn.choose.frontier import ANSWERS, RECORD, DesignTime, load_frontier
+from lowrank_cnn.choose.trace import trace_frontier
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Data
-from lowrank_cnn.frontier import timing, tracing, training
-from lowrank_cnn.frontier.designs import Design
-from lowrank_cnn.frontier.plan import FrontierPlan
-from lowrank_cnn.frontier.record import ANSWERS, RECORD, DesignTime, load_frontier
-from lowrank_cnn.frontier.tracing import trace_frontier
-from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.failure import NotFiniteError
 
 SMALL = {"batch_size": 32, "epochs": 1, "crop": 12}

@@ -5,9 +5,9 @@ import pickle
 
 import pytest
 
+from lowrank_cnn.choose.candidates import FAMILIES, Builder, Design
+from lowrank_cnn.choose.runs import DesignRun, DesignTrainer, RunMaker
 from lowrank_cnn.data import Data
-from lowrank_cnn.frontier.designs import FAMILIES, Builder, Design
-from lowrank_cnn.frontier.training import DesignRun, DesignTrainer, RunMaker
 from lowrank_cnn.train import get_recipe
 
 

@@ -34,8 +34,8 @@ import fuzz_inputs
 import torch
 from fuzz_targets import TARGETS, Accepted
 
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.memory import is_out_of_memory
+from lowrank_cnn.core.environment import is_out_of_memory
+from lowrank_cnn.core.errors import LowRankError
 
 SECONDS = 20
 MEMORY = 2 * 2**30

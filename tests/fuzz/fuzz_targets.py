@@ -17,19 +17,16 @@ import torch
 from torch import nn
 
 import lowrank_cnn as lr
-from lowrank_cnn.cli.config import read_config
-from lowrank_cnn.data.fingerprint import fingerprint_of_files
-from lowrank_cnn.data.readers.label_table import read_class_names
-from lowrank_cnn.frontier.record import Frontier
+from lowrank_cnn.choose.frontier import Frontier
+from lowrank_cnn.cli.train import read_config
+from lowrank_cnn.core.cache import JsonCache, cached_tensors
+from lowrank_cnn.core.files import as_path, below, locked, write_atomically
+from lowrank_cnn.data.folders import read_class_names
+from lowrank_cnn.data.types import fingerprint_of_files
 from lowrank_cnn.report.reading import read_records
-from lowrank_cnn.system.cache import JsonCache, cached_tensors
-from lowrank_cnn.system.files import as_path, below, write_atomically
-from lowrank_cnn.system.lock import locked
 from lowrank_cnn.train import get_recipe, load_record
-from lowrank_cnn.train.checkpoint import CheckpointStore, read_checkpoint
-from lowrank_cnn.train.directory import RunDirectory
-from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.settings import parse_settings
+from lowrank_cnn.train.recipe import Recipe, parse_settings
+from lowrank_cnn.train.run_folder import CheckpointStore, RunDirectory, read_checkpoint
 
 SHAPES = {"mean": (6,), "matrix": (6, 6)}
 

@@ -24,14 +24,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from lowrank_cnn.kernels import gpu
-from lowrank_cnn.kernels.autotune.compile_ahead import compile_kernels
-from lowrank_cnn.kernels.autotune.kernel_request import Request
-from lowrank_cnn.kernels.autotune.kernel_trial import KernelTrial
+from lowrank_cnn.graph.fused_between import MOST_CHANNELS
+from lowrank_cnn.kernels import device as gpu
+from lowrank_cnn.kernels.autotune.choice import compile_kernels
+from lowrank_cnn.kernels.autotune.trial import KernelTrial
+from lowrank_cnn.kernels.autotune.tuned import Request
 from lowrank_cnn.kernels.between import batch_statistics, normalise, normalise_pool, pool, response_norm
 from lowrank_cnn.kernels.conv import forward, gradients
 from lowrank_cnn.kernels.conv.plans import KernelPlan, plans
-from lowrank_cnn.kernels.fused_neighbours import MOST_CHANNELS
 from lowrank_cnn.kernels.problem import Problem, describe, empty_codes
 
 LAYERS = {

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from lowrank_cnn.kernels import gpu
+from lowrank_cnn.kernels import device as gpu
 from lowrank_cnn.kernels.problem import describe
 
 

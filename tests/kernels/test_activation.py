@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lowrank_cnn.kernels.activation import activate, canonical, is_monotone, parsed
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.kernels.problem import activate, canonical, is_monotone, parsed
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowrank_cnn as lr
+from lowrank_cnn.core.compare import difference
 from lowrank_cnn.deploy.blocks import in_blocks
-from lowrank_cnn.kernels.active_norm import split_active_norms, split_norm
-from lowrank_cnn.kernels.fused_neighbours import NormedConv
-from lowrank_cnn.kernels.fusing import fuse
-from lowrank_cnn.system.compare import difference
+from lowrank_cnn.graph.fuse import fuse
+from lowrank_cnn.graph.fused_between import NormedConv
+from lowrank_cnn.graph.patterns import split_active_norms, split_norm
 
 
 class NormAct(nn.BatchNorm2d):

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.kernels import availability, forced
-from lowrank_cnn.kernels.fused_neighbours import kernels_take
-from lowrank_cnn.kernels.fusing import fuse
-from lowrank_cnn.kernels.mode import surveying
+from lowrank_cnn.graph.fuse import fuse
+from lowrank_cnn.graph.fused_between import kernels_take
+from lowrank_cnn.kernels import device as availability
+from lowrank_cnn.kernels import forced
+from lowrank_cnn.kernels.device import surveying
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CPU = torch.device("cpu")

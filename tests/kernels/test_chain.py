@@ -8,11 +8,18 @@ from torch import nn
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels import chain, forced
+from lowrank_cnn.kernels import forced
+from lowrank_cnn.kernels import fused_convs as chain
 from lowrank_cnn.kernels.autotune import choice
-from lowrank_cnn.kernels.chain import FusedChain, enclosing, merged_bias, merged_weight
-from lowrank_cnn.kernels.fused_conv import FusedComposite, conv_options
-from lowrank_cnn.method.building import build_conv
+from lowrank_cnn.kernels.fused_convs import (
+    FusedChain,
+    FusedComposite,
+    conv_options,
+    enclosing,
+    merged_bias,
+    merged_weight,
+)
+from lowrank_cnn.method.schemes import build_conv
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.kernels import cuda_graph as module
 from lowrank_cnn.kernels.cuda_graph import captured, recorded
-from lowrank_cnn.system.errors import LowRankError
 
 IMAGES = torch.randn(3, 2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 LAST = torch.channels_last

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lowrank_cnn.kernels.dense import compose
+from lowrank_cnn.kernels.reference import compose
 
 
 @pytest.mark.parametrize("groups", [1, 2])

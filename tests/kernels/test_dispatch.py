@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.kernels import (
     composite_conv2d,
     composite_conv2d_with_statistics,
@@ -15,9 +16,8 @@ from lowrank_cnn.kernels import (
     forced,
 )
 from lowrank_cnn.kernels.autotune import choice
-from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.count import count
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.system.errors import LowRankError
 from tests.kernels.helpers import DEVICE, GPU, PADDING, inputs, numbers
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowrank_cnn.kernels.enclose import enclose, place_groups, take_groups
+from lowrank_cnn.kernels.ops import enclose, place_groups, take_groups
 from lowrank_cnn.kernels.reference import enclosed
 from tests.kernels.helpers import DEVICE, assert_well_formed, same
 

@@ -9,13 +9,13 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
+from lowrank_cnn.graph.fuse import fuse
 from lowrank_cnn.kernels import forced
 from lowrank_cnn.kernels.between.response_norm import local_response_norm
 from lowrank_cnn.kernels.conv import forward, gradients
 from lowrank_cnn.kernels.conv.backward import launch_weight_gradient
 from lowrank_cnn.kernels.conv.plans import KernelPlan
 from lowrank_cnn.kernels.conv.plans import plans as plans_of
-from lowrank_cnn.kernels.fusing import fuse
 from lowrank_cnn.kernels.problem import Problem, describe, empty_codes
 from lowrank_cnn.kernels.reference import composite_reference
 

@@ -7,13 +7,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lowrank_cnn.graph.fuse import freeze
 from lowrank_cnn.kernels import forced
-from lowrank_cnn.kernels.chain import FusedChain
 from lowrank_cnn.kernels.conv.pack import pack_rows
-from lowrank_cnn.kernels.fused_conv import FusedComposite, conv_options, fused_layer, pool_name
-from lowrank_cnn.kernels.fusing import freeze
-from lowrank_cnn.method.building import build_conv
+from lowrank_cnn.kernels.fused_convs import FusedChain, FusedComposite, conv_options, fused_layer, pool_name
 from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.schemes import build_conv
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

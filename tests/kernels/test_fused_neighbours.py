@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lowrank_cnn.graph.fuse import fuse
+from lowrank_cnn.graph.fused_between import FusedNorm, FusedPool, FusedResponseNorm, fused_neighbour
 from lowrank_cnn.kernels import forced
-from lowrank_cnn.kernels.fused_neighbours import FusedNorm, FusedPool, FusedResponseNorm, fused_neighbour
-from lowrank_cnn.kernels.fusing import fuse
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

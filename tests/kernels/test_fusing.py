@@ -9,12 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lowrank_cnn.graph.fuse import fuse, fuse_neighbours
+from lowrank_cnn.graph.fused_between import FusedNorm, NormedConv
 from lowrank_cnn.kernels import forced
-from lowrank_cnn.kernels.chain import FusedChain
-from lowrank_cnn.kernels.fused_conv import FusedComposite
-from lowrank_cnn.kernels.fused_neighbours import FusedNorm, NormedConv
-from lowrank_cnn.kernels.fusing import fuse, fuse_neighbours
-from lowrank_cnn.method.building import build_conv
+from lowrank_cnn.kernels.fused_convs import FusedChain, FusedComposite
+from lowrank_cnn.method.schemes import build_conv
 from lowrank_cnn.models import create_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from lowrank_cnn.graph.fuse import fuse
+from lowrank_cnn.graph.fused_between import FusedNorm, NormedConv
 from lowrank_cnn.kernels import forced
-from lowrank_cnn.kernels.fused_neighbours import FusedNorm, NormedConv
-from lowrank_cnn.kernels.fusing import fuse
-from lowrank_cnn.method.converting import convert
+from lowrank_cnn.method.convert import convert
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

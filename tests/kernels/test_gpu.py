@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lowrank_cnn.kernels import gpu
-from lowrank_cnn.kernels.mode import compiling_ahead
+from lowrank_cnn.kernels import device as gpu
+from lowrank_cnn.kernels.device import compiling_ahead
 
 CPU = torch.device("cpu")
 

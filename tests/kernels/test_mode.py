@@ -6,8 +6,9 @@ import threading
 
 import pytest
 
-from lowrank_cnn.kernels import for_graphs, forced, mode
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.kernels import device as mode
+from lowrank_cnn.kernels import for_graphs, forced
 
 
 def test_an_unknown_mode_is_refused():

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import fx, nn
 
-from lowrank_cnn.kernels.network_graph import CaptureError, capture, layer_kind
-from lowrank_cnn.kernels.patterns import find_patterns
-from lowrank_cnn.method.building import build_conv
+from lowrank_cnn.graph.capture import CaptureError, capture, layer_kind
+from lowrank_cnn.graph.patterns import find_patterns
+from lowrank_cnn.method.schemes import build_conv
 from lowrank_cnn.models import create_model
 
 X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lowrank_cnn.kernels.activation import activate
-from lowrank_cnn.kernels.network_graph import capture
-from lowrank_cnn.kernels.patterns import find_patterns, rewritten
+from lowrank_cnn.graph.capture import capture
+from lowrank_cnn.graph.patterns import find_patterns, rewritten
+from lowrank_cnn.kernels.problem import activate
 from lowrank_cnn.models import create_model
 
 X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.kernels.problem import describe, empty_codes, empty_result, pixels_last, pose
 from lowrank_cnn.kernels.reference import composite_reference, enclosed
-from lowrank_cnn.system.errors import LowRankError
 
 SHAPES, SIDES = [(4, 3, 3, 1), (6, 3, 1, 3)], [((1, 1), (0, 0)), ((0, 0), (1, 1))]
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowrank_cnn.core.errors import MissingExtra
 from lowrank_cnn.kernels import strips as module
 from lowrank_cnn.kernels.strips import available, is_installed, packed_strips, strips
-from lowrank_cnn.system.errors import MissingExtra
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 3e-2}
 SIZES = [

@@ -1,7 +1,7 @@
 import pytest
 
-from lowrank_cnn.kernels.tiles import shares
-from lowrank_cnn.system.arithmetic import ceil_div
+from lowrank_cnn.core.numbers import ceil_div
+from lowrank_cnn.kernels.problem import shares
 
 
 @pytest.mark.parametrize(("tiles", "boxes"), [(36, 12544), (8, 12544), (144, 3136), (18, 3136), (96, 3136)])

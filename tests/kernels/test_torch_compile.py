@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from lowrank_cnn.kernels import availability, forced, torch_compile
-from lowrank_cnn.kernels.mode import survey, surveying
+from lowrank_cnn.kernels import device as availability
+from lowrank_cnn.kernels import forced, torch_compile
+from lowrank_cnn.kernels.device import survey, surveying
 
 
 def test_what_torch_compile_takes_down_is_not_surveyed(monkeypatch):

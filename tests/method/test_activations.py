@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import notes
 from lowrank_cnn.method.activations import (
     image_batches,
     output_error,
@@ -16,12 +18,9 @@ from lowrank_cnn.method.activations import (
     seen,
     window_covariance,
 )
-from lowrank_cnn.method.decomposing import decompose
-from lowrank_cnn.method.fitting import fit_layer
-from lowrank_cnn.method.rewriting import replacement
-from lowrank_cnn.method.scheme import parse_scheme
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import notes
+from lowrank_cnn.method.decompose import decompose
+from lowrank_cnn.method.rewrite import replacement
+from lowrank_cnn.method.schemes import fit_layer, parse_scheme
 
 CONVS = [
     nn.Conv2d(8, 12, 3, padding=1),

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import lowrank_cnn as lr
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import note
 from lowrank_cnn.method.branches import BranchedConv2d, fold_branches
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import note
 
 
 def unsettled(layer: nn.Module) -> nn.Module:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.budget import Curve, Step, allocate, estimated
-from lowrank_cnn.system.errors import LowRankError
 
 
 @st.composite

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lowrank_cnn.method.building import FactoredConv2d, build_conv
-from lowrank_cnn.method.scheme import SCHEMES
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.method.schemes import SCHEMES, FactoredConv2d, build_conv
 
 
 @pytest.mark.parametrize("scheme", ["lr", "lr-join", "separable", "mixture(kx1=2, 1xk=1, kxk=1, join)"])

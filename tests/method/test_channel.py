@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import notes
 from lowrank_cnn.method.activations import output_error, outputs
-from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.channel import FactoredLayer
-from lowrank_cnn.method.converting import convert
-from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.decomposing import decompose
-from lowrank_cnn.models.files import Stored, read_weights, write_weights
-from lowrank_cnn.models.twins import dense_cost
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import notes
+from lowrank_cnn.method.convert import convert
+from lowrank_cnn.method.count import count
+from lowrank_cnn.method.decompose import decompose
+from lowrank_cnn.method.schemes import FactoredConv2d
+from lowrank_cnn.models.build import dense_cost
+from lowrank_cnn.models.network_file import Stored, read_weights, write_weights
 
 LAYERS = {
     "linear": (nn.Linear(20, 24), (3, 5, 20)),

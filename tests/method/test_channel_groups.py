@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowrank_cnn as lr
-from lowrank_cnn.deploy.merging import merge
-from lowrank_cnn.kernels.dense import ungrouped
-from lowrank_cnn.method.costs import relative_cost
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.graph.merge import merge
+from lowrank_cnn.kernels.reference import ungrouped
 from lowrank_cnn.method.init import init_
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.method.schemes import relative_cost
 
 TEXTS = ("lr(channel_groups=2)", "lr-join(channel_groups=2)", "mixture(kx1, 1xk, kxk=2, join, channel_groups=4)")
 

@@ -8,13 +8,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lowrank_cnn.method.converting import conversion_costs, convert
-from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.decomposing import decompose
+from lowrank_cnn.core.errors import LowRankError, LowRankWarning
+from lowrank_cnn.core.notes import notes
+from lowrank_cnn.method.convert import conversion_costs, convert
+from lowrank_cnn.method.count import count
+from lowrank_cnn.method.decompose import decompose
 from lowrank_cnn.method.init import composite_sigma
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.system.errors import LowRankError, LowRankWarning
-from lowrank_cnn.system.provenance import notes
 
 SCHEMES = ["lr", "lr-join", "separable", "mixture", "mixture(kx1=3, 1xk=3, kxk=2, join)", "lr-join(m=0.5)"]
 

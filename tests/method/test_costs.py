@@ -3,10 +3,9 @@
 import pytest
 from torch import nn
 
-from lowrank_cnn.method.costs import macs_per_pixel, relative_cost, useful_rank
-from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.rewriting import replacement
-from lowrank_cnn.method.scheme import parse_scheme
+from lowrank_cnn.method.count import count
+from lowrank_cnn.method.rewrite import replacement
+from lowrank_cnn.method.schemes import macs_per_pixel, parse_scheme, relative_cost, useful_rank
 
 SIZE = 16
 

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lowrank_cnn.method.counting import count
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.method.count import count
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.models import create_model, list_models
-from lowrank_cnn.system.errors import LowRankError
 
 PUBLISHED = {
     row["network"]: row

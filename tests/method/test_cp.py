@@ -10,13 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowrank_cnn as lr
-from lowrank_cnn.method.building import FactoredConv2d, build_conv
-from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.decomposing import decompose
-from lowrank_cnn.method.rewriting import replacement
-from lowrank_cnn.method.scheme import parse_scheme
-from lowrank_cnn.system.errors import LowRankError, MissingExtra
-from lowrank_cnn.system.provenance import notes
+from lowrank_cnn.core.errors import LowRankError, MissingExtra
+from lowrank_cnn.core.notes import notes
+from lowrank_cnn.method.count import count
+from lowrank_cnn.method.decompose import decompose
+from lowrank_cnn.method.rewrite import replacement
+from lowrank_cnn.method.schemes import FactoredConv2d, build_conv, parse_scheme
 
 
 def low_rank(filters: int, channels: int, kernel: int, rank: int) -> torch.Tensor:
@@ -52,7 +51,7 @@ def test_a_form_is_the_dense_conv_of_its_weight(options, padding_mode):
 
 @pytest.mark.parametrize("stride", [1, 2, (1, 2)])
 def test_its_cost_is_what_counting_finds(stride):
-    from lowrank_cnn.method.costs import macs_per_pixel, stage_weights
+    from lowrank_cnn.method.schemes import macs_per_pixel, stage_weights
 
     conv, scheme = nn.Conv2d(12, 16, 3, stride=stride, padding=1), parse_scheme("cp(m=5)")
     layer = replacement(conv, scheme)
@@ -64,7 +63,7 @@ def test_its_cost_is_what_counting_finds(stride):
 
 def test_the_factors_find_the_components():
     pytest.importorskip("tensorly")
-    from lowrank_cnn.method.cp import cp_factors
+    from lowrank_cnn.method.factorize import cp_factors
 
     weight = low_rank(16, 12, 3, rank=3)
     found = cp_factors(weight, 3)

@@ -7,19 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lowrank_cnn.deploy.merging import merge
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import notes
+from lowrank_cnn.graph.merge import merge
 from lowrank_cnn.method.activations import output_error, outputs
 from lowrank_cnn.method.budget import Budget, _time_ratio, schemes_of, within
-from lowrank_cnn.method.building import FactoredConv2d
-from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.decomposing import both_keeps, decompose, nearest_output
-from lowrank_cnn.method.ranks import curves_of, dearest
-from lowrank_cnn.method.rewriting import rewrite
-from lowrank_cnn.method.scheme import parse_scheme
-from lowrank_cnn.method.sensitivity import measured_keeps
+from lowrank_cnn.method.count import count
+from lowrank_cnn.method.decompose import both_keeps, decompose, nearest_output
+from lowrank_cnn.method.ranks import curves_of, dearest, measured_keeps
+from lowrank_cnn.method.rewrite import rewrite
+from lowrank_cnn.method.schemes import FactoredConv2d, parse_scheme
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import notes
 
 
 def trained(seed: int = 0, **options) -> nn.Sequential:

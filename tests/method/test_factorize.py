@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowrank_cnn.kernels.dense import compose
+from lowrank_cnn.kernels.reference import compose
 from lowrank_cnn.method.factorize import (
     centred,
     crossed_factors,

@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.method.converting import convert
-from lowrank_cnn.method.decomposing import decompose, fit_layer
-from lowrank_cnn.system.provenance import notes
+from lowrank_cnn.core.notes import notes
+from lowrank_cnn.method.convert import convert
+from lowrank_cnn.method.decompose import decompose, fit_layer
 
 
 def trained(seed: int = 0, **options) -> nn.Sequential:

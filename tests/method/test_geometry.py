@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.geometry import enclosing_padding, offsets, pair, recentred, symmetric
 from lowrank_cnn.method.spec import FilterGroup
-from lowrank_cnn.system.errors import LowRankError
 
 X = torch.randn(1, 2, 9, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

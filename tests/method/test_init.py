@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.method.building import build_conv
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.init import (
     INITIALISATIONS,
     composite_sigma,
@@ -14,9 +14,9 @@ from lowrank_cnn.method.init import (
     torch_default_,
 )
 from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.schemes import build_conv
 from lowrank_cnn.method.spec import Composite
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.errors import LowRankError
 
 WIDTH, DEPTH = 384, 30  # in narrower layers the spread of one draw over thirty of them exceeds a factor 2
 MIXES = (

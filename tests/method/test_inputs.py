@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.method.converting import convert
-from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.decomposing import decompose
-from lowrank_cnn.method.inputs import arguments, checked_size, is_example, known_inputs
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.modules import arguments, checked_size, is_example, known_inputs
+from lowrank_cnn.method.convert import convert
+from lowrank_cnn.method.count import count
+from lowrank_cnn.method.decompose import decompose
 
 
 class Denoiser(nn.Module):

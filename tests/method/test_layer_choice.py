@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowrank_cnn.method.layer_choice import LayerChoice
+from lowrank_cnn.method.shape_choice import LayerChoice
 from lowrank_cnn.method.shape_damage import Damage
 
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.spec import FilterGroup
-from lowrank_cnn.system.errors import LowRankError
 
 SIZES = st.integers(1, 5)
 

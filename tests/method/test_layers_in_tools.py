@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 from lowrank_cnn.method.branches import BranchedConv2d
-from lowrank_cnn.method.building import FactoredConv2d, build_conv
-from lowrank_cnn.method.converting import convert
+from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.schemes import FactoredConv2d, build_conv
 from lowrank_cnn.models import create_model, list_models
 
 SCHEMES = ["lr", "lr-join", "separable", "mixture", "mixture(kx1=3, 1xk=3, kxk=2, join)"]

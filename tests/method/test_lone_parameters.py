@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.method.thinning import thin
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.method.thin import thin
 
 SIZE = (3, 32, 32)
 

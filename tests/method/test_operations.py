@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.operations import macs_of, reason_of
+from lowrank_cnn.method.count import count, macs_of, reason_of
 
 aten = torch.ops.aten
 

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from lowrank_cnn.method.ranks import WHOLE, curves_of
-from lowrank_cnn.method.scheme import parse_scheme
+from lowrank_cnn.method.schemes import parse_scheme
 
 
 @pytest.mark.parametrize("scheme", ["separable", "lr-join", "mixture(kx1=2, 1xk=1, join)"])

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.deploy.exporting import export, load
-from lowrank_cnn.method.converting import convert
-from lowrank_cnn.method.decomposing import decompose
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import notes
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import notes
+from lowrank_cnn.deploy.export import export, load
+from lowrank_cnn.method.convert import convert
+from lowrank_cnn.method.decompose import decompose
 
 
 class Closure(nn.Module):

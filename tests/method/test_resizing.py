@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.method.resizing import PendingLayer, resized
+from lowrank_cnn.method.thin import PendingLayer, resized
 
 MAPS = torch.randn(2, 12, 9, 9)
 

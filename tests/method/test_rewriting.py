@@ -4,13 +4,13 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from lowrank_cnn.method.building import FactoredConv2d
-from lowrank_cnn.method.converting import convert
+from lowrank_cnn.core.notes import notes
+from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.method.rewriting import copy_with
+from lowrank_cnn.method.rewrite import copy_with
+from lowrank_cnn.method.schemes import FactoredConv2d
 from lowrank_cnn.models import create_model
-from lowrank_cnn.models.rebuild import rewrite_again
-from lowrank_cnn.system.provenance import notes
+from lowrank_cnn.models.build import rewrite_again
 
 
 def small() -> nn.Sequential:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowrank_cnn.method.scheme import SCHEMES, Scheme, parse_scheme
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.method.schemes import SCHEMES, Scheme, parse_scheme
 
 SHAPES = st.sampled_from(["kx1", "1xk", "kxk", "1x1", "5x1", "1x7", "kx3"])
 PROPORTIONS = st.fractions(min_value=Fraction(1, 20), max_value=20)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lowrank_cnn.method.scheme import SCHEMES, parse_scheme
-from lowrank_cnn.method.scheme_rules import NAMES
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.method.schemes import NAMES, SCHEMES, parse_scheme
 
 
 def test_every_name_has_a_scheme():

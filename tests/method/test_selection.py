@@ -6,15 +6,15 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lowrank_cnn.deploy.exporting import export
-from lowrank_cnn.method.converting import convert
-from lowrank_cnn.method.decomposing import decompose
-from lowrank_cnn.method.selection import stages
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import notes
+from lowrank_cnn.deploy.export import export
+from lowrank_cnn.method.convert import convert
+from lowrank_cnn.method.decompose import decompose
+from lowrank_cnn.method.select import stages
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.train import fit
-from lowrank_cnn.train.evaluation import evaluate
+from lowrank_cnn.train.evaluate import evaluate
 
 
 def small() -> nn.Sequential:

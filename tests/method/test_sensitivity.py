@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.activations import output_error, outputs
-from lowrank_cnn.method.rewriting import copy_with
-from lowrank_cnn.method.scheme import parse_scheme
-from lowrank_cnn.method.sensitivity import data_fitted, measured_keeps
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.method.ranks import data_fitted, measured_keeps
+from lowrank_cnn.method.rewrite import copy_with
+from lowrank_cnn.method.schemes import parse_scheme
 
 SEPARABLE = parse_scheme("separable")
 

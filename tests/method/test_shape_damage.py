@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lowrank_cnn.method.channel_order import free_routes
-from lowrank_cnn.method.scheme import parse_scheme
+from lowrank_cnn.method.channels import free_routes
+from lowrank_cnn.method.schemes import parse_scheme
+from lowrank_cnn.method.shape_costs import shape_network
 from lowrank_cnn.method.shape_damage import damage_by_energy, damage_by_loss
-from lowrank_cnn.method.shape_network import shape_network
 
 SIZE = (1, 8, 8)
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.method.scheme import parse_scheme
+from lowrank_cnn.method.schemes import parse_scheme
 from lowrank_cnn.method.shape_choice import ShapeCosts
+from lowrank_cnn.method.shape_costs import mac_costs, shape_network
 from lowrank_cnn.method.shape_damage import shaped_convs
 from lowrank_cnn.method.shape_gates import add_gates, charge_gates, close_gates, damage_by_gates, learn_gates
-from lowrank_cnn.method.shape_network import mac_costs, shape_network
-from lowrank_cnn.method.shaping import ShapedConv2d
+from lowrank_cnn.method.shaped_layers import ShapedConv2d
 
 SIZE = (2, 8, 8)
 

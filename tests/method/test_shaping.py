@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.method.scheme import parse_scheme
-from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d, exact_layer, shaped_layer
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.method.schemes import parse_scheme
+from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, exact_layer, shaped_layer
 
 LEARNED = parse_scheme("learned(kx1, 1xk, kxk, 5x1, 1x5)")
 

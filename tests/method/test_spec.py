@@ -1,7 +1,7 @@
 import pytest
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.spec import Composite, FilterGroup
-from lowrank_cnn.system.errors import LowRankError
 
 
 def test_a_composites_arithmetic():

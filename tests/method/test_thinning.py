@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.method import thinning
-from lowrank_cnn.method.converting import convert
-from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.thinning import thin
-from lowrank_cnn.system.errors import LowRankError, LowRankWarning
+from lowrank_cnn.core.errors import LowRankError, LowRankWarning
+from lowrank_cnn.method import thin as thinning
+from lowrank_cnn.method.convert import convert
+from lowrank_cnn.method.count import count
+from lowrank_cnn.method.thin import thin
 
 SIZE = (3, 32, 32)
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.models import nin
-from lowrank_cnn.models.families import build_network, family_of, list_models
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.models.build import build_network, family_of, list_models
 
 
 def test_every_network_of_the_paper_is_listed():

@@ -9,10 +9,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import notes
 from lowrank_cnn.models import create_model
-from lowrank_cnn.models.files import Stored, is_exported, read_weights, without_storage, write_weights
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import notes
+from lowrank_cnn.models.network_file import Stored, is_exported, read_weights, without_storage, write_weights
 
 CARD = {"data": {"classes": ["a", "b"], "image": [1, 16, 16]}}
 

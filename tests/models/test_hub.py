@@ -16,8 +16,8 @@ from torch import nn
 
 import lowrank_cnn as lr
 from lowrank_cnn.cli.source import find_model
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.models import hub
-from lowrank_cnn.system.errors import LowRankError
 
 hf = pytest.importorskip("huggingface_hub")
 pytest.importorskip("huggingface_hub.constants")  # loaded with the first request, which may be a later test

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.method.building import FactoredConv2d
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.schemes import FactoredConv2d
 from lowrank_cnn.models import create_model, list_models
-from lowrank_cnn.system.errors import LowRankError
 
 SMALL = {"width": 0.0625}
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.errors import LowRankError
 
 SMALL = {"width": 0.0625}
 

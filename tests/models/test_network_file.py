@@ -7,9 +7,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.files import replacing
 from lowrank_cnn.models.network_file import read_header, write_network_file
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.files import replacing
 
 
 def test_weights_keep_their_precision_and_a_shared_tensor_is_written_once(tmp_path: Path):

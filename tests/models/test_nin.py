@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.method.counting import count
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.method.count import count
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.errors import LowRankError
 
 
 @pytest.mark.parametrize("init", ["composite", "torch"])

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import notes
 from lowrank_cnn.models import create_model, list_pretrained
-from lowrank_cnn.models import pretrained as module
-from lowrank_cnn.models.pretrained import Pretrained, agreed, load_into, read_pretrained, write_pretrained
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import notes
+from lowrank_cnn.models import network_file as module
+from lowrank_cnn.models.network_file import Pretrained, agreed, load_into, read_pretrained, write_pretrained
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.method.converting import convert
-from lowrank_cnn.method.decomposing import decompose
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import note
+from lowrank_cnn.method.convert import convert
+from lowrank_cnn.method.decompose import decompose
 from lowrank_cnn.models import create_model
-from lowrank_cnn.models.rebuild import entry_description, rebuild, rebuild_options, run_entry, with_classes
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import note
+from lowrank_cnn.models.build import entry_description, rebuild, rebuild_options, run_entry, with_classes
 
 
 def through_json(value):

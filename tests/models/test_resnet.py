@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import lowrank_cnn as lr
-from lowrank_cnn.method.rewriting import low_rank_layers
+from lowrank_cnn.method.rewrite import low_rank_layers
 
 
 def test_the_dense_networks_cost_what_resnet18_costs():

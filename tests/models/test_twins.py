@@ -1,12 +1,12 @@
 import pytest
 from torch import Tensor, nn
 
-from lowrank_cnn.deploy import merge
-from lowrank_cnn.method.converting import convert
-from lowrank_cnn.method.counting import count
+from lowrank_cnn.graph.merge import merge
+from lowrank_cnn.method.convert import convert
+from lowrank_cnn.method.count import count
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.models import create_model, list_models
-from lowrank_cnn.models.twins import baseline_of, dense_cost, dense_twin
+from lowrank_cnn.models.build import baseline_of, dense_cost, dense_twin
 
 SIZE = (3, 32, 48)
 

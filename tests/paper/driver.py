@@ -10,7 +10,7 @@ import torch
 
 from lowrank_cnn.cli import main
 from lowrank_cnn.train.failure import StopRequest
-from lowrank_cnn.train.trainer import Trainer
+from lowrank_cnn.train.loop import Trainer
 
 dies_at = int(sys.argv.pop(1))
 look_around = Trainer._look_around

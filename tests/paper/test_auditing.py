@@ -1,6 +1,6 @@
 import pytest
 
-from lowrank_cnn.paper.auditing import (
+from lowrank_cnn.paper.audit import (
     CONTRADICTED,
     MISSED,
     REPRODUCED,

@@ -1,9 +1,9 @@
 import pytest
 from torch import nn
 
-from lowrank_cnn.paper.counted import PADDED, build_rival, count_padded_googlenet, count_row
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.paper.audit import PADDED, build_rival, count_padded_googlenet, count_row
 from lowrank_cnn.paper.published import published, rows
-from lowrank_cnn.system.errors import LowRankError
 
 
 @pytest.mark.parametrize("name", PADDED)

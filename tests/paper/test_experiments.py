@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.models import list_models
 from lowrank_cnn.paper.experiments import EXPERIMENTS, PLACES, ExperimentLine, lines, parts_of
-from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import get_recipe
 
 

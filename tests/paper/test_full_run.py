@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowrank_cnn.paper.full_run import GPUS, Demand, Supply, demand_of, exchange_seconds, full_run, idle_share
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.paper.experiments import GPUS, Demand, Supply, demand_of, exchange_seconds, full_run, idle_share
 
 ILSVRC = Demand(images=1_281_167, epochs=74, batch=256, params=32_200_040)
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import StreamedSplit, open_data
 from lowrank_cnn.paper.experiments import EXPERIMENTS
-from lowrank_cnn.paper.reproducing import reproduce
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.paper.reproduce import reproduce
 from lowrank_cnn.train import get_recipe, load_record
 
 SMALL = {

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 import lowrank_cnn as lr
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import open_data
 from lowrank_cnn.paper import experiments
 from lowrank_cnn.paper import reproduce as module
 from lowrank_cnn.paper.experiments import ExperimentPart, lines
-from lowrank_cnn.paper.reproducing import reproduce
-from lowrank_cnn.paper.table import build_table
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.paper.reproduce import build_table, reproduce
 from lowrank_cnn.train import NotFiniteError, load_record
 
 SMALL = {"width": 0.0625, "epochs": 2, "crop": 28, "pad": 0, "mirror": False, "batch_size": 32}
@@ -263,7 +262,7 @@ class Small:
 
 def test_runs_that_another_process_holds_are_left_to_it(miniature, digits, tmp_path):
     held = tmp_path / "plain" / "nin-seed1"
-    code = "import sys, pathlib, time\nfrom lowrank_cnn.system.lock import locked\n"
+    code = "import sys, pathlib, time\nfrom lowrank_cnn.core.files import locked\n"
     code += "with locked(pathlib.Path(sys.argv[1])): print(flush=True); time.sleep(600)"
     process = subprocess.Popen([sys.executable, "-c", code, str(held)], stdout=subprocess.PIPE)
     assert process.stdout is not None

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.paper.experiments import lines
-from lowrank_cnn.paper.table import NOT_BEGUN, build_table
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.paper.reproduce import NOT_BEGUN, build_table
 from lowrank_cnn.train.record import Record
 
 Put = Callable[..., None]

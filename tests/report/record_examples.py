@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from lowrank_cnn.report.gathering import gather
 from lowrank_cnn.report.reading import read_record
 from lowrank_cnn.report.records import NetworkResult, Records
+from lowrank_cnn.report.results import gather
 
 HERE = Path("record.json")
 RUN = {

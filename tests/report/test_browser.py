@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from lowrank_cnn.report import read_records, write_report
-from lowrank_cnn.report.charts.colours import kind_colours
+from lowrank_cnn.report.style import kind_colours
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the browser test needs the package playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from lowrank_cnn.report import read_records
-from lowrank_cnn.report.cards import Card, cards, certainty, headline
-from lowrank_cnn.report.gathering import gather
+from lowrank_cnn.report.page import Card, cards, certainty, headline
+from lowrank_cnn.report.results import gather
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -4,16 +4,14 @@ import pytest
 from record_examples import gathered
 from torch import nn
 
-from lowrank_cnn.method.converting import convert
-from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.convert import convert
+from lowrank_cnn.method.count import count
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.models import create_model
-from lowrank_cnn.models.rebuild import run_entry
-from lowrank_cnn.models.twins import dense_cost
-from lowrank_cnn.report.cards import cards
-from lowrank_cnn.report.comparing import is_twin, twin_id, twin_known
+from lowrank_cnn.models.build import dense_cost, run_entry
+from lowrank_cnn.report.page import cards, summary_table
 from lowrank_cnn.report.records import NetworkId, NetworkResult
-from lowrank_cnn.report.tables import summary_table
+from lowrank_cnn.report.results import is_twin, twin_id, twin_known
 
 SIZE = (3, 30, 30)
 

@@ -1,7 +1,7 @@
 import pytest
 
-from lowrank_cnn.data.readers.cifar_binary import CLASSES
-from lowrank_cnn.report.datasets import data_label, data_name, trained_label
+from lowrank_cnn.data.small_sets import CLASSES
+from lowrank_cnn.report.records import data_label, data_name, trained_label
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowrank_cnn.report.fields import LONGEST_TEXT, first, items, mapping, number, share, sizes, text, whole
+from lowrank_cnn.report.records import LONGEST_TEXT, first, items, mapping, number, share, sizes, text, whole
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(),

@@ -3,9 +3,9 @@ import time
 import pytest
 from record_examples import gathered, records_of
 
-from lowrank_cnn.report.charts.trade import our_point, trade_chart
-from lowrank_cnn.report.gathering import comparable, gather, variants
 from lowrank_cnn.report.records import NetworkResult
+from lowrank_cnn.report.results import comparable, gather, variants
+from lowrank_cnn.report.trade import our_point, trade_chart
 
 SIZE = [3, 30, 30]
 

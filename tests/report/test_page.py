@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from lowrank_cnn.paper import auditing
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.paper import audit as auditing
 from lowrank_cnn.report import read_records, write_report
-from lowrank_cnn.report.page import render
-from lowrank_cnn.report.tables import VERDICT_COLOURS
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.report.page import VERDICT_COLOURS, render
 
 HOSTILE = '</script><img src=x onerror="document.title=1">&\u2028<!--'
 

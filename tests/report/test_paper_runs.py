@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from lowrank_cnn.paper.published import rows
-from lowrank_cnn.report.paper_runs import RECIPES, accuracies
 from lowrank_cnn.report.reading import read_record, read_records
 from lowrank_cnn.report.records import Run
+from lowrank_cnn.report.results import RECIPES, accuracies
 from lowrank_cnn.train.recipes import get_recipe
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -6,16 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from record_examples import CONVERTED, HERE, RUN, TIMING
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.report import read_records
-from lowrank_cnn.report.cards import cards
-from lowrank_cnn.report.charts.curves import training_curves
-from lowrank_cnn.report.charts.layers import layer_charts
-from lowrank_cnn.report.charts.trade import trade_charts, trade_points
-from lowrank_cnn.report.gathering import gather
+from lowrank_cnn.report.charts import layer_charts, training_curves
+from lowrank_cnn.report.page import cards, summary_table
 from lowrank_cnn.report.reading import read_record, require_records, shown_elsewhere
 from lowrank_cnn.report.records import Records
-from lowrank_cnn.report.tables import summary_table
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.report.results import gather
+from lowrank_cnn.report.trade import trade_charts, trade_points
 
 
 @pytest.mark.parametrize(

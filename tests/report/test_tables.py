@@ -1,9 +1,9 @@
 from dataclasses import replace
 
-from lowrank_cnn.paper.auditing import VERDICTS, audit
-from lowrank_cnn.report.gathering import gather
+from lowrank_cnn.paper.audit import VERDICTS, audit
+from lowrank_cnn.report.page import audit_table, environment_table, published_table, runs_in_words, summary_table
 from lowrank_cnn.report.records import Records
-from lowrank_cnn.report.tables import audit_table, environment_table, published_table, runs_in_words, summary_table
+from lowrank_cnn.report.results import gather
 
 
 def test_a_table_without_top5_has_no_such_column(records: Records):

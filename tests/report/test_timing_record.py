@@ -4,9 +4,8 @@ import pytest
 from record_examples import HERE, TIMING
 
 from lowrank_cnn.report import read_records
-from lowrank_cnn.report.reading import read_record
+from lowrank_cnn.report.reading import device_class, read_record
 from lowrank_cnn.report.records import TimedNetwork
-from lowrank_cnn.report.timing_record import device_class
 
 
 def test_a_timing_brings_its_twin_and_counts_one_image():

@@ -1,10 +1,10 @@
 import pytest
 from record_examples import CONVERTED, HERE, RUN
 
-from lowrank_cnn.data.readers.cifar_binary import CLASSES
+from lowrank_cnn.core.files import sealed
+from lowrank_cnn.data.small_sets import CLASSES
 from lowrank_cnn.report.reading import read_record
 from lowrank_cnn.report.records import Run
-from lowrank_cnn.system.seal import sealed
 
 
 def run_of(values: dict) -> Run:

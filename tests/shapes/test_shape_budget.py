@@ -10,14 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.choose import learn_shapes as shape_budget
+from lowrank_cnn.choose.learn_shapes import COSTS, ShapeBudget, as_optimized, learned_scheme
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.shape_choice import ShapeCosts
-from lowrank_cnn.method.shape_network import shape_network
-from lowrank_cnn.method.shape_times import as_it_is
-from lowrank_cnn.shapes import shape_budget
-from lowrank_cnn.shapes.learning_shapes import learned_scheme
-from lowrank_cnn.shapes.shape_budget import COSTS, ShapeBudget, as_optimized
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train.directory import RunDirectory
+from lowrank_cnn.method.shape_costs import as_it_is, shape_network
+from lowrank_cnn.train.run_folder import RunDirectory
 
 SIZE = (1, 8, 8)
 

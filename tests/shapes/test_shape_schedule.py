@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowrank_cnn.shapes.shape_schedule import ShapeSchedule
+from lowrank_cnn.choose.learn_shapes import ShapeSchedule
 
 
 def test_the_budget_falls_to_its_target():

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lowrank_cnn as lr
+from lowrank_cnn.choose import learn_shapes as learning_shapes
+from lowrank_cnn.choose.learn_shapes import Learned, learn_shapes
 from lowrank_cnn.data import Data, ResidentSplit
-from lowrank_cnn.method.scheme import parse_scheme
-from lowrank_cnn.shapes import learning_shapes
-from lowrank_cnn.shapes.learning_shapes import Learned, learn_shapes
+from lowrank_cnn.method.schemes import parse_scheme
 from lowrank_cnn.train import Recipe
 from lowrank_cnn.train.recipe import changed
 

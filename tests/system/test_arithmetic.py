@@ -2,7 +2,7 @@
 
 import pytest
 
-from lowrank_cnn.system.arithmetic import ceil_div, round_up
+from lowrank_cnn.core.numbers import ceil_div, round_up
 
 
 @pytest.mark.parametrize(("value", "step"), [(0, 3), (1, 3), (3, 3), (4, 3), (2**60 + 1, 2)])

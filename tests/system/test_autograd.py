@@ -2,7 +2,7 @@
 
 import torch
 
-from lowrank_cnn.system.autograd import upstream
+from lowrank_cnn.core.modules import upstream
 
 
 def test_every_node_comes_once_and_paths_end_where_they_are_cut():

@@ -10,16 +10,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lowrank_cnn.deploy.plan_cache import Cache
+from lowrank_cnn.core.cache import JsonCache, cache_folder, cached_tensors, read_cached, tensor_key, write_cached
+from lowrank_cnn.deploy.plan import Cache
 from lowrank_cnn.kernels.autotune.tuned import store_path
-from lowrank_cnn.system.cache import (
-    JsonCache,
-    cache_folder,
-    cached_tensors,
-    read_cached,
-    tensor_key,
-    write_cached,
-)
 
 SHAPES = {"mean": (6,), "matrix": (6, 6)}
 

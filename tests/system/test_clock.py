@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowrank_cnn.system import clock
-from lowrank_cnn.system.clock import Marks, OutOfTime, Sample, deadline, measure, torch_threads
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core import clock
+from lowrank_cnn.core.clock import Marks, OutOfTime, Sample, deadline, measure, torch_threads
+from lowrank_cnn.core.errors import LowRankError
 
 
 def test_functions_take_turns_after_a_warm_up():

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lowrank_cnn as lr
+from lowrank_cnn.core.compare import agree, difference, objection
 from lowrank_cnn.data import Standardize
-from lowrank_cnn.system.compare import agree, difference, objection
 from lowrank_cnn.train import Recipe
 from lowrank_cnn.train.trained import Trained
 

@@ -3,7 +3,7 @@ import json
 import torch
 
 from lowrank_cnn import __version__
-from lowrank_cnn.system.environment import commit, environment
+from lowrank_cnn.core.environment import commit, environment
 
 
 def test_it_says_what_a_figure_was_measured_with():
@@ -17,6 +17,6 @@ def test_it_says_what_a_figure_was_measured_with():
 def test_a_tree_without_history_carries_its_commit_in_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("LOWRANK_COMMIT", "abc123")
     monkeypatch.setattr(
-        "lowrank_cnn.system.environment.__file__", str(tmp_path / "package" / "system" / "environment.py")
+        "lowrank_cnn.core.environment.__file__", str(tmp_path / "package" / "system" / "environment.py")
     )
     assert commit() == "abc123"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lowrank_cnn.system.errors import MissingExtra, nearest, require
+from lowrank_cnn.core.errors import MissingExtra, nearest, require
 
 
 def test_a_missing_extra_names_the_install():
@@ -33,7 +33,7 @@ RUN_ENGINES = """
 import socket
 looked_up = []
 socket.getaddrinfo = lambda host, *_, **__: looked_up.append(host)
-from lowrank_cnn.system.errors import require
+from lowrank_cnn.core.errors import require
 runtime, openvino = (require(name, extra="engines") for name in ("onnxruntime", "openvino"))
 import openvino.tools.ovc
 from onnx import TensorProto, helper

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.files import (
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.files import (
     UnreadableError,
     as_path,
     below,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from lowrank_cnn.system import graph_files
+from lowrank_cnn.core import graph_files
 
 
 def test_the_opener_gets_the_path_and_whether_it_is_trusted(monkeypatch: pytest.MonkeyPatch):

@@ -4,10 +4,9 @@ import json
 
 from torch import nn
 
-from lowrank_cnn.method.converting import convert
-from lowrank_cnn.system.clock import Sample
-from lowrank_cnn.system.history import Decision, NetworkPlan
-from lowrank_cnn.system.provenance import notes
+from lowrank_cnn.core.clock import Sample
+from lowrank_cnn.core.notes import Decision, NetworkPlan, notes
+from lowrank_cnn.method.convert import convert
 
 ROWS = (
     Decision("conv1", "relu", 1000, {"as given": 2.0, "merged": 1.0}, "merged"),

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.lock import LOCK, HeldError, locked
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.files import LOCK, HeldError, locked
 
 HOLD = """
 import os, sys, time, pathlib
-from lowrank_cnn.system.lock import locked
+from lowrank_cnn.core.files import locked
 with locked(pathlib.Path(sys.argv[1])):
     if sys.argv[2] == "fork" and not os.fork():
         os.close(1)
@@ -100,7 +100,7 @@ def test_a_lock_file_of_a_killed_process_is_no_obstacle(tmp_path):
 
 
 def test_a_file_system_without_locks_is_used_without(tmp_path, monkeypatch):
-    monkeypatch.setattr("lowrank_cnn.system.lock.fcntl", None)
+    monkeypatch.setattr("lowrank_cnn.core.files.fcntl", None)
     assert_free(tmp_path)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowrank_cnn.system.memory import is_out_of_memory
+from lowrank_cnn.core.environment import is_out_of_memory
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.processes import apart, first_process
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.processes import apart, first_process
 
 
 def test_one_process_and_the_first_of_several_speak(monkeypatch):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 import lowrank_cnn as lr
-from lowrank_cnn.system import progress as module
-from lowrank_cnn.system.progress import lasting, progress, step
+from lowrank_cnn.core import progress as module
+from lowrank_cnn.core.progress import lasting, progress, step
 
 
 @pytest.fixture

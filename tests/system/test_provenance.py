@@ -7,12 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.deploy import export, load, merge, optimize, plan
-from lowrank_cnn.method.converting import convert
-from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.decomposing import decompose
+from lowrank_cnn.core.notes import Notes, note, notes
+from lowrank_cnn.deploy.export import export, load
+from lowrank_cnn.deploy.optimize import optimize
+from lowrank_cnn.deploy.plan import plan
+from lowrank_cnn.graph.merge import merge
+from lowrank_cnn.method.convert import convert
+from lowrank_cnn.method.count import count
+from lowrank_cnn.method.decompose import decompose
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.provenance import Notes, note, notes
 
 NAMES = [
     "conversion", "plan", "merging", "input_size", "auxiliary", "decomposition", "begun_from", "unpublished",

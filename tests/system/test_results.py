@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from lowrank_cnn.system.compare import agree, difference, tolerance
-from lowrank_cnn.system.results import flattened, mapped, tensors_of
+from lowrank_cnn.core.compare import agree, difference, flattened, mapped, tensors_of, tolerance
 
 ONE, TWO = torch.ones(2), torch.full((3,), 2.0)
 Pair = namedtuple("Pair", "first second")

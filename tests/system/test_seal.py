@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from lowrank_cnn.system.seal import BrokenSealError, is_sealed, sealed, unsealed
+from lowrank_cnn.core.files import BrokenSealError, is_sealed, sealed, unsealed
 
 VALUES = {
     "top1": 0.1 + 0.2,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowrank_cnn.system.statistics import (
+from lowrank_cnn.core.numbers import (
     deviation,
     holm,
     mean,

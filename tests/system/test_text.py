@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import lowrank_cnn
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.text import counted, duration, printable, si, text_table
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.text import counted, duration, printable, si, text_table
 
 
 @pytest.mark.parametrize(("number", "shown"), [(7508438696, "7.51G"), (999, "999"), (1e12, "1.00T"), (0.5, "0.5")])

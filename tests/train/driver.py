@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.train import Interrupted, Recipe, Record, fit
 from lowrank_cnn.train.failure import StopRequest, may_end_process
-from lowrank_cnn.train.trainer import Trainer
+from lowrank_cnn.train.loop import Trainer
 
 STATEFUL = Recipe(
     name="stateful",

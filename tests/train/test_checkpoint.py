@@ -11,8 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train.checkpoint import (
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.train.run_folder import (
     Checkpoint,
     CheckpointStore,
     DamagedCheckpointError,

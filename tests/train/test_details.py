@@ -7,10 +7,11 @@ import json
 import pytest
 import torch
 
-from lowrank_cnn.data.images.thumbnail import thumbnail
-from lowrank_cnn.data.resident import Decoded, ResidentSplit
-from lowrank_cnn.report.details import read_details
-from lowrank_cnn.train.details import BINS, MOST_CLASSES, DetailsCollector, EvaluationDetails
+from lowrank_cnn.data.decode import thumbnail
+from lowrank_cnn.data.resident import ResidentSplit
+from lowrank_cnn.data.types import Decoded
+from lowrank_cnn.report.records import read_details
+from lowrank_cnn.train.score import BINS, MOST_CLASSES, DetailsCollector, EvaluationDetails
 
 CLASSES = ("cat", "dog", "owl")
 

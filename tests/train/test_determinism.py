@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from lowrank_cnn.kernels.mode import mode
-from lowrank_cnn.system.clock import torch_threads
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.clock import torch_threads
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.kernels.device import mode
 from lowrank_cnn.train import load_record
-from lowrank_cnn.train.determinism import (
+from lowrank_cnn.train.distributed import (
     changed_conditions,
     generator_states,
     repeatable,

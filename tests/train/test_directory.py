@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train.directory import FIXED, recipe_changes
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.train.recipes import get_recipe
+from lowrank_cnn.train.run_folder import FIXED, recipe_changes
 
 RECIPE = get_recipe("modern", ema=0.0)
 OTHERS = {

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Data, ResidentSplit, open_data
-from lowrank_cnn.deploy import load
-from lowrank_cnn.method.converting import convert
-from lowrank_cnn.method.decomposing import decompose
+from lowrank_cnn.deploy.export import load
+from lowrank_cnn.method.convert import convert
+from lowrank_cnn.method.decompose import decompose
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import Recipe, fit, get_recipe
-from lowrank_cnn.train.evaluation import Trained, evaluate, how_far, load_checkpoint, predict
+from lowrank_cnn.train.evaluate import Trained, evaluate, how_far, load_checkpoint, predict
 from lowrank_cnn.train.inputs import preprocessing
 from lowrank_cnn.train.score import score
 
@@ -154,7 +154,7 @@ def test_weights_of_a_run_under_way_are_told_by_its_epochs(data, tmp_path, monke
             trainer.save()
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("lowrank_cnn.train.trainer.Trainer._look_around", leave)
+    monkeypatch.setattr("lowrank_cnn.train.loop.Trainer._look_around", leave)
     with pytest.raises(KeyboardInterrupt):
         fit(network, data, RECIPE, out=tmp_path, progress=False, device="cpu")
     assert how_far(tmp_path) == "after 1 of 2 epochs and 2 batches of the next"

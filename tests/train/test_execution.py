@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.method.building import build_conv
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.method.schemes import build_conv
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train import execution
-from lowrank_cnn.train.execution import COMPILED, EAGER, StepBuilder, resolved
+from lowrank_cnn.train import step as execution
 from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.step import TrainingStep
+from lowrank_cnn.train.step import COMPILED, EAGER, StepBuilder, TrainingStep, resolved
 
 CPU = torch.device("cpu")
 
@@ -141,7 +140,7 @@ LARGE = [pytest.param(name, marks=pytest.mark.nightly) for name in ("vgg11-gmp-l
 @pytest.mark.parametrize("name", ["nin-c3-lr", "chains", *LARGE])
 @pytest.mark.parametrize("fused", [False, True])
 def test_our_layers_have_no_graph_break(name, fused):
-    from lowrank_cnn.kernels.fusing import fuse
+    from lowrank_cnn.graph.fuse import fuse
 
     torch.compiler.reset()  # classes of which other tests compiled many networks are no longer compiled
     net = low_rank_network(name).train()

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.train import load_record
-from lowrank_cnn.train.fabric import (
+from lowrank_cnn.train.distributed import (
     batch_norm_over_all,
     copy_from_first,
     launch,
@@ -36,13 +36,15 @@ def processes(n: int, device: str) -> Any:
     ],
 )
 def test_a_device_that_is_not_there_is_named(monkeypatch, device, sentence):
-    monkeypatch.setattr("lowrank_cnn.train.fabric._FOUND", {"cpu": lambda: 1, "cuda": lambda: 0, "mps": lambda: 0})
+    monkeypatch.setattr(
+        "lowrank_cnn.train.distributed._FOUND", {"cpu": lambda: 1, "cuda": lambda: 0, "mps": lambda: 0}
+    )
     with pytest.raises(LowRankError, match=sentence):
         resolve_device(device)
 
 
 def test_devices_are_counted_from_0(monkeypatch):
-    monkeypatch.setattr("lowrank_cnn.train.fabric._FOUND", {"cuda": lambda: 2})
+    monkeypatch.setattr("lowrank_cnn.train.distributed._FOUND", {"cuda": lambda: 2})
     assert resolve_device("cuda:1") == "cuda:1"
     with pytest.raises(LowRankError, match="no device 'cuda:2': this machine has 2"):
         resolve_device("cuda:2")
@@ -64,10 +66,10 @@ def test_the_first_process_makes_a_thing_for_all(monkeypatch):
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     for first in (True, False):
-        monkeypatch.setattr("lowrank_cnn.train.fabric.launch", lambda _, first=first: process(first))
+        monkeypatch.setattr("lowrank_cnn.train.distributed.launch", lambda _, first=first: process(first))
         assert made_by_first((lambda: 5) if first else (lambda: pytest.fail("made twice")), "cpu") == 5
     for first in (True, False):
-        monkeypatch.setattr("lowrank_cnn.train.fabric.launch", lambda _, first=first: process(first))
+        monkeypatch.setattr("lowrank_cnn.train.distributed.launch", lambda _, first=first: process(first))
         with pytest.raises(LowRankError, match="no such luck"):
             made_by_first(fail, "cpu")
 

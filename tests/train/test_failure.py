@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.train import Interrupted, NotFiniteError, OutOfMemoryError, fit, load_record
 from lowrank_cnn.train.failure import (
     StoppedWithin,
@@ -21,7 +21,7 @@ from lowrank_cnn.train.failure import (
     told_out_of_memory,
     way_back,
 )
-from lowrank_cnn.train.state import Position, RunState
+from lowrank_cnn.train.loop import Position, RunState
 
 
 class Explode(nn.Module):

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.deploy import quantizing
-from lowrank_cnn.deploy.engines import open_engine
-from lowrank_cnn.deploy.exporting import Exported
-from lowrank_cnn.deploy.quantizing import quantize
-from lowrank_cnn.method.building import build_conv
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import note
+from lowrank_cnn.deploy import quantize as quantizing
+from lowrank_cnn.deploy.engines.targets import open_engine
+from lowrank_cnn.deploy.export import Exported
+from lowrank_cnn.deploy.quantize import quantize
 from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.schemes import build_conv
 from lowrank_cnn.models.network import GlobalAveragePool
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import note
 from lowrank_cnn.train import fit
-from lowrank_cnn.train.fake_int8 import (
+from lowrank_cnn.train.int8 import (
     on_grid,
     ranges_of,
     rounded_by,
@@ -255,7 +255,7 @@ def test_bad_combinations_are_refused(driver, options, words: str):
 
 
 def test_networks_without_such_layers_are_refused(driver):
-    from lowrank_cnn.method.shaping import ShapedConv2d
+    from lowrank_cnn.method.shaped_layers import ShapedConv2d
 
     with pytest.raises(LowRankError, match="has none"), trained_in_int8(nn.ReLU()):
         pass

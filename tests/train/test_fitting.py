@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train import fit, fitting, get_recipe, load_record
+from lowrank_cnn.train import fit, get_recipe, load_record
+from lowrank_cnn.train import fit as fitting
 
 
 def test_it_learns_and_says_so(driver):
@@ -188,7 +189,7 @@ def test_a_run_among_its_images_is_refused(driver, tmp_path):
 
 
 def test_data_may_be_named(driver, monkeypatch):
-    monkeypatch.setattr("lowrank_cnn.train.opening.open_data", {"tiny": driver.tiny_data()}.__getitem__)
+    monkeypatch.setattr("lowrank_cnn.train.inputs.open_data", {"tiny": driver.tiny_data()}.__getitem__)
     record = fit(driver.tiny_net(), "tiny", driver.PLAIN, epochs=1, progress=False, device="cpu")
     assert record.data["name"] == "tiny"
 

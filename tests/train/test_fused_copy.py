@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train import Recipe, Record, fit
-from lowrank_cnn.train.fused_copy import fused_to_train
-from lowrank_cnn.train.job import Job
+from lowrank_cnn.train.fit import Job
+from lowrank_cnn.train.step import fused_to_train
 
 
 @pytest.mark.parametrize("name", ["nin-c3-lr", "vgg11-gmp-lr-join", "googlenet-lr"])

@@ -12,9 +12,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from lowrank_cnn.data import Augment, ResidentSplit, open_data
-from lowrank_cnn.data.stream import streamed
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.data import Augment, ResidentSplit, open_data, streamed
 from lowrank_cnn.train import fit, inputs
 from lowrank_cnn.train.inputs import held_out
 from lowrank_cnn.train.recipe import Recipe

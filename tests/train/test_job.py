@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train.directory import RunDirectory
-from lowrank_cnn.train.execution import EAGER
-from lowrank_cnn.train.fabric import launch
-from lowrank_cnn.train.job import ExecutionOptions, Extras, Job, about
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.train.distributed import launch
+from lowrank_cnn.train.fit import ExecutionOptions, Extras, Job, about
 from lowrank_cnn.train.progress import Progress
+from lowrank_cnn.train.run_folder import RunDirectory
+from lowrank_cnn.train.step import EAGER
 
 
 class Heard(Progress):

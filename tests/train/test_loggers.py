@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from lowrank_cnn.system.errors import LowRankError, MissingExtra
+from lowrank_cnn.core.errors import LowRankError, MissingExtra
 from lowrank_cnn.train import load_record
-from lowrank_cnn.train.loggers import LOGGERS, Logged
-from lowrank_cnn.train.progress import Lines
+from lowrank_cnn.train.progress import LOGGERS, Lines, Logged
 from lowrank_cnn.train.record import Epoch
 
 ROW = Epoch(2, 0.05, 1.25, 0.5, 0.625, 4.0, 12_500.0)

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Data, ResidentSplit
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train import Recipe, fit, inputs, memory_check
-from lowrank_cnn.train.memory_check import check_memory, free_memory, map_bytes
+from lowrank_cnn.train import Recipe, fit, inputs
+from lowrank_cnn.train import checks as memory_check
+from lowrank_cnn.train.checks import check_memory, free_memory, map_bytes
 
 CPU = torch.device("cpu")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.data.mixes import Mixer
 from lowrank_cnn.train import fit, get_recipe
-from lowrank_cnn.train.mixing import Mixer
 
 IMAGES = torch.arange(8, dtype=torch.float64).view(8, 1, 1, 1).expand(8, 3, 16, 20).clone()
 LABELS = torch.arange(8)

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Standardize
-from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import Recipe, fit
-from lowrank_cnn.train.objective import Objective, balanced_weights, hits, make_teacher
-from lowrank_cnn.train.trained import Trained
+from lowrank_cnn.train.objective import Objective, balanced_weights, hits
+from lowrank_cnn.train.trained import Trained, make_teacher
 
 LOGITS = torch.tensor([[2.0, 0.5, -1.0], [0.1, 0.2, 0.3]], dtype=torch.float64)
 LABELS = torch.tensor([0, 1])

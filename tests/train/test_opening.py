@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import note
 from lowrank_cnn.data import open_data
-from lowrank_cnn.method.converting import convert
+from lowrank_cnn.method.convert import convert
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import note
 from lowrank_cnn.train import Recipe, fit
-from lowrank_cnn.train.evaluation import evaluate
-from lowrank_cnn.train.opening import as_network_wants, channels_of, open_for
+from lowrank_cnn.train.evaluate import evaluate
+from lowrank_cnn.train.inputs import as_network_wants, channels_of, open_for
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_other_classes_are_refused_before_an_image_is_decoded(photos: Path, monk
     def decode(*_, **__):
         raise AssertionError("images were decoded")
 
-    monkeypatch.setattr("lowrank_cnn.data.readers.splits.decode_rows", decode)
+    monkeypatch.setattr("lowrank_cnn.data.sources.decode_rows", decode)
     network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     data = open_data(photos, image_size=12)
     with pytest.raises(LowRankError, match="4 outputs for an image, and the data 2 classes"):

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.method.converting import convert
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import Recipe, fit
 from lowrank_cnn.train.optimizers import Optimizer, freeze_parameters, layer_factors, orthogonal
 from lowrank_cnn.train.step import TrainingStep

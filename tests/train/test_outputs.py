@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import lowrank_cnn as lr
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import ResidentSplit
 from lowrank_cnn.data.types import Data
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train.outputs import class_scores
+from lowrank_cnn.train.objective import class_scores
 from lowrank_cnn.train.score import check_fits, score
 
 SCORES, FEATURES = torch.zeros(2, 3), torch.zeros(2, 8)

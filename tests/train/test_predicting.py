@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Standardize
-from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import Recipe
-from lowrank_cnn.train.predicting import predict
+from lowrank_cnn.train.evaluate import predict
 from lowrank_cnn.train.trained import Trained
 
 Image = pytest.importorskip("PIL.Image")

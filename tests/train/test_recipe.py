@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.train.recipe import Recipe, changed, differences
 from lowrank_cnn.train.recipes import RECIPES, get_recipe
 

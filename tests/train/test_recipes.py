@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.train.recipes import RECIPES, get_recipe
 
 

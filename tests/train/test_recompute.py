@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowrank_cnn.kernels import mode
-from lowrank_cnn.kernels.fusing import fuse
+from lowrank_cnn.graph.fuse import fuse
+from lowrank_cnn.kernels import device as mode
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train.recompute import Recomputed, recomputed
 

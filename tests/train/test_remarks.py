@@ -7,7 +7,7 @@ from torch import nn
 
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train import Recipe, fit, get_recipe
-from lowrank_cnn.train.remarks import (
+from lowrank_cnn.train.checks import (
     dropout_before_batch_norm,
     dropout_remarks,
     precision_remarks,

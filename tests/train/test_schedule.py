@@ -8,8 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.schedule import (
+from lowrank_cnn.train.optimizers import (
     LevelOff,
     cosine_rate,
     learning_rate,
@@ -17,6 +16,7 @@ from lowrank_cnn.train.schedule import (
     poly_rate,
     replayed_drops,
 )
+from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.score import LossEvaluation
 
 

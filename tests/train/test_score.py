@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.train.score import check_fits, check_outputs, score, score_by_loss
 
 CPU = torch.device("cpu")

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.train.recipe import parse_settings
 from lowrank_cnn.train.recipes import RECIPES, get_recipe
-from lowrank_cnn.train.settings import parse_settings
 
 
 @pytest.mark.parametrize("name", RECIPES)

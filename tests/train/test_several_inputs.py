@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lowrank_cnn.deploy.exporting import load
-from lowrank_cnn.shapes.learning_shapes import learn_shapes
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.choose.learn_shapes import learn_shapes
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.deploy.export import load
 from lowrank_cnn.train import Recipe, fit
-from lowrank_cnn.train.evaluation import evaluate
+from lowrank_cnn.train.evaluate import evaluate
 
 RECIPE = Recipe(name="own", batch_size=8, epochs=3, lr=0.1)
 QUIET = {"progress": False, "device": "cpu"}

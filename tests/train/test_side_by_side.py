@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train.side_by_side import WorkerPool
+from lowrank_cnn.choose.runs import WorkerPool
+from lowrank_cnn.core.errors import LowRankError
 
 KERNELS = "dense" if torch.cuda.is_available() else "off"
 """How processes that share a device run composite layers."""
@@ -73,7 +73,7 @@ def test_a_process_that_is_killed_is_reported_in_one_sentence():
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_processes_end_with_the_one_that_started_them(how: signal.Signals):
     code = (
-        "from tests.train.test_side_by_side import work; from lowrank_cnn.train.side_by_side import WorkerPool\n"
+        "from tests.train.test_side_by_side import work; from lowrank_cnn.choose.runs import WorkerPool\n"
         "if __name__ == '__main__':\n"
         "    with WorkerPool(work, 2) as pool:\n"
         "        order = pool.results([('a', 0), ('b', 0), ('long', 600), ('longer', 600)])\n"

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.kernels.cuda_graph import Captured
-from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.step import GraphedStep, LossScale, TrainingStep
 

@@ -19,12 +19,12 @@ import torch
 from PIL import Image
 
 import lowrank_cnn as lr
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import ResidentSplit
-from lowrank_cnn.data.fingerprint import SAMPLED_FILES, evenly_spaced
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.data.types import SAMPLED_FILES, evenly_spaced
 from lowrank_cnn.train import load_record
-from lowrank_cnn.train.directory import check_same_run
-from lowrank_cnn.train.trainer import Trainer
+from lowrank_cnn.train.loop import Trainer
+from lowrank_cnn.train.run_folder import check_same_run
 
 TIMES = ("seconds", "images_per_second")
 
@@ -47,7 +47,7 @@ def locked_elsewhere(directory: Path):
     """A directory that another process holds."""
     code = (
         "import sys, time, pathlib\n"
-        "from lowrank_cnn.system.lock import locked\n"
+        "from lowrank_cnn.core.files import locked\n"
         "with locked(pathlib.Path(sys.argv[1])): print(flush=True); time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(directory)], stdout=subprocess.PIPE)
@@ -131,7 +131,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(driver, tmp_path, monkeypa
         real(descriptor)
 
     with monkeypatch.context() as patch:
-        patch.setattr("lowrank_cnn.system.files.os.fsync", fill_up)
+        patch.setattr("lowrank_cnn.core.files.os.fsync", fill_up)
         with pytest.raises(LowRankError, match=r"disk is full.*--resume"):
             driver.train(tmp_path / "run", epochs=3, checkpoint_every=0.0)
     assert not list((tmp_path / "run").glob(".tmp-*"))

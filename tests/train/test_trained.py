@@ -12,14 +12,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import notes
 from lowrank_cnn.data import Data, ResidentSplit
-from lowrank_cnn.deploy import export, load
-from lowrank_cnn.method.converting import convert
+from lowrank_cnn.deploy.export import export, load
+from lowrank_cnn.method.convert import convert
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.train import fit, get_recipe
-from lowrank_cnn.train.evaluation import evaluate, predict
+from lowrank_cnn.train.evaluate import evaluate, predict
 from lowrank_cnn.train.trained import carried_by, load_checkpoint, load_pretrained
 
 RECIPE = get_recipe("modern", epochs=1, batch_size=16, warmup=0, mirror=False, crop=14, zca_epsilon=1.0, ema=0.5)

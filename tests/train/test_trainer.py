@@ -11,7 +11,7 @@ import torch
 import lowrank_cnn as lr
 from lowrank_cnn.train import Interrupted, load_record
 from lowrank_cnn.train.failure import StopRequest
-from lowrank_cnn.train.trainer import Trainer
+from lowrank_cnn.train.loop import Trainer
 
 
 @pytest.fixture

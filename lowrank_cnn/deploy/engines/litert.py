@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lowrank_cnn.core.errors import LowRankError, first_line, require
+from lowrank_cnn.core.files import read_regular
 from lowrank_cnn.deploy.engines.litert_file import LitertGraph, LitertTensor, Operation, packed, read_notes
 from lowrank_cnn.deploy.engines.litert_int8 import quantize_litert
 from lowrank_cnn.deploy.engines.litert_operators import translate
 from lowrank_cnn.deploy.engines.mnn import silent_process
 from lowrank_cnn.deploy.engines.onnx import write_onnx
-from lowrank_cnn.deploy.engines.per_image import PerImageRunner, first_image
 from lowrank_cnn.deploy.engines.request import ExportRequest
-from lowrank_cnn.deploy.engines.runner import Port, parse_metadata, ports_from
-from lowrank_cnn.deploy.merging import merge
-from lowrank_cnn.system.errors import LowRankError, first_line, require
-from lowrank_cnn.system.files import read_regular
+from lowrank_cnn.deploy.engines.runner import PerImageRunner, Port, first_image, parse_metadata, ports_from
+from lowrank_cnn.graph.merge import merge
 
 if TYPE_CHECKING:
     from numpy import ndarray

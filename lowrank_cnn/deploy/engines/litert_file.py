@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lowrank_cnn.system.errors import LowRankError, require
+from lowrank_cnn.core.errors import LowRankError, require
 
 if TYPE_CHECKING:
     from numpy import ndarray

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from lowrank_cnn.core.errors import LowRankError, require
 from lowrank_cnn.deploy.engines.litert_file import LitertGraph, LitertTensor, constant
-from lowrank_cnn.system.errors import LowRankError, require
 
 if TYPE_CHECKING:
     from numpy import ndarray

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from lowrank_cnn.core.errors import require
 from lowrank_cnn.deploy.engines.litert_file import Levels, LitertGraph, LitertTensor, Operation, packed
 from lowrank_cnn.deploy.engines.mnn import silent_process
 from lowrank_cnn.deploy.engines.request import ExportRequest
-from lowrank_cnn.system.errors import require
-from lowrank_cnn.train.fake_int8 import widen
+from lowrank_cnn.train.int8 import widen
 
 if TYPE_CHECKING:
     from numpy import ndarray

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lowrank_cnn.core.text import counted
 from lowrank_cnn.deploy.engines.litert_file import LitertGraph, LitertTensor, constant, integers
 from lowrank_cnn.deploy.engines.litert_graph import OnnxNode, Translation
 from lowrank_cnn.deploy.engines.litert_windows import crop, fill
-from lowrank_cnn.system.text import counted
 
 
 def transposed_conv(values: Translation, node: OnnxNode) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lowrank_cnn.core.text import counted
 from lowrank_cnn.deploy.engines.litert_file import LitertGraph, LitertTensor, constant, integers
 from lowrank_cnn.deploy.engines.litert_graph import OnnxNode, Translation
-from lowrank_cnn.system.text import counted
 
 _KEEPING_SIGNS = (
     "MAX_POOL_2D",

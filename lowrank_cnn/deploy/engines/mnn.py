@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowrank_cnn.core.errors import LowRankError, require
+from lowrank_cnn.core.files import regular
 from lowrank_cnn.deploy.engines.mnn_process import variable, write_converted
 from lowrank_cnn.deploy.engines.onnx import write_onnx
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import Runner, as_array, ports_from, read_beside, write_beside
-from lowrank_cnn.system.errors import LowRankError, require
-from lowrank_cnn.system.files import regular
 
 if TYPE_CHECKING:
     from numpy import ndarray

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.processes import apart
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.processes import apart
 
 if TYPE_CHECKING:
     from numpy import ndarray

@@ -15,15 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowrank_cnn.deploy.candidates import groups_apart
-from lowrank_cnn.deploy.engines.per_image import PerImageRunner, first_image
+from lowrank_cnn.core.errors import LowRankError, require
+from lowrank_cnn.core.files import is_regular
+from lowrank_cnn.deploy.block_forms import groups_apart
 from lowrank_cnn.deploy.engines.request import ExportRequest
-from lowrank_cnn.deploy.engines.runner import write_beside
-from lowrank_cnn.deploy.engines.torchscript import script_bytes
-from lowrank_cnn.deploy.engines.tracing import trace
-from lowrank_cnn.method.rewriting import copy_with
-from lowrank_cnn.system.errors import LowRankError, require
-from lowrank_cnn.system.files import is_regular
+from lowrank_cnn.deploy.engines.runner import PerImageRunner, first_image, write_beside
+from lowrank_cnn.deploy.engines.torchscript import script_bytes, trace
+from lowrank_cnn.method.rewrite import copy_with
 
 if TYPE_CHECKING:
     from numpy import ndarray

@@ -16,16 +16,218 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowrank_cnn.deploy.candidates import groups_apart
-from lowrank_cnn.deploy.engines.onnx_int8 import quantize_onnx
-from lowrank_cnn.deploy.engines.onnx_strips import check_strips, register_strips, use_strips
+from lowrank_cnn.core.errors import LowRankError, first_line, require
+from lowrank_cnn.core.files import regular
+from lowrank_cnn.deploy.block_forms import groups_apart
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import Port, Runner
-from lowrank_cnn.system.errors import LowRankError, first_line, require
-from lowrank_cnn.system.files import regular
+from lowrank_cnn.kernels.strips import is_installed, library
+from lowrank_cnn.train.int8 import widen
 
 if TYPE_CHECKING:
     from numpy import ndarray
+
+# int8 in .onnx files: static quantisation by ONNX Runtime's own tool, weights per channel.
+
+_AVERAGES = ("AveragePool", "GlobalAveragePool", "ReduceMean")
+"""They stay in float: the tool would give means the levels of the values, which are too coarse for them."""
+_READERS = ("Conv", "Gemm", "MatMul", *_AVERAGES)
+"""Operations whose input may have a range that training found."""
+_SAME_RANGE = ("MaxPool", "Reshape", "Flatten", "Squeeze", "Transpose")
+"""Operations whose output the tool gives the range of their input."""
+
+
+def quantize_onnx(path: Path, request: ExportRequest) -> None:
+    """Replace a float32 .onnx file by one with unsigned 8-bit activations and signed 8-bit weights."""
+    from numpy import float32
+
+    tool: Any = require("onnxruntime.quantization", extra="onnx", purpose="int8 in ONNX")
+    onnx: Any = require("onnx", extra="onnx", purpose="int8 in ONNX")
+    nodes = list(onnx.load(str(path)).graph.node)
+    kept = [node.name for node in nodes if node.op_type in _AVERAGES or request.is_in_float(node.name)]
+    found = _ranges(nodes, request).items()
+    ranges = {name: [{"rmin": float32(low), "rmax": float32(high)}] for name, (low, high) in found}
+    before, target = logging.root.manager.disable, path.with_name(f"int8-{path.name}")
+    logging.disable(logging.WARNING)  # a piece of advice about preparing the graph, which has nothing to prepare
+    try:
+        tool.quantize_static(
+            str(path),
+            str(target),
+            _reader(tool, request),
+            per_channel=True,
+            activation_type=tool.QuantType.QUInt8,
+            weight_type=tool.QuantType.QInt8,
+            nodes_to_exclude=kept,
+            extra_options={"TensorQuantOverrides": ranges},
+        )
+        _with_metadata(onnx, target, request)
+    except Exception as error:  # operators that the tool cannot quantise
+        raise LowRankError(f"onnxruntime cannot quantise this network: {first_line(error)}.") from error
+    finally:
+        logging.disable(before)
+    target.replace(path)
+
+
+def _ranges(nodes: list[Any], request: ExportRequest) -> dict[str, tuple[float, float]]:
+    """The ranges that training found, by the tensors that have them."""
+    makers = {node.output[0]: node for node in nodes}
+    found: dict[str, tuple[float, float]] = {}
+    for node in nodes:
+        ends = request.trained_range(node.name) if node.op_type in _READERS else None
+        name = node.input[0] if ends is not None else ""
+        while name and ends is not None:
+            widen(found, name, ends)
+            maker = makers.get(name)
+            name = maker.input[0] if maker is not None and maker.op_type in _SAME_RANGE else ""
+    return found
+
+
+def _reader(tool: Any, request: ExportRequest) -> Any:
+    """The calibration images as the tool reads them."""
+
+    class CalibrationImages(tool.CalibrationDataReader):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            self.samples: Iterator[Any] = iter(request.calibration or ())
+
+        def get_next(self) -> dict[str, Any] | None:
+            sample = next(self.samples, None)
+            if sample is None:
+                return None
+            return {name: tensor.numpy() for name, tensor in zip(request.call.names, sample, strict=True)}
+
+    return CalibrationImages()
+
+
+def _with_metadata(onnx: Any, path: Path, request: ExportRequest) -> None:
+    model = onnx.load(str(path))
+    del model.metadata_props[:]
+    onnx.helper.set_model_props(model, {**request.metadata, "precision": "int8"})
+    onnx.save(model, str(path))
+
+
+# Convs with 1x3 and 3x1 filters of an ONNX graph as lowrank::Strips, the compiled operator of `lowrank_strips`.
+#
+# A node takes over the ReLU and the 2x2 max-pool behind its conv. Where two such nodes have one input and are
+# concatenated, one node does both and writes where their results belong. Engines other than ONNX Runtime do not
+# know the operator.
+
+DOMAIN, OPERATOR = "lowrank", "Strips"
+_PADS = {(1, 3): [0, 1, 0, 1], (3, 1): [1, 0, 1, 0]}
+
+
+def register_strips(options: Any) -> None:
+    """Let a session know the operator, where it is installed."""
+    if is_installed():
+        options.register_custom_ops_library(library().onnxruntime_library())
+
+
+def check_strips(message: str) -> None:
+    """Raise an error that names the missing package if a session failed because it lacks the operator."""
+    if f"{DOMAIN}:{OPERATOR}" in message:
+        library()
+
+
+def use_strips(model: Any) -> None:
+    """Replace convs of a model of `onnx_ir`; one without such convs is an error."""
+    library()
+    ir: Any = require("onnx_ir", extra="onnx", purpose="writing ONNX")
+    graph = model.graph
+    convs = [node for node in graph if _is_strip(node)]
+    if not convs:
+        raise LowRankError(
+            "no conv of this network has 1x3 or 3x1 filters and stride 1: export it without strips."
+        )
+    for conv in convs:
+        x, weight, *bias = conv.inputs
+        made = _replace(ir, graph, [conv], [x, weight, bias[0] if bias else _zeros(ir, graph, conv, weight)])
+        _take_over(ir, graph, made)
+    for concat in [node for node in graph if _joins(node)]:
+        first, second = (value.producer() for value in concat.inputs)
+        inputs = [*first.inputs, *second.inputs[1:]]
+        made = _replace(ir, graph, [concat, first, second], inputs, **_flags(first))
+        _take_over(ir, graph, made)
+    model.opset_imports[DOMAIN] = 1
+
+
+def _take_over(ir: Any, graph: Any, node: Any) -> None:
+    """Move a ReLU, then a pool, into a node if nothing else reads its result."""
+    while (behind := _only_reader(node.outputs[0])) is not None:
+        flags = _flags(node)
+        if behind.op_type == "Relu" and not flags["relu"]:
+            flags["relu"] = 1
+        elif behind.op_type == "MaxPool" and not flags["pool"]:
+            flags["pool"] = _pool(behind)
+        if flags == _flags(node):
+            return
+        node = _replace(ir, graph, [behind, node], list(node.inputs), **flags)
+
+
+def _joins(node: Any) -> bool:
+    """Whether a node concatenates the results of two strip nodes that have the same input and epilogue."""
+    if node.op_type != "Concat" or len(node.inputs) != 2 or node.attributes["axis"].as_int() not in (1, -3):
+        return False
+    both = [value.producer() for value in node.inputs]
+    ours = all(
+        each is not None and each.op_type == OPERATOR and _only_reader(each.outputs[0]) is node for each in both
+    )
+    return ours and both[0].inputs[0] is both[1].inputs[0] and _flags(both[0]) == _flags(both[1])
+
+
+def _replace(ir: Any, graph: Any, nodes: list[Any], inputs: list[Any], *, relu: int = 0, pool: int = 0) -> Any:
+    """Put a node in place of others, the first of which gives the result."""
+    before = nodes[0].outputs[0]
+    flags = {"relu": relu, "pool": pool}
+    made = ir.node(OPERATOR, inputs, attributes=flags, domain=DOMAIN, name=nodes[0 if len(nodes) > 2 else -1].name)
+    made.outputs[0].shape, made.outputs[0].type, made.outputs[0].name = before.shape, before.type, before.name
+    graph.insert_before(nodes[0], made)
+    ir.convenience.replace_all_uses_with(before, made.outputs[0], replace_graph_outputs=True)
+    graph.remove(nodes, safe=True)
+    return made
+
+
+def _zeros(ir: Any, graph: Any, conv: Any, weight: Any) -> Any:
+    import numpy
+
+    values = numpy.zeros(weight.shape[0], dtype=weight.const_value.numpy().dtype)
+    value = ir.Value(name=f"{conv.name}.zeros", const_value=ir.tensor(values, name=f"{conv.name}.zeros"))
+    value.shape, value.type = ir.Shape(values.shape), ir.TensorType(weight.dtype)
+    graph.register_initializer(value)
+    return value
+
+
+def _is_strip(node: Any) -> bool:
+    if node.op_type != "Conv" or node.inputs[1].const_value is None:
+        return False
+    weight = node.inputs[1].const_value
+    kernel, options = tuple(weight.shape[2:]), node.attributes
+    same = kernel in _PADS and list(_ints(options, "pads", [0] * 4)) == _PADS[kernel]
+    plain = all(set(_ints(options, name, [1])) == {1} for name in ("strides", "dilations"))
+    alone = "group" not in options or options["group"].as_int() == 1
+    return same and plain and alone and weight.dtype.name in ("FLOAT", "FLOAT16")
+
+
+def _ints(options: Any, name: str, default: list[int]) -> list[int]:
+    return list(options[name].as_ints()) if name in options else default
+
+
+def _pool(node: Any) -> int:
+    """The attribute for a pool with windows of 2x2, side by side: 1, or 2 with ceil_mode; 0 for other pools."""
+    options = node.attributes
+    sizes = [*_ints(options, "kernel_shape", []), *_ints(options, "strides", [1, 1])]
+    plain = not any(_ints(options, "pads", [])) and set(_ints(options, "dilations", [1])) == {1}
+    ceil = "ceil_mode" in options and options["ceil_mode"].as_int() == 1
+    return (2 if ceil else 1) if sizes == [2] * 4 and plain else 0
+
+
+def _only_reader(value: Any) -> Any:
+    """The one node that reads a value; None if there are several, or it is a result of the graph."""
+    uses = value.uses()
+    return uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
+
+
+def _flags(node: Any) -> dict[str, int]:
+    return {name: node.attributes[name].as_int() for name in ("relu", "pool")}
+
 
 _DTYPES = {"float": "float32", "double": "float64"}
 _BFLOAT16_OPSET, _FP16_OPSET = 22, 18

@@ -10,12 +10,12 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowrank_cnn.core.errors import LowRankError, first_line, require
+from lowrank_cnn.core.files import regular
 from lowrank_cnn.deploy.engines.onnx import write_onnx
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import Port, Runner
-from lowrank_cnn.system.errors import LowRankError, first_line, require
-from lowrank_cnn.system.files import regular
-from lowrank_cnn.train.fake_int8 import widen
+from lowrank_cnn.train.int8 import widen
 
 if TYPE_CHECKING:
     from numpy import ndarray

@@ -14,11 +14,10 @@ from torch import nn
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils._pytree import tree_unflatten
 
-from lowrank_cnn.deploy.engines.outputs import named_tensors
-from lowrank_cnn.deploy.engines.request import ExportRequest
+from lowrank_cnn.core.errors import LowRankError, first_line
+from lowrank_cnn.core.files import open_regular
+from lowrank_cnn.deploy.engines.request import ExportRequest, named_tensors
 from lowrank_cnn.deploy.engines.runner import EXTRA, Port, Runner, as_array, as_tensor, parse_metadata, ports_from
-from lowrank_cnn.system.errors import LowRankError, first_line
-from lowrank_cnn.system.files import open_regular
 
 if TYPE_CHECKING:
     from numpy import ndarray

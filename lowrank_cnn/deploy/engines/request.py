@@ -7,6 +7,8 @@ what comes out.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import inspect
 import io
 import logging
@@ -15,19 +17,86 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from lowrank_cnn.deploy.engines.outputs import is_flat, plain_outputs
-from lowrank_cnn.deploy.examples import arguments_of
-from lowrank_cnn.models.rebuild import name_of
-from lowrank_cnn.system.compare import random_like, unchanged
-from lowrank_cnn.system.errors import LowRankError, first_line
-from lowrank_cnn.system.text import counted
-from lowrank_cnn.train.fake_int8 import Ranges
+from lowrank_cnn.core.compare import mapped, random_like, unchanged
+from lowrank_cnn.core.errors import LowRankError, first_line
+from lowrank_cnn.core.notes import note
+from lowrank_cnn.core.text import counted
+from lowrank_cnn.deploy.block_forms import groups_apart
+from lowrank_cnn.graph.examples import arguments_of
+from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.rewrite import copy_with
+from lowrank_cnn.models.build import name_of
+from lowrank_cnn.models.network_file import dtype_of
+from lowrank_cnn.train.int8 import Ranges
+
+# The tensors of a network's result by name, in tuples, lists, dictionaries or dataclasses.
+
+
+def is_flat(result: Any) -> bool:
+    """Whether a result is a tuple of tensors, or a dictionary of tensors by name."""
+    if type(result) is dict:
+        return all(isinstance(key, str) and isinstance(value, Tensor) for key, value in result.items())
+    return type(result) is tuple and all(isinstance(value, Tensor) for value in result)
+
+
+def plain_outputs(result: Any) -> Any:
+    """A result as a tensor, a tuple of tensors (of a tuple or list), or a dictionary of tensors by name."""
+    found = named_tensors(result)
+    if isinstance(result, Tensor):
+        return result
+    return tuple(found.values()) if _is_sequence(result) else found
+
+
+def named_tensors(result: Any, name: str = "output") -> dict[str, Tensor]:
+    """The tensors of a result by name: keys, fields and places, joined by underscores; what is None is left out.
+
+    >>> list(named_tensors({"logits": torch.ones(1), "maps": (torch.ones(2), torch.ones(2))}))
+    ['logits', 'maps_0', 'maps_1']
+    """
+    found: dict[str, Tensor] = {}
+    for key, value in _leaves(result, ""):
+        key = key or name
+        if not isinstance(value, Tensor):
+            kind = type(value).__name__
+            raise LowRankError(
+                f"the network gives a {kind} ({key}), and a file holds tensors alone: export a module without it."
+            )
+        found[key if key not in found else f"{key}_{len(found)}"] = value
+    if not found:
+        raise LowRankError("the network gives no tensor.")
+    return found
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if value is None:
+        return
+    if isinstance(value, Tensor):
+        yield name, value
+        return
+    if isinstance(value, Mapping):
+        parts = [(str(key), part) for key, part in value.items()]
+    elif dataclasses.is_dataclass(value):
+        parts = [(each.name, getattr(value, each.name)) for each in dataclasses.fields(value)]
+    elif hasattr(value, "_fields"):
+        parts = [(each, getattr(value, each)) for each in value._fields]
+    elif _is_sequence(value):
+        parts = [(str(place) if name else f"output_{place}", part) for place, part in enumerate(value)]
+    else:
+        yield name, value
+        return
+    for key, part in parts:
+        yield from _leaves(part, f"{name}_{key}" if name else key)
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, list | tuple) and not hasattr(value, "_fields")
+
 
 _AXES = {3: ("length",), 4: ("height", "width"), 5: ("depth", "height", "width")}
 """What the axes behind batch and channels are called, by the number of dimensions."""
@@ -334,3 +403,76 @@ def _bound(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return dict(inspect.signature(network.forward).bind_partial(*args, **kwargs).arguments)
     except (TypeError, ValueError) as error:
         raise LowRankError(f"the network is not called with these inputs: {first_line(error)}.") from error
+
+
+# Half precision for engines that compute in the precision of the graph they are given.
+
+Precision = Literal["fp32", "fp16"]
+_BY_THE_ENGINE = (".xml", ".param", ".mnn", ".tflite")
+"""Engines that lower a float32 graph to half precision themselves."""
+
+
+class InSingle(nn.Module):
+    """A layer that computes in float32 within a network in half precision."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.float()).to(x.dtype)
+
+
+class InHalf(nn.Module):
+    """A network that computes in half precision, between inputs and outputs in float32.
+
+    The layers that `in_single` names compute in float32.
+    """
+
+    def __init__(self, network: nn.Module, in_single: Callable[[nn.Module], bool] = lambda _: False) -> None:
+        super().__init__()
+        whole = copy.deepcopy(network).half()
+        single = {part: InSingle(part) for part in whole.modules() if in_single(part)}
+        self.network = copy_with(whole, single) if single else whole
+        note(self, name=name_of(network))  # refusals speak of the user's network
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return _cast(self.network(*_cast(tensors, torch.float32, torch.float16)), torch.float16, torch.float32)
+
+
+def at_precision(request: ExportRequest, suffix: str, precision: str) -> ExportRequest:
+    """The same request for a file in another precision."""
+    if precision not in get_args(Precision):
+        raise LowRankError(f"the precision is fp32 or fp16, not {precision!r}; lr.quantize (--int8) writes int8.")
+    if precision == "fp32":
+        return request
+    if dtype_of(request.network) != torch.float32:
+        raise LowRankError(f"fp16 is for networks in float32, and this one is in {dtype_of(request.network)}.")
+    if request.call.arguments[1]:
+        raise LowRankError("fp16 is for networks whose inputs go by position: call model.half() and export that.")
+    if suffix in _BY_THE_ENGINE:
+        return replace(request, precision="fp16")
+
+    def in_single(part: nn.Module) -> bool:
+        if suffix != ".onnx":
+            return False
+        # A file with strips is for the CPU, where ONNX Runtime multiplies matrices much faster in float32.
+        return _has_groups(part) or (request.strips and type(part) is nn.Linear)
+
+    # The groups of composites are taken apart first: a graph with casts in it is not captured again.
+    network = InHalf(groups_apart(request.network), in_single).eval()
+    return replace(request, network=network, precision="fp16")
+
+
+def _has_groups(part: nn.Module) -> bool:
+    """Whether a layer has groups of channels: on Arm ONNX Runtime 1.31 computes these wrongly in half precision.
+
+    It computes a conv right that has as many groups as channels, before and after.
+    """
+    if not isinstance(part, nn.Conv2d | CompositeConv2d):
+        return False
+    return part.groups > 1 and not part.groups == part.in_channels == part.out_channels
+
+
+def _cast(values: Any, before: torch.dtype, after: torch.dtype) -> Any:
+    return mapped(lambda x: x.to(after) if isinstance(x, Tensor) and x.dtype == before else x, values)

@@ -2,13 +2,75 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.core.files import as_path, write_atomically
+from lowrank_cnn.core.text import si
 from lowrank_cnn.deploy.engines.runner import Port, Runner
-from lowrank_cnn.system.errors import LowRankError, nearest
+
+# Networks in the files of other programs: write one, and run it there. Each engine is one module and one row.
+
+__all__ = ["ENGINES", "TRUSTED", "Port", "Runner", "open_engine"]
+
+ENGINES = {
+    ".onnx": ("onnx", "OnnxRunner", "write_onnx"),
+    ".pt2": ("program", "ProgramRunner", "write_program"),
+    ".ts": ("torchscript", "ScriptRunner", "write_script"),
+    ".xml": ("openvino", "OpenVinoRunner", "write_openvino"),
+    ".param": ("ncnn", "NcnnRunner", "write_ncnn"),
+    ".mnn": ("mnn", "MnnRunner", "write_mnn"),
+    ".tflite": ("litert", "LitertRunner", "write_litert"),
+    ".pte": ("executorch", "ExecuTorchRunner", "write_executorch"),
+}
+"""By suffix: the module here, its runner, and the function that writes such a file."""
+TRUSTED = (".pt2", ".ts")
+"""Files whose reading can run code stored in them."""
+
+
+def open_engine(path: str | Path, *, threads: int = 0, trusted: bool = False) -> Runner:
+    """A network's file, ready to run on the CPU, in the engine that its suffix names.
+
+    - `threads`: how many the engine may use; 0 leaves that to the engine.
+    - `trusted`: needed for .pt2 and .ts, which torch reads by running code stored in them.
+
+    >>> runner = open_engine("net.onnx")  # doctest: +SKIP
+    >>> runner({"image": pixels})["output"].shape  # doctest: +SKIP
+    (1, 10)
+    """
+    path = as_path(path)
+    module, runner, _ = engine_of(path)
+    if not path.is_file():
+        raise LowRankError(f"there is no file {path}.")
+    check_trusted(path, trusted)
+    made = getattr(importlib.import_module(f"{__package__}.{module}"), runner)
+    return made(path, threads=threads)
+
+
+def is_engine_file(path: str | Path) -> bool:
+    """Whether a path is that of a file which an engine runs, by its suffix."""
+    return Path(path).suffix in ENGINES
+
+
+def engine_of(path: Path) -> tuple[str, str, str]:
+    """The row of `ENGINES` for a file."""
+    if path.suffix not in ENGINES:
+        known = ", ".join(ENGINES)
+        raise LowRankError(f"no engine runs {path.name}: its name must end in one of {known}.")
+    return ENGINES[path.suffix]
+
+
+def check_trusted(path: Path, trusted: bool) -> None:
+    """Refuse a file that could run code of its own, unless the user trusts it."""
+    if path.suffix in TRUSTED and not trusted:
+        raise LowRankError(
+            f"reading {path.name} can run code stored in it: say trusted=True (--trusted) for a file of your own."
+        )
 
 
 @dataclass(frozen=True)
@@ -131,3 +193,41 @@ def _random(port: Port, *, in_torch: bool) -> str:
 
 def _quoted(text: str | Path) -> str:
     return json.dumps(str(text), ensure_ascii=False)
+
+
+# The card beside an exported network: what it is, what it takes, how exact it is, and how to run it.
+
+
+def write_export_card(
+    path: Path, name: str, *, macs: int, error: float | None, precision: str, accuracy: str = ""
+) -> Path:
+    """Write FILE.md beside a file that was exported just now."""
+    runner = open_engine(path, trusted=True)
+    card = path.with_name(f"{path.name}.md")
+    lines = [f"# {name}, {precision}, for {runner.engine} {_version(path)}", ""]
+    lines += [f"- {si(macs)} multiply-accumulates an image"]
+    lines += [f"- takes {_ports(runner.inputs)}", f"- gives {_ports(runner.outputs)}"]
+    lines += [f"- differs from the network in torch by {error:.1e} of the largest output at most"] if error else []
+    lines += [f"- {accuracy}"] if accuracy else []
+    lines += _preparation(runner)
+    lines += ["", "```python", usage(runner, path.name, precision=precision), "```", ""]
+    write_atomically(card, "\n".join(lines).encode())
+    return card
+
+
+def _preparation(runner: Runner) -> list[str]:
+    """How images are prepared and what the outputs are called, as far as the file tells."""
+    found = []
+    for key, words in (("mean", "subtract the mean"), ("std", "divide by the deviation"), ("classes", "classes")):
+        if value := runner.metadata.get(key):
+            found.append(f"- {words}: {', '.join(map(str, json.loads(value)))}")
+    return found
+
+
+def _ports(ports: tuple[object, ...]) -> str:
+    return "; ".join(f"{port.name} of {port} in {port.dtype}" for port in ports)  # type: ignore[attr-defined]
+
+
+def _version(path: Path) -> str:
+    package = next(target.package for target in TARGETS.values() if target.suffix == path.suffix)
+    return importlib.metadata.version(package)

@@ -12,18 +12,43 @@ results agree with torch's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowrank_cnn.kernels import gpu
+from lowrank_cnn.kernels import device as gpu
 from lowrank_cnn.kernels.autotune import tuned
-from lowrank_cnn.kernels.autotune.kernel_request import DensePath, Request, plans_of, refusal
-from lowrank_cnn.kernels.autotune.kernel_trial import agrees, times
-from lowrank_cnn.kernels.autotune.tuned import FAILED, Times, entry_of, plan_for, plan_in, times_in, tuned_plan
-from lowrank_cnn.kernels.mode import asked_for_dense, by_torch, is_for_graphs, is_tuning, mode, survey
+from lowrank_cnn.kernels.autotune.trial import KernelTrial, agrees, times
+from lowrank_cnn.kernels.autotune.tuned import (
+    FAILED,
+    DensePath,
+    Request,
+    Times,
+    entry_of,
+    plan_for,
+    plan_in,
+    plans_of,
+    refusal,
+    times_in,
+    tuned_plan,
+)
+from lowrank_cnn.kernels.device import (
+    asked_for_dense,
+    by_torch,
+    compiling_ahead,
+    is_for_graphs,
+    is_tuning,
+    mode,
+    survey,
+    surveying,
+)
 from lowrank_cnn.kernels.problem import CallOptions, Problem, pose
 
 if TYPE_CHECKING:
@@ -233,3 +258,57 @@ def _choice(entry: dict[str, Any]) -> Choice:
 
 def _way() -> str:
     return "graph" if is_for_graphs() else "call"
+
+
+# Compile all kernels of a network before its first step, in parallel.
+#
+# Compiled one by one as layers first run, the kernels of VGG-11 take half a minute and those of GoogLeNet more
+# than one. A forward on tensors that have shapes but no memory finds out which kernels the network needs, and
+# Triton then compiles these on every core.
+
+WORKERS = 16
+"""The most threads. Compilation holds Python's lock part of the time, so more would not be busy."""
+
+
+def prepare(run: Callable[[], object]) -> None:
+    """Compile the kernels that a run of a network needs; it runs once, on shapes alone."""
+    if torch.cuda.is_available() and find_spec("triton") is not None and not by_torch():
+        compile_kernels(surveyed(run))
+
+
+def surveyed(run: Callable[[], object]) -> list[Request]:
+    """The requests that a run makes. A run that needs values stops early: its kernels compile when first used.
+
+    The run changes one kind of tensor: the count of batches in a batch norm, which torch computes for real.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with surveying() as asked, suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True):
+        run()
+    torch.clear_autocast_cache()  # it would return fake tensors as weights later
+    return asked
+
+
+def compile_kernels(asked: Iterable[Request]) -> None:
+    """Compile the kernels of every plan in question; a plan that fails to compile is left to its first use."""
+    import triton
+
+    if not hasattr(triton, "AsyncCompileMode"):  # since Triton 3.5
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with (
+        warnings.catch_warnings(),  # Triton's threads leave warning filters behind
+        ThreadPoolExecutor(min(WORKERS, cores)) as threads,
+        triton.AsyncCompileMode(threads, ignore_errors=True),
+        compiling_ahead(),
+        torch.no_grad(),
+    ):
+        for request in dict.fromkeys(asked):
+            with suppress(Exception):
+                _compile(request)
+
+
+def _compile(request: Request) -> None:
+    for plan in in_question(request):
+        for training in (False, True)[: 1 + request.training]:
+            KernelTrial.random(request, training=training).run(plan)

@@ -27,12 +27,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowrank_cnn.kernels.between.affine import activated, affine, of_channels, times_slope
-from lowrank_cnn.kernels.between.batch_statistics import VALUES, split_sum
-from lowrank_cnn.kernels.gpu import on_its_device
-from lowrank_cnn.kernels.problem import empty_maps, pixels_last
-from lowrank_cnn.kernels.tiles import lanes_of
-from lowrank_cnn.system.arithmetic import ceil_div
+from lowrank_cnn.core.numbers import ceil_div
+from lowrank_cnn.kernels.between.batch_statistics import (
+    VALUES,
+    activated,
+    affine,
+    of_channels,
+    split_sum,
+    times_slope,
+)
+from lowrank_cnn.kernels.device import on_its_device
+from lowrank_cnn.kernels.problem import empty_maps, lanes_of, pixels_last
 
 
 @triton.jit

@@ -23,10 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowrank_cnn.kernels.gpu import on_its_device
-from lowrank_cnn.kernels.problem import Pair, empty_maps, pixels_last
-from lowrank_cnn.kernels.tiles import lanes_of
-from lowrank_cnn.system.arithmetic import ceil_div
+from lowrank_cnn.core.numbers import ceil_div
+from lowrank_cnn.kernels.device import on_its_device
+from lowrank_cnn.kernels.problem import Pair, empty_maps, lanes_of, pixels_last
 
 VALUES = 1024
 """Values per program: with 128 threads, 16 bytes of bfloat16 per thread and window place."""

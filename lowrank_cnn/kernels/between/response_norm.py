@@ -25,9 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowrank_cnn.kernels.gpu import on_its_device
+from lowrank_cnn.core.numbers import ceil_div
+from lowrank_cnn.kernels.device import on_its_device
 from lowrank_cnn.kernels.problem import empty_maps, pixels_last
-from lowrank_cnn.system.arithmetic import ceil_div
 
 ROWS = 256
 """Rows per program."""

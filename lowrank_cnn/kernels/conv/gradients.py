@@ -9,23 +9,17 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lowrank_cnn.kernels import gpu
-from lowrank_cnn.kernels.conv import (
-    backward,
-    backward_plan,
-    fold,
-    hopper_plan,
-    hopper_weights_plan,
-    lengthen,
-    stem,
-    stride_parity,
-    tiled,
-    window_plan,
-)
+from lowrank_cnn.kernels import device as gpu
+from lowrank_cnn.kernels.conv import backward, hopper_plan, stem, tiled
+from lowrank_cnn.kernels.conv import backward as backward_plan
+from lowrank_cnn.kernels.conv import equivalent as fold
+from lowrank_cnn.kernels.conv import equivalent as lengthen
+from lowrank_cnn.kernels.conv import equivalent as stride_parity
+from lowrank_cnn.kernels.conv import hopper_plan as hopper_weights_plan
+from lowrank_cnn.kernels.conv import hopper_plan as window_plan
 from lowrank_cnn.kernels.conv.forward import folded_weights, run_plan
-from lowrank_cnn.kernels.conv.plans import OLDER, KernelPlan, plans
-from lowrank_cnn.kernels.conv.presets import preset
-from lowrank_cnn.kernels.gpu import on_its_device
+from lowrank_cnn.kernels.conv.plans import OLDER, KernelPlan, plans, preset
+from lowrank_cnn.kernels.device import on_its_device
 from lowrank_cnn.kernels.problem import Problem, pixels_last
 
 OLDER_WEIGHTS = (32, 64, 64, 4, 3)
@@ -50,14 +44,14 @@ def compute_gradients(
     g, pixels, seen = pixels_last(grad), pixels_last(x), seen.contiguous()
     programs = 2 * gpu.multiprocessors(x.device)
     if has_windows(problem, gpu.capability_of(x.device)) and not need_input:
-        from lowrank_cnn.kernels.conv.window_gradient import launch_window_gradient
+        from lowrank_cnn.kernels.conv.window import launch_window_gradient
 
         dw, db = launch_window_gradient(problem, pixels, g, seen)
         return None, dw, db
     if stem.unsupported(problem) is None and not need_input:
         dw, db = stem.launch_stem_gradient(problem, x, g, seen, programs)
         return None, dw, db
-    if problem.stride != (1, 1) and stride_parity.unsupported(problem) is None:
+    if problem.stride != (1, 1) and stride_parity.parity_unsupported(problem) is None:
         g, db = backward.launch_undo(problem, g, seen, programs, need_bias=need_bias)
         dx = stride_parity.strided_input_gradient(problem, g, weights, _write_parity) if need_input else None
         return dx, stride_parity.weight_gradients(problem, g, pixels, weight_gradient), db
@@ -83,7 +77,7 @@ def _unfolded_gradients(
 def has_windows(problem: Problem, capability: tuple[int, int]) -> bool:
     """Whether `window_gradient` takes a problem: it needs Hopper and a spare channel."""
     spare = capability[0] == 9 and problem.channels < window_plan.PLACES
-    return spare and window_plan.unsupported(problem) is None
+    return spare and window_plan.window_unsupported(problem) is None
 
 
 def input_gradient(problem: Problem, g: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -111,7 +105,7 @@ def weight_gradient(problem: Problem, g: Tensor, pixels: Tensor) -> list[Tensor]
     """
     programs, capability = 2 * gpu.multiprocessors(g.device), gpu.capability_of(g.device)
     longer = lengthen.lengthened(problem, hopper_weights_plan.RUNS) or problem
-    if capability[0] == 9 and hopper_weights_plan.unsupported(longer) is None:
+    if capability[0] == 9 and hopper_weights_plan.weights_unsupported(longer) is None:
         from lowrank_cnn.kernels.conv.hopper_weights import launch_weights_hopper
 
         return lengthen.own_taps(launch_weights_hopper(longer, g, pixels, programs), problem, longer.groups)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from lowrank_cnn.kernels.problem import Problem, TapGroup
-from lowrank_cnn.kernels.tiles import Box, filter_tiles
-from lowrank_cnn.system.arithmetic import ceil_div
+from lowrank_cnn.core.numbers import ceil_div
+from lowrank_cnn.kernels.conv.pack import union_taps
+from lowrank_cnn.kernels.problem import Box, Problem, TapGroup, filter_tiles
 
 SHARED = 228 * 1024
 """Bytes of shared memory of a multiprocessor. Each program takes one KiB more than it asks for."""
@@ -230,3 +232,188 @@ def fits(problem: Problem, tile: HopperTile) -> bool:
     if tile.slabs > run_length(problem) * (tile.boxes - 1) + 1 or (tile.parts > 1 and tile.warp_grid[1] > 1):
         return False
     return tile.residents * (shared_bytes(problem, tile) + 1024) <= SHARED
+
+
+# How the weights' gradient is divided for the Hopper kernel: tiles of filters and channels, shares of pixels.
+
+RUNS = (1, 2, 3, 5)
+"""Taps of a run. The gradients of all its taps stay in registers; a fetch brings 1, 2 or 4 pixels beyond a box."""
+
+
+class WeightRunRow(NamedTuple):
+    """One group in `hopper_weights`, which reads the fields by index.
+
+    The group's gradient begins at value `start`. It has `columns` runs side by side; neighbouring taps of a run
+    are `along` taps apart in memory, neighbouring runs `across`. The first tap lies `before` the output pixel
+    along the run and `beside` it across. If `turned`, runs go along the columns.
+    """
+
+    first_tile: int
+    start: int
+    channel: int
+    filters: int
+    columns: int
+    along: int
+    across: int
+    before: int
+    beside: int
+    turned: int
+
+
+@dataclass(frozen=True)
+class WeightTile:
+    """Tuned sizes: pixels per step, filters and channels of a tile, warps and stages."""
+
+    pixels: int = 64
+    filters: int = 128
+    depth: int = 64
+    warps: int = 4
+    stages: int = 4
+
+
+def weights_unsupported(problem: Problem) -> str | None:
+    """Why the Hopper kernel cannot compute the weights' gradient of a problem, or None if it can."""
+    if problem.stride != (1, 1):
+        return f"stride {problem.stride}"
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"{problem.dtype} (the Hopper kernel takes 16-bit floats)"
+    # Boxes of pixels and of the gradient must begin at multiples of 16 bytes, or the device faults.
+    if problem.channels % 8 or any(group.filters % 8 or group.filters < 16 for group in problem.groups):
+        return "channels or filters that are no multiple of 8, or a group of fewer than 16 filters"
+    if run_length(problem) not in RUNS:
+        return "groups whose taps do not run 1, 2, 3 or 5 long along one axis"
+    return None
+
+
+def weight_tile(problem: Problem) -> WeightTile:
+    """As many filters as fit in the registers beside the taps, and as many stages as let two programs reside."""
+    most = 128 if run_length(problem) <= 3 else 64
+    widest = max(group.filters for group in problem.groups)
+    filters = next(size for size in (16, 32, 64, 128) if size >= min(widest, most))
+    depth = 128 if run_length(problem) == 1 and problem.channels > 64 else 64
+    tiles = [WeightTile(filters=filters, depth=depth, stages=stages) for stages in (4, 3, 2)]
+    return next(
+        tile for tile in tiles if tile.stages == 2 or 2 * (weights_shared_bytes(problem, tile) + 1024) <= SHARED
+    )
+
+
+def weight_box(problem: Problem, tile: WeightTile) -> Box:
+    """The pixels of a step as (run, images, cross). A pool is already undone."""
+    return run_box(replace(problem, pool=None), HopperTile(pixels=tile.pixels))
+
+
+def weights_shared_bytes(problem: Problem, tile: WeightTile) -> int:
+    """Shared memory of one program: pixels, gradients and a barrier for each stage."""
+    run, images, cross = weight_box(problem, tile)
+    pixels = (run + run_length(problem) - 1) * images * cross * tile.depth
+    return tile.stages * (problem.dtype.itemsize * (pixels + tile.pixels * tile.filters) + 8)
+
+
+def weight_run_rows(problem: Problem, tile: WeightTile) -> tuple[list[WeightRunRow], int]:
+    """The groups for `hopper_weights`, and the number of tiles."""
+    rows, first, start, channel, taps = [], 0, 0, 0, run_length(problem)
+    for group in problem.groups:
+        turned = group.height != taps
+        columns = group.height if turned else group.width
+        along, across = (1, group.width) if turned else (group.width, 1)
+        before, beside = (group.left, group.top) if turned else (group.top, group.left)
+        place = (along, across, before, beside, int(turned))
+        rows.append(WeightRunRow(first, start, channel, group.filters, columns, *place))
+        first += columns * ceil_div(group.filters, tile.filters) * ceil_div(problem.channels, tile.depth)
+        start += problem.channels * group.taps * group.filters
+        channel += group.filters
+    return rows, first
+
+
+# How a pooled first layer is divided for `window`: tiles of windows, and weights for the places in a window.
+#
+# The four pixels of a 2x2 pool read one window of 4x4 pixels. With four channels per pixel a row of the window
+# is 16 values, which is one step of the matrix unit. Rows of neighbouring windows begin 16 bytes apart.
+
+WINDOWS = 64
+"""Windows of a tile: as many as four warps multiply at once."""
+PLACES = 4
+"""Pixels of a window's row, and channels of a padded pixel."""
+ROWS_READ = 3
+SHAPES = ((4, 16), (8, 8), (2, 32))
+"""Rows and columns of windows in a tile."""
+
+
+@dataclass(frozen=True)
+class WindowTile:
+    """Tuned sizes: tiles in flight, and programs of a multiprocessor."""
+
+    stages: int = 3
+    residents: int = 3
+
+
+def window_unsupported(problem: Problem) -> str | None:
+    """Why the window kernel cannot run a problem, or None if it can."""
+    if problem.stride != (1, 1) or problem.pool is None or (problem.pool == "ceil" and not problem.even):
+        return "no whole 2x2 windows at stride 1"
+    if problem.dtype not in (torch.bfloat16, torch.float16) or problem.channels > PLACES:
+        return f"{problem.channels} channels of {problem.dtype} (the window kernel takes up to 4 of 16 bits)"
+    if any(abs(place) > 1 for tap in union_taps(problem.groups) for place in tap):
+        return "taps beyond the neighbouring pixels"
+    if problem.filters % 16:
+        return f"{problem.filters} filters, no multiple of 16"
+    if 0 in problem.result_size:
+        return "no window at all"
+    height, width = padded_size(problem)
+    if PLACES * (problem.batch + 1) * height * width >= 1 << 31:
+        return "more values than 32 bits count"
+    return None
+
+
+def padded_size(problem: Problem) -> tuple[int, int]:
+    """Rows and columns of a padded image: one before, one after, and an even number of columns."""
+    rows, columns = problem.result_size
+    height, width = max(problem.height, 2 * rows) + 2, max(problem.width, 2 * columns) + 2
+    return height, width + width % 2
+
+
+def window_filters(problem: Problem) -> int:
+    return next(size for size in (64, 32, 16) if problem.filters % size == 0)
+
+
+def window_shape(problem: Problem) -> tuple[int, int]:
+    """The shape of a tile that wastes the fewest windows at the borders."""
+    rows, columns = problem.result_size
+    return min(SHAPES, key=lambda shape: ceil_div(rows, shape[0]) * ceil_div(columns, shape[1]))
+
+
+def tile_counts(problem: Problem) -> tuple[int, int]:
+    """Tiles of windows along the rows and the columns of an image."""
+    (rows, columns), (height, width) = window_shape(problem), problem.result_size
+    return ceil_div(height, rows), ceil_div(width, columns)
+
+
+def pack_windows(weights: Sequence[Tensor], problem: Problem, dtype: torch.dtype) -> Tensor:
+    """[2 * 3 * filters, 16]: for each column of the pool, row of taps and filter, 4 places by 4 channels."""
+    around = weights[0].new_zeros((ROWS_READ, ROWS_READ, PLACES, problem.filters), dtype=dtype)
+    first = 0
+    for group, weight in zip(problem.groups, weights, strict=True):
+        down, right = 1 - group.top, 1 - group.left
+        place = around[down : down + group.height, right : right + group.width, : problem.channels]
+        place[..., first : first + group.filters] = weight.detach().permute(2, 3, 1, 0)
+        first += group.filters
+    packed = around.new_zeros((2, ROWS_READ, problem.filters, PLACES, PLACES))
+    rows = around.permute(0, 3, 1, 2)
+    for column in range(2):
+        packed[column, :, :, column : column + ROWS_READ] = rows
+    return packed.view(-1, PLACES * PLACES)
+
+
+def unpack_windows(dw: Tensor, problem: Problem) -> tuple[list[Tensor], Tensor]:
+    """The groups' [filters, channels, height, width] and the bias gradient, from gradients as in `pack_windows`.
+
+    The bias gradient is that of the channel of ones (see `pad_channels`) at the middle tap.
+    """
+    packed = dw.view(2, ROWS_READ, problem.filters, PLACES, PLACES)
+    around = packed[0, :, :, :ROWS_READ] + packed[1, :, :, 1:]
+    parts = around.permute(1, 3, 0, 2).split([group.filters for group in problem.groups])
+    found = [
+        part[:, : problem.channels, 1 - g.top : 1 - g.top + g.height, 1 - g.left : 1 - g.left + g.width]
+        for part, g in zip(parts, problem.groups, strict=True)
+    ]
+    return found, around[1, :, 1, problem.channels].contiguous()

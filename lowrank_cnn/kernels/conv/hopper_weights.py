@@ -28,19 +28,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.kernels.conv.hopper import described_pixels
-from lowrank_cnn.kernels.conv.hopper_plan import box_counts, box_total, run_length
-from lowrank_cnn.kernels.conv.hopper_weights_plan import (
+from lowrank_cnn.kernels.conv.hopper_plan import (
     WeightRunRow,
     WeightTile,
+    box_counts,
+    box_total,
+    run_length,
     weight_box,
     weight_run_rows,
     weight_tile,
 )
-from lowrank_cnn.kernels.gpu import start
-from lowrank_cnn.kernels.problem import Problem
-from lowrank_cnn.kernels.tiles import shares
-from lowrank_cnn.system.arithmetic import ceil_div
+from lowrank_cnn.kernels.device import start
+from lowrank_cnn.kernels.problem import Problem, shares
 
 (FIRST_TILE, START, CHANNEL, FILTER_COUNT, COLUMNS, ALONG, ACROSS, BEFORE, BESIDE, TURNED) = (
     gl.constexpr(index) for index in range(len(WeightRunRow._fields))

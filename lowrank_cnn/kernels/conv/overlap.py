@@ -27,10 +27,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lowrank_cnn.kernels import gpu
-from lowrank_cnn.kernels.conv.epilogue import activation_options
+from lowrank_cnn.core.numbers import round_up
+from lowrank_cnn.kernels import device as gpu
+from lowrank_cnn.kernels.conv.copies import launch_pad_channels
 from lowrank_cnn.kernels.conv.hopper import described
 from lowrank_cnn.kernels.conv.hopper_epilogue import finished
+from lowrank_cnn.kernels.conv.hopper_plan import window_filters
 from lowrank_cnn.kernels.conv.overlap_plan import (
     FETCHED_ROWS,
     WINDOWS,
@@ -41,12 +43,10 @@ from lowrank_cnn.kernels.conv.overlap_plan import (
     slabs_of,
     strip_counts,
 )
-from lowrank_cnn.kernels.conv.pad_channels import launch_pad_channels
+from lowrank_cnn.kernels.conv.tiled import activation_options
 from lowrank_cnn.kernels.conv.window import halves, place_of
-from lowrank_cnn.kernels.conv.window_plan import filters_per_tile
-from lowrank_cnn.kernels.gpu import start
+from lowrank_cnn.kernels.device import start
 from lowrank_cnn.kernels.problem import ConvTensors, Problem, empty_result, pixels_last
-from lowrank_cnn.system.arithmetic import round_up
 
 WORDS = {2: torch.int32, 4: torch.int64}
 """A type of two values, by the bytes of one."""
@@ -201,7 +201,7 @@ def launch_overlap(problem: Problem, given: ConvTensors, tile: OverlapTile | Non
     assert residual is None, "this kernel adds no residual"
     tile, maps = tile or OverlapTile(), empty_result(problem, x)
     result = maps.permute(0, 2, 3, 1)
-    reach, filters = reach_of(problem), filters_per_tile(problem)
+    reach, filters = reach_of(problem), window_filters(problem)
     width = round_up(problem.width, 2)
     padded = launch_pad_channels(pixels_last(x), (problem.height, width), beyond=0, border=0)
     # A fetch takes at most 256 elements along a row. As words of two values it takes twice the values.

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowrank_cnn.core.numbers import ceil_div, round_up
+from lowrank_cnn.kernels.conv.hopper_plan import window_filters
 from lowrank_cnn.kernels.conv.pack import union_taps
-from lowrank_cnn.kernels.conv.window_plan import filters_per_tile
 from lowrank_cnn.kernels.problem import OVERLAPPING, Problem
-from lowrank_cnn.system.arithmetic import ceil_div, round_up
 
 WINDOWS = 64
 """Windows of a product: as many as four warps multiply at once. The last few lack blocks beyond the row."""
@@ -97,7 +97,7 @@ def tiles_worth_measuring(problem: Problem) -> list[OverlapTile]:
 
 def shared_bytes(problem: Problem, tile: OverlapTile) -> int:
     """Bytes of shared memory of one program: strips, slabs, and a buffer to exchange results."""
-    filters = filters_per_tile(problem)
+    filters = window_filters(problem)
     strips = 16 * WINDOWS * (tile.stages * fetched_rows(problem, tile) + 1)
     return strips + 32 * len(slabs_of(problem)) * filters + 4 * WINDOWS * filters + 8 * (tile.stages + 1)
 

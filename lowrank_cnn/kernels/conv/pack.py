@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from lowrank_cnn.core.numbers import round_up
 from lowrank_cnn.kernels.problem import Problem, TapGroup
-from lowrank_cnn.system.arithmetic import round_up
 
 
 def copy_by_torch(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
@@ -21,7 +21,7 @@ def copy_groups(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """The same; on a GPU in one launch."""
     if not sources[0].is_cuda:
         return copy_by_torch(sources, targets)
-    from lowrank_cnn.kernels.conv.copy_groups import MOST_GROUPS, launch_copy
+    from lowrank_cnn.kernels.conv.copies import MOST_GROUPS, launch_copy
 
     if len(sources) > MOST_GROUPS:
         return copy_by_torch(sources, targets)

@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from lowrank_cnn.kernels.conv import fold, gather, hopper_plan, lengthen, overlap_plan, stem, tiled, window_plan
-from lowrank_cnn.kernels.conv.presets import preset
+from lowrank_cnn.kernels.conv import equivalent, gather, hopper_plan, overlap_plan, stem, tiled
 from lowrank_cnn.kernels.problem import OVERLAPPING, Problem
+
+# The fastest plans measured so far, by compute capability and shape: `auto` uses these until it is tuned.
+#
+# `benchmarks/gpu_kernels.py --presets` writes the table from its results.
+
+PATH = Path(__file__).with_name("presets.json")
+LEAST_BATCH = 16
+"""The smallest batch that a preset is used for: presets were measured at large batches, in 16 bits."""
+
+
+@lru_cache(maxsize=1)
+def table() -> dict[str, dict[str, dict[str, str]]]:
+    return json.loads(PATH.read_text())
+
+
+def preset(problem: Problem, capability: tuple[int, int], what: str = "forward") -> str | None:
+    """The stored plan of a shape as text, or None; `what` is "forward" or "input" for the input's gradient."""
+    if problem.batch < LEAST_BATCH or problem.dtype.itemsize != 2:
+        return None
+    return table().get(f"{capability[0]}.{capability[1]}", {}).get(shape_of(problem), {}).get(what)
+
+
+def shape_of(problem: Problem) -> str:
+    """A problem without batch, residual and activation, which do not decide which tiles suit it."""
+    groups = "+".join(f"{g.height}x{g.width},{g.filters}" for g in problem.groups)
+    pool = ",pool" if problem.pool else ""
+    return f"{problem.channels}x{problem.height}x{problem.width} {groups} /{problem.stride[0]}{pool}"
+
 
 HOPPER = (
     (128, 128, 4, 2),
@@ -45,16 +74,16 @@ class ForwardKernel(NamedTuple):
 
 
 def _unfoldable(problem: Problem) -> str | None:
-    return None if fold.folded(problem) else "no blocks of pixels"
+    return None if equivalent.folded(problem) else "no blocks of pixels"
 
 
 def _unlengthenable(problem: Problem) -> str | None:
-    longer = lengthen.lengthened(problem)
+    longer = equivalent.lengthened(problem)
     return hopper_plan.unsupported(longer) if longer else "groups that cannot be lengthened, or need not be"
 
 
 def _unenclosable(problem: Problem) -> str | None:
-    worth = lengthen.is_worth_enclosing(problem)
+    worth = equivalent.is_worth_enclosing(problem)
     return hopper_plan.unsupported(problem.as_dense) if worth else "groups that need not be enclosed"
 
 
@@ -66,7 +95,9 @@ KERNELS = {
     "stem": ForwardKernel(stem.StemTile, stem.unsupported, "union", "stem.launch_stem"),
     "gather": ForwardKernel(gather.GatherTile, gather.unsupported, "union", "gather.launch_gather"),
     "folded": ForwardKernel(tiled.Tile, _unfoldable, "blocks", "tiled.launch_tiled"),
-    "window": ForwardKernel(window_plan.WindowTile, window_plan.unsupported, "windows", "window.launch_window"),
+    "window": ForwardKernel(
+        hopper_plan.WindowTile, hopper_plan.window_unsupported, "windows", "window.launch_window"
+    ),
     "overlap": ForwardKernel(
         overlap_plan.OverlapTile, overlap_plan.unsupported, "overlaps", "overlap.launch_overlap"
     ),
@@ -117,7 +148,7 @@ def plans(problem: Problem, *, capability: tuple[int, int] = (0, 0), thorough: b
     best = preset(problem, capability)
     found = [KernelPlan.parse(best)] if best else []
     if capability[0] == 9:
-        found.append(KernelPlan("window", window_plan.WindowTile()))
+        found.append(KernelPlan("window", hopper_plan.WindowTile()))
         if overlap_plan.unsupported(problem) is None:
             found += [KernelPlan("overlap", tile) for tile in overlap_plan.tiles_worth_measuring(problem)]
     if stem.unsupported(problem) is None and not _wide(problem):
@@ -126,8 +157,8 @@ def plans(problem: Problem, *, capability: tuple[int, int] = (0, 0), thorough: b
     if capability[0] == 9 and not _small(problem):
         forms = {
             "hopper": problem,
-            "lengthened": lengthen.lengthened(problem),
-            "enclosed": problem.as_dense if lengthen.is_worth_enclosing(problem) else None,
+            "lengthened": equivalent.lengthened(problem),
+            "enclosed": problem.as_dense if equivalent.is_worth_enclosing(problem) else None,
         }
         for kernel, form in forms.items():
             tiles = hopper_tiles(form, 2 if thorough else 1) if form else []
@@ -135,7 +166,7 @@ def plans(problem: Problem, *, capability: tuple[int, int] = (0, 0), thorough: b
     if tiled.unsupported(problem) is None:
         found += [KernelPlan("tiled", tile) for tile in plain_tiles(problem, capability, thorough)]
         return _taken(found, problem)
-    if (inner := fold.folded(problem)) is not None and tiled.unsupported(inner) is None:
+    if (inner := equivalent.folded(problem)) is not None and tiled.unsupported(inner) is None:
         found.append(KernelPlan("folded", plain_tiles(inner, capability)[0]))
     found.append(KernelPlan("gather", gather.GatherTile(filters=32 if problem.pool else 64)))
     return _taken(found, problem)

@@ -20,12 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowrank_cnn.kernels.conv.epilogue import activated, activation_options, without_codes
+from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.kernels.conv.pack import union_taps, unpack_union
-from lowrank_cnn.kernels.gpu import start
-from lowrank_cnn.kernels.problem import ConvTensors, Problem, empty_result, pixels_last
-from lowrank_cnn.kernels.tiles import power_above
-from lowrank_cnn.system.arithmetic import ceil_div
+from lowrank_cnn.kernels.conv.tiled import activated, activation_options, without_codes
+from lowrank_cnn.kernels.device import start
+from lowrank_cnn.kernels.problem import ConvTensors, Problem, empty_result, pixels_last, power_above
 
 MOST_VALUES = 64
 """The most gathered values per pixel: they stay in registers."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lowrank_cnn.data.images.decode import (
+from lowrank_cnn.data.decode import (
     BadImageError,
     ImageHeader,
     cover_and_crop,

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from lowrank_cnn.data import decode as module
 from lowrank_cnn.data.augment import scaled
-from lowrank_cnn.data.images import framing as module
-from lowrank_cnn.data.images.decode import BadImageError
-from lowrank_cnn.data.images.framing import Framing, ScaledCrop, frame_image, plain_jpeg_size
+from lowrank_cnn.data.decode import BadImageError, Framing, ScaledCrop, frame_image, plain_jpeg_size
 
 FRAMING = Framing((14, 14), None, 16, 0, True, (0, 0, 0))
 

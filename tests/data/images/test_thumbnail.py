@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from lowrank_cnn.data.images.thumbnail import SIDE, thumbnail
-from lowrank_cnn.report.details import LARGEST_THUMBNAIL
+from lowrank_cnn.data.decode import SIDE, thumbnail
+from lowrank_cnn.report.records import LARGEST_THUMBNAIL
 
 
 def opened(uri: str) -> Image.Image:

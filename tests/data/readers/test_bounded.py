@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import open_data
-from lowrank_cnn.data.readers.bounded import MOST_ROWS, read_binaries, read_integers
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.data.parquet import MOST_ROWS, read_binaries, read_integers
 
 ROOT = Path(__file__).parents[3]
 GIB = 2**30
@@ -86,7 +86,7 @@ def test_equal_values_stored_once_are_not_all_decoded(tmp_path):
 
 def test_a_group_that_states_more_than_the_bound_is_not_read(tmp_path, monkeypatch):
     write(tmp_path, pa.array([image()] * 4, pa.binary()), pa.array([0, 1, 0, 1]))
-    monkeypatch.setattr("lowrank_cnn.data.readers.bounded.LARGEST_GROUP", 10)
+    monkeypatch.setattr("lowrank_cnn.data.parquet.LARGEST_GROUP", 10)
     assert read_binaries(tmp_path / "train-00000-of-00001.parquet", "image", 0) is None
 
 

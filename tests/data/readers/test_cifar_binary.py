@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import ResidentSplit, open_data
-from lowrank_cnn.data.readers import cifar_binary
-from lowrank_cnn.data.readers.cifar_binary import content_sum, open_archive, open_cifar_folder
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.data import small_sets as cifar_binary
+from lowrank_cnn.data.small_sets import content_sum, open_archive, open_cifar_folder
 
 NAMES = (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin")
 

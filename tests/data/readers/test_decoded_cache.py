@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from lowrank_cnn.data import ResidentSplit, open_data
-from lowrank_cnn.data.readers import decoded_cache, decoding
+from lowrank_cnn.data import store as decoded_cache
+from lowrank_cnn.data import store as decoding
 
 
 @pytest.fixture

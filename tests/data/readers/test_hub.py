@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import open_data
-from lowrank_cnn.data.readers import hub
-from lowrank_cnn.data.readers.hub import is_repository
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.data import parquet as hub
+from lowrank_cnn.data.parquet import is_repository
 
 Photo = Callable[..., bytes]
 WriteShards = Callable[..., list[Path]]

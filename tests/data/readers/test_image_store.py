@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowrank_cnn.data.readers import image_store
-from lowrank_cnn.data.readers.image_store import NO_LABEL, WRONG_LABEL, fingerprint_of_rows, labelled_rows
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.data import store as image_store
+from lowrank_cnn.data.store import NO_LABEL, WRONG_LABEL, fingerprint_of_rows, labelled_rows
 from lowrank_cnn.data.types import Problems
-from lowrank_cnn.system.errors import LowRankError
 
 
 @dataclass

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Problems
-from lowrank_cnn.data.readers.label_table import open_table, read_class_names, renamed
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.data.folders import open_table, read_class_names, renamed
 
 
 @pytest.mark.parametrize(

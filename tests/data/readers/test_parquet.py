@@ -10,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
+from lowrank_cnn.core.errors import LowRankError, LowRankWarning
 from lowrank_cnn.data import Problems, ResidentSplit, Split, StreamedSplit, open_data
-from lowrank_cnn.data.readers.parquet import open_shards
+from lowrank_cnn.data.parquet import open_shards
 from lowrank_cnn.data.types import generator
-from lowrank_cnn.system.errors import LowRankError, LowRankWarning
 
 Photo = Callable[..., bytes]
 WriteShards = Callable[..., list[Path]]

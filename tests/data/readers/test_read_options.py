@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import open_data
-from lowrank_cnn.data.readers.read_options import parse_image_size
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.data.sources import parse_image_size
 
 
 @pytest.mark.parametrize("value", [(48, 64), "48x64", [48, 64]])

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from lowrank_cnn.core.errors import LowRankError, LowRankWarning
 from lowrank_cnn.data import open_data
-from lowrank_cnn.system.errors import LowRankError, LowRankWarning
 
 Photo = Callable[..., bytes]
 WriteFolder = Callable[..., Path]

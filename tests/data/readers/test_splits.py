@@ -8,12 +8,11 @@ import pytest
 import torch
 from PIL import Image
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Data, ResidentSplit, StreamedSplit, open_data
-from lowrank_cnn.data.readers.folder import FolderStore, open_folder
-from lowrank_cnn.data.readers.read_options import ReadOptions
-from lowrank_cnn.data.readers.splits import LARGE_SIDE, divided, make_split, with_default_size, with_limit
+from lowrank_cnn.data.folders import FolderStore, open_folder
+from lowrank_cnn.data.sources import LARGE_SIDE, ReadOptions, divided, make_split, with_default_size, with_limit
 from lowrank_cnn.data.types import Problems
-from lowrank_cnn.system.errors import LowRankError
 
 Photo = Callable[..., bytes]
 
@@ -104,5 +103,5 @@ def test_unreadable_images_are_blamed_and_not_the_share_to_test_on(
 
 
 def test_a_sample_without_a_readable_image_is_not_the_whole_set(store: FolderStore, monkeypatch) -> None:
-    monkeypatch.setattr("lowrank_cnn.data.readers.splits.read_headers", lambda *_: [])
+    monkeypatch.setattr("lowrank_cnn.data.sources.read_headers", lambda *_: [])
     assert make_split(store, ROWS, Problems(), ReadOptions()).size == (3, 12, 10)

@@ -14,11 +14,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lowrank_cnn.data import Augment, StreamedLoader, StreamedSplit, make_loader, open_data
-from lowrank_cnn.data.images.framing import ScaledCrop, plain_jpeg_size
-from lowrank_cnn.data.stream import gpu_decode, streamed
-from lowrank_cnn.data.stream.gpu_decode import decode_each, decode_windows, find_decoder
-from lowrank_cnn.system.errors import LowRankError, MissingExtra
+from lowrank_cnn.core.errors import LowRankError, MissingExtra
+from lowrank_cnn.data import Augment, StreamedLoader, StreamedSplit, gpu_decode, make_loader, open_data, streamed
+from lowrank_cnn.data.decode import ScaledCrop, plain_jpeg_size
+from lowrank_cnn.data.gpu_decode import decode_each, decode_windows, find_decoder
 
 WriteShards = Callable[..., list[Path]]
 Batches = list[tuple[Tensor, Tensor]]
@@ -209,7 +208,7 @@ def test_a_stream_of_broken_images_ends_with_a_sentence(
     tmp_path: Path, write_shards: WriteShards, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Opening would refuse them; a disk may fail later.
-    monkeypatch.setattr("lowrank_cnn.data.readers.splits.first_readable", lambda *_: None)
+    monkeypatch.setattr("lowrank_cnn.data.sources.first_readable", lambda *_: None)
     write_shards(tmp_path, "train", [[(broken(n), 0) for n in range(16)]])
     write_shards(tmp_path, "test", [[(picture(0, (16, 16)), 0)]])
     with pytest.raises(LowRankError, match="too many images are bad: 16 undecodable"):

@@ -9,10 +9,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lowrank_cnn.data.fingerprint import Contents
-from lowrank_cnn.data.images.decode import BadImageError
-from lowrank_cnn.data.images.framing import Framing, ScaledCrop
-from lowrank_cnn.data.stream.parts import TOO_MANY, BatchImage, BatchPart, EncodedImages, EpochParts, trouble_of
+from lowrank_cnn.data.decode import BadImageError, Framing, ScaledCrop
+from lowrank_cnn.data.types import Contents
+from lowrank_cnn.data.workers import TOO_MANY, BatchImage, BatchPart, EncodedImages, EpochParts, trouble_of
 
 FRAMING = Framing((8, 8), None, 8, 0, True, (0, 0, 0))
 CROP = ScaledCrop((8, 8), (8, 8), (0, 0), False)

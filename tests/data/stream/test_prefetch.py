@@ -6,7 +6,7 @@ from collections.abc import Generator
 import pytest
 import torch
 
-from lowrank_cnn.data.stream.prefetch import Made, ahead
+from lowrank_cnn.data.streamed import Made, ahead
 
 
 class Batches:

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import (
     Augment,
     Problems,
@@ -21,8 +22,7 @@ from lowrank_cnn.data import (
     make_loader,
     open_data,
 )
-from lowrank_cnn.data.readers.parquet import open_shards
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.data.parquet import open_shards
 
 Photo = Callable[..., bytes]
 WriteShards = Callable[..., list[Path]]

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.deploy.engines import open_engine
-from lowrank_cnn.deploy.engines.targets import TARGETS, usage
-from lowrank_cnn.deploy.exporting import export, load
-from lowrank_cnn.method.building import build_conv
+from lowrank_cnn.deploy.engines.targets import TARGETS, open_engine, usage
+from lowrank_cnn.deploy.export import export, load
+from lowrank_cnn.method.schemes import build_conv
 
 SIZE = (3, 12, 12)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.deploy.engines import open_engine
-from lowrank_cnn.deploy.exporting import export
-from lowrank_cnn.system.compare import difference
+from lowrank_cnn.core.compare import difference
+from lowrank_cnn.deploy.engines.targets import open_engine
+from lowrank_cnn.deploy.export import export
 
 
 def assert_file_computes_the_same(network: nn.Module, image: Tensor, path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowrank_cnn.deploy.engines.cards import write_export_card
+from lowrank_cnn.deploy.engines.targets import write_export_card
 
 
 def test_a_card_has_shapes_error_and_snippet(check_target):

@@ -7,10 +7,11 @@ from dataclasses import astuple
 import pytest
 import torch
 
-from lowrank_cnn.deploy.engines import choosing, open_engine
-from lowrank_cnn.deploy.engines.choosing import EngineTimes, engine_for, time_engines
-from lowrank_cnn.system.clock import Sample
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.clock import Sample
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.deploy import choose_engine as choosing
+from lowrank_cnn.deploy.choose_engine import EngineTimes, engine_for, time_engines
+from lowrank_cnn.deploy.engines.targets import open_engine
 
 
 def test_the_fastest_file_is_written(tiny, tmp_path, monkeypatch):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lowrank_cnn.deploy.engines import (
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.deploy.engines.targets import (
     ENGINES,
     TRUSTED,
     Runner,
@@ -16,7 +17,6 @@ from lowrank_cnn.deploy.engines import (
     is_engine_file,
     open_engine,
 )
-from lowrank_cnn.system.errors import LowRankError
 
 
 @pytest.mark.parametrize("suffix", ENGINES)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.deploy.engines.executorch import ExecuTorchRunner
-from lowrank_cnn.deploy.quantizing import quantize
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.deploy.quantize import quantize
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "fp16"])

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.deploy.engines import open_engine
-from lowrank_cnn.deploy.engines.targets import usage
-from lowrank_cnn.deploy.exporting import export
-from lowrank_cnn.method.converting import convert
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.deploy.engines.targets import open_engine, usage
+from lowrank_cnn.deploy.export import export
+from lowrank_cnn.method.convert import convert
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.errors import LowRankError
 
 pytest.importorskip("ai_edge_litert")
 

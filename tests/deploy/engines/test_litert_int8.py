@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.deploy.engines import open_engine
 from lowrank_cnn.deploy.engines.litert_file import LitertGraph, LitertTensor, constant
 from lowrank_cnn.deploy.engines.litert_int8 import _asymmetric, _chosen, _int8_weights, _levels
-from lowrank_cnn.deploy.quantizing import quantize
-from lowrank_cnn.method.building import build_conv
+from lowrank_cnn.deploy.engines.targets import open_engine
+from lowrank_cnn.deploy.quantize import quantize
+from lowrank_cnn.method.schemes import build_conv
 
 pytest.importorskip("ai_edge_litert")
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.deploy.engines import open_engine
-from lowrank_cnn.deploy.exporting import export
-from lowrank_cnn.system.compare import difference
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.compare import difference
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.deploy.engines.targets import open_engine
+from lowrank_cnn.deploy.export import export
 
 pytest.importorskip("ai_edge_litert")
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowrank_cnn.deploy.engines import open_engine
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.deploy.engines.litert_windows import AxisWindow
-from lowrank_cnn.deploy.exporting import export
-from lowrank_cnn.method.building import build_conv
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.deploy.engines.targets import open_engine
+from lowrank_cnn.deploy.export import export
+from lowrank_cnn.method.schemes import build_conv
 from tests.deploy.engines.file_checks import assert_file_computes_the_same
 
 pytest.importorskip("ai_edge_litert")

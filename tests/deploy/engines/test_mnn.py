@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lowrank_cnn.deploy.engines import open_engine
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.deploy.engines.targets import open_engine
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.deploy.exporting import export, load
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.deploy.export import export, load
 
 pytest.importorskip("MNN")
 NORMS = {

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.deploy.engines import open_engine
-from lowrank_cnn.deploy.exporting import export, load
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.deploy.engines.targets import open_engine
+from lowrank_cnn.deploy.export import export, load
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

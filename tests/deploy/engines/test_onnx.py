@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.deploy.engines.onnx import OnnxRunner, node_macs
-from lowrank_cnn.deploy.exporting import export
-from lowrank_cnn.method.building import build_conv
-from lowrank_cnn.method.counting import count
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.deploy.export import export
+from lowrank_cnn.method.count import count
+from lowrank_cnn.method.schemes import build_conv
 
 HERE = str(Path(__file__).resolve().parents[3]).encode()
 
@@ -116,7 +116,7 @@ class Standardised(nn.Module):
 
 
 def test_a_buffer_called_as_an_operation_does_not_clash(tmp_path: Path):
-    from lowrank_cnn.deploy.optimizing import optimize
+    from lowrank_cnn.deploy.optimize import optimize
 
     x = torch.randn(2, 3, 12, 12)
     fast = optimize(Standardised().eval(), x, compile=False, cache=False, repeats=3)

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowrank_cnn.deploy.export_request import request_for
-from lowrank_cnn.deploy.exporting import stored_of, write_request
+from lowrank_cnn.deploy.export import request_for, stored_of, write_request
 
 
 def test_layers_in_float_keep_their_weights(tiny, tmp_path):

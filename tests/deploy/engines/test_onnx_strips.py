@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.deploy.engines import onnx_strips as module
-from lowrank_cnn.deploy.engines import open_engine
-from lowrank_cnn.deploy.exporting import export
+from lowrank_cnn.core.errors import LowRankError, MissingExtra
+from lowrank_cnn.deploy.engines import onnx as module
+from lowrank_cnn.deploy.engines.targets import open_engine
+from lowrank_cnn.deploy.export import export
 from lowrank_cnn.kernels import strips as kernels
 from lowrank_cnn.kernels.strips import available
-from lowrank_cnn.method.building import build_conv
-from lowrank_cnn.system.errors import LowRankError, MissingExtra
+from lowrank_cnn.method.schemes import build_conv
 
 built = pytest.mark.skipif(not available(torch.float32), reason="lowrank-strips is not built: `make strips`")
 onnx = pytest.importorskip("onnx")

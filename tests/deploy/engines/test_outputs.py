@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowrank_cnn.deploy.engines.outputs import is_flat, named_tensors, plain_outputs
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.deploy.engines.request import is_flat, named_tensors, plain_outputs
 
 
 @dataclass

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.deploy.engines.targets import TARGETS
-from lowrank_cnn.deploy.exporting import export
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.deploy.export import export
 
 
 @pytest.mark.parametrize("name", ["ncnn", "litert", "executorch"])

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.deploy.engines.precision import InHalf, at_precision
-from lowrank_cnn.deploy.export_request import request_for
-from lowrank_cnn.deploy.exporting import export, stored_of
-from lowrank_cnn.method.converting import convert
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.deploy.engines.request import InHalf, at_precision
+from lowrank_cnn.deploy.export import export, request_for, stored_of
+from lowrank_cnn.method.convert import convert
 
 
 def test_a_network_in_half_takes_and_gives_float32(tiny):

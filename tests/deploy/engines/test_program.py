@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.deploy.engines import open_engine
-from lowrank_cnn.deploy.exporting import export
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.deploy.engines.targets import open_engine
+from lowrank_cnn.deploy.export import export
 
 HERE = str(Path(__file__).resolve().parents[3]).encode()
 

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.deploy.engines import open_engine
-from lowrank_cnn.deploy.engines.outputs import named_tensors
-from lowrank_cnn.deploy.engines.request import Call, free_axes
-from lowrank_cnn.deploy.exporting import export, load
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.deploy.engines.request import Call, free_axes, named_tensors
+from lowrank_cnn.deploy.engines.targets import open_engine
+from lowrank_cnn.deploy.export import export, load
 
 FORMATS = [".onnx", ".pt2", ".ts"]
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lowrank_cnn.deploy.engines import engine_of, is_engine_file, open_engine
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.deploy.engines.runner import Port, Runner, parse_metadata, ports_from, read_beside, write_beside
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.deploy.engines.targets import engine_of, is_engine_file, open_engine
 
 
 class Same(Runner):

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.deploy.engines import ENGINES, open_engine
-from lowrank_cnn.deploy.engines.targets import TARGETS, target_of, usage
-from lowrank_cnn.deploy.exporting import export
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.deploy.engines.targets import ENGINES, TARGETS, open_engine, target_of, usage
+from lowrank_cnn.deploy.export import export
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

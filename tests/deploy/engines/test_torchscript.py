@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.deploy.engines.torchscript import ScriptRunner, read_script
-from lowrank_cnn.deploy.exporting import export
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.deploy.export import export
 
 SIZE = (3, 12, 12)
 

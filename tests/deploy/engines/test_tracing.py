@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.deploy.engines.tracing import trace
-from lowrank_cnn.deploy.exporting import export
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.deploy.engines.torchscript import trace
+from lowrank_cnn.deploy.export import export
 
 
 class Calls(nn.Module):

@@ -10,16 +10,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels import for_graphs, mode
+from lowrank_cnn.core.cache import JsonCache
+from lowrank_cnn.kernels import device as mode
+from lowrank_cnn.kernels import for_graphs
 from lowrank_cnn.kernels.autotune import choice, tuned
 from lowrank_cnn.kernels.autotune.choice import Choice
-from lowrank_cnn.kernels.autotune.kernel_request import DensePath, Request
-from lowrank_cnn.kernels.autotune.tuned import FAILED, Times
+from lowrank_cnn.kernels.autotune.tuned import FAILED, DensePath, Request, Times
 from lowrank_cnn.kernels.conv.hopper_plan import HopperTile
 from lowrank_cnn.kernels.conv.plans import KernelPlan
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import pose
-from lowrank_cnn.system.cache import JsonCache
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PADDING = (((1, 1), (0, 0)), ((0, 0), (1, 1)))

@@ -9,10 +9,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from lowrank_cnn.graph.fuse import fuse
 from lowrank_cnn.kernels import composite_conv2d, composite_reference, forced
-from lowrank_cnn.kernels.autotune.compile_ahead import surveyed
-from lowrank_cnn.kernels.fusing import fuse
-from lowrank_cnn.kernels.mode import surveying
+from lowrank_cnn.kernels.autotune.choice import surveyed
+from lowrank_cnn.kernels.device import surveying
 from lowrank_cnn.models import create_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

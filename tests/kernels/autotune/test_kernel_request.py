@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels import gpu, unsupported
-from lowrank_cnn.kernels.autotune.kernel_request import Request, plans_of, refusal
+from lowrank_cnn.kernels import device as gpu
+from lowrank_cnn.kernels import unsupported
+from lowrank_cnn.kernels.autotune.tuned import Request, plans_of, refusal
 from lowrank_cnn.kernels.problem import pose
 
 CPU = torch.device("cpu")

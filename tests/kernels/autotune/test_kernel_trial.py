@@ -11,16 +11,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels import enclose
-from lowrank_cnn.kernels.autotune import kernel_trial
-from lowrank_cnn.kernels.autotune.kernel_request import DensePath, Request
-from lowrank_cnn.kernels.autotune.kernel_trial import KernelTrial, agrees, times
-from lowrank_cnn.kernels.autotune.tuned import FAILED
+from lowrank_cnn.core.errors import LostDeviceError
+from lowrank_cnn.kernels import ops as enclose
+from lowrank_cnn.kernels.autotune import trial as kernel_trial
+from lowrank_cnn.kernels.autotune.trial import KernelTrial, agrees, times
+from lowrank_cnn.kernels.autotune.tuned import FAILED, DensePath, Request
 from lowrank_cnn.kernels.conv import forward, gradients
 from lowrank_cnn.kernels.conv.plans import KernelPlan
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import pose
-from lowrank_cnn.system.errors import LostDeviceError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PADDING = (((1, 1), (0, 0)), ((0, 0), (1, 1)))

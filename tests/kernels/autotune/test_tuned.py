@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from lowrank_cnn.kernels.autotune import tuned
-from lowrank_cnn.kernels.autotune.kernel_request import Request
+from lowrank_cnn.kernels.autotune.tuned import Request
 from lowrank_cnn.kernels.problem import pose
 
 CUDA = torch.device("cuda")

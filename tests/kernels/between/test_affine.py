@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from lowrank_cnn.kernels.activation import ACTIVATIONS, activate, parsed
-from lowrank_cnn.kernels.between.affine import activated, affine, of_channels, times_slope
+from lowrank_cnn.kernels.between.batch_statistics import activated, affine, of_channels, times_slope
+from lowrank_cnn.kernels.problem import ACTIVATIONS, activate, parsed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels.activation import ACTIVATIONS
 from lowrank_cnn.kernels.between import batch_statistics, normalise
+from lowrank_cnn.kernels.problem import ACTIVATIONS
 from tests.kernels.helpers import assert_well_formed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

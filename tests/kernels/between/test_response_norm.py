@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
+from lowrank_cnn.graph.fuse import fuse
+from lowrank_cnn.graph.fused_between import FusedResponseNorm
 from lowrank_cnn.kernels import forced
 from lowrank_cnn.kernels.between import response_norm
-from lowrank_cnn.kernels.fused_neighbours import FusedResponseNorm
-from lowrank_cnn.kernels.fusing import fuse
 from lowrank_cnn.models import create_model
 from tests.kernels.helpers import assert_well_formed
 

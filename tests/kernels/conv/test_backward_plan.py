@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels.conv import backward_plan
+from lowrank_cnn.kernels.conv import backward as backward_plan
 from lowrank_cnn.kernels.problem import describe, pose
 from tests.kernels.helpers import same
 

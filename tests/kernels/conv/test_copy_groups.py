@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from lowrank_cnn.kernels.conv import pack as packing
-from lowrank_cnn.kernels.conv.copy_groups import MOST_GROUPS, launch_copy
+from lowrank_cnn.kernels.conv.copies import MOST_GROUPS, launch_copy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(8, 24, 3, 1), (40, 24, 1, 3), (5, 24, 3, 3), (16, 24, 1, 1)]

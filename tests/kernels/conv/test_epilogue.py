@@ -10,9 +10,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from lowrank_cnn.kernels.activation import ACTIVATIONS, activate, parsed
-from lowrank_cnn.kernels.conv.epilogue import activated, activation_options, without_codes
-from lowrank_cnn.kernels.problem import pose
+from lowrank_cnn.kernels.conv.tiled import activated, activation_options, without_codes
+from lowrank_cnn.kernels.problem import ACTIVATIONS, activate, parsed, pose
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from lowrank_cnn.kernels import choose, forced
 from lowrank_cnn.kernels.conv import forward, gradients
-from lowrank_cnn.kernels.conv.fold import fold_pixels, fold_weights, folded, unfold_pixels, unfold_weights
+from lowrank_cnn.kernels.conv.equivalent import fold_pixels, fold_weights, folded, unfold_pixels, unfold_weights
 from lowrank_cnn.kernels.conv.plans import KernelPlan, plans
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import describe, empty_codes

@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.kernels.conv import forward, gather, stem, tiled
 from lowrank_cnn.kernels.conv.plans import KERNELS, KernelPlan, plans
-from lowrank_cnn.system.errors import LowRankError
 
 ACTIVATIONS = ["relu", "leaky_relu", "leaky_relu:0.2", "silu", "gelu", "hardswish", None]
 

@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.kernels.conv import gather
 from lowrank_cnn.kernels.conv.pack import pack_union
 from lowrank_cnn.kernels.problem import ConvTensors
-from lowrank_cnn.system.errors import LowRankError
 from tests.kernels.helpers import FIRST_LAYERS
 
 LOW_RANK = [(3, 1, 16), (1, 3, 8)]

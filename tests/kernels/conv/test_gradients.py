@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels import gpu
+from lowrank_cnn.kernels import device as gpu
 from lowrank_cnn.kernels.conv import gradients
 from lowrank_cnn.kernels.problem import pose
 
@@ -43,7 +43,8 @@ def test_groups_of_different_lengths_have_the_gradient_of_hopper_too(monkeypatch
 
 
 def test_only_hopper_has_the_gradient_over_windows(monkeypatch):
-    from lowrank_cnn.kernels.conv import stem, window_gradient
+    from lowrank_cnn.kernels.conv import stem
+    from lowrank_cnn.kernels.conv import window as window_gradient
 
     taken = []
     found = ([], torch.zeros(1))

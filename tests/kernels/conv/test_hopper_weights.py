@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels.conv.hopper_weights_plan import WeightTile
+from lowrank_cnn.kernels.conv.hopper_plan import WeightTile
 from lowrank_cnn.kernels.problem import describe
 from lowrank_cnn.kernels.reference import composite_reference
 

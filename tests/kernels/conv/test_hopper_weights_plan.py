@@ -7,13 +7,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels.conv.hopper_plan import SHARED
-from lowrank_cnn.kernels.conv.hopper_weights_plan import (
-    shared_bytes,
-    unsupported,
+from lowrank_cnn.kernels.conv.hopper_plan import (
+    SHARED,
     weight_box,
     weight_run_rows,
     weight_tile,
+    weights_shared_bytes,
+    weights_unsupported,
 )
 from lowrank_cnn.kernels.problem import pose
 
@@ -29,7 +29,7 @@ def test_the_default_tile_lets_two_programs_reside():
     tile = weight_tile(problem())
     run, images, cross = weight_box(problem(), tile)
     assert run * images * cross == tile.pixels
-    assert 2 * (shared_bytes(problem(), tile) + 1024) <= SHARED
+    assert 2 * (weights_shared_bytes(problem(), tile) + 1024) <= SHARED
 
 
 def test_tiles_are_numbered_group_by_group():
@@ -51,5 +51,5 @@ def test_tiles_are_numbered_group_by_group():
     ],
 )
 def test_it_refuses_the_rest(change, why):
-    assert unsupported(problem()) is None
-    assert why in unsupported(problem(**change))
+    assert weights_unsupported(problem()) is None
+    assert why in weights_unsupported(problem(**change))

@@ -9,13 +9,14 @@ pytest.importorskip("triton")
 
 from lowrank_cnn.kernels import forced
 from lowrank_cnn.kernels.autotune import choice
-from lowrank_cnn.kernels.conv import forward, hopper_plan, hopper_weights_plan, result_statistics
-from lowrank_cnn.kernels.conv.hopper_plan import HopperTile
-from lowrank_cnn.kernels.conv.hopper_weights_plan import WeightTile
-from lowrank_cnn.kernels.conv.lengthen import is_worth_enclosing, lengthened, own_taps
+from lowrank_cnn.kernels.conv import forward, hopper_plan
+from lowrank_cnn.kernels.conv import forward as result_statistics
+from lowrank_cnn.kernels.conv import hopper_plan as hopper_weights_plan
+from lowrank_cnn.kernels.conv.equivalent import is_worth_enclosing, lengthened, own_taps
+from lowrank_cnn.kernels.conv.hopper_plan import HopperTile, WeightTile
 from lowrank_cnn.kernels.conv.pack import pack_rows, unpack_rows
 from lowrank_cnn.kernels.conv.plans import KernelPlan, plans
-from lowrank_cnn.kernels.fused_conv import FrozenComposite
+from lowrank_cnn.kernels.fused_convs import FrozenComposite
 from lowrank_cnn.kernels.problem import describe, pose
 from lowrank_cnn.kernels.reference import composite_reference, enclosed
 from tests.kernels.helpers import same

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels.conv.pad_channels import launch_pad_channels
+from lowrank_cnn.kernels.conv.copies import launch_pad_channels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

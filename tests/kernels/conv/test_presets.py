@@ -7,8 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels.conv.plans import KernelPlan, plans
-from lowrank_cnn.kernels.conv.presets import preset, shape_of
+from lowrank_cnn.kernels.conv.plans import KernelPlan, plans, preset, shape_of
 from lowrank_cnn.kernels.problem import pose
 
 SIDES = [((1, 1), (0, 0)), ((0, 0), (1, 1))]
@@ -35,5 +34,5 @@ def test_another_problem_is_not_known(other):
 def test_a_plan_whose_kernel_refuses_is_left_out(monkeypatch):
     first = pose((32, 3, 8, 8), [(16, 3, 3, 3)], torch.bfloat16, stride=(1, 1), padding=[((1, 1), (1, 1))])
     stored = {"9.0": {shape_of(first): {"forward": "window-s3-r3"}}}
-    monkeypatch.setattr("lowrank_cnn.kernels.conv.presets.table", lambda: stored)
+    monkeypatch.setattr("lowrank_cnn.kernels.conv.plans.table", lambda: stored)
     assert {plan.kernel for plan in plans(first, capability=(9, 0))} == {"stem"}

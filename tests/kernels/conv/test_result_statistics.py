@@ -8,7 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from lowrank_cnn.kernels import composite_conv2d_with_statistics, composite_reference, forced
-from lowrank_cnn.kernels.conv import forward, gather, result_statistics, stem, tiled
+from lowrank_cnn.kernels.conv import forward, gather, stem, tiled
+from lowrank_cnn.kernels.conv import forward as result_statistics
 from lowrank_cnn.kernels.conv.hopper_plan import HopperTile, part_count
 from lowrank_cnn.kernels.conv.pack import pack_rows
 from lowrank_cnn.kernels.conv.plans import KernelPlan

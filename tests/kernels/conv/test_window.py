@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels.conv.window_plan import WindowTile, pack_windows
+from lowrank_cnn.kernels.conv.hopper_plan import WindowTile, pack_windows
 from lowrank_cnn.kernels.problem import ConvTensors, describe
 from lowrank_cnn.kernels.reference import composite_reference
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels.conv.window_plan import WindowTile
+from lowrank_cnn.kernels.conv.hopper_plan import WindowTile
 from lowrank_cnn.kernels.problem import describe
 from lowrank_cnn.kernels.reference import composite_reference
 

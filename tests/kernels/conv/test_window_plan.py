@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowrank_cnn.kernels.conv.window_plan import filters_per_tile, padded_size, unsupported, window_shape
+from lowrank_cnn.kernels.conv.hopper_plan import padded_size, window_filters, window_shape, window_unsupported
 from lowrank_cnn.kernels.problem import pose
 
 SAME = [((1, 1), (1, 1))]
@@ -30,8 +30,8 @@ def problem(size=(2, 3, 8, 8), shape=(16, 3, 3, 3), dtype=torch.bfloat16, **othe
     ],
 )
 def test_what_it_does_not_take(other):
-    assert unsupported(problem()) is None
-    assert unsupported(problem(**other))
+    assert window_unsupported(problem()) is None
+    assert window_unsupported(problem(**other))
 
 
 def test_images_are_padded_to_even_rows_of_memory():
@@ -42,4 +42,4 @@ def test_images_are_padded_to_even_rows_of_memory():
 def test_tiles_suit_the_size():
     assert window_shape(problem(size=(2, 3, 224, 224))) == (4, 16)
     assert window_shape(problem(size=(2, 3, 16, 16))) == (8, 8)
-    assert [filters_per_tile(problem(shape=(f, 3, 3, 3))) for f in (128, 96, 48)] == [64, 32, 16]
+    assert [window_filters(problem(shape=(f, 3, 3, 3))) for f in (128, 96, 48)] == [64, 32, 16]

@@ -2,8 +2,8 @@ import itertools
 
 import pytest
 
-from lowrank_cnn.report.charts import layers
-from lowrank_cnn.report.charts.colours import COOL, DENSE, LOW_RANK, WARM, kind_colours, network_looks
+from lowrank_cnn.report import charts as layers
+from lowrank_cnn.report.style import COOL, DENSE, LOW_RANK, WARM, kind_colours, network_looks
 
 DEUTERANOPIA = ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969))
 PROTANOPIA = ((0.152, 1.053, -0.205), (0.115, 0.786, 0.099), (-0.004, -0.048, 1.052))
@@ -50,7 +50,7 @@ def least_distance(palette: list[str], eyes: tuple | None) -> float:
 def test_colours_are_distinct_to_colour_blind_readers(page, eyes):
     networks = [pair[page] for pair in (*WARM, *COOL)]
     assert least_distance(networks, eyes) > 20  # what is just seen apart side by side is 2.3
-    assert least_distance(list(layers.COLOURS.values()), eyes) > 20
+    assert least_distance(list(layers.LAYER_COLOURS.values()), eyes) > 20
 
 
 @pytest.mark.parametrize(("page", "background"), [(0, "#ffffff"), (1, "#181d23")])

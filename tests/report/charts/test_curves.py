@@ -1,8 +1,8 @@
 from dataclasses import replace
 
-from lowrank_cnn.report.charts.curves import best_measure, curves_spec, training_curves
-from lowrank_cnn.report.gathering import gather
+from lowrank_cnn.report.charts import best_measure, curves_spec, training_curves
 from lowrank_cnn.report.records import Records
+from lowrank_cnn.report.results import gather
 
 
 def test_curves_keep_their_ends_and_are_not_endless(records: Records):

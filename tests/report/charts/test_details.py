@@ -5,16 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from lowrank_cnn.report.charts.details import (
-    DETAILS,
-    MOST_BARS,
-    NEEDED,
-    confusion_spec,
-    details_charts,
-    details_data,
-)
-from lowrank_cnn.report.gathering import gather
+from lowrank_cnn.report.charts import DETAILS, MOST_BARS, NEEDED, confusion_spec, details_charts, details_data
 from lowrank_cnn.report.records import Records
+from lowrank_cnn.report.results import gather
 
 
 def charts_of(records: Records) -> dict[str, dict]:

@@ -1,7 +1,7 @@
 import math
 
 from lowrank_cnn.deploy.timing import LayerTime
-from lowrank_cnn.report.charts.layers import layer_charts, layers_spec
+from lowrank_cnn.report.charts import layer_charts, layers_spec
 from lowrank_cnn.report.records import NetworkId, Records, TimedNetwork
 
 

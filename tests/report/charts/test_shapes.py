@@ -6,9 +6,9 @@ import pytest
 from torch import nn
 
 import lowrank_cnn as lr
-from lowrank_cnn.method.scheme import parse_scheme
-from lowrank_cnn.method.settling import LearnedShapes
-from lowrank_cnn.report.charts.shapes import shape_bars, shape_colours
+from lowrank_cnn.method.finalize_shapes import LearnedShapes
+from lowrank_cnn.method.schemes import parse_scheme
+from lowrank_cnn.report.charts import shape_bars, shape_colours
 from lowrank_cnn.report.figures import draw_figure
 
 

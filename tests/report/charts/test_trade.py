@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowrank_cnn.paper.published import rows
-from lowrank_cnn.report.charts.trade import (
+from lowrank_cnn.report.records import Records
+from lowrank_cnn.report.results import gather
+from lowrank_cnn.report.trade import (
     DENSE,
     LEAST_SPAN,
     LOW_RANK,
@@ -19,8 +21,6 @@ from lowrank_cnn.report.charts.trade import (
     trade_points,
     trade_spec,
 )
-from lowrank_cnn.report.gathering import gather
-from lowrank_cnn.report.records import Records
 
 
 def charts_of(records: Records, **wanted: str) -> list[dict]:

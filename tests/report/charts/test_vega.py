@@ -3,13 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from lowrank_cnn.report.charts.vega import (
-    filled,
-    label_rows,
-    save_charts,
-    with_labels,
-)
 from lowrank_cnn.report.records import Records
+from lowrank_cnn.report.style import filled, label_rows, save_charts, with_labels
 
 
 def test_placeholders_are_filled_at_any_depth():

@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.paper.published import rows
 from lowrank_cnn.report import read_records
 from lowrank_cnn.report.figures import FigureOptions, draw_figure
 from lowrank_cnn.report.records import Records
-from lowrank_cnn.system.errors import LowRankError
 
 ROOT = Path(__file__).parents[3]
 

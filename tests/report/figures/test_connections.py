@@ -1,4 +1,4 @@
-from lowrank_cnn.report.figures.connections import connection_matrix
+from lowrank_cnn.report.network_figures import connection_matrix
 
 
 def test_connections_are_those_of_a_convolution():

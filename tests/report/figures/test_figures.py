@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.report.figures import FIGURES, FigureOptions, draw_figure
 from lowrank_cnn.report.records import Records
-from lowrank_cnn.system.errors import LowRankError
 
 pytest.importorskip("matplotlib", reason="figures are drawn by matplotlib")
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.method.building import build_conv
-from lowrank_cnn.report.figures.filters import filter_banks, mosaic
+from lowrank_cnn.method.schemes import build_conv
+from lowrank_cnn.report.network_figures import filter_banks, mosaic
 
 
 @pytest.mark.parametrize("scheme", ["lr-join", "mixture(kx1, 1xk, kxk, join)", "separable"])

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from lowrank_cnn.frontier.record import DesignRow, DesignTime, Frontier, SeedRun
-from lowrank_cnn.report.figures.frontier import draw_frontier
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, SeedRun
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.report.trade import draw_frontier
 
 
 def frontier(folder: Path, designs: dict[str, tuple[float, float, int]]) -> Frontier:

@@ -23,7 +23,7 @@ def test_a_checkpoint_shows_what_was_learned(tmp_path: Path, text_of):
     fit(network, Data("grey", ("dark", "bright"), split, split), recipe, out=tmp_path / "run", device="cpu")
     figure = draw_figure("filters", tmp_path / "out.svg", FigureOptions(checkpoint=tmp_path / "run"))
     assert "First layer of nin-c3-lr, trained" in text_of(figure)
-    with mock.patch("lowrank_cnn.report.figures.options.create_model", wraps=create_model) as built:
+    with mock.patch("lowrank_cnn.report.network_figures.create_model", wraps=create_model) as built:
         text = text_of(
             draw_figure("receptive-field", tmp_path / "out.svg", FigureOptions(checkpoint=tmp_path / "run"))
         )

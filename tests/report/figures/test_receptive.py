@@ -1,7 +1,7 @@
 from torch import nn
 
 from lowrank_cnn.models import create_model
-from lowrank_cnn.report.figures.receptive import area, effective_field
+from lowrank_cnn.report.network_figures import area, effective_field
 
 
 def test_the_field_of_a_single_filter_is_its_shape():

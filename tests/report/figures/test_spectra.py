@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lowrank_cnn.models import create_model
-from lowrank_cnn.report.figures.spectra import dense_layers, singular_energy, spatial_energy
+from lowrank_cnn.report.network_figures import dense_layers, singular_energy, spatial_energy
 
 
 def test_trained_filters_are_of_lower_rank_than_random_ones():

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lowrank_cnn.report.figures.style import CYCLE, FORMATS, check_format, image_axes, new_figure, save, style
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.report.style import CYCLE, FORMATS, check_format, image_axes, new_figure, save, style
 
 matplotlib = pytest.importorskip("matplotlib", reason="figures are drawn by matplotlib")
 

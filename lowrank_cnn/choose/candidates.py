@@ -1,0 +1,387 @@
+"""What is compared, as data: families, designs of their convs, and how a design becomes a network.
+
+A design is a dense network of a family at some width, with its convs rewritten by a scheme everywhere or in some
+stages. Thin dense networks are designs as well, with the scheme `dense`: they are the controls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowrank_cnn.core.clock import check_budget
+from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.method.convert import convert
+from lowrank_cnn.method.count import Count, count
+from lowrank_cnn.method.finalize_shapes import load_shapes
+from lowrank_cnn.method.rewrite import copy_with
+from lowrank_cnn.method.schemes import FactoredConv2d, parse_scheme
+from lowrank_cnn.method.select import stages
+from lowrank_cnn.method.thin import thin
+from lowrank_cnn.models import create_model
+from lowrank_cnn.models.airbench import PatchConv2d
+from lowrank_cnn.models.network import Network
+
+MULTIPLE, COARSE = 16, 64
+"""Widths are such that every layer has a multiple of this many filters; in 64s GPUs run dense layers fastest."""
+STEP = 1 / 32
+"""Widths that are searched for are multiples of this."""
+SHAPES, LEARNED = "shapes:", "learned"
+"""What stands before the file of learned shapes, in the place of a scheme, and the name of such designs."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A dense network and the recipe that all its designs are trained by.
+
+    `kept` names the layers that have one width in all designs.
+    """
+
+    network: str
+    recipe: str
+    options: tuple[tuple[str, Any], ...] = ()
+    kept: tuple[str, ...] = ()
+
+
+FAMILIES = {
+    "airbench": Family("airbench", "cifar10-fast"),
+    "nin": Family("nin", "nin-modern", (("pool", "average"),)),
+    "vgg11": Family("vgg11-gmp", "modern", kept=("head",)),
+    "resnet18": Family("resnet18-small", "tiny-fast"),
+}
+
+
+def find_family(name: str) -> Family:
+    """A family of the table."""
+    if name not in FAMILIES:
+        raise LowRankError(f"there is no family {name!r}; {nearest(name, FAMILIES)}")
+    return FAMILIES[name]
+
+
+SMALL_SQUARES = "mixture(3x3)"
+"""Every larger filter becomes a 3x3: still a dense network, and the cheapest rival of long strips."""
+
+
+def is_dense(scheme: str) -> bool:
+    """Whether all filters are squares over all channels; those of `dense(branches)` are."""
+    return scheme == SMALL_SQUARES or scheme.partition("(")[0] == "dense"
+
+
+def is_branched(scheme: str) -> bool:
+    """Whether filters train beside branches; those of dense networks can, too."""
+    return scheme.endswith("branches)")
+
+
+@dataclass(frozen=True)
+class Design:
+    """A way to build a network of a family.
+
+    - `where`: the stages that the scheme is for: `all`, `late` (the second half of them), or `wide` (those with at
+      least half of the most filters).
+    - `between`: a batch norm and a ReLU stand between the halves of a separable pair.
+    - `multiple`: every layer has a multiple of this many filters.
+    - `last`: the last stage has this many times the filters of the dense network.
+    - `matched`: what its width was chosen by: "macs" or "time", and of which design.
+    - `layers`: layers with widths of their own, by name.
+    """
+
+    name: str
+    scheme: str = "dense"
+    width: float = 1.0
+    where: str = "all"
+    between: bool = False
+    last: float = 1.0
+    matched: str = ""
+    multiple: int = MULTIPLE
+    layers: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def dense(self) -> bool:
+        return is_dense(self.scheme)
+
+    def to_dict(self) -> dict[str, Any]:
+        """In values that JSON can hold."""
+        return asdict(self)
+
+
+DENSE = Design("dense")
+"""The family's own network, which all times are compared with."""
+DENSE_64S = Design("dense-64s", multiple=COARSE)
+"""Thin networks that a GPU likes: at a width of 1 it is `dense` itself."""
+DENSE_BRANCHES = Design("dense-branches", "dense(branches)")
+DENSE_64S_BRANCHES = Design("dense-64s-branches", "dense(branches)", multiple=COARSE)
+"""The rivals of designs with branches: branches help squares too (Ding et al. 2021)."""
+CONTROLS = {
+    design.name: design
+    for design in (
+        DENSE,
+        DENSE_64S,
+        Design("dense-32s", multiple=32),
+        Design("dense-3x3", SMALL_SQUARES),
+        DENSE_BRANCHES,
+        DENSE_64S_BRANCHES,
+        Design("dense-2x", last=2.0),
+    )
+}
+"""Dense networks: thin ones are these at a width."""
+CANDIDATES: dict[str, Design] = {
+    design.name: design
+    for design in (
+        # the paper's
+        Design("lr", "lr"),
+        Design("lr-join", "lr-join"),
+        Design("wfull", "mixture(kx1=3, 1xk=3, kxk=2, join)"),
+        Design("separable", "separable"),
+        Design("mixture", "mixture(kx1=3, 1xk=3, kxk=2)"),
+        Design("lr-2x", "lr", last=2.0),
+        Design("wfull-2x", "mixture(kx1=3, 1xk=3, kxk=2, join)", last=2.0),
+        # longer strips: a 7x1 costs less than a 3x3
+        Design("strips5", "mixture(5x1, 1x5)"),
+        Design("strips7", "mixture(7x1, 1x7)"),
+        # fewer spatial filters
+        Design("lr-1x1", "mixture(kx1, 1xk, 1x1)"),
+        Design("strips5-1x1", "mixture(5x1, 1x5, 1x1)"),
+        Design("third-kxk", "mixture(kxk, 1x1=2)"),
+        # shares that divide layers of 64 filters and more into groups that fill the tiles of a GPU
+        Design("half-kxk", "mixture(kxk, 1x1)"),
+        Design("quarters", "mixture(kx1, 1xk, 1x1, kxk)"),
+        Design("half-strips", "mixture(kx1, 1xk, kxk=2)"),
+        # filters that see half of the channels, mixed by the next layer or by a join
+        Design("lr-groups", "lr(channel_groups=2)"),
+        Design("lr-join-groups", "lr-join(channel_groups=2)"),
+        # beyond a linear pair
+        Design("separable-relu", "separable", between=True),
+        # low rank where maps are small or filters many
+        Design("lr-late", "lr", where="late"),
+        Design("lr-wide", "lr", where="wide"),
+        Design("mixture-late", "mixture(kx1=3, 1xk=3, kxk=2)", where="late"),
+        Design("strips5-late", "mixture(5x1, 1x5)", where="late"),
+        # more to learn with, nothing more to run
+        Design("lr-branches", "lr(branches)"),
+        Design("lr-late-branches", "lr(branches)", where="late"),
+        Design("strips5-branches", "mixture(5x1, 1x5, branches)"),
+    )
+}
+
+
+def find_design(text: str) -> Design:
+    """A design by the name of a candidate, or by a scheme; `@0.75` behind it sets the width.
+
+    `dense@0.75/conv2=0.5` sets the width of a layer as well. `shapes:RUN/shapes.json` is a network with the shapes
+    that a run has learned.
+
+    >>> find_design("lr-late@1.5").width
+    1.5
+    """
+    if text.startswith(SHAPES):
+        path = Path(text.removeprefix(SHAPES))
+        load_shapes(path)  # refused at once where it cannot be read
+        return Design(f"{LEARNED}-{path.parent.name or path.stem}", text)
+    text, *parts = text.split("/")
+    name, _, width = text.partition("@")
+    found = (CONTROLS | CANDIDATES).get(name)
+    if found is None:
+        try:
+            found = Design(name, str(parse_scheme(name)))
+        except LowRankError as error:
+            raise LowRankError(
+                f"{name!r} is neither a design nor a scheme; {nearest(name, CANDIDATES)}"
+            ) from error
+    found = at_width(found, _width(width)) if width else found
+    if not parts:
+        return found
+    layers = tuple((layer, _width(share)) for layer, _, share in (part.partition("=") for part in parts))
+    return replace(found, name="/".join([text, *parts]), layers=layers)
+
+
+def _width(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise LowRankError(f"a width is a number, as in dense@0.75/conv2=0.5, not {text!r}.") from error
+
+
+def control_for(scheme: str, *, in_64s: bool = False) -> Design:
+    """The dense network that is made thin to be compared with a design of this scheme."""
+    if is_branched(scheme):
+        return DENSE_64S_BRANCHES if in_64s else DENSE_BRANCHES
+    return DENSE_64S if in_64s else DENSE
+
+
+def base_name(name: str) -> str:
+    """The name of a design without its width."""
+    return name.partition("@")[0]
+
+
+def at_width(design: Design, width: float, matched: str = "") -> Design:
+    """The same design, wider or thinner."""
+    if not 0 < width <= 4:
+        raise LowRankError(f"a width lies above 0 and up to 4, not {width:g}.")
+    base = base_name(design.name)
+    return replace(design, name=base if width == 1 else f"{base}@{width:g}", width=width, matched=matched)
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Builds the designs of one family for images of one size and a number of classes."""
+
+    family: Family
+    size: tuple[int, int, int]
+    classes: int
+    norm: str | None = "batch"
+    base: float = 1.0
+
+    def __call__(self, design: Design) -> nn.Module:
+        """The network with fresh weights, by torch's generator as it stands."""
+        dense = create_model(self.family.network, **self._options())
+        network: nn.Module = dense
+        if design.width != 1 or design.last != 1 or design.layers:
+            own = dict.fromkeys(self.family.kept, 1.0)
+            if design.last != 1:
+                own |= dict.fromkeys(last_stage(dense, self.size), design.last * design.width)
+            own |= dict(design.layers)
+            network = thin(dense, width=design.width, input_size=self.size, multiple=design.multiple, layers=own)
+        if design.scheme.startswith(SHAPES):
+            if design.width != 1:
+                raise LowRankError(f"{design.name} has the widths that were learned, and no others.")
+            network = load_shapes(design.scheme.removeprefix(SHAPES)).apply(network)
+        elif design.scheme != DENSE.scheme:
+            network = convert(network, design.scheme, where=self._where(network, design.where))
+        if design.between:
+            network = rectified_between(network)
+        if isinstance(network, Network):
+            network.settle()  # what is particular to the family, of the layers that are new
+        return network
+
+    def count(self, design: Design) -> Count:
+        """The cost for one image, as the network runs once it is trained."""
+        with torch.device("meta"):
+            return count(self(design), self.size)
+
+    def _options(self) -> dict[str, Any]:
+        channels, height, width = self.size
+        side = {"image_size": height} if height == width else {}
+        made = {
+            "num_classes": self.classes,
+            "in_channels": channels,
+            "norm": self.norm,
+            "dropout": 0.0,
+            "width": self.base,
+        }
+        return {**made, **side, **dict(self.family.options)}
+
+    def _where(self, network: nn.Module, where: str) -> Sequence[str]:
+        """The convs that a scheme is for; never the layer that whitens patches, which is not trained."""
+        found = [
+            [name for name in stage if not isinstance(network.get_submodule(name), PatchConv2d)]
+            for stage in stages(network, self.size)
+        ]
+        found = [stage for stage in found if stage]
+        if where == "all":
+            return [name for stage in found for name in stage]
+        if where == "late":
+            return [name for stage in found[len(found) // 2 :] for name in stage]
+        if where == "wide":
+            widths = {name: _filters(network, name) for stage in found for name in stage}
+            return [name for name, filters in widths.items() if 2 * filters > max(widths.values())]
+        raise LowRankError(f"where is all, late or wide, not {where!r}.")
+
+
+def last_stage(network: nn.Module, size: tuple[int, int, int]) -> list[str]:
+    """The convs that give maps of the size of the last spatial conv, 1x1 ones too: sums need them all."""
+    rows = count(network, size).layers
+    end = stages(network, size)[-1]
+    maps = {row.output[1:] for row in rows if row.name in end}
+    return [
+        row.name
+        for row in rows
+        if row.output[1:] in maps and isinstance(network.get_submodule(row.name), nn.Conv2d)
+    ]
+
+
+def _filters(network: nn.Module, name: str) -> int:
+    return network.get_submodule(name).out_channels  # type: ignore[return-value]
+
+
+def rectified_between(network: nn.Module) -> nn.Module:
+    """A copy whose separable pairs have a batch norm and a ReLU between their halves: no longer linear."""
+    replaced: dict[nn.Module, nn.Module] = {}
+    for module in network.modules():
+        if isinstance(module, FactoredConv2d):
+            first, second = module.children()
+            filters: int = first.out_channels  # type: ignore[assignment]
+            replaced[module] = nn.Sequential(first, nn.BatchNorm2d(filters), nn.ReLU(inplace=True), second)
+    if not replaced:
+        raise LowRankError("a ReLU stands between the halves of a separable pair, and this network has none.")
+    return copy_with(network, replaced)
+
+
+def width_of_macs(builder: Builder, design: Design, macs: float) -> float:
+    """The width, a multiple of `STEP`, at which a design costs nearest to this many multiply-accumulates."""
+    return nearest_width(lambda width: builder.count(at_width(design, width)).macs, macs)
+
+
+def nearest_width(cost: Callable[[float], float], target: float) -> float:
+    """Bisect a cost that rises with the width, over multiples of `STEP` up to 4."""
+    low, high = 1, round(4 / STEP)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if cost(middle * STEP) < target else (low, middle)
+    return min((low, high), key=lambda n: abs(cost(n * STEP) - target)) * STEP
+
+
+# What `trace_frontier` is asked for, as one frozen row of plain values.
+
+MATCHES = ("macs", "time")
+
+
+@dataclass(frozen=True)
+class FrontierPlan:
+    """What is asked for.
+
+    - `designs`: low-rank candidates by name or scheme; `widths`: those of the dense network, 1 always among them.
+    - `widen`: also each candidate at the width where it costs the dense network's MACs, or time.
+    - `match`: also dense networks that cost each candidate's MACs, and time.
+    - `rates`: factors of the learning rate to try every design with, `tries` seeds each, on held-out images.
+    - `batch`: images in a batch to time inference with; 0 times nothing. `repeats`: runs that a median is of.
+    - `base`: the width of the family's own network that counts as 1: below 1 for a miniature.
+    - `teacher`: a design, `dense@1.5` say, that is trained first and that all others then learn from as well.
+    - `processes`: trainings at a time on the device. Networks are timed alone, before; how long a training takes
+      is recorded only with one process.
+    - `budget`: seconds after which nothing new is begun.
+    """
+
+    designs: tuple[str, ...] = ()
+    widths: tuple[float, ...] = ()
+    widen: tuple[str, ...] = ()
+    match: tuple[str, ...] = MATCHES
+    seeds: int = 8
+    rates: tuple[float, ...] = ()
+    tries: int = 1
+    batch: int = 256
+    compile: bool = True
+    repeats: int = 21
+    base: float = 1.0
+    teacher: str = ""
+    processes: int = 1
+    budget: float = float("inf")
+
+    def __post_init__(self) -> None:
+        for name in (*self.widen, *self.match):
+            if name not in MATCHES:
+                raise LowRankError(f"networks are matched by {' or '.join(MATCHES)}, not {name!r}.")
+        if self.seeds < 0 or self.batch < 0 or min(self.tries, self.processes) < 1:
+            raise LowRankError("seeds and batch are 0 or more, and tries and processes at least 1.")
+        check_budget(self.budget)
+        if self.teacher:
+            find_design(self.teacher)
+        if any(not 0 < rate < 1000 for rate in self.rates):
+            raise LowRankError("a factor of the learning rate lies above 0 and below 1000.")
+        if not self.batch and "time" in (*self.widen, *self.match):
+            object.__setattr__(self, "widen", tuple(set(self.widen) - {"time"}))
+            object.__setattr__(self, "match", tuple(set(self.match) - {"time"}))

@@ -1,0 +1,312 @@
+"""The record of a frontier: one JSON file, and beside it one file with the right and wrong answers of every run.
+
+The answers are packed, one bit for each test image in the order of the set, and each run has a row of as many
+bytes. A run's entry in the record says which row is its own, and the checksum of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median_high
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowrank_cnn.choose.candidates import is_branched, is_dense
+from lowrank_cnn.core.environment import environment
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.files import (
+    BrokenSealError,
+    UnreadableError,
+    is_regular,
+    open_in_place,
+    read_json,
+    read_regular,
+    sealed,
+    unsealed,
+    write_json,
+)
+from lowrank_cnn.core.numbers import ceil_div, round_up
+from lowrank_cnn.core.text import counted
+from lowrank_cnn.train.recipe import Recipe
+
+KIND, SCHEMA = "frontier", 1
+RECORD, ANSWERS = "frontier.json", "answers.bits"
+LARGEST_ANSWERS = 2**30
+"""Bytes of the largest file of answers that is read: that of 160,000 runs on ILSVRC."""
+DENSE_NAME = "dense"
+"""The family's own network, which all others are timed beside."""
+ABOUT = ("family", "network", "recipe", "data", "precision", "device", "teacher")
+"""What all runs of a frontier share: going on with another is refused."""
+
+
+@dataclass
+class SeedRun:
+    """One trained network: its seed, how many answers were right, and where they are.
+
+    `seconds` are those of training without compiling, by the median speed of its epochs; `wall` is everything.
+    A run that shared the device, with `processes` of them at a time, has no seconds and no speed: they would not
+    be comparable.
+    """
+
+    seed: int
+    correct: int
+    row: int
+    sha256: str
+    seconds: float | None
+    wall: float
+    images_per_second: float | None
+    train_accuracy: float
+    environment: int
+    processes: int = 1
+
+
+@dataclass
+class DesignTime:
+    """Milliseconds of a batch through `optimize`, and of the dense network that took turns with it.
+
+    `choice` is the variant that was fastest. `tries` has all of them.
+    """
+
+    ms: float
+    low: float
+    high: float
+    reference_ms: float
+    batch: int
+    choice: str
+    tries: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        """The time as a share of the dense network's in the same turns, so that the speed of the day cancels."""
+        return self.ms / self.reference_ms
+
+
+@dataclass
+class RateTry:
+    """One setting tried on held-out images: the factor of the learning rate, and the accuracy of each seed."""
+
+    rate: float
+    accuracies: list[float] = field(default_factory=list)
+
+
+@dataclass
+class DesignRow:
+    """A design: what it costs, what it takes, and its runs. `failed` are the seeds whose loss was not finite."""
+
+    design: dict[str, Any]
+    macs: int
+    params: int
+    timing: DesignTime | None = None
+    rate: float = 1.0
+    tries: list[RateTry] = field(default_factory=list)
+    runs: list[SeedRun] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.design["name"]
+
+    @property
+    def dense(self) -> bool:
+        return is_dense(self.design["scheme"])
+
+    @property
+    def branched(self) -> bool:
+        return is_branched(self.design["scheme"])
+
+    @property
+    def seconds(self) -> float | None:
+        """The median seconds of the trainings that had the device alone; None where there was none."""
+        alone = [run.seconds for run in self.runs if run.seconds is not None]
+        return median_high(alone) if alone else None
+
+    def tried(self, rate: float) -> RateTry:
+        """The tries of a factor of the learning rate, as yet without any where it is a new one."""
+        known = next((one for one in self.tries if one.rate == rate), None)
+        if known is None:
+            self.tries.append(known := RateTry(rate))
+        return known
+
+    def run_of(self, seed: int) -> SeedRun | None:
+        return next((run for run in self.runs if run.seed == seed), None)
+
+
+@dataclass
+class Frontier:
+    """Everything that a frontier found, and the folder it lives in."""
+
+    folder: Path
+    about: dict[str, Any]
+    images: int
+    rows: list[DesignRow] = field(default_factory=list)
+    environments: list[dict[str, Any]] = field(default_factory=list)
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    """Verdicts on the questions, as `statistics` finds them."""
+
+    @property
+    def title(self) -> str:
+        """The network, its width where it is not the family's own, the images, and who taught."""
+        width, teacher = self.about["network"]["base"], self.about["teacher"]
+        wide = f" (width {width:g})" if width != 1 else ""
+        taught = f", taught by {teacher}" if teacher else ""
+        return f"{self.about['family']}{wide} on {self.about['data']['name']}{taught}"
+
+    @property
+    def bytes_per_run(self) -> int:
+        return ceil_div(self.images, 8)
+
+    def row(self, name: str) -> DesignRow | None:
+        return next((row for row in self.rows if row.name == name), None)
+
+    def ms(self, row: DesignRow) -> float | None:
+        """Milliseconds of a row on one clock: its share of the dense network's time, as that stands in the record.
+
+        Rows may have been timed on different days, each in turns with the dense network.
+        """
+        dense = next((one.timing for one in self.rows if one.name == DENSE_NAME and one.timing), None)
+        if row.timing is None:
+            return None
+        return row.timing.ms if dense is None else row.timing.ratio * dense.ms
+
+    def check_batch(self, batch: int) -> None:
+        """Times of batches of different sizes do not belong into one record."""
+        known = next((row.timing.batch for row in self.rows if row.timing), batch)
+        if batch and known != batch:
+            raise LowRankError(
+                f"{self.folder} holds times of batches of {counted(known, 'image')}, not {batch}: say --batch "
+                f"{known}, or choose another --out."
+            )
+
+    def save(self) -> None:
+        """Write the record with its checksum, in one move."""
+        values = {
+            "kind": KIND,
+            "schema": SCHEMA,
+            **self.about,
+            "images": self.images,
+            "answers_file": {"name": ANSWERS, "bytes_per_run": self.bytes_per_run},
+            "environments": self.environments,
+            "rows": [asdict(row) for row in self.rows],
+            "answers": self.answers,
+        }
+        write_json(self.folder / RECORD, sealed(values))
+
+    def here(self) -> int:
+        """The number of this machine and these versions among the environments of the record."""
+        known = environment()
+        same = [i for i, one in enumerate(self.environments) if _without_date(one) == _without_date(known)]
+        if not same:
+            self.environments.append(known)
+        return same[0] if same else len(self.environments) - 1
+
+    def add_answers(self, packed: bytes) -> tuple[int, str]:
+        """Append a row of packed answers, on disk before this returns: its number and its checksum.
+
+        Rows behind those that the record knows were left by a process that was killed, and are written over.
+        """
+        if len(packed) != self.bytes_per_run:
+            raise LowRankError(
+                f"{len(packed)} bytes are not the answers for {counted(self.images, 'test image')}."
+            )
+        row = sum(len(r.runs) for r in self.rows)
+        path = self.folder / ANSWERS
+        with os.fdopen(open_in_place(path), "r+b") as file:
+            file.truncate(row * self.bytes_per_run)
+            file.seek(0, os.SEEK_END)
+            file.write(packed)
+            file.flush()
+            os.fsync(file.fileno())
+        return row, hashlib.sha256(packed).hexdigest()
+
+    def right_answers(self, row: DesignRow) -> Tensor:
+        """The answers [runs, images] of a design, as booleans, checked against their checksums."""
+        path = self.folder / ANSWERS
+        try:
+            content = read_regular(path, most=LARGEST_ANSWERS)
+        except OSError as error:
+            raise LowRankError(f"{path} cannot be read ({error.strerror}).") from error
+        found = []
+        for run in row.runs:
+            packed = content[run.row * self.bytes_per_run : (run.row + 1) * self.bytes_per_run]
+            if hashlib.sha256(packed).hexdigest() != run.sha256:
+                raise LowRankError(f"{path} is damaged: row {run.row} is not what was written.")
+            found.append(unpack(packed, self.images))
+        return torch.stack(found)
+
+
+def pack(right: Tensor) -> bytes:
+    """Booleans as bits, the first in the highest bit of the first byte."""
+    bits = torch.zeros(round_up(len(right), 8), dtype=torch.uint8)
+    bits[: len(right)] = right.to(torch.uint8).cpu()
+    powers = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
+    return bytes((bits.view(-1, 8) * powers).sum(1).to(torch.uint8).tolist())
+
+
+def unpack(packed: bytes, images: int) -> Tensor:
+    """The inverse of `pack`."""
+    values = torch.tensor(list(packed), dtype=torch.uint8)
+    shifts = torch.arange(7, -1, -1, dtype=torch.uint8)
+    return ((values[:, None] >> shifts) & 1).flatten()[:images].bool()
+
+
+def load_frontier(folder: str | Path) -> Frontier:
+    """Read the record in a folder, or the record itself."""
+    folder = Path(folder)
+    path, folder = (folder / RECORD, folder) if folder.is_dir() else (folder, folder.parent)
+    if not is_regular(path):
+        raise LowRankError(f"there is no record of a frontier at {path}.")
+    try:
+        values = unsealed(read_json(path))
+        if values["kind"] != KIND or values["schema"] != SCHEMA:
+            raise KeyError("kind")
+        rows = [_read_row(row) for row in values["rows"]]
+        about = {key: values.get(key) for key in ABOUT}
+        return Frontier(folder, about, values["images"], rows, values["environments"], values["answers"])
+    except (BrokenSealError, UnreadableError) as damage:
+        raise LowRankError(f"{path} is damaged: {damage}.") from damage
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise LowRankError(f"{path} is not the record of a frontier of this version.") from error
+
+
+def _read_row(values: dict[str, Any]) -> DesignRow:
+    timing = DesignTime(**values["timing"]) if values["timing"] else None
+    runs, tries = [SeedRun(**run) for run in values["runs"]], [RateTry(**one) for one in values["tries"]]
+    return DesignRow(**{**values, "timing": timing, "runs": runs, "tries": tries})
+
+
+def open_frontier(folder: Path, about: dict[str, Any], images: int) -> Frontier:
+    """The frontier in a folder, to go on with, or a new one; another one there is refused."""
+    if not (folder / RECORD).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        return Frontier(folder, about, images)
+    found = load_frontier(folder)
+    before, now = (_facts(one) for one in (found.about, json.loads(json.dumps(about))))
+    for what in before | now:
+        then, wanted = ("none" if one.get(what) is None else one[what] for one in (before, now))
+        if then != wanted:
+            raise LowRankError(
+                f"{folder} holds a frontier whose {what} is {then}, not {wanted}: choose another --out."
+            )
+    return found
+
+
+def _facts(about: dict[str, Any]) -> dict[str, Any]:
+    """What all runs share, each fact by its name."""
+    nested = {key: value if isinstance(value, dict) else {"": value} for key, value in _comparable(about).items()}
+    return {f"{key} {field}".strip(): value for key, fields in nested.items() for field, value in fields.items()}
+
+
+def _comparable(about: dict[str, Any]) -> dict[str, Any]:
+    """The description, with defaults for fields that recipes did not have when the record was written."""
+    defaults = json.loads(json.dumps(Recipe().to_dict()))
+    return {**about, "recipe": {**defaults, **(about["recipe"] or {})}}
+
+
+def _without_date(known: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in known.items() if key != "date"}

@@ -1,0 +1,326 @@
+"""The runs of a frontier: each trained by the recipe of its family, tested once, every answer kept."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pickle
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from lowrank_cnn.choose.candidates import Builder, Design, find_design
+from lowrank_cnn.choose.frontier import pack
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.files import below
+from lowrank_cnn.data import Data
+from lowrank_cnn.train import fit
+from lowrank_cnn.train.failure import NotFiniteError
+from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.record import Record
+from lowrank_cnn.train.trained import Trained, load_checkpoint
+
+HELD_OUT = 0.1
+"""The share of training images that settings are tried on."""
+TEACHER_SEED = 2000
+
+
+@dataclass(frozen=True)
+class TrainedDesign:
+    """What came of a run: its record, which test images it got right, and the seconds of it all."""
+
+    record: Record
+    right: Tensor
+    wall: float
+
+
+@dataclass(frozen=True)
+class DesignTrainer:
+    """Trains designs on one set of images, on one device, by one recipe."""
+
+    builder: Builder
+    data: Data
+    recipe: Recipe
+    device: str
+    teacher: Trained | None = None
+    """A trained network that all designs, thin dense ones too, learn from beside the labels."""
+
+    def train(self, design: Design, seed: int, *, rate: float = 1.0) -> TrainedDesign:
+        """Train from scratch; `rate` multiplies the learning rate of the recipe."""
+        began = time.monotonic()
+        torch.manual_seed(seed)
+        network = self.builder(design)
+        recipe = replace(self._tested_once, lr=rate * self.recipe.lr)
+        record = fit(network, self.data, recipe, seed=seed, teacher=self.teacher, **self._how)
+        assert record.right is not None
+        outcome = TrainedDesign(record, record.right, time.monotonic() - began)
+        release_memory()
+        return outcome
+
+    def train_teacher(self, design: Design, folder: Path) -> Record:
+        """The run of the network that the others learn from, in its own folder; it is made once."""
+        torch.manual_seed(TEACHER_SEED)
+        how = {"seed": TEACHER_SEED, "out": folder, "resume": True, **self._how}
+        return fit(self.builder(design), self.data, self._tested_once, **how)
+
+    @property
+    def _tested_once(self) -> Recipe:
+        """The recipe, with the test images used once, at the end."""
+        return replace(self.recipe, evaluate_every=max(1, self.recipe.epochs))
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        # Too short to pay for compiling: that is not even tried.
+        return {"device": self.device, "compile": False, "progress": False}
+
+
+@dataclass(frozen=True)
+class DesignRun:
+    """A run to make. With `held_out`, training images that are held out take the place of the test images."""
+
+    design: Design
+    seed: int
+    rate: float = 1.0
+    held_out: bool = False
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """What a run found, as plain values for another process: `right` has one bit for each test image.
+
+    `right` is None where the loss was not finite.
+    """
+
+    wall: float
+    right: bytes | None = None
+    correct: int = 0
+    images: int = 1
+    images_per_second: float = 0.0
+    train_accuracy: float = 0.0
+
+
+@dataclass
+class RunMaker:
+    """Makes runs, in this process or in another: designs on all images, and on those left by a held-out tenth.
+
+    `teachers` is the folder of the networks that teach, by the design `teacher`.
+    """
+
+    trainer: DesignTrainer
+    teacher: str = ""
+    teachers: Path = Path()
+    _trainers: dict[bool, DesignTrainer] = field(default_factory=dict, init=False)
+
+    def __call__(self, run: DesignRun) -> RunOutcome:
+        began = time.monotonic()
+        try:
+            done = self._prepared(run.held_out).train(run.design, run.seed, rate=run.rate)
+        except NotFiniteError:
+            return RunOutcome(time.monotonic() - began)
+        history = done.record.history
+        return RunOutcome(
+            wall=done.wall,
+            right=pack(done.right),
+            correct=int(done.right.sum()),
+            images=len(done.right),
+            images_per_second=done.record.result["images_per_second"],
+            train_accuracy=history[-1]["train_accuracy"] if history else 0.0,
+        )
+
+    def teach(self, *, held_out: bool) -> Record:
+        """Train the teacher of the runs that follow, on the same images as these; one that is there stays."""
+        return self._on_images(held_out).train_teacher(find_design(self.teacher), self._folder(held_out))
+
+    def _prepared(self, held_out: bool) -> DesignTrainer:
+        if held_out not in self._trainers:
+            made = self._on_images(held_out)
+            if self.teacher:
+                network = made.builder(find_design(self.teacher))
+                made = replace(made, teacher=load_checkpoint(self._folder(held_out), network=network))
+            self._trainers[held_out] = made
+        return self._trainers[held_out]
+
+    def _on_images(self, held_out: bool) -> DesignTrainer:
+        data = self.trainer.data
+        if not held_out:
+            return self.trainer
+        return replace(self.trainer, data=data.holdout(round(HELD_OUT * len(data.train)), 0))
+
+    def _folder(self, held_out: bool) -> Path:
+        return below(self.teachers, self.teachers / ("teacher-held-out" if held_out else "teacher"))
+
+
+def release_memory() -> None:
+    """Let go of what a run held on the device: graphs keep their memory until they are collected."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# Run trainings side by side: several processes that share one device, and the results in a fixed order.
+#
+# A short run leaves a GPU idle while Python builds the network and reads results. Other runs can use that time.
+# Each process is set up once, with its images in memory, and then does one job after the other. Times of such
+# runs are not comparable with those of runs that had the device alone.
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+_worker: list[Callable[[Any], Any]] = []
+"""What does the jobs of this process, in a process of a pool."""
+
+
+@dataclass
+class WorkerPool(Generic[Job, Result]):
+    """Run jobs in several processes, or in this one if only one is asked for.
+
+    `do` does one job. Each process gets a copy of it, with the images that it holds, when it starts.
+    """
+
+    do: Callable[[Job], Result]
+    processes: int = 1
+    _executor: ProcessPoolExecutor | None = field(default=None, init=False)
+    _folder: TemporaryDirectory[str] | None = field(default=None, init=False)
+    _alive: Connection | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.processes < 1:
+            raise LowRankError(f"trainings run in one process or more, not in {self.processes}.")
+
+    def __enter__(self) -> WorkerPool[Job, Result]:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """End the processes, and after an error at once: a run that is not finished is lost, and nothing else."""
+        if self._executor and self._alive:
+            if error is not None:
+                self._alive.close()
+            self._executor.shutdown(wait=True, cancel_futures=True)
+            self._alive.close()
+            self._executor = self._alive = None
+        if self._folder:
+            self._folder.cleanup()
+            self._folder = None
+
+    def results(
+        self,
+        jobs: Iterable[Job],
+        *,
+        ready: Callable[[Job], bool] = lambda _: True,
+        may_begin: Callable[[Job], bool] = lambda _: True,
+    ) -> Iterator[tuple[Job, Result | LowRankError]]:
+        """Each job with its result, or with the error that it raised, in the order in which they began.
+
+        The next job to begin is the first that is `ready`: one may wait for the result of another. As soon as
+        `may_begin` refuses a job, no other begins, and those that run are waited for.
+        """
+        waiting, begun = deque(jobs), deque[tuple[Job, Future[Result]]]()
+        while True:
+            while sum(not future.done() for _, future in begun) < self.processes:
+                job = next((job for job in waiting if ready(job)), None)
+                if job is None:
+                    break
+                if not may_begin(job):
+                    waiting.clear()
+                    break
+                waiting.remove(job)
+                begun.append((job, self._begin(job)))
+                if self.processes == 1:
+                    break
+            if not begun:
+                return
+            if not begun[0][1].done():
+                wait([future for _, future in begun if not future.done()], return_when=FIRST_COMPLETED)
+            while begun and begun[0][1].done():
+                job, future = begun.popleft()
+                yield job, _outcome(future)
+
+    def _begin(self, job: Job) -> Future[Result]:
+        if self.processes > 1:
+            executor = self._started()
+            with _without_interrupts():  # processes that start here inherit that: Ctrl-C is for this one alone
+                return executor.submit(_do, job)
+        done: Future[Result] = Future()
+        try:
+            done.set_result(self.do(job))
+        except LowRankError as error:
+            done.set_exception(error)
+        return done
+
+    def _started(self) -> ProcessPoolExecutor:
+        if self._executor is None:
+            ended, self._alive = Pipe(duplex=False)
+            threads = max(1, torch.get_num_threads() // self.processes)
+            # Through a file: a pipe would let this process wait for each of the others to import torch first.
+            self._folder = TemporaryDirectory(prefix="lowrank-")
+            copy = Path(self._folder.name) / "do.pickle"
+            with copy.open("wb") as file:
+                pickle.dump(self.do, file)
+            self._executor = ProcessPoolExecutor(
+                self.processes,
+                mp_context=get_context("spawn"),  # a forked process cannot use CUDA
+                initializer=_set_up,
+                initargs=(copy, ended, threads),
+            )
+        return self._executor
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Let Ctrl-C wait until the block ends, where the system can."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _outcome(future: Future[Result]) -> Result | LowRankError:
+    try:
+        return future.result()
+    except LowRankError as error:
+        return error
+    except BrokenProcessPool as error:
+        raise LowRankError(
+            "a process that trained was killed, or could not start: what has finished is saved; start again with "
+            'fewer processes. (A script needs `if __name__ == "__main__":` around its calls.)'
+        ) from error
+
+
+def _set_up(copy: Path, ended: Connection, threads: int) -> None:
+    """Prepare a process of the pool: it ends with the one that started it, and never measures kernels."""
+    threading.Thread(target=_leave_with, args=(ended,), daemon=True).start()
+    torch.set_num_threads(threads)
+    # Kernels are chosen by time, and a device that is shared has no times to choose by. On a GPU, torch's convs
+    # take longer for a layer's filter groups than for the dense layer.
+    os.environ.setdefault("LOWRANK_KERNELS", "dense" if torch.cuda.is_available() else "off")
+    with copy.open("rb") as file:
+        _worker[:] = [pickle.load(file)]
+
+
+def _leave_with(ended: Connection) -> None:
+    """End this process as soon as the other end of the connection is closed, by intention or by a kill."""
+    with contextlib.suppress(EOFError, OSError):
+        ended.recv()
+    os._exit(1)
+
+
+def _do(job: Any) -> Any:
+    return _worker[0](job)

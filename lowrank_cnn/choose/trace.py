@@ -1,0 +1,383 @@
+"""`trace_frontier`: time, tune and train every design of a family, and write one record that can be gone on with.
+
+The order is such that a cut leaves a fair picture: all designs are timed, then controls of equal cost are added,
+then every design is tuned by the same tries, then all are trained with the first seed, then with the second.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import exp, log
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.choose.candidates import (
+    DENSE,
+    SHAPES,
+    STEP,
+    Builder,
+    Design,
+    FrontierPlan,
+    at_width,
+    base_name,
+    control_for,
+    find_design,
+    find_family,
+    is_branched,
+    width_of_macs,
+)
+from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, SeedRun, open_frontier
+from lowrank_cnn.choose.runs import DesignRun, DesignTrainer, RunMaker, RunOutcome, WorkerPool
+from lowrank_cnn.core.clock import measure
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.files import locked
+from lowrank_cnn.core.text import duration
+from lowrank_cnn.data import Data
+from lowrank_cnn.deploy.optimize import Optimized, optimize
+from lowrank_cnn.train import get_recipe
+from lowrank_cnn.train.distributed import resolve_device, resolve_precision
+from lowrank_cnn.train.inputs import augmentation, image_size
+
+# How long a design takes: inference through `optimize`, beside the dense network in turns.
+
+REPEATS = 21
+
+
+@dataclass
+class DesignClock:
+    """Times designs on one device, each in turns with the dense network of the family, which it keeps.
+
+    `precision` is that of weights and images: bf16 on a GPU, as networks are trained there, else fp32.
+    """
+
+    builder: Builder
+    device: torch.device
+    batch: int = 256
+    compile: bool = True
+    repeats: int = REPEATS
+    say: Callable[[str], None] | None = None
+    reference: Optimized | None = field(default=None, init=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    def time(self, design: Design) -> DesignTime:
+        """The fastest form of a design, and its time."""
+        images = self._images()
+        ours = self._optimized(design, images)
+        if design == DENSE:
+            self.reference = ours
+        reference = self.reference or self._optimized(DENSE, images)
+        self.reference = reference
+        runs = {"ours": lambda: ours(images), "dense": lambda: reference(images)}
+        times = measure(runs, repeats=self.repeats, cuda=images.is_cuda)
+        sample, tries = times["ours"], {name: one.ms for name, one in ours.report.times.items()}
+        # The dense network beside itself: what two clocks differ by is not a ratio.
+        other = sample.ms if design == DENSE else times["dense"].ms
+        return DesignTime(sample.ms, sample.low, sample.high, other, self.batch, ours.report.choice, tries)
+
+    def _images(self) -> Tensor:
+        draw = torch.Generator().manual_seed(0)
+        images = torch.randn(self.batch, *self.builder.size, generator=draw)
+        layout = torch.channels_last if self.device.type == "cuda" else torch.contiguous_format
+        return images.to(self.device, self.dtype, memory_format=layout)
+
+    def _optimized(self, design: Design, images: Tensor) -> Optimized:
+        torch.manual_seed(0)
+        network: nn.Module = self.builder(design).to(self.device, self.dtype).eval()
+        return optimize(network, images, compile=self.compile, repeats=self.repeats, say=self.say)
+
+
+def width_of_time(measured: dict[float, float], target: float) -> float:
+    """The width at which a design would take `target`, between and beyond the widths that were measured.
+
+    Time is taken for a power of the width between two neighbours; the result is a multiple of `STEP`.
+    """
+    points = sorted((log(width), log(ms)) for width, ms in measured.items())
+    if len(points) == 1:
+        points.append((points[0][0] + 1, points[0][1] + 2))  # time grows with the square of the width
+    pairs = list(pairwise(points))
+    low, high = next((pair for pair in pairs if pair[1][1] >= log(target)), pairs[-1])
+    slope = max((high[1] - low[1]) / (high[0] - low[0]), 0.1)  # a flat stretch would lead anywhere
+    width = exp(low[0] + (log(target) - low[1]) / slope)
+    return min(4.0, max(STEP, round(width / STEP) * STEP))
+
+
+TUNING_SEED = 1000
+"""Seeds of tries begin here, apart from those of runs."""
+
+Say = Callable[[str], None]
+
+
+def trace_frontier(
+    family: str,
+    data: Data,
+    out: str | Path,
+    plan: FrontierPlan | None = None,
+    *,
+    recipe: str | None = None,
+    settings: Mapping[str, object] | None = None,
+    device: str = "auto",
+    say: Say = print,
+) -> Frontier:
+    """Do what a plan asks for and is not done yet, and give the record of everything in `out`.
+
+    >>> trace_frontier("airbench", data, "runs/f", FrontierPlan(("lr",), (0.5, 1.0), seeds=8))  # doctest: +SKIP
+    """
+    kind, plan = find_family(family), plan or FrontierPlan()
+    resolved = get_recipe(recipe or kind.recipe, **(settings or {}))
+    place = resolve_device(device)
+    size = image_size(data.test, augmentation(resolved))
+    builder = Builder(kind, size, len(data.classes), resolved.norm, plan.base)
+    about = {
+        "family": family,
+        "network": {"name": kind.network, "base": plan.base},
+        "recipe": resolved.to_dict(),
+        "data": {"name": data.name, "train": len(data.train), "test": len(data.test), "digest": data.digest},
+        "precision": resolve_precision(resolved.precision, place),
+        "device": torch.device(place).type,
+        "teacher": plan.teacher or None,
+    }
+    with locked(Path(out)):
+        found = open_frontier(Path(out), about, len(data.test))
+        maker = RunMaker(DesignTrainer(builder, data, resolved, place), plan.teacher, Path(out))
+        with WorkerPool(maker, plan.processes) as pool:
+            Tracer(found, maker, pool, plan, say).run()
+    return found
+
+
+class BudgetSpent(Exception):
+    """The time that was given is over; what is done is saved."""
+
+
+@dataclass
+class Tracer:
+    """Carries a plan out, one step at a time, saving after each."""
+
+    found: Frontier
+    maker: RunMaker
+    pool: WorkerPool[DesignRun, RunOutcome]
+    plan: FrontierPlan
+    say: Say
+    began: float = field(default_factory=time.monotonic)
+    designs: list[Design] = field(default_factory=list)
+    _clock: DesignClock | None = None
+
+    def run(self) -> None:
+        candidates = [find_design(text) for text in self.plan.designs]
+        self.found.check_batch(self.plan.batch)
+        try:
+            self.add(DENSE)
+            for width in self.plan.widths:
+                self.add(at_width(DENSE, width))
+            for design in candidates:
+                self.add(design)
+                self._widen(design)
+            for row in [row for row in self._rows() if not row.dense]:
+                self._match(row)
+            self._tune()
+            self._run_all(self._left(), self._keep)
+        except BudgetSpent:
+            self.say(f"The time is over ({self.plan.budget:.0f} s): the same command goes on from here.")
+
+    @property
+    def builder(self) -> Builder:
+        return self.maker.trainer.builder
+
+    def add(self, design: Design) -> DesignRow:
+        """A design in the record, counted and timed; one that is there already stays as it is."""
+        row = self.found.row(design.name)
+        if row is not None and design.scheme.startswith(SHAPES):
+            self._check_shapes(design, row)
+        if row is None:
+            cost = self.builder.count(design)
+            row = DesignRow(design.to_dict(), cost.macs, cost.params)
+            self.found.rows.append(row)
+            self.found.save()
+        if design.name not in (known.name for known in self.designs):
+            self.designs.append(design)
+        if self.plan.batch and row.timing is None:
+            self._check_budget()
+            row.timing = self.clock.time(design)
+            self.found.save()
+            ms = self.found.ms(row)  # as in the table: by its turns with the dense network
+            self.say(f"{design.name}: {ms:.3f} ms, {row.macs / 1e6:.1f} M MACs ({row.timing.choice})")
+        return row
+
+    def _check_shapes(self, design: Design, row: DesignRow) -> None:
+        """Refuse another file of learned shapes under the name of one that is in the record."""
+        cost = self.builder.count(design)
+        if (cost.macs, cost.params) != (row.macs, row.params):
+            file = design.scheme.removeprefix(SHAPES)
+            raise LowRankError(
+                f"{file} has other shapes than {design.name} of this record: rename its folder, which names it."
+            )
+
+    @property
+    def clock(self) -> DesignClock:
+        """Made when first needed: it holds the dense network in its fastest form."""
+        if self._clock is None:
+            self._clock = DesignClock(
+                self.builder,
+                torch.device(self.maker.trainer.device),
+                self.plan.batch,
+                self.plan.compile,
+                self.plan.repeats,
+            )
+        return self._clock
+
+    def _rows(self) -> list[DesignRow]:
+        """The rows of what was asked for: a folder may hold more."""
+        return [row for design in self.designs if (row := self.found.row(design.name))]
+
+    def _widen(self, design: Design) -> None:
+        """The design as wide as the dense network allows, by MACs and by time."""
+        dense, own = self.found.row(DENSE.name), self.found.row(design.name)
+        assert dense is not None
+        assert own is not None
+        if self.plan.widen and design.scheme.startswith(SHAPES):
+            self.say(f"{design.name} has the widths that were learned, and is not widened.")
+            return
+        if "macs" in self.plan.widen:
+            self.add(at_width(design, width_of_macs(self.builder, design, dense.macs), "macs of dense"))
+        if "time" in self.plan.widen and dense.timing and own.timing:
+            width = width_of_time(self._times(design), dense.timing.ratio)
+            self.add(at_width(design, width, "time of dense"))
+
+    def _match(self, row: DesignRow) -> None:
+        """The thin dense networks that a low-rank one has to beat: of its MACs, and of its time.
+
+        On a GPU those of its time are in 64s of filters, which run faster there. Where it costs as much as the
+        dense network, that one is its rival.
+        """
+        dense = self.found.row(DENSE.name)
+        assert dense is not None
+        if "macs" in self.plan.match and row.macs < dense.macs:
+            thin = control_for(row.design["scheme"])
+            width = width_of_macs(self.builder, thin, row.macs)
+            self._add_control(at_width(thin, min(width, 1.0), f"macs of {row.name}"))
+        if "time" in self.plan.match and row.timing and row.timing.ratio < 1:
+            thin = control_for(row.design["scheme"], in_64s=self.found.about["device"] == "cuda")
+            width = width_of_time({1.0: 1.0, **self._times(thin)}, row.timing.ratio)
+            self._add_control(at_width(thin, min(width, 1.0), f"time of {row.name}"))
+
+    def _add_control(self, design: Design) -> None:
+        """A thin dense network: that of the record, if it has one of the same filters under another width."""
+        cost = self.builder.count(design)
+        same = [row for row in self.found.rows if (row.macs, row.params) == (cost.macs, cost.params)]
+        known = [row for row in same if row.dense and row.branched is is_branched(design.scheme)]
+        self.add(Design(**known[0].design) if known else design)
+
+    def _times(self, design: Design) -> dict[float, float]:
+        """The measured times of a design by its width."""
+        rows = [row for row in self._rows() if base_name(row.name) == base_name(design.name)]
+        return {row.design["width"]: row.timing.ratio for row in rows if row.timing}
+
+    def _tune(self) -> None:
+        """Every design by the same factors of the learning rate, on images held out of training."""
+        # Runs belong together: later seeds are trained at the rate of the first.
+        rows = [row for row in self._rows() if not row.runs]
+        if not self.plan.rates or not rows:
+            return
+        designs = {design.name: design for design in self.designs}
+        jobs = [
+            DesignRun(designs[row.name], TUNING_SEED + place, rate, held_out=True)
+            for row in rows
+            for rate in self.plan.rates
+            for place in range(len(row.tried(rate).accuracies), self.plan.tries)
+        ]
+        self._run_all(jobs, self._keep_try)
+        for row in rows:
+            tries = [one for one in row.tries if one.accuracies]
+            row.rate = max(tries, key=lambda one: sum(one.accuracies) / len(one.accuracies)).rate
+        self.found.save()
+
+    def _run_all(self, jobs: list[DesignRun], keep: Callable[[DesignRun, RunOutcome], str]) -> None:
+        """Make runs as long as the time lasts, keep each, and tell how it went; a teacher is trained before."""
+        if not jobs:
+            return
+        if self.plan.teacher:
+            self._check_budget()
+            taught = self.maker.teach(held_out=jobs[0].held_out)
+            self.say(f"The teacher, {self.plan.teacher}: {100 * taught.result['top1']:.2f}%")
+        walls: list[float] = []
+        for job, outcome in self.pool.results(jobs, may_begin=lambda _: not self._spent):
+            if isinstance(outcome, LowRankError):
+                raise outcome
+            walls.append(outcome.wall)
+            rest = sum(walls) / len(walls) * (len(jobs) - len(walls)) / self.plan.processes
+            self.say(f"{len(walls)}/{len(jobs)}  {keep(job, outcome)}; {duration(rest)} left")
+        if len(walls) < len(jobs):
+            raise BudgetSpent
+
+    def _left(self) -> list[DesignRun]:
+        """Runs that are not done, the first seed of all designs first."""
+        rows = self._rows()
+        return [
+            DesignRun(design, seed, row.rate)
+            for seed in range(1, self.plan.seeds + 1)
+            for design, row in zip(self.designs, rows, strict=True)
+            if row.run_of(seed) is None and seed not in row.failed
+        ]
+
+    def _row(self, design: Design) -> DesignRow:
+        row = self.found.row(design.name)
+        assert row is not None
+        return row
+
+    def _keep_try(self, job: DesignRun, outcome: RunOutcome) -> str:
+        """Write a try into the record; a sentence about it."""
+        accuracy = outcome.correct / outcome.images
+        self._row(job.design).tried(job.rate).accuracies.append(accuracy)
+        self.found.here()  # a record of tries alone names its machine too
+        self.found.save()
+        return f"{job.design.name}, {job.rate:g} times the rate: {100 * accuracy:.2f}% of the images held out"
+
+    def _keep(self, job: DesignRun, outcome: RunOutcome) -> str:
+        """Write a run into the record; a sentence about it."""
+        row, told = self._row(job.design), f"{job.design.name} seed {job.seed}"
+        if outcome.right is None:
+            row.failed.append(job.seed)
+            self.found.save()
+            return f"{told}: the loss was not finite"
+        alone, speed = self.plan.processes == 1, outcome.images_per_second
+        environment = self.found.here()
+        place, checksum = self.found.add_answers(outcome.right)
+        run = SeedRun(
+            seed=job.seed,
+            correct=outcome.correct,
+            row=place,
+            sha256=checksum,
+            seconds=self._steady_seconds(speed) if alone else None,
+            wall=outcome.wall,
+            images_per_second=speed if alone else None,
+            train_accuracy=outcome.train_accuracy,
+            environment=environment,
+            processes=self.plan.processes,
+        )
+        row.runs.append(run)
+        self.found.save()
+        share = f"{100 * run.correct / self.found.images:.2f}%"
+        if run.seconds is None:
+            return f"{told}: {share} in {run.wall:.1f} s beside others"
+        return f"{told}: {share} in {run.seconds:.1f} s, {run.wall:.1f} s with compiling"
+
+    def _steady_seconds(self, speed: float) -> float:
+        """Seconds of all epochs at the median speed: the first epoch also compiles."""
+        recipe = self.maker.trainer.recipe
+        images = len(self.maker.trainer.data.train) // recipe.batch_size * recipe.batch_size
+        return recipe.epochs * images / speed if speed else 0.0
+
+    @property
+    def _spent(self) -> bool:
+        return time.monotonic() - self.began > self.plan.budget
+
+    def _check_budget(self) -> None:
+        if self._spent:
+            raise BudgetSpent

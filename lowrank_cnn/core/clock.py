@@ -1,0 +1,208 @@
+"""Time functions in turns, after a warm-up, and report medians with quartiles."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median, quantiles
+from types import FrameType
+from typing import TypeVar
+
+import torch
+
+from lowrank_cnn.core.errors import LowRankError
+
+Key = TypeVar("Key", bound=Hashable)
+TimedCall = Callable[[], object]
+_FEWEST = 3
+_MOST_REPEATS = 10**6
+_STEADY = 1.5
+_MOST_THREADS = 1024
+"""Torch crashes where the system refuses so many."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Milliseconds: the median of several runs, or the least, and the quartiles."""
+
+    ms: float
+    low: float
+    high: float
+    runs: int
+
+    @property
+    def spread(self) -> float:
+        """The upper quartile over the lower."""
+        return self.high / self.low if self.low else 1.0
+
+    @property
+    def steady(self) -> bool:
+        """Whether the quartiles lie near each other: where not, something else ran meanwhile."""
+        return self.spread <= _STEADY
+
+
+def measure(
+    runs: Mapping[Key, TimedCall],
+    *,
+    repeats: int = 15,
+    budget: float = 20.0,
+    cuda: bool = False,
+    rest: float = 0.0,
+    warm: int = 0,
+    fewest: int = _FEWEST,
+    of: Callable[[Sequence[float]], float] = median,
+) -> dict[Key, Sample]:
+    """Time several functions in turns: each `repeats` times, or fewer (at least `fewest`) within `budget` seconds.
+
+    `rest` seconds pass before each run: the threads of a runtime spin for a while after its last run, and would
+    slow down the next runtime. `warm` runs that are not timed follow the rest, to wake threads and fill caches.
+    `of=min` takes the least time in place of the median, to compare short runs with long ones on a busy machine:
+    other processes interrupt most of the long runs and few of the short ones.
+
+        measure({"dense": lambda: dense(x), "low-rank": lambda: low_rank(x)})["dense"].ms
+    """
+    check_repeats(repeats)
+    clock = _cuda_clock if cuda else _clock
+    end = time.perf_counter() + budget
+    for run in runs.values():  # twice: the first run of a kernel also compiles, allocates or packs
+        for _ in range(2):
+            if fewest > 1 or time.perf_counter() < end:
+                run()
+    times: dict[Key, list[float]] = {name: [] for name in runs}
+    for turn in range(repeats):
+        if turn >= fewest and time.perf_counter() > end:
+            break
+        for name, run in runs.items():
+            time.sleep(rest)
+            for _ in range(warm):
+                run()
+            times[name].append(clock(run))
+    return {name: _sample(taken, of) for name, taken in times.items()}
+
+
+def check_repeats(repeats: int) -> None:
+    """Refuse fewer runs than a median with quartiles needs, and a number that cannot be meant."""
+    if repeats < _FEWEST:
+        raise LowRankError(f"a median with quartiles needs at least {_FEWEST} runs, not {repeats}.")
+    if repeats > _MOST_REPEATS:
+        raise LowRankError(f"a median is of {_MOST_REPEATS:,} runs at most, not of {repeats:,}.")
+
+
+def check_budget(seconds: float) -> None:
+    """Refuse a budget that is no time at all."""
+    if not seconds > 0:  # a NaN is refused too
+        raise LowRankError(f"a budget is a number of seconds above 0, not {seconds}.")
+
+
+class OutOfTime(BaseException):
+    """A block took longer than its deadline. Code that catches every `Exception` lets it through."""
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Stop a block by OutOfTime after so many seconds, wherever it is but in an import: in a compiler, say.
+
+    A signal does it, which Python delivers to the main thread alone: in other threads the block runs to its end.
+    """
+    deaf = threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer")
+    if deaf or seconds == float("inf"):
+        yield
+        return
+
+    def stop(_signal: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_filename.startswith("<frozen importlib"):  # half a module would stay
+                return
+            frame = frame.f_back
+        signal.setitimer(signal.ITIMER_REAL, 2.0, 2.0)  # again: destructors drop exceptions
+        raise OutOfTime
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    timer = signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), 0.05)
+    try:
+        yield
+    finally:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:
+            signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, *timer)
+
+
+@contextmanager
+def torch_threads(threads: int | None) -> Iterator[None]:
+    """Let torch's operations use this number of threads within the block; None keeps the current number."""
+    if threads is not None and not 0 < threads <= _MOST_THREADS:
+        raise LowRankError(f"the number of threads lies between 1 and {_MOST_THREADS}, not at {threads}.")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Marks:
+    """Time spent between `start` and `stop`, by name, on the host."""
+
+    def __init__(self) -> None:
+        self.started: dict[str, float] = {}
+        self.taken: dict[str, float] = {}
+
+    def start(self, name: str) -> None:
+        self.started[name] = time.perf_counter()
+
+    def stop(self, name: str) -> None:
+        spent = 1000 * (time.perf_counter() - self.started[name])
+        self.taken[name] = self.taken.get(name, 0.0) + spent
+
+    def collect(self) -> dict[str, float]:
+        taken, self.taken = self.taken, {}
+        return taken
+
+
+class CudaMarks:
+    """The same by CUDA events, which do not make the host wait."""
+
+    def __init__(self) -> None:
+        self.events: dict[str, list[torch.cuda.Event]] = defaultdict(list)
+
+    def start(self, name: str) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.events[name].append(event)
+
+    stop = start
+
+    def collect(self) -> dict[str, float]:
+        torch.cuda.synchronize()
+        events, self.events = self.events, defaultdict(list)
+        return {
+            name: sum(a.elapsed_time(b) for a, b in zip(marks[::2], marks[1::2], strict=True))
+            for name, marks in events.items()
+        }
+
+
+def _clock(run: TimedCall) -> float:
+    start = time.perf_counter()
+    run()
+    return 1000 * (time.perf_counter() - start)
+
+
+def _cuda_clock(run: TimedCall) -> float:
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop)
+
+
+def _sample(times: Sequence[float], of: Callable[[Sequence[float]], float]) -> Sample:
+    low, _, high = quantiles(times, n=4) if len(times) > 1 else 3 * list(times)
+    return Sample(of(times), low, high, len(times))

@@ -1,0 +1,93 @@
+"""Describe the hardware, versions and commit that a figure was measured with."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+from lowrank_cnn.core.version import __version__
+
+_PACKAGES = ("triton", "lightning_fabric", "numpy", "onnxruntime")
+
+
+def environment() -> dict[str, object]:
+    """Describe this machine and the software on it, in values that JSON can hold."""
+    return {
+        "lowrank_cnn": __version__,
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{package: _version(package) for package in _PACKAGES},
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "platform": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def commit() -> str | None:
+    """The commit of the checkout this package runs from, marked `+` where it was changed; None if installed.
+
+    LOWRANK_COMMIT goes before both: a tree that was copied elsewhere may have no history there, or an older one.
+    """
+    if given := os.environ.get("LOWRANK_COMMIT"):
+        return given
+    root = Path(__file__).resolve().parents[2]
+    head = _git(root, "rev-parse", "--short=12", "HEAD") if (root / ".git").exists() else None
+    if not head:
+        return None
+    return head + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    """A readable processor name; Linux knows it through lscpu, on Arm too."""
+    try:
+        lines = subprocess.run(["lscpu"], capture_output=True, text=True, timeout=10).stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("Model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+# Detect out-of-memory errors and estimate free memory.
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is an allocator's, on any device."""
+    words = ("out of memory", "can't allocate memory", "not enough memory")
+    known = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, known) or any(word in str(error).lower() for word in words)
+
+
+def room(device: torch.device) -> float:
+    """Bytes that a GPU can still give, counting what torch has reserved and not used; elsewhere no limit."""
+    if device.type != "cuda":
+        return float("inf")
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)

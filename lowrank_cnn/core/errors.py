@@ -1,0 +1,90 @@
+"""Errors for users: one sentence that says what is wrong and what to do."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import re
+import sys
+from collections.abc import Iterable
+from types import ModuleType
+
+from lowrank_cnn.core.text import printable
+
+_LONGEST_NAME = 100
+"""Letters of a name that are compared with known names: the time to compare grows with their square."""
+
+
+class LowRankError(ValueError):
+    """Bad input. The command line prints the sentence and leaves with exit code 2.
+
+    A name within the sentence may be anything: control characters and line ends in it are escaped.
+
+    >>> import lowrank_cnn as lr
+    >>> lr.create_model("nin", width=-1)
+    Traceback (most recent call last):
+    lowrank_cnn.core.errors.LowRankError: width must be positive and at most 64, not -1.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__()).replace("\n", "\\n")
+
+
+class LowRankWarning(UserWarning):
+    """One sentence about what the user may not expect. The command line prints it without a place in the code."""
+
+
+class LostDeviceError(LowRankError):
+    """A kernel has crashed the device: this process can no longer use it."""
+
+
+class MissingExtra(LowRankError):
+    """An optional dependency is not installed; the sentence names the `pip install` to run.
+
+    >>> import lowrank_cnn as lr
+    >>> issubclass(lr.MissingExtra, lr.LowRankError)
+    True
+    """
+
+
+def require(module: str, *, extra: str, purpose: str = "this") -> ModuleType:
+    """Import an optional dependency where it is used, or say in one line how to get it.
+
+    ONNX Runtime and OpenVINO send telemetry and store an identifier at home as soon as they are imported: both are
+    told not to. OpenVINO and NNCF have no setting for it, but do without the package if it cannot be imported.
+    """
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        # What is missing may be what the module itself wants: TensorBoard, to write scalars with torch.
+        package = (error.name or module).partition(".")[0]
+        raise MissingExtra(f"{purpose} needs {package}: pip install 'lowrank-cnn[{extra}]'") from error
+
+
+def check_type(name: str, value: object, *kinds: type) -> None:
+    """Refuse a value of another type; None is a type like others, and True is no number.
+
+    >>> check_type("stride", "two", int)
+    Traceback (most recent call last):
+    lowrank_cnn.core.errors.LowRankError: stride must be of type int, not 'two'.
+    """
+    right = isinstance(value, kinds) and (not isinstance(value, bool) or bool in kinds)
+    if not right:
+        wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise LowRankError(f"{name} must be of type {wanted}, not {value!r:.60}.")
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown name: the nearest known names, or all if none is near."""
+    names = sorted(known)
+    close = difflib.get_close_matches(str(name)[:_LONGEST_NAME], names, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(names)}."
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error without colours and full stop, or its type where it says nothing."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    return plain.strip().partition("\n")[0].rstrip(".") or type(error).__name__

@@ -1,0 +1,426 @@
+"""Read and write files safely: replace a file in one move, and read regular files of bounded size only.
+
+`replacing` writes every output, and `open_regular` opens every input. Both refuse devices and pipes. A link inside
+a folder may be somebody else's: it is read, but nothing is written through it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import io
+import itertools
+import json
+import os
+import secrets
+import stat
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.processes import first_process
+
+LARGEST_JSON = 64 * 2**20
+"""Bytes of the largest JSON file that is read; the longest training records take less than a tenth."""
+_SPECIAL = "Not a regular file"
+_TEMPORARY = ".tmp-"
+# Without O_NONBLOCK, opening a FIFO waits for its other end. Windows has none of these but O_BINARY.
+_NONBLOCK, _NOFOLLOW, _BINARY = (getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOFOLLOW", "O_BINARY"))
+
+
+class UnreadableError(LowRankError):
+    """A file that cannot be read as what it should be. The message says why, without the file's name."""
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, parents: bool = True) -> Iterator[Path]:
+    """Give a temporary path to write to, which then replaces `path` in one move.
+
+    The content is on disk before the move. A failure leaves what was there, and raises `LowRankError`. A device, a
+    pipe or a folder is refused, behind a link too. A link to a file is replaced, and that file stays as it is.
+    `parents` makes the folder if it is not there.
+
+        with replacing(Path("table.csv")) as temporary:
+            temporary.write_text("a,b")
+    """
+    # A name that nobody can guess: a link in a folder from somebody else cannot wait for it.
+    temporary = path.with_name(f"{_TEMPORARY}{secrets.token_hex(8)}{path.suffix[:16]}")
+    try:
+        try:
+            _check_place(path)
+            if parents:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            yield temporary
+            _sync(temporary)
+            temporary.replace(path)
+            _sync(path.parent)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise LowRankError(why_not_written(path, error)) from error
+
+
+def write_atomically(path: Path, payload: bytes, *, parents: bool = True) -> None:
+    """Replace a file's content in one move; a failure leaves what was there. `-` is standard output."""
+    if str(path) == "-":
+        sys.stdout.write(payload.decode())
+        return
+    with replacing(path, parents=parents) as temporary:
+        temporary.write_bytes(payload)
+
+
+def open_in_place(path: Path) -> int:
+    """Open a file inside a folder for reading and writing, made if absent, and not truncated: its descriptor.
+
+    A file with a second name would change under that name too: it is refused, as links, devices and pipes are.
+    """
+    try:
+        _check_place(path, links=False)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _NONBLOCK | _NOFOLLOW | _BINARY, 0o666)
+        about = os.fstat(descriptor)
+        if stat.S_ISREG(about.st_mode) and about.st_nlink <= 1:  # 0 if another process has just deleted it
+            return descriptor
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, _SPECIAL, str(path))
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ELOOP):
+            raise
+        raise LowRankError(
+            f"{path} is a link, has a second name or is no regular file: remove it, or choose another folder."
+        ) from error
+
+
+def followed(path: Path) -> Path:
+    """The file that a path of the user's own leads to: such a link is written through, unlike those in folders."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
+def below(folder: Path, path: Path) -> Path:
+    """A path below a folder, to write to; a link on the way that leads elsewhere is refused."""
+    if Path(os.path.realpath(path)) != Path(os.path.realpath(folder), path.relative_to(folder)):
+        raise LowRankError(f"a link leads from {path} to another folder: remove it, or choose another --out.")
+    return path
+
+
+def write_json(path: Path, value: object, *, parents: bool = True) -> None:
+    """Write a JSON file that people can read too, in one move."""
+    write_atomically(path, (json.dumps(value, indent=1) + "\n").encode(), parents=parents)
+
+
+def clear_temporaries(directory: Path) -> None:
+    """Remove temporary files of a process that was killed while writing."""
+    for path in directory.glob(f"{_TEMPORARY}*"):
+        delete(path)
+
+
+def set_aside(path: Path) -> bool:
+    """Rename an obstacle to `NAME.damaged`, or `NAME.damaged-1` and so on; nothing is deleted."""
+    names = itertools.chain([f"{path.name}.damaged"], (f"{path.name}.damaged-{n}" for n in itertools.count(1)))
+    free = next(place for name in names if not os.path.lexists(place := path.with_name(name)))
+    try:
+        path.rename(free)
+    except OSError:
+        return False
+    return True
+
+
+def delete(path: Path) -> bool:
+    """Delete a file if the system allows it. A file that stays costs space and is no reason to stop."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
+
+
+def open_regular(path: str | Path, *, most: int | None = None) -> io.BufferedReader:
+    """Open a regular file of at most this many bytes for reading.
+
+    A FIFO would block, and a device may have no end: both raise `OSError`, as does a larger file.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _NONBLOCK | _BINARY)
+    except ValueError as error:  # no path has a null character
+        raise OSError(errno.EINVAL, str(error), str(path)) from error
+    try:
+        about = os.fstat(descriptor)  # of what was opened: the path may lead elsewhere by now
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(errno.EINVAL, _SPECIAL, str(path))
+        if most is not None and about.st_size > most:
+            raise OSError(errno.EFBIG, f"Larger than {most / 2**20:g} MiB", str(path))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: str | Path, *, most: int) -> bytes:
+    """The content of a regular file of at most this many bytes; anything else raises `OSError`."""
+    with open_regular(path, most=most) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(size + 1)
+    if len(content) > size:  # it grows, or the file system states no sizes, as that of /proc
+        raise OSError(errno.EINVAL, "It changed while it was read", str(path))
+    return content
+
+
+def read_text(path: Path, *, most: int) -> str:
+    """The UTF-8 text of a regular file, its lines ended by `\\n`; a mark at its beginning is left out."""
+    return io.TextIOWrapper(io.BytesIO(read_regular(path, most=most)), "utf-8-sig").read()
+
+
+def regular(path: Path) -> Path:
+    """The path of a regular file, for a library that opens files by name; `OSError` for anything else."""
+    open_regular(path).close()
+    return path
+
+
+def is_regular(path: str | Path) -> bool:
+    """Whether the path leads to a regular file, through links too; False where it cannot be looked at."""
+    try:
+        return stat.S_ISREG(Path(path).stat().st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def read_json(path: Path, *, most: int = LARGEST_JSON) -> Any:
+    """The value in a JSON file. Anything else raises `UnreadableError`: damage, depth, size, a missing file."""
+    return parse_json(_read(path, most))
+
+
+def parse_json(content: bytes) -> Any:
+    """The value that JSON text holds, or `UnreadableError`."""
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise UnreadableError("it is not JSON that can be read: it is nested too deeply") from error
+    except json.JSONDecodeError as error:
+        raise UnreadableError(f"it is not JSON, from line {error.lineno} on") from error
+    except ValueError as error:  # no UTF-8, or a number of more digits than Python reads
+        raise UnreadableError("it is not JSON") from error
+
+
+def as_path(source: str | os.PathLike[str]) -> Path:
+    """A path that the system can look up, with `~` expanded; else `LowRankError`."""
+    try:
+        path = Path(source).expanduser()
+        path.exists()
+        os.fsencode(path)
+        if "\0" in str(path):
+            raise ValueError("it contains a null character")
+    except OSError as error:
+        raise LowRankError(f"{_short(source)} cannot be a path ({error.strerror or error}).") from error
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise LowRankError(f"{_short(source)} cannot be a path: {str(error).rstrip('.')}.") from error
+    return path
+
+
+def _read(path: Path, most: int) -> bytes:
+    try:
+        return read_regular(path, most=most)
+    except OSError as error:
+        raise UnreadableError(f"it cannot be read ({error.strerror or error})") from error
+
+
+def _check_place(path: Path, *, links: bool = True) -> None:
+    """Refuse to write where a device, a pipe or a folder is; or a link, if those are no place to write to."""
+    try:
+        mode = (path.stat() if links else path.lstat()).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, _SPECIAL, str(path))
+
+
+def _short(source: object, most: int = 80) -> str:
+    text = str(source)
+    return repr(text if len(text) <= most else f"{text[:most]}...")
+
+
+def _sync(path: Path) -> None:
+    """Force a file, or a directory's list of names, to disk; systems that cannot open directories need not."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def why_not_written(path: Path, error: OSError) -> str:
+    """The sentence for a file that the system does not let us write."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"the disk is full: {path} could not be written. What was there before is whole; free some space and "
+            "run the command again (training goes on with --resume)."
+        )
+    if error.errno == errno.ENOENT:
+        return (
+            f"{path} could not be written: its folder was moved or deleted (training goes on with --resume in the "
+            "folder's new place)."
+        )
+    return f"{path} could not be written ({error.strerror or error})."
+
+
+# Seal JSON objects with a checksum of their values, so that damage is noticed when they are read.
+
+SEAL = "sha256"
+"""The key that holds the checksum of all other values."""
+
+
+class BrokenSealError(LowRankError):
+    """The values are not those that were sealed."""
+
+
+def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with their checksum, which does not depend on the order of keys or on spaces in the file.
+
+    >>> sealed({"top1": 0.9})["sha256"][:8]
+    '8a0ed2d5'
+    """
+    values = json.loads(json.dumps(values))  # as they will be read: keys become text
+    return {**values, SEAL: _checksum(values)}
+
+
+def unsealed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values without their checksum, which must fit them; values that have none are returned as they are."""
+    content = {key: value for key, value in values.items() if key != SEAL}
+    if SEAL in values and values[SEAL] != _checksum(content):
+        raise BrokenSealError("its checksum is not the one that was written")
+    return content
+
+
+def is_sealed(values: Mapping[str, Any]) -> bool:
+    """Whether the values have a checksum; older files have none."""
+    return SEAL in values
+
+
+def _checksum(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+# Let one process at a time use a directory.
+#
+# The operating system holds the lock for a process and drops it when that process ends, however it ends. A run
+# that was killed can therefore be continued at once.
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+LOCK = "held.lock"
+_CONTESTED = (errno.EACCES, errno.EAGAIN)
+_ours: dict[tuple[int, str], int] = {}
+"""The thread that holds a directory, by process and path: the system's locks do not tell threads apart."""
+_ours_changing = threading.Lock()
+
+
+class HeldError(LowRankError):
+    """Another process, or another thread of this one, uses the directory."""
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold a directory while the block lasts, and make it if it is not there; `HeldError` if another holds it.
+
+    A thread that holds the directory already may enter again. Of the processes that torchrun starts for one run,
+    the first holds it for all. Where a file system has no locks, nothing is held.
+
+        with locked(Path("runs/first")):
+            train()
+    """
+    owner = (os.getpid(), str(directory.absolute()))
+    if not first_process() or _ours.get(owner) == threading.get_ident():
+        yield
+        return
+    with _ours_changing:
+        if owner in _ours:
+            raise HeldError(f"{directory} is in use by another thread: wait for it, or choose another --out.")
+        _ours[owner] = threading.get_ident()
+    try:
+        with _made(directory), _lock_file(directory / LOCK):
+            yield
+    finally:
+        del _ours[owner]
+
+
+@contextlib.contextmanager
+def _made(directory: Path) -> Iterator[None]:
+    """Make a directory, and remove it again if nothing was put into it."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LowRankError(f"the directory {directory} cannot be made ({error.strerror or error}).") from error
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            for path in missing:
+                path.rmdir()
+
+
+@contextlib.contextmanager
+def _lock_file(path: Path) -> Iterator[None]:
+    descriptor = _open_locked(path)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            # While it is held: whoever has opened this file finds that it is gone, and opens another.
+            with contextlib.suppress(OSError):
+                path.unlink()
+            os.close(descriptor)
+
+
+def _open_locked(path: Path) -> int | None:
+    """The descriptor of the locked file; None where there is nothing to lock with, as on a read-only disk.
+
+    It is locked by `lockf`, not `flock`: a child process that outlives this one would keep the latter.
+    """
+    while fcntl is not None:
+        try:
+            descriptor = open_in_place(path)
+        except OSError:
+            return None
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = _holder(descriptor)
+            os.close(descriptor)
+            if error.errno not in _CONTESTED:
+                return None
+            raise HeldError(
+                f"{path.parent} is in use by another process{holder}: wait until it ends, or choose another --out."
+            ) from error
+        if _is_at(path, descriptor):
+            with contextlib.suppress(OSError):  # a full disk, say: the number is only for the message
+                os.truncate(descriptor, 0)
+                os.write(descriptor, str(os.getpid()).encode())
+            return descriptor
+        os.close(descriptor)
+    return None
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether the open file is still the one that the path names."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+    except OSError:
+        return False
+
+
+def _holder(descriptor: int) -> str:
+    with contextlib.suppress(OSError):
+        number = os.pread(descriptor, 20, 0)
+        if number.isdigit():
+            return f" ({int(number)})"
+    return ""

@@ -1,0 +1,118 @@
+"""What a call is doing, on standard error, once it takes more than two seconds.
+
+    @progress("thin")
+    def thin(...):
+        step("width 0.41")
+
+A terminal or a notebook shows one line that changes and vanishes at the end; a log gets a line now and then.
+A call within another one shows its steps on the line of the outer call.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+
+from lowrank_cnn.core.processes import first_process
+from lowrank_cnn.core.text import printable
+
+_QUIET, _LOG_EVERY = 2.0, 10.0
+"""Seconds before the first line, and between the lines of a log."""
+
+
+class StepLine:
+    """The line of one call: its step, and those of calls within it. `say` gets every step in place of the line."""
+
+    def __init__(self, what: str, say: Callable[[str], None] | None) -> None:
+        self.what, self.say, self.steps = what, say, [""]
+        self.began = time.monotonic()
+        self.width, self.logged = 0, -_LOG_EVERY
+        self.lock = threading.Lock()
+        self.timer = threading.Timer(_QUIET, self.show)  # the first step may take minutes
+        self.timer.daemon = True
+        if say is None and first_process():
+            self.timer.start()
+
+    @property
+    def text(self) -> str:
+        return ": ".join(filter(None, self.steps))
+
+    def step(self, text: str) -> None:
+        self.steps[-1] = text
+        if self.say is not None:
+            self.say(self.text)
+        elif time.monotonic() - self.began >= _QUIET and first_process():
+            self.show()
+
+    def show(self) -> None:
+        line = printable(f"{self.what}: {self.text} ..." if self.text else f"{self.what} ...")
+        with self.lock:
+            if _moves():
+                line = line[: shutil.get_terminal_size().columns - 1]
+                self._write(f"\r{line.ljust(self.width)}")
+                self.width = len(line)
+            elif time.monotonic() - self.logged >= _LOG_EVERY:
+                self.logged = time.monotonic()
+                self._write(f"{line}\n")
+
+    def erase(self) -> None:
+        with self.lock:
+            if self.width:
+                self._write(f"\r{' ' * self.width}\r")
+                self.width = 0
+
+    def close(self) -> None:
+        self.timer.cancel()
+        self.erase()
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # nobody reads any more
+            print(text, end="", file=sys.stderr, flush=True)
+
+
+_line: ContextVar[StepLine | None] = ContextVar("line", default=None)
+
+
+@contextmanager
+def progress(what: str, say: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Show the steps of a call; `say` is called with each instead. Also a decorator."""
+    outer = _line.get()
+    if outer is not None and say is None:
+        outer.steps.append("")
+        try:
+            yield
+        finally:
+            outer.steps.pop()
+        return
+    line = StepLine(what, say)
+    token = _line.set(line)
+    try:
+        yield
+    finally:
+        _line.reset(token)
+        line.close()
+
+
+def step(text: str) -> None:
+    """Say what the current call does from now on."""
+    line = _line.get()
+    if line is not None:
+        line.step(text)
+
+
+def lasting(text: str) -> None:
+    """Print a line on standard error that stays."""
+    line = _line.get()
+    if line is not None:
+        line.erase()
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+def _moves() -> bool:
+    """Whether a line can be overwritten: on a terminal, and in a notebook's output."""
+    return sys.stderr is not None and (sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel"))

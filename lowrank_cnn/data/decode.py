@@ -1,0 +1,363 @@
+"""From the bytes of an image file to pixels: any colour mode, any size, and a named reason where it fails."""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import io
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowrank_cnn.core.errors import MissingExtra, require
+from lowrank_cnn.data.augment import scaled
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# Formats whose decoders are plain libraries: EPS, say, would start another program.
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+_GREY = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "F"}
+_DEEP = {"I", "I;16", "I;16B", "I;16L"}
+
+_ORIENTATION, _TURNED = 0x0112, range(5, 9)
+"""The EXIF tag for how a camera was held, and its values for images that lie on their side."""
+
+UNDECODABLE = "undecodable image"
+
+
+class BadImageError(Exception):
+    """One image that cannot be used, and why."""
+
+
+@dataclass(frozen=True)
+class ImageHeader:
+    """What the header of an image file tells: its height and width and whether it is grey."""
+
+    height: int
+    width: int
+    grey: bool
+
+
+def image_header(data: bytes) -> ImageHeader:
+    """Read the header alone."""
+    image = open_image(data)
+    height, width = (image.width, image.height) if orientation(image) in _TURNED else (image.height, image.width)
+    return ImageHeader(height, width, image.mode in _GREY)
+
+
+def decode_image(data: bytes, *, channels: int, at_least: int | None = None) -> Image:
+    """A grey (one channel) or RGB (three) image, upright; a JPEG may come smaller, of this size or more."""
+    image = open_image(data)
+    try:
+        if at_least is not None:
+            image.draft(None, (at_least, at_least))
+        image.load()
+        return _convert(_upright(image), channels)
+    except MemoryError:
+        raise
+    except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, zlib.error and more
+        raise BadImageError(_reason(error)) from error
+
+
+def scale_shorter(image: Image, side: int) -> Image:
+    """The image at the scale where its shorter side has this length."""
+    pillow = require("PIL.Image", extra="data", purpose="resizing images")
+    height, width = scaled(image.height, image.width, side)
+    size = (width, height)
+    return image if size == image.size else image.resize(size, pillow.Resampling.BILINEAR, reducing_gap=3.0)
+
+
+def resize_window(image: Image, side: int, top: int, left: int, height: int, width: int) -> Image:
+    """A window of the image at the scale where its shorter side has this length; only the window is computed."""
+    whole_height, whole_width = scaled(image.height, image.width, side)
+    if (whole_width, whole_height) == image.size:
+        return image.crop((left, top, left + width, top + height))
+    pillow = require("PIL.Image", extra="data", purpose="resizing images")
+    down, across = image.height / whole_height, image.width / whole_width
+    right, bottom = min((left + width) * across, image.width), min((top + height) * down, image.height)
+    box = (left * across, top * down, right, bottom)
+    return image.resize((width, height), pillow.Resampling.BILINEAR, box=box, reducing_gap=3.0)
+
+
+def cover_and_crop(image: Image, height: int, width: int) -> Image:
+    """Scaled to cover the size, then its centre: the image itself where it has the size already."""
+    if image.size == (width, height):
+        return image
+    pillow = require("PIL.Image", extra="data", purpose="resizing images")
+    scale = max(height / image.height, width / image.width)
+    whole = (max(width, round(image.width * scale)), max(height, round(image.height * scale)))
+    left, top = (whole[0] - width) // 2, (whole[1] - height) // 2
+    scaled = image.resize(whole, pillow.Resampling.BILINEAR, reducing_gap=3.0)
+    return scaled.crop((left, top, left + width, top + height))
+
+
+def crop_at(image: Image, top: int, left: int, height: int, width: int, *, fill: tuple[int, ...]) -> Image:
+    """A window that may reach beyond the image, where it has the colour `fill`."""
+    inside = top >= 0 and left >= 0 and top + height <= image.height and left + width <= image.width
+    if inside:
+        return image.crop((left, top, left + width, top + height))
+    pillow = require("PIL.Image", extra="data", purpose="padding images")
+    canvas = pillow.new(image.mode, (width, height), fill)
+    canvas.paste(image, (-left, -top))
+    return canvas
+
+
+def stack(pixels: Sequence[bytes], height: int, width: int, channels: int) -> Tensor:
+    """The bytes of images of one size as uint8 [n, H, W, C]."""
+    if not pixels:
+        return torch.empty(0, height, width, channels, dtype=torch.uint8)
+    joined = bytearray().join(pixels)
+    return torch.frombuffer(joined, dtype=torch.uint8).view(-1, height, width, channels)
+
+
+def open_image(data: bytes) -> Image:
+    """An image of which only the header is read; a named reason where that fails."""
+    pillow = require("PIL.Image", extra="data", purpose="decoding images")
+    try:
+        image = pillow.open(io.BytesIO(data), formats=_FORMATS)
+    except MemoryError:
+        raise
+    except Exception as error:  # unknown format, broken header, decompression bomb
+        raise BadImageError(_reason(error)) from error
+    if pillow.MAX_IMAGE_PIXELS and image.width * image.height > pillow.MAX_IMAGE_PIXELS:
+        raise BadImageError(f"{image.width}x{image.height} pixels are too many")
+    return image
+
+
+def orientation(image: Image) -> int:
+    """How a camera was held, by the EXIF tag of a photograph: 1 for upright images and those that do not say."""
+    if image.format == "TIFF" or (image.format == "JPEG" and "exif" not in image.info):
+        return 1  # Pillow turns a TIFF itself
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = image.getexif().get(_ORIENTATION, 1)
+    except Exception:  # a damaged tag does not damage the pixels
+        return 1
+    return found if found in range(1, 9) else 1
+
+
+def _upright(image: Image) -> Image:
+    if orientation(image) == 1:
+        return image
+    return require("PIL.ImageOps", extra="data", purpose="turning images").exif_transpose(image)
+
+
+def _convert(image: Image, channels: int) -> Image:
+    mode = "L" if channels == 1 else "RGB"
+    if image.mode == "F":
+        image = _from_floats(image)
+    if image.mode in _DEEP:
+        image = image.point(lambda value: value * (1 / 256)).convert("L")
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    return image if image.mode == mode else image.convert(mode)
+
+
+def _from_floats(image: Image) -> Image:
+    """Floats from 0 to 1 are scaled to bytes, and those from 0 to 255 rounded; others have no known range."""
+    numpy = require("numpy", extra="data", purpose="decoding images")
+    pillow = require("PIL.Image", extra="data", purpose="decoding images")
+    values = numpy.asarray(image)
+    low, high = float(values.min()), float(values.max())
+    if not (low >= 0 and high <= 255):  # nor where one is not a number
+        raise BadImageError(f"float pixels from {low:g} to {high:g}: save the image with 8 or 16 bits")
+    return pillow.fromarray((values * (255 if high <= 1 else 1)).round().astype("uint8"))
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).splitlines()
+    text = lines[0] if lines else type(error).__name__
+    return "not a known image format" if text.startswith("cannot identify") else text
+
+
+# From an encoded image to the window that a network sees: decode, scale by the shorter side, crop, mirror.
+#
+# Pillow decodes, and scales only the part that the window shows. A colour JPEG that is stored at the right scale
+# already, as `lowrank shrink` writes them, is decoded by simplejpeg if that is installed: the same pixels, a
+# third faster (`benchmarks/input_pipeline.py`).
+
+LARGEST = 2**26
+"""Pixels of the largest image that a GPU is given to decode: fewer than Pillow refuses."""
+_JPEG_START, _JPEG_END, _EXIF = b"\xff\xd8\xff", b"\xff\xd9", b"Exif\0\0"
+_SUBSAMPLINGS = {(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)}
+"""Brightness samples across and down for one sample of colour: 4:4:4, 4:2:2, 4:4:0, 4:2:0, 4:1:1."""
+
+
+class ScaledCrop(NamedTuple):
+    """How a decoded image becomes a window: scaled from one size to another, cut out at a corner, mirrored."""
+
+    whole: tuple[int, int]
+    scaled: tuple[int, int]
+    corner: tuple[int, int]
+    mirrored: bool
+
+    @property
+    def pixels(self) -> int:
+        return self.whole[0] * self.whole[1]
+
+
+@dataclass(frozen=True)
+class Framing:
+    """How an image becomes a window: brought to `size` if there is one, scaled, then cropped.
+
+    `draws` of the methods are three numbers from 0 to 1 for a random window that may be mirrored; None stands for
+    the centre.
+    """
+
+    window: tuple[int, int]
+    size: tuple[int, int] | None
+    resize: int | None
+    pad: int
+    mirror: bool
+    fill: tuple[int, ...]
+
+    @property
+    def at_least(self) -> int:
+        """How far a decoder may scale the image down.
+
+        An image that comes to `size` first is decoded for that, as sets that are held in memory are: both show the
+        same pixels, also where `resize` is larger.
+        """
+        return max(self.size) if self.size else self.resize or 0
+
+    def __call__(self, image: Image, draws: list[float] | None) -> Image:
+        """The window of a decoded image."""
+        if self.size:
+            image = cover_and_crop(image, *self.size)
+        top, left = self.corner(*scaled(image.height, image.width, self.resize), draws)
+        height, width = self.window
+        if self.resize and not self.pad:
+            image = resize_window(image, self.resize, top, left, height, width)
+        else:
+            image = scale_shorter(image, self.resize) if self.resize else image
+            image = crop_at(image, top, left, height, width, fill=self.fill)
+        if self.mirrored(draws):
+            pillow = require("PIL.Image", extra="data", purpose="mirroring images")
+            image = image.transpose(pillow.Transpose.FLIP_LEFT_RIGHT)
+        return image
+
+    def corner(self, height: int, width: int, draws: list[float] | None) -> tuple[int, int]:
+        """Top and left of the window in the scaled image; negative where padding shows."""
+        pad = self.pad if draws else 0
+        top = _offset(height + 2 * pad - self.window[0], draws[0] if draws else None)
+        left = _offset(width + 2 * pad - self.window[1], draws[1] if draws else None)
+        return top - pad, left - pad
+
+    def mirrored(self, draws: list[float] | None) -> bool:
+        return bool(draws) and self.mirror and draws[2] < 0.5
+
+    def scaled_crop(self, data: bytes, draws: list[float] | None) -> ScaledCrop | None:
+        """The window of a JPEG that a GPU can decode; None for others and for one to be fitted to `size` first."""
+        whole = plain_jpeg_size(data)
+        if whole is None or self.size not in (None, whole):
+            return None
+        to = scaled(*whole, self.resize)
+        return ScaledCrop(whole, to, self.corner(*to, draws), self.mirrored(draws))
+
+
+def frame_image(data: bytes, framing: Framing, channels: int, draws: list[float] | None) -> bytes:
+    """The window of an encoded image as bytes [h, w, C]."""
+    if channels == 3 and (window := _cut_by_simplejpeg(data, framing, draws)) is not None:
+        return window
+    return framing(decode_image(data, channels=channels, at_least=framing.at_least), draws).tobytes()
+
+
+def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """Height and width of a whole, upright baseline JPEG in YCbCr of 8 bits, by its header; None for all others.
+
+    Progressive JPEGs do not count: hardware decodes none, and many workers decode them faster than nvJPEG's one
+    thread.
+    """
+    if not data.startswith(_JPEG_START) or not data.rstrip(b"\0").endswith(_JPEG_END):
+        return None
+    try:
+        image = open_image(data)
+    except BadImageError:
+        return None
+    layers = getattr(image, "layer", [])  # for each component: its name, samples across and down, and its table
+    samples = [layer[1:3] for layer in layers]
+    plain = (
+        (image.format, image.mode) == ("JPEG", "RGB")
+        and getattr(image, "tile", [])  # the header ends with a scan
+        and "progressive" not in image.info
+        and image.info.get("adobe_transform", 1) == 1
+        and [layer[0] for layer in layers] != [*b"RGB"]
+        and samples[1:] == [(1, 1), (1, 1)]
+        and samples[0] in _SUBSAMPLINGS
+        and image.width * image.height <= LARGEST
+        and orientation(image) == 1
+    )
+    return (image.height, image.width) if plain else None
+
+
+def _cut_by_simplejpeg(data: bytes, framing: Framing, draws: list[float] | None) -> bytes | None:
+    """The window of a JPEG that has the right scale; None for others, and where simplejpeg is missing or fails.
+
+    One with EXIF data may have to be turned upright, which Pillow does.
+
+    To mirror the window, all bytes of a row are reversed, so the colours are decoded in reverse order.
+    """
+    jpeg = _simplejpeg()
+    if jpeg is None or framing.pad or not data.startswith(_JPEG_START) or _EXIF in data:
+        return None
+    mirrored = framing.mirrored(draws)
+    try:
+        height, width, space, _ = jpeg.decode_jpeg_header(data)
+        right_scale = scaled(height, width, framing.resize) == (height, width)
+        if space in ("CMYK", "YCCK") or framing.size not in (None, (height, width)) or not right_scale:
+            return None
+        pixels = jpeg.decode_jpeg(data, "BGR" if mirrored else "RGB")
+    except ValueError:  # Pillow decodes what is only odd, and says what is wrong with the rest
+        return None
+    top, left = framing.corner(height, width, draws)
+    rows = pixels.reshape(height, 3 * width)
+    window = rows[top : top + framing.window[0], 3 * left : 3 * (left + framing.window[1])]
+    return (window[:, ::-1] if mirrored else window).tobytes()
+
+
+@cache
+def _simplejpeg() -> ModuleType | None:
+    try:
+        return importlib.import_module("simplejpeg")
+    except ImportError:
+        return None
+
+
+def _offset(margin: int, draw: float | None) -> int:
+    return margin // 2 if draw is None else int(draw * (margin + 1))
+
+
+# Small pictures of images, for records and reports.
+
+SIDE = 96
+_QUALITY = 80
+
+
+def thumbnail(pixels: Tensor | None, side: int = SIDE) -> str | None:
+    """An image as a JPEG of at most `side` pixels in a data URI.
+
+    None without pixels, without Pillow, and of images that are neither grey nor RGB.
+
+    >>> import torch
+    >>> thumbnail(torch.zeros(3, 8, 8, dtype=torch.uint8))[:23]
+    'data:image/jpeg;base64,'
+    """
+    if pixels is None or pixels.shape[0] not in (1, 3):
+        return None
+    try:
+        pillow = require("PIL.Image", extra="data", purpose="small pictures")
+    except MissingExtra:
+        return None
+    rows = pixels.permute(1, 2, 0).squeeze(2) if pixels.shape[0] == 1 else pixels.permute(1, 2, 0)
+    image, written = pillow.fromarray(rows.contiguous().cpu().numpy()), io.BytesIO()
+    image.thumbnail((side, side))
+    image.save(written, "JPEG", quality=_QUALITY)
+    return "data:image/jpeg;base64," + base64.b64encode(written.getvalue()).decode()

@@ -1,0 +1,173 @@
+"""Decode photographs on the GPU that trains on them, for machines with few cores beside it.
+
+Workers read the bytes and draw the same crops as when they decode. nvJPEG, through torchvision, decodes a batch,
+on the decoding engines of the GPU if it has any. Its pixels differ slightly from libjpeg's: it repeats colours
+over the pixels that share them, where libjpeg interpolates, and it never decodes at a reduced scale. It therefore
+decodes only if asked to. A worker frames images that are not plain colour JPEGs; this process frames what nvJPEG
+refuses.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lowrank_cnn.core.errors import LowRankError, require
+from lowrank_cnn.data.augment import send_to_device
+from lowrank_cnn.data.decode import LARGEST, Framing, ScaledCrop, stack
+from lowrank_cnn.data.workers import TOO_MANY, BatchPart, EpochParts, trouble_of
+
+DECODED_AT_ONCE, SCALED_AT_ONCE = LARGEST, 2**24
+"""Pixels held whole at a time, and those held as floats: what bounds the memory that large photographs take."""
+
+Jpeg = tuple[Tensor, ScaledCrop]
+
+Decoder = Callable[[list[Tensor]], list[Tensor]]
+"""From the bytes of JPEGs to uint8 [3, H, W] on the device; a RuntimeError where any is refused."""
+
+
+def find_decoder(device: torch.device) -> Decoder:
+    """torchvision's nvJPEG, once it has shown that it works here."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise LowRankError(f"decode='gpu' (--decode gpu) needs a CUDA device, and this run is on {device}.")
+    try:
+        vision: Any = require("torchvision.io", extra="zoo", purpose="decode='gpu' (--decode gpu)")
+        device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        decode = partial(_by_nvjpeg, vision, device)
+        decode([_probe()])
+    except (RuntimeError, OSError, AttributeError) as error:  # a build that does not fit torch's fails as it likes
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise LowRankError(f"decode='gpu' (--decode gpu) does not work with this torchvision: {reason}") from error
+    return decode
+
+
+def check_framing(framing: Framing, channels: int, *, train: bool) -> None:
+    """Refuse to decode on a GPU what the workers would have to decode after all."""
+    if channels != 3 or (train and framing.pad):
+        raise LowRankError(
+            "decode='gpu' (--decode gpu) is for photographs in colour that are not padded: set pad to 0 and read "
+            "the images in colour, or decode them on the CPU."
+        )
+
+
+def decode_parts(
+    parts: EpochParts, batch: int, read: Sequence[BatchPart], decode: Decoder, device: torch.device
+) -> BatchPart:
+    """The parts of a batch as one, its images on the device: decoded, scaled, cut out and mirrored there."""
+    jpegs = [jpeg for part in read if part.encoded for jpeg in part.encoded.jpegs()]
+    decoded = iter(decode_windows(jpegs, parts.framing.window, decode))
+    found, failure = trouble_of(read)
+    rows: list[tuple[Tensor, int]] = []
+    for number, part in enumerate(read):
+        assert part.encoded is not None
+        framed = iter(_planes(part.images, device))
+        for place, window, label in zip(part.encoded.places, part.encoded.crops, part.labels, strict=True):
+            row = next(decoded) if window else next(framed)
+            if row is not None:
+                rows.append((row, label))
+            elif again := parts.framed(batch, number, place, found):
+                pixels = stack([again.data], *parts.framing.window, parts.channels)
+                rows.append((_planes(pixels, device)[0], again.label))
+            elif parts.draw:
+                failure = failure or TOO_MANY
+    labels = [label for _, label in rows]
+    if not rows:
+        return BatchPart(stack([], *parts.framing.window, parts.channels), labels, found, failure)
+    return BatchPart(torch.stack([row for row, _ in rows]).permute(0, 2, 3, 1), labels, found, failure)
+
+
+def _planes(images: Tensor, device: torch.device) -> Tensor:
+    return images.to(device, non_blocking=True).permute(0, 3, 1, 2)
+
+
+@torch.no_grad()
+def decode_windows(jpegs: list[Jpeg], size: tuple[int, int], decode: Decoder) -> list[Tensor | None]:
+    """The window [3, h, w] of every JPEG; None for those that are refused."""
+    found: list[Tensor | None] = []
+    for first, end in pairwise(_bounds([window.pixels for _, window in jpegs])):
+        found += _cut_out_at_once(jpegs[first:end], size, decode)
+    return found
+
+
+def _bounds(pixels: list[int]) -> list[int]:
+    """Where images are parted so that all between two bounds can be held at once; mostly there are two bounds."""
+    bounds, held = [0], 0
+    for index, one in enumerate(pixels):
+        held += one
+        if held > DECODED_AT_ONCE and index > bounds[-1]:
+            bounds.append(index)
+            held = one
+    return [*bounds, len(pixels)]
+
+
+def _cut_out_at_once(jpegs: list[Jpeg], size: tuple[int, int], decode: Decoder) -> list[Tensor | None]:
+    windows = [window for _, window in jpegs]
+    decoded = zip(decode_each([data for data, _ in jpegs], decode), windows, strict=True)
+    images = {
+        index: image
+        for index, (image, window) in enumerate(decoded)
+        if image is not None and image.shape == (3, *window.whole)
+    }
+    if not images:
+        return [None] * len(jpegs)
+    scale(images, windows)
+    cut = torch.stack([_cut(image, windows[index].corner, size) for index, image in images.items()])
+    mirrored = send_to_device(torch.tensor([windows[index].mirrored for index in images]), cut.device)
+    rows = dict(zip(images, torch.where(mirrored[:, None, None, None], cut.flip(3), cut), strict=True))
+    return [rows.get(index) for index in range(len(jpegs))]
+
+
+def _cut(image: Tensor, corner: tuple[int, int], size: tuple[int, int]) -> Tensor:
+    (top, left), (height, width) = corner, size
+    return image[:, top : top + height, left : left + width]
+
+
+def scale(images: dict[int, Tensor], windows: Sequence[ScaledCrop]) -> None:
+    """Bring images to their scale, in place: those of one size together, as photographs of a set often are."""
+    alike: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for index in images:
+        if windows[index].scaled != windows[index].whole:
+            alike[windows[index].whole].append(index)
+    for members in alike.values():
+        at_once = max(1, SCALED_AT_ONCE // windows[members[0]].pixels)
+        for first in range(0, len(members), at_once):
+            some = members[first : first + at_once]
+            pixels, to = torch.stack([images[index] for index in some]).float(), windows[some[0]].scaled
+            pixels = functional.interpolate(pixels, to, mode="bilinear", antialias=True)
+            images.update(zip(some, pixels.round_().to(torch.uint8), strict=True))
+
+
+def decode_each(jpegs: list[Tensor], decode: Decoder) -> list[Tensor | None]:
+    """The pixels of every JPEG, None for those that are refused: one of them fails a call for all."""
+    if not jpegs:
+        return []
+    try:
+        return list(decode(jpegs))
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except RuntimeError:
+        if len(jpegs) == 1:
+            return [None]
+        middle = len(jpegs) // 2
+        return decode_each(jpegs[:middle], decode) + decode_each(jpegs[middle:], decode)
+
+
+def _by_nvjpeg(vision: Any, device: torch.device, jpegs: list[Tensor]) -> list[Tensor]:
+    # It writes in a stream of its own to memory that this stream may still be reading for the batch before.
+    torch.cuda.current_stream(device).synchronize()
+    return vision.decode_jpeg(jpegs, mode=vision.ImageReadMode.RGB, device=device)
+
+
+def _probe() -> Tensor:
+    pillow = require("PIL.Image", extra="data", purpose="decoding images")
+    out = io.BytesIO()
+    pillow.new("RGB", (64, 64)).save(out, "JPEG")
+    return torch.frombuffer(bytearray(out.getvalue()), dtype=torch.uint8)

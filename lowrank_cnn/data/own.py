@@ -1,0 +1,425 @@
+"""Splits of the user's own data: any torch Dataset, whose items are already prepared, and its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.text import counted
+from lowrank_cnn.data.types import (
+    Data,
+    Problems,
+    Size,
+    check_batches,
+    check_labels,
+    evenly_spaced,
+    fingerprint_of_parts,
+    generator,
+)
+
+_SAMPLED = 8
+_LISTS = ("targets", "labels")
+"""Where data sets list the class numbers of their items."""
+
+
+@dataclass(frozen=True)
+class AsGiven:
+    """Preprocessing of data that the user's own code has prepared: nothing is done to it.
+
+    A checkpoint that holds this cannot say how a photograph becomes what the network takes.
+    """
+
+    def __call__(self, images: Tensor) -> Tensor:
+        raise LowRankError(
+            "this network was trained on tensors that your own code prepared: prepare images so and call it."
+        )
+
+    def to(self, device: torch.device | str) -> AsGiven:
+        return self
+
+    def to_dict(self) -> dict[str, Tensor]:
+        return {"as_given": torch.ones(1)}
+
+
+@dataclass(frozen=True, eq=False)
+class DatasetSplit:
+    """A Dataset whose items are (input, target), batched as its DataLoader would, or by torch's default.
+
+    An input is a tensor; or a tuple or dictionary of them, for networks that take several.
+    """
+
+    dataset: Dataset
+    collate: Callable[[list[Any]], Any] | None = None
+    workers: int = 0
+    own_loader: DataLoader | None = None
+    problems: Problems = field(default_factory=Problems)
+    classes: int | None = None
+    """How many classes there are, where targets are class numbers; None for another task."""
+
+    @property
+    def size(self) -> Size | None:
+        """The shape of one input, a tensor [C, H, W]; None where there are several inputs."""
+        if not len(self):
+            raise LowRankError("the data set has no items.")
+        first = self.dataset[0]
+        pair = isinstance(first, tuple | list) and (len(first) == 2 or (self.collate is not None and first))
+        shape = tuple(getattr(first[0], "shape", ())) if pair else ()
+        plain = len(shape) == 3 and len(first) == 2  # the user's collation is then not called for this
+        if not plain and self._inputs(first) is not None:
+            return None
+        if len(shape) != 3:
+            raise LowRankError(
+                "an item of the data set is (image, target) with a tensor [C, H, W] as image, or with a tuple or "
+                f"dictionary of tensors, not {in_short(first)}: a transform such as ToTensor makes a tensor of a "
+                "picture, and other inputs need a training loop of your own."
+            )
+        return shape  # type: ignore[return-value]
+
+    @property
+    def example(self) -> Any:
+        """The inputs of the first item as a batch: a tuple, or a dictionary by keyword; None for one image."""
+        return None if self.size else self._inputs(self.dataset[0])
+
+    def _inputs(self, item: Any) -> Any:
+        """Several inputs of a batch of one item; None where it has no tuple or dictionary of tensors."""
+        if self.collate is None and not (isinstance(item, tuple | list) and len(item) == 2):
+            return None
+        try:
+            batch = (self.collate or stacked)([item])
+            found = batch[0]
+        except Exception:  # the batches that are trained on tell more
+            return None
+        parts = found.values() if isinstance(found, dict) else found if isinstance(found, tuple | list) else ()
+        if isinstance(batch, str) or not parts or not all(isinstance(part, Tensor) for part in parts):
+            return None
+        return found if isinstance(found, dict) else tuple(found)
+
+    @property
+    def channels(self) -> int:
+        return self.size[0] if self.size else 0
+
+    @property
+    def labels(self) -> Tensor:
+        """The class numbers where the data set lists them, else zeros: reading all items may take long."""
+        found = None if self.classes is None else listed_labels(self.dataset)
+        return torch.zeros(len(self), dtype=torch.int64) if found is None else found
+
+    def for_classes(self, classes: int) -> DatasetSplit:
+        """The same for cross-entropy, which takes images as floats and a class number each.
+
+        The first item is checked here, and the class numbers of a batch when it is read. A collation of the user's
+        own may make such batches of other items.
+        """
+        found, size = replace(self, classes=classes), self.size
+        if self.collate is None:
+            image, target = self.dataset[0]
+            if size:
+                _check_image(image)
+            _check_target(target)
+        check_labels(found.labels)
+        return found
+
+    def class_numbers(self, targets: Any, *, train: bool) -> Any:
+        """The targets of a batch as int64; to train on, a collation may make probabilities of classes."""
+        if self.classes is None:
+            return targets
+        shape = tuple(targets.shape) if isinstance(targets, Tensor) else ()
+        if shape and targets.is_floating_point() and train and shape[1:] == (self.classes,):
+            return targets
+        if len(shape) != 1 or targets.is_floating_point():
+            raise LowRankError(f"the targets of a batch are class numbers [n], not {in_short(targets)}.")
+        numbers = targets.long()
+        for wrong in numbers[(numbers < 0) | (numbers >= self.classes)][:1].tolist():
+            raise LowRankError(
+                f"the data set has an image of class number {wrong}, and {counted(self.classes, 'class')}, "
+                f"numbered from 0 to {self.classes - 1}."
+            )
+        return numbers
+
+    @property
+    def fingerprint(self) -> str:
+        """From the class, the length, and a few items."""
+        some = [repr(_summary(self.dataset[index])) for index in evenly_spaced(len(self), _SAMPLED)]
+        return fingerprint_of_parts("dataset", type(self.dataset).__name__, str(len(self)), *some)
+
+    def contents(self) -> dict[str, Tensor]:
+        """Nothing: only reading all items would tell, and the user's code may change them at random."""
+        return {}
+
+    def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
+        return [], 0
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def subset(self, index: Tensor) -> DatasetSplit:
+        if self.own_loader is not None:
+            raise LowRankError(
+                "images cannot be held out where a DataLoader has a sampler of its own, which chooses them: set "
+                "holdout=0, or give a Dataset."
+            )
+        return replace(self, dataset=Subset(self.dataset, index.tolist()))
+
+    def describe(self, index: int) -> str:
+        return f"item {index}"
+
+    def picture(self, index: int) -> None:
+        return None
+
+    def pixels(self) -> Iterator[Tensor]:
+        raise LowRankError("a data set of your own is prepared by your code: there is nothing to fit to it.")
+
+
+class DatasetLoader:
+    """Batches of a user's data set on the device. The order of training is a function of seed and epoch.
+
+    Where the user's DataLoader has a sampler of its own, its batches are taken as they come.
+    """
+
+    def __init__(
+        self,
+        split: DatasetSplit,
+        *,
+        batch_size: int,
+        seed: int,
+        device: torch.device | str,
+        rank: int = 0,
+        world: int = 1,
+        train: bool,
+        workers: int = 0,
+    ) -> None:
+        self.split, self.batch_size, self.seed, self.train = split, batch_size, seed, train
+        self.device, self.workers = torch.device(device), workers or split.workers
+        self.own = split.own_loader
+        if world > 1:
+            raise LowRankError("a data set of your own is trained on by one process; use open_data for several.")
+        self._batches = check_batches(len(split), batch_size=batch_size, rank=rank, world=world, train=train)
+        self._batches = len(self.own) if self.own is not None else self._batches
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Any]]:
+        for number, batch in enumerate(self._loader(epoch)):
+            if number < start:
+                continue
+            if isinstance(batch, str):
+                raise LowRankError(batch)
+            if not isinstance(batch, tuple | list) or len(batch) != 2:
+                raise LowRankError(f"a batch of a DataLoader is (images, targets), not {in_short(batch)}.")
+            images, targets = batch[0], self.split.class_numbers(batch[1], train=self.train)
+            yield move(images, self.device), move(targets, self.device)
+
+    def _loader(self, epoch: int) -> DataLoader:
+        if self.own is not None:
+            return self.own
+        return DataLoader(
+            self.split.dataset,
+            batch_size=self.batch_size,
+            shuffle=self.train,
+            drop_last=self.train,
+            collate_fn=self.split.collate or stacked,
+            num_workers=self.workers,
+            pin_memory=self.device.type == "cuda",
+            generator=generator("dataset", self.seed, epoch),
+        )
+
+
+def stacked(items: list[Any]) -> Any:
+    """A batch as torch's `default_collate` makes it; of images of several shapes, why there is none.
+
+    An error would come out of a worker process with the whole traceback in its text.
+    """
+    parts = zip(*(tree_leaves(image) for image, _ in items), strict=False)
+    each = (sorted({tuple(getattr(image, "shape", ())) for image in part}) for part in parts)
+    if shapes := next((found for found in each if len(found) > 1), []):
+        one, other = ("x".join(map(str, shape)) for shape in shapes[:2])
+        return (
+            f"the data set has images of {one} and of {other}, which make no batch: bring all to one size and "
+            "number of channels, or give a DataLoader whose collate_fn does."
+        )
+    return default_collate(items)
+
+
+def listed_labels(dataset: Dataset) -> Tensor | None:
+    """The class numbers of all items, without reading these; None where a data set does not list them."""
+    if isinstance(dataset, Subset):
+        found = listed_labels(dataset.dataset)
+        return None if found is None else found[torch.as_tensor(dataset.indices)]
+    if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
+        listed: Any = dataset.tensors[1]
+    else:
+        listed = next((found for name in _LISTS if (found := getattr(dataset, name, None)) is not None), None)
+    try:
+        labels = torch.as_tensor(listed) if listed is not None else None
+    except (TypeError, ValueError, RuntimeError):  # targets of another task
+        return None
+    if labels is None or labels.shape != (len(dataset),) or labels.is_floating_point():  # type: ignore[arg-type]
+        return None
+    return labels.long().cpu()
+
+
+def move(value: Any, device: torch.device) -> Any:
+    """Tensors on the device, within tuples, lists and dictionaries too."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, dict):
+        return {key: move(part, device) for key, part in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(move(part, device) for part in value)
+    return value
+
+
+def _check_image(image: Any) -> None:
+    if (kind := torch.as_tensor(image).dtype) != torch.float32:
+        raise LowRankError(
+            f"images of your own go to the network as they are, in float32, not {kind}: image.float() converts "
+            "one, and image.float() / 255 pixels."
+        )
+
+
+def _check_target(target: Any) -> None:
+    number = torch.as_tensor(target) if isinstance(target, int) or hasattr(target, "shape") else None
+    if number is None or number.ndim or number.is_floating_point() or number.is_complex():
+        raise LowRankError(
+            f"the target of an image is its class number, not {target!r:.60}: take the argmax() of one-hot "
+            "targets, and a loss of your own for another task (fit(..., loss=...))."
+        )
+
+
+def in_short(value: Any) -> str:
+    """What a value is, in a few words.
+
+    >>> in_short((torch.zeros(3, 8, 8), 1))
+    '(Tensor [3, 8, 8], int)'
+    """
+    if isinstance(value, tuple | list):
+        return f"({', '.join([*map(in_short, value[:3]), *(['...'] if len(value) > 3 else [])])})"
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ if shape is None else f"{type(value).__name__} {list(shape)}"
+
+
+def _summary(item: Any) -> Any:
+    """A summary of an item for the fingerprint: sums and shapes of tensors, other values as text."""
+    if isinstance(item, Tensor):
+        return tuple(item.shape), str(item.dtype), float(item.double().sum())
+    if isinstance(item, tuple | list):
+        return [_summary(part) for part in item]
+    if isinstance(item, dict):
+        return {key: _summary(part) for key, part in item.items()}
+    return f"{item!r:.80}"
+
+
+# The user's own Datasets and DataLoaders as a `Data`, with what their samplers choose.
+
+
+def named_classes(dataset: Dataset) -> Sequence[Any]:
+    """The names that a data set, or the one that it is a part of, has for its classes; empty if it has none."""
+    own: Any = getattr(dataset, "classes", None)
+    if own is None and isinstance(dataset, Subset):
+        return named_classes(dataset.dataset)
+    names = getattr(own, "tolist", lambda: own)()
+    return names if isinstance(names, tuple | list) else ()  # some hold the number of classes
+
+
+def data_of(train: Any, test: Any) -> Data:
+    """A `Data` of the user's Datasets or DataLoaders; where there is none to test on, the training one is used.
+
+    Class names are those that the data set has (`classes`), if any.
+    """
+    to_train, to_test = _split(train), _tested(train if test is None else test)
+    names = named_classes(to_train.dataset)
+    name = type(to_train.dataset).__name__
+    details = {"prepared_by": "user", **({"tested_on": "training images"} if test is None else {})}
+    return Data(name, tuple(map(str, names)), to_train, to_test, details)
+
+
+def for_classes(data: Data) -> Data:
+    """The user's own data for a task of classes."""
+    train, test = (
+        split.for_classes(len(data.classes)) if isinstance(split, DatasetSplit) else split
+        for split in (data.train, data.test)
+    )
+    return replace(data, train=train, test=test)
+
+
+def is_dataset(value: object) -> bool:
+    """Whether this is a torch Dataset or DataLoader."""
+    return isinstance(value, Dataset | DataLoader)
+
+
+def loader_batch(value: object) -> int | None:
+    """The batch size of a user's DataLoader; None for a Dataset, or where a batch sampler has none."""
+    return getattr(value.batch_sampler, "batch_size", None) if isinstance(value, DataLoader) else None
+
+
+def _split(part: Any) -> DatasetSplit:
+    dataset = part.dataset if isinstance(part, DataLoader) else part
+    if not isinstance(dataset, Dataset) or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise LowRankError(
+            "fit takes a Dataset with a length, whose items are read by number, or a DataLoader of it, not "
+            f"{type(part).__name__}: one that can only be iterated needs a training loop of your own."
+        )
+    if not isinstance(part, DataLoader):
+        return DatasetSplit(dataset)
+    if part.batch_sampler is None:
+        raise LowRankError("the DataLoader makes no batches (batch_size=None): give it a batch_size.")
+    try:
+        len(part)
+    except (TypeError, NotImplementedError) as error:
+        raise LowRankError("the sampler of the DataLoader does not say how long an epoch is (__len__).") from error
+    collate = None if part.collate_fn is default_collate else part.collate_fn
+    if isinstance(part.sampler, SubsetRandomSampler) and part.batch_size is not None:
+        dataset = Subset(dataset, sorted(part.sampler.indices))
+        return DatasetSplit(dataset, collate, part.num_workers)
+    return DatasetSplit(dataset, collate, part.num_workers, None if _takes_all(part) else part)
+
+
+def _takes_all(loader: DataLoader) -> bool:
+    """Whether the batches of an epoch have each item once, in any order."""
+    sampler = loader.sampler
+    drawn = isinstance(sampler, RandomSampler) and not sampler.replacement
+    whole = drawn and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    return loader.batch_size is not None and (whole or isinstance(sampler, SequentialSampler))
+
+
+def _tested(part: Any) -> DatasetSplit:
+    """The split to test on: each item that a sampler of the user's own gives, once, in the order of the data set.
+
+    How often an item is drawn by weights says nothing of what there is to test on.
+    """
+    split = _split(part)
+    if (loader := split.own_loader) is None:
+        return split
+    if isinstance(loader.sampler, WeightedRandomSampler):
+        chosen = loader.sampler.weights.nonzero()[:, 0].tolist()
+    else:
+        with torch.random.fork_rng(devices=[]):
+            chosen = sorted({int(index) for batch in _one_epoch(loader) for index in batch})
+    return replace(split, dataset=Subset(split.dataset, chosen), own_loader=None)
+
+
+def _one_epoch(loader: DataLoader) -> Iterator[Any]:
+    """The item numbers of one epoch, in batches; a sampler may go on for ever, and say how long an epoch is."""
+    if loader.batch_size is None:
+        return islice(iter(loader.batch_sampler or ()), len(loader))
+    return iter([islice(loader.sampler, len(loader.sampler))])  # type: ignore[arg-type]

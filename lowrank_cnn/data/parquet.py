@@ -1,0 +1,413 @@
+"""Parquet shards in the Hugging Face image layout: finding them, their classes, and reading rows."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lowrank_cnn.core.errors import LowRankError, nearest, require
+from lowrank_cnn.core.files import is_regular, regular
+from lowrank_cnn.core.numbers import ceil_div
+from lowrank_cnn.data.decode import BadImageError
+from lowrank_cnn.data.store import NO_LABEL
+from lowrank_cnn.data.types import Contents, Problems, fingerprint_of_files, version_of_files
+
+# Read columns of parquet files within a memory limit, whatever the files claim.
+#
+# A few hundred bytes of parquet can stand for gigabytes: equal values are stored once. Labels are therefore
+# decoded piece by piece, and images are left in the form in which the file stores them.
+
+MOST_ROWS = 3 * 10**7
+"""Images of one split: twice those of ImageNet-21k."""
+MOST_SHARDS = 10**5
+LARGEST_GROUP = 2**30
+"""Bytes of the images in one row group, as the file states them."""
+READ_ERRORS = (OSError, ValueError, NotImplementedError, LookupError, TypeError)
+"""What pyarrow's errors derive from, but for those of memory."""
+_BATCH_ROWS = 2**16
+
+
+def check_rows(rows: int, path: Path) -> None:
+    """Refuse more rows than any set of images has."""
+    if not 0 <= rows <= MOST_ROWS:
+        raise LowRankError(f"{path} claims {rows:,} rows; at most {MOST_ROWS:,} images of a split are read.")
+
+
+def read_integers(file: Any, name: str, *, missing: int) -> Tensor:
+    """A column of integers as int64, `missing` where a row has none."""
+    rows = file.metadata.num_rows
+    found = torch.empty(rows, dtype=torch.int64)
+    done = 0
+    for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=[name], use_threads=False):
+        values = batch.column(0).cast("int64").fill_null(missing).to_numpy(zero_copy_only=False)
+        if done + len(values) > rows:
+            raise ValueError("it has more rows than it says")
+        found[done : done + len(values)] = torch.from_numpy(values.copy())
+        done += len(values)
+    return found[:done]
+
+
+def read_binaries(path: Path, name: str, group: int) -> Any:
+    """The images of a row group as an array of bytes; None where they exceed the bound.
+
+    Values that are stored once stay so: as a dictionary, they take the memory that the file says they take.
+    """
+    pq = require("pyarrow.parquet", extra="data", purpose="reading parquet")
+    with pq.ParquetFile(regular(path), read_dictionary=[name]) as file:
+        metadata = file.metadata.row_group(group)
+        columns = [metadata.column(index) for index in range(metadata.num_columns)]
+        sizes = [column.total_uncompressed_size for column in columns if column.path_in_schema == name]
+        if not sizes or sizes[0] > LARGEST_GROUP:
+            return None
+        column = file.read_row_group(group, columns=[name], use_threads=False).column(0).combine_chunks()
+    return column.field("bytes") if hasattr(column, "field") else column
+
+
+Missing = Literal["skip", "refuse"]
+_SHARD = re.compile(
+    r"(?P<split>train|test|validation|valid|val)(-(?P<part>\d+)-of-(?P<parts>\d+)(-[0-9a-f]+)?)?\.parquet"
+)
+_IMAGE_COLUMNS = ("image", "img")
+_LABEL_COLUMNS = ("label", "fine_label")
+_NAMED = 5
+_TEST_SPLITS = ("test", "validation", "valid", "val")
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """A row group: what is read from a shard at once."""
+
+    shard: int
+    number: int
+    first: int
+    rows: int
+
+
+@dataclass
+class ParquetStore:
+    """The rows of several shards, numbered through; row groups in use are kept, the oldest dropped."""
+
+    shards: tuple[Path, ...]
+    groups: tuple[RowGroup, ...]
+    labels: Tensor
+    image_column: str
+    _starts: list[int] = field(repr=False)
+    _held: OrderedDict[int, Any] = field(default_factory=OrderedDict, repr=False)
+    _capacity: int = 2
+    contents: Contents = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.contents = Contents(self.shards, len(self.labels))
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        return self.shards
+
+    def read(self, row: int) -> bytes:
+        index, offset = self._find(row)
+        column = self._load(index)
+        if column is None:
+            raise BadImageError(f"row group {self.groups[index].number} is unreadable")
+        data = column[offset].as_py()
+        if not data:
+            raise BadImageError("no bytes")
+        return data
+
+    def file_of(self, row: int) -> int:
+        return self.groups[self._find(row)[0]].shard
+
+    def where(self, row: int) -> str:
+        index, offset = self._find(row)
+        group = self.groups[index]
+        return f"{self.shards[group.shard].name}:{group.first + offset}"
+
+    def shuffled(self, draw: torch.Generator) -> Tensor:
+        """Shards in random order, each whole, its row groups in random order within it."""
+        shard_of = torch.tensor([group.shard for group in self.groups])
+        place = torch.randperm(len(self.shards), generator=draw)[shard_of]
+        mixed = torch.randperm(len(self.groups), generator=draw)
+        order = mixed[torch.argsort(place[mixed], stable=True)].tolist()
+        starts = self._starts
+        return torch.cat([torch.arange(starts[i], starts[i] + self.groups[i].rows) for i in order])
+
+    def fingerprint(self) -> str:
+        return fingerprint_of_files(self.shards[0].parent, self.shards)
+
+    def version(self) -> str:
+        return version_of_files(self.shards)
+
+    def keep(self, places: int, rows: int) -> None:
+        mean = max(1, len(self.labels) // len(self.groups))
+        self._capacity = places * (ceil_div(rows, mean) + 1)
+
+    def _find(self, row: int) -> tuple[int, int]:
+        index = bisect_right(self._starts, row) - 1
+        return index, row - self._starts[index]
+
+    def _load(self, index: int) -> Any:
+        if index not in self._held:
+            while len(self._held) >= self._capacity:
+                self._held.popitem(last=False)
+            self._held[index] = self._read_group(self.groups[index])
+        self._held.move_to_end(index)
+        return self._held[index]
+
+    def _read_group(self, group: RowGroup) -> Any:
+        """The column of image bytes, or None where the shard is damaged there."""
+        try:
+            return read_binaries(self.shards[group.shard], self.image_column, group.number)
+        except READ_ERRORS:
+            return None
+
+
+def find_shards(folder: Path) -> dict[str, list[Path]]:
+    """Shards by split name, from the folder itself or the one subfolder that holds them; {} where none is."""
+    by_folder: dict[Path, dict[str, list[Path]]] = {}
+    for file in sorted((*folder.glob("*.parquet"), *folder.glob("*/*.parquet"))):
+        # Opening a FIFO would wait for its writer, and a device may have no end.
+        if (match := _SHARD.fullmatch(file.name)) and is_regular(file):
+            by_folder.setdefault(file.parent, {}).setdefault(match["split"], []).append(file)
+    if len(by_folder) > 1:
+        names = ", ".join(sorted(str(found) for found in by_folder))
+        raise LowRankError(f"{folder} holds several sets, point at one of them: {names}.")
+    return next(iter(by_folder.values()), {})
+
+
+def absent_shards(files: Sequence[Path]) -> list[str]:
+    """Names of the shards that the others' `-of-` count promises and that are not there."""
+    matches = [match for file in files if (match := _SHARD.fullmatch(file.name)) and match["parts"]]
+    counts = {match["parts"] for match in matches}
+    if len(counts) > 1:
+        raise LowRankError(f"{files[0].parent} mixes shards of {' and '.join(sorted(counts))} in one split.")
+    present = {int(match["part"]) for match in matches}
+    if counts and (promised := int(counts.copy().pop())) > MOST_SHARDS:
+        raise LowRankError(
+            f"{files[0]} claims to be one of {promised:,} shards; at most {MOST_SHARDS:,} are read."
+        )
+    return [
+        f"{match['split']}-{part:0{len(match['part'])}d}-of-{match['parts']}.parquet"
+        for match in matches[:1]
+        for part in range(int(match["parts"]))
+        if part not in present
+    ]
+
+
+def open_shards(files: Sequence[Path], *, missing: Missing, problems: Problems) -> tuple[ParquetStore, list[str]]:
+    """The store over these shards, and the class names that their schema gives ([] where it gives none)."""
+    absent = absent_shards(files)
+    if absent and missing == "refuse":
+        more = f" and {len(absent) - _NAMED:,} more" if len(absent) > _NAMED else ""
+        raise LowRankError(f"{files[0].parent} lacks the shard {', '.join(absent[:_NAMED])}{more}.")
+    problems.add_all(("missing shard", name) for name in absent)
+    pq = require("pyarrow.parquet", extra="data", purpose="reading parquet")
+    groups: list[RowGroup] = []
+    labels: list[Tensor] = []
+    schemas = []
+    for shard, path in enumerate(files):
+        try:
+            with pq.ParquetFile(regular(path)) as file:
+                schemas.append(file.schema_arrow)
+                groups += _groups(file.metadata, shard)
+                check_rows(sum(group.rows for group in groups), path)
+                labels.append(_read_labels(file, path))
+        except READ_ERRORS as error:
+            if isinstance(error, LowRankError):
+                raise
+            raise LowRankError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from error
+    image, names = _image_column(schemas[0], files[0]), _class_names(schemas[0])
+    for path, schema in zip(files, schemas, strict=True):
+        if (named := _class_names(schema)) and named != names:
+            raise LowRankError(f"{path} names other classes than {files[0].name}, or in another order.")
+    store = ParquetStore(tuple(files), tuple(groups), torch.cat(labels), image, _starts(groups))
+    return store, names
+
+
+def numbered_classes(labels: Tensor, name: str) -> tuple[str, ...]:
+    """Class names where the schema has none: the label numbers."""
+    if not len(labels):
+        raise LowRankError(f"{name} holds no images to train on.")
+    highest = int(labels.max())
+    if highest >= len(labels):
+        raise LowRankError(f"{name} names no classes, and its labels go up to {highest}: one of them is wrong.")
+    return tuple(str(label) for label in range(highest + 1))
+
+
+def labelled_splits(shards: dict[str, list[Path]]) -> list[str]:
+    """The splits that can be tested on, the one to take first: `test`, unless its labels are withheld.
+
+    Withheld labels are all negative.
+    """
+    return [name for name in _TEST_SPLITS if name in shards and not _withheld(shards[name][0])]
+
+
+def _withheld(path: Path) -> bool:
+    pq = require("pyarrow.parquet", extra="data", purpose="reading parquet")
+    try:
+        with pq.ParquetFile(regular(path)) as file:
+            return bool((_read_labels(file, path) < 0).all())
+    except READ_ERRORS:
+        return False  # opening the split says what is wrong with it
+
+
+def _groups(metadata: Any, shard: int) -> list[RowGroup]:
+    counts = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+    firsts = accumulate(counts, initial=0)
+    numbered = enumerate(zip(firsts, counts, strict=False))
+    return [RowGroup(shard, number, first, rows) for number, (first, rows) in numbered if rows]
+
+
+def _starts(groups: Sequence[RowGroup]) -> list[int]:
+    return list(accumulate((group.rows for group in groups[:-1]), initial=0))
+
+
+def _read_labels(file: Any, path: Path) -> Tensor:
+    name = next((name for name in _LABEL_COLUMNS if name in file.schema_arrow.names), None)
+    if name is None:
+        raise LowRankError(f"{path} has no column label, only {', '.join(file.schema_arrow.names)}.")
+    kind = file.schema_arrow.field(name).type
+    if not str(kind).startswith(("int", "uint")):
+        raise LowRankError(f"the column {name} of {path} holds {kind}, not class numbers.")
+    check_rows(file.metadata.num_rows, path)
+    return read_integers(file, name, missing=NO_LABEL)
+
+
+def _image_column(schema: Any, path: Path) -> str:
+    """The leaf to read: `bytes` within the struct, or the column itself where it is plain bytes."""
+    for name in (name for name in _IMAGE_COLUMNS if name in schema.names):
+        kind = schema.field(name).type
+        if str(kind) in ("binary", "large_binary"):
+            return name
+        if str(kind).startswith("struct") and kind.get_field_index("bytes") >= 0:
+            return f"{name}.bytes"
+    raise LowRankError(f"{path} has no column image with bytes, only {', '.join(schema.names)}.")
+
+
+def _class_names(schema: Any) -> list[str]:
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        names = next(features[name]["names"] for name in _LABEL_COLUMNS if name in features)
+    except (KeyError, TypeError, ValueError, StopIteration):
+        return []
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+# Sets of the Hugging Face Hub, fetched as parquet shards into its own cache.
+
+STALL_SECONDS = 60.0
+"""A download that receives nothing for this long is stopped; its total time is not limited."""
+ATTEMPTS = 2
+_LOOK_SECONDS = 0.5
+_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+# ILSVRC's test images come without labels: 13 GB that nothing here could use.
+_WANTED = {"ILSVRC/imagenet-1k": ("data/train-*.parquet", "data/validation-*.parquet")}
+
+
+class StalledError(Exception):
+    """The server accepted the connection and then sent nothing."""
+
+
+def is_repository(source: str) -> bool:
+    """Whether the text has the form `owner/name`."""
+    return _REPOSITORY.fullmatch(source) is not None
+
+
+def download_shards(repository: str) -> Path:
+    """The local folder of the set's shards, downloaded where they are not cached yet.
+
+    Its progress is shown by huggingface_hub. A mistyped local path is not looked up on the Hub.
+    """
+    _check_not_local(repository)
+    hub = require("huggingface_hub", extra="data", purpose="fetching a set from the Hub")
+    wanted = list(_WANTED.get(repository, ("*.parquet",)))
+
+    def download(**options: Any) -> str:
+        return hub.snapshot_download(repository, repo_type="dataset", allow_patterns=wanted, **options)
+
+    try:
+        return Path(_answered(download, _cache_of(hub, repository)))
+    except Exception as error:  # network, permission, disk and unknown names have no common ancestor
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise LowRankError(
+            f"{repository} is no local folder and cannot be fetched from the Hub ({lines[0].rstrip('.')}): "
+            "check its name, the network, and for a gated set that you are logged in."
+        ) from error
+
+
+def _check_not_local(source: str) -> None:
+    """Refuse `photos/trian` where there is a folder `photos`: the name of a local folder was mistyped."""
+    folder = Path(source).parent
+    if not folder.is_dir():
+        return
+    names = [entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."]
+    there = nearest(Path(source).name, names) if names else f"{folder} holds no folders."
+    raise LowRankError(
+        f"there is no folder {source}; {there} A set of the Hub is not looked up by the name of a local folder."
+    )
+
+
+def _answered(download: Callable[..., str], cache: Path) -> str:
+    """Download, again if the server falls silent, and at last take the copy that a run before has cached."""
+    for _ in range(ATTEMPTS):
+        try:
+            return _watched(download, cache)
+        except StalledError:
+            continue
+    try:
+        return download(local_files_only=True)
+    except Exception as error:
+        raise StalledError(f"the server has sent nothing for {STALL_SECONDS:g} s") from error
+
+
+def _watched(download: Callable[..., str], cache: Path) -> str:
+    """Run a download in a thread, for as long as the files in the cache grow.
+
+    Time-outs of the library's own do not cover all of its requests.
+    """
+    done: dict[str, Any] = {}
+
+    def work() -> None:
+        try:
+            done["folder"] = download()
+        except BaseException as error:
+            done["error"] = error
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    size, since = _size(cache), time.monotonic()
+    while thread.is_alive():
+        thread.join(_LOOK_SECONDS)
+        if (now := _size(cache)) != size:
+            size, since = now, time.monotonic()
+        if thread.is_alive() and time.monotonic() - since > STALL_SECONDS:
+            raise StalledError
+    if "error" in done:
+        raise done["error"]
+    return done["folder"]
+
+
+def _cache_of(hub: Any, repository: str) -> Path:
+    """Where huggingface_hub keeps the files of a data set."""
+    return Path(hub.constants.HF_HUB_CACHE) / f"datasets--{repository.replace('/', '--')}"
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files in a folder, those that are still growing too."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.lstat().st_size
+        except OSError:  # renamed meanwhile
+            continue
+    return total

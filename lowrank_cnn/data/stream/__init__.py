@@ -1,1 +1,0 @@
-"""Stream large data sets: worker processes decode batches ahead of training."""

@@ -1,0 +1,322 @@
+"""Large sets: read from their shards or folders by worker processes, never as a whole in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.numbers import ceil_div
+from lowrank_cnn.data.augment import Augment, cut_out, draw_moves, send_to_device
+from lowrank_cnn.data.decode import UNDECODABLE, BadImageError, Framing, cover_and_crop, decode_image, stack
+from lowrank_cnn.data.gpu_decode import check_framing, decode_parts, find_decoder
+from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten, to_unit
+from lowrank_cnn.data.store import ImageStore, changed_images, fingerprint_of_rows, note_contents, sample_rows
+from lowrank_cnn.data.types import Bad, Decode, Problems, Size, check_batches, generator
+from lowrank_cnn.data.workers import (
+    WINDOW,
+    BatchPart,
+    EpochParts,
+    Trouble,
+    epoch_lanes,
+    lane_count,
+    rank_range,
+    trouble_of,
+)
+
+# Prepare the next batches while one is in use: in a thread, and on a GPU in a stream of its own.
+
+DEPTH = 2
+
+Told = TypeVar("Told")
+Made = tuple[Told, tuple[Tensor, ...]]
+
+
+def ahead(
+    batches: Generator[Made[Told], None, None], stream: torch.cuda.Stream | None, *, depth: int = DEPTH
+) -> Generator[Made[Told], None, None]:
+    """The same batches, with up to `depth` of them prepared while one is in use.
+
+    An error is raised in the place of its batch. Closed early, the thread ends after the batch that it prepares.
+    """
+    thread = ThreadPoolExecutor(1, thread_name_prefix="batches ahead")
+    try:
+        if stream:  # what batches are made with was put on the device by the stream in use
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        pending = deque(thread.submit(_make, batches, stream) for _ in range(depth))
+        while made := pending.popleft().result():
+            pending.append(thread.submit(_make, batches, stream))
+            (told, tensors), done = made
+            _hand_over(tensors, done)
+            yield told, tensors
+    finally:
+        thread.shutdown(wait=True, cancel_futures=True)
+        batches.close()
+
+
+def _make(
+    batches: Generator[Made[Told], None, None], stream: torch.cuda.Stream | None
+) -> tuple[Made[Told], Any] | None:
+    """The next batch and the event that it is ready by; None at the end."""
+    with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
+        made = next(batches, None)
+        return None if made is None else (made, stream.record_event() if stream else None)
+
+
+def _hand_over(tensors: tuple[Tensor, ...], done: Any) -> None:
+    """Let the stream in use wait until the tensors are ready, and their memory until it has read them."""
+    if done is None:
+        return
+    for tensor in tensors:
+        stream = torch.cuda.current_stream(tensor.device)
+        stream.wait_event(done)
+        tensor.record_stream(stream)
+
+
+_SAMPLE = 1024
+_PREFETCH = 4
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedSplit:
+    """Rows of a store, decoded when they are needed; bad ones are counted and left out."""
+
+    store: ImageStore
+    rows: Tensor
+    size: Size | None
+    channels: int
+    problems: Problems = field(default_factory=Problems)
+    bad: Bad = "skip"
+
+    @property
+    def labels(self) -> Tensor:
+        return self.store.labels[self.rows]
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint_of_rows(self.store, self.rows)
+
+    def contents(self) -> dict[str, Tensor]:
+        return {"stamps": self.store.contents.stamps, "digests": self.store.contents.digests}
+
+    def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
+        return changed_images(self.store, self.rows, before)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def subset(self, index: Tensor) -> StreamedSplit:
+        return replace(self, rows=self.rows[index])
+
+    def describe(self, index: int) -> str:
+        return self.store.where(self._evaluated_row(index))
+
+    def _evaluated_row(self, index: int) -> int:
+        """The row of the image at this place of an evaluation, which leaves undecodable images out."""
+        bad = {where for kind, where in self.problems.found if kind == UNDECODABLE}
+        if not bad:
+            return int(self.rows[index])
+        named = ((row, self.store.where(row)) for row in self.rows.tolist())
+        good = (row for row, name in named if not any(where.startswith(f"{name}: ") for where in bad))
+        return next(itertools.islice(good, index, None))
+
+    def picture(self, index: int) -> Tensor:
+        return self._decode(self._evaluated_row(index))
+
+    def pixels(self) -> Iterator[Tensor]:
+        for index in sample_rows(len(self), _SAMPLE).tolist():
+            try:
+                yield self._decode(int(self.rows[index]))[None]
+            except BadImageError:
+                continue
+
+    def _decode(self, row: int) -> Tensor:
+        image = decode_image(self.store.read(row), channels=self.channels)
+        image = cover_and_crop(image, *self.size[1:]) if self.size else image
+        return stack([image.tobytes()], image.height, image.width, self.channels)[0].permute(2, 0, 1)
+
+
+class StreamedLoader:
+    """Batches of a streamed split, each process reading its own part through its own workers.
+
+    With `decode="gpu"` these only read, and the device decodes (`gpu_decode`): the same crops of the same images,
+    but not bit for bit the same pixels.
+    """
+
+    def __init__(
+        self,
+        split: StreamedSplit,
+        *,
+        batch_size: int,
+        preprocess: Preprocess | None,
+        augment: Augment,
+        seed: int,
+        device: torch.device | str,
+        rank: int = 0,
+        world: int = 1,
+        train: bool,
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = True,
+        workers: int = 0,
+        decode: Decode = "cpu",
+    ) -> None:
+        if isinstance(preprocess, Whiten):
+            raise LowRankError("whitening needs a set held in memory, and this one is streamed.")
+        self._batches = check_batches(len(split), batch_size=batch_size, rank=rank, world=world, train=train)
+        _ = split.store.contents.stamps  # sizes and times of all files, listed here and not by each worker
+        self.split, self.augment, self.seed, self.train = split, augment, seed, train
+        self.batch_size, self.rank, self.world, self.workers = batch_size, rank, world, workers
+        self.device, self.dtype, self.channels_last = torch.device(device), dtype, channels_last
+        self._preprocess = preprocess.to(self.device) if preprocess else to_unit
+        size = None if split.size is None else split.size[1:]
+        self._framing = frame(size, augment, train=train, fill=_fill(preprocess, split.channels))
+        self._decoder = find_decoder(self.device) if decode == "gpu" else None
+        if self._decoder:
+            check_framing(self._framing, split.channels, train=train)
+        # One for all epochs: memory that was freed in one stream serves no other.
+        self._stream = torch.cuda.Stream(self.device) if self._decoder and self.device.type == "cuda" else None
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        parts = self._training_parts(epoch) if self.train else self._evaluation_parts()
+        ready = self._ready(parts, iter(self._load(parts, start)), epoch, start)
+        with contextlib.closing(ahead(ready, self._stream) if self._decoder else ready) as made:
+            for (found, failure), batch in made:
+                self._note(found, failure)
+                if batch:
+                    images, labels = batch
+                    yield images, labels
+
+    def _ready(
+        self, parts: EpochParts, loaded: Iterator[BatchPart], epoch: int, start: int
+    ) -> Generator[Made[Trouble], None, None]:
+        """For every batch its problems, and its images and labels if there are any."""
+        for batch in range(start, parts.batches):
+            read = list(itertools.islice(loaded, parts.parts))
+            for part in read:
+                note_contents(parts.store, part.digests)
+            if self._decoder:
+                read = [decode_parts(parts, batch, read, self._decoder, self.device)]
+            trouble = trouble_of(read)
+            labels = torch.tensor([label for part in read for label in part.labels], dtype=torch.int64)
+            if trouble[1] or not len(labels):
+                yield trouble, ()
+                continue
+            images = self._finish(self._send([part.images for part in read]), epoch, batch)
+            yield trouble, (images, send_to_device(labels, self.device))
+
+    def _training_parts(self, epoch: int) -> EpochParts:
+        """The parts that this process reads in an epoch: its lanes, divided among its workers."""
+        lanes = lane_count(self.batch_size, self.world, self.workers)
+        used = self._batches * self.batch_size
+        rows = epoch_lanes(self.split.store, self.split.rows, lanes=lanes, used=used, seed=self.seed, epoch=epoch)
+        mine = range(lanes * self.rank // self.world, lanes * (self.rank + 1) // self.world)
+        return self._parts(rows, mine, self.batch_size // lanes, draw=("crops", self.seed, epoch))
+
+    def _evaluation_parts(self) -> EpochParts:
+        """The rows that this process evaluates, in their order, as one lane."""
+        first, end = rank_range(len(self.split), self.rank, self.world)
+        return self._parts(self.split.rows[first:end][None], range(1), self.batch_size // self.world, draw=None)
+
+    def _parts(
+        self, lanes: Tensor, mine: range, per_lane: int, *, draw: tuple[str | int, ...] | None
+    ) -> EpochParts:
+        parts = min(max(1, self.workers), len(mine))
+        self.split.store.keep(ceil_div(len(mine), parts), WINDOW if draw else per_lane)
+        channels, encoded = self.split.channels, self._decoder is not None
+        return EpochParts(self.split.store, lanes, mine, per_lane, parts, channels, self._framing, draw, encoded)
+
+    def _load(self, parts: EpochParts, start: int) -> Iterable[BatchPart]:
+        """Every part in order. Workers take turns, so each reads the same lanes in every training batch."""
+        keys = [(batch, part) for batch in range(start, parts.batches) for part in range(parts.parts)]
+        workers = min(self.workers, parts.parts) if self.train else self.workers
+        if not workers or not keys:
+            return (parts[key] for key in keys)
+        pin = self.device.type == "cuda"
+        return DataLoader(
+            parts,
+            batch_size=None,
+            sampler=keys,
+            num_workers=workers,
+            prefetch_factor=_PREFETCH,
+            pin_memory=pin,
+            # Without one of its own, it draws from that of dropout: a run resumed in an epoch would draw twice.
+            generator=torch.Generator(),
+        )
+
+    def _send(self, tensors: list[Tensor]) -> Tensor:
+        """One tensor on the device, joined there from pieces in pinned memory."""
+        sent = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
+        return torch.cat(sent) if len(sent) > 1 else sent[0]
+
+    def _note(self, found: list[tuple[str, str]], failure: str) -> None:
+        self.split.problems.add_all(found)
+        if failure:
+            raise LowRankError(f"{failure}: {self.split.problems}.")
+        if self.split.bad == "refuse":
+            self.split.problems.refuse()
+
+    @torch.no_grad()
+    def _finish(self, images: Tensor, epoch: int, batch: int) -> Tensor:
+        """uint8 [n, h, w, C] on the device, preprocessed and cut out."""
+        ready = self._preprocess(images.permute(0, 3, 1, 2))
+        if self.train and self.augment.cutout:
+            window, draw = self._framing.window, generator("cutouts", self.seed, epoch, batch)
+            moves = draw_moves(self.batch_size, padded=window, window=window, mirror=False, draw=draw)
+            mine = slice(self.rank * len(images), (self.rank + 1) * len(images))
+            ready = cut_out(ready, moves[mine].to(self.device), cutout=self.augment.cutout)
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        return ready.to(self.dtype).contiguous(memory_format=layout)
+
+
+def frame(size: tuple[int, int] | None, augment: Augment, *, train: bool, fill: tuple[int, ...]) -> Framing:
+    """How images become windows; `size` is their common size, or None."""
+    augment = augment if size else augment.for_any_size()
+    smallest = size or (augment.resize or 0, augment.resize or 0)
+    window = augment.window(*smallest, train=train)
+    return Framing(window, size, augment.resize, augment.pad, augment.mirror, fill)
+
+
+def _fill(preprocess: Preprocess | None, channels: int) -> tuple[int, ...]:
+    """The colour of padding, which preprocessing maps to zero."""
+    if isinstance(preprocess, Standardize):
+        return tuple(round(value) for value in preprocess.mean.tolist())
+    return (0,) * channels
+
+
+def decode_rate(split: StreamedSplit, n: int, workers: int, *, augment: Augment | None = None) -> float:
+    """Images per second and core: read, decoded and framed.
+
+    The first batch only warms up; what the workers prefetch meanwhile is small beside a few thousand images.
+    """
+    batch = max(1, min(64, n // 4))
+    some = split.subset(torch.arange(min(n, len(split))))
+    loader = StreamedLoader(
+        some,
+        batch_size=batch,
+        preprocess=None,
+        augment=augment or Augment(),
+        seed=0,
+        device="cpu",
+        train=True,
+        workers=workers,
+    )
+    parts = loader._training_parts(0)
+    loaded = iter(loader._load(parts, 0))
+    for _ in itertools.islice(loaded, parts.parts):
+        pass
+    began = time.perf_counter()
+    images = sum(len(part.labels) for part in loaded)
+    return images / (time.perf_counter() - began) / parts.parts

@@ -1,0 +1,285 @@
+"""Quantise a trained network to int8 after training, and say what that costs in accuracy.
+
+Weights are quantised per output channel, activations per tensor with ranges from calibration images. The engines'
+own tools write the files: ONNX Runtime's for .onnx, NNCF for OpenVINO's .xml, torchao's pt2e for ExecuTorch's
+.pte; LiteRT's .tflite is quantised here. Before that, each layer is quantised alone in torch, to find those that
+int8 changes most: they stay in float. A network trained with `fit(..., quantize="int8")` brings the ranges of its
+layers' inputs along.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.core.compare import copied, difference, is_finite, unchanged
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.files import as_path
+from lowrank_cnn.core.notes import notes
+from lowrank_cnn.core.progress import progress
+from lowrank_cnn.data import Data, make_loader, open_data
+from lowrank_cnn.data.own import in_short
+from lowrank_cnn.data.types import stratified
+from lowrank_cnn.deploy.engines.request import ExportRequest
+from lowrank_cnn.deploy.export import check_place, load, placing, request_for, stored_of, write_request
+from lowrank_cnn.deploy.parity import DifferentOutputError
+from lowrank_cnn.graph.merge import merge
+from lowrank_cnn.method.rewrite import copy_with
+from lowrank_cnn.train.evaluate import evaluate, held_out_images, match_classes
+from lowrank_cnn.train.int8 import ROUNDED_LAYERS, rounded_by, rounding
+from lowrank_cnn.train.trained import Trained, carried_by
+
+INT8 = (".onnx", ".xml", ".tflite", ".pte")
+"""Suffixes of the files that can hold a network in int8."""
+_MOST_ERROR = 0.25
+"""A layer that alone changes the network's output by more than this share stays in float."""
+_TRIES = 3
+"""Layers that go back to float one by one where accuracy is lost."""
+_JUDGED = 2000
+"""Training images, none of them calibration's, that decide which layers go back to float."""
+_COMPARED = 64
+"""Images on which each layer is quantised alone."""
+_BATCH = 16
+
+
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """A layer: how far the output is off with this layer alone in int8, and whether it stays in float."""
+
+    name: str
+    error: float
+    in_float: bool
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """The file, its layers, and the top-1 accuracy before and after where test images were given."""
+
+    path: str
+    bytes: int
+    error: float | None
+    layers: tuple[QuantizedLayer, ...]
+    before: float | None = None
+    after: float | None = None
+    images: int = 0
+
+    @property
+    def in_float(self) -> tuple[str, ...]:
+        """The layers that stay in float."""
+        return tuple(layer.name for layer in self.layers if layer.in_float)
+
+    @property
+    def loss(self) -> float | None:
+        """Points of top-1 accuracy lost."""
+        return None if self.before is None or self.after is None else 100 * (self.before - self.after)
+
+    def to_dict(self) -> dict[str, object]:
+        """In values that JSON can hold."""
+        return asdict(self)
+
+
+@unchanged()  # a forward may draw
+@progress("quantize")
+def quantize(
+    model: nn.Module | Trained,
+    calibration: Data | str | Path | Tensor | Sequence[Tensor],
+    path: str | Path,
+    *,
+    images: int = 256,
+    test: int | None = None,
+    most_loss: float = 0.3,
+    input_size: Sequence[int] | None = None,
+    dynamic: Sequence[str] = ("batch",),
+    overwrite: bool = False,
+) -> Quantized:
+    """Write `model` in int8 to an .onnx, .xml (OpenVINO), .tflite (LiteRT) or .pte (ExecuTorch) file.
+
+    - `calibration`: images with labels (a `Data`, or what `open_data` takes), for a trained network: `images` of
+      the training images set the ranges of activations, and the test images give the accuracy before and after.
+      Or prepared images as tensors, [N, C, H, W]: then no accuracy is measured.
+    - `test`: at most this many test images.
+    - `most_loss`: points of accuracy that may be lost on other training images. While more are lost, the layer
+      that int8 changes most goes back to float, three layers at most. The test images decide nothing.
+    - `dynamic`: the axes of any length, as in `export`; () writes a file for one image of one size.
+
+    >>> head = nn.Flatten(), nn.Linear(8 * 30 * 30, 4)
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), *head).eval()
+    >>> quantize(net, torch.randn(8, 3, 32, 32), "net.int8.onnx").in_float  # doctest: +SKIP
+    ()
+    """
+    path = as_path(path)
+    if path.suffix not in INT8:
+        raise LowRankError(
+            f"int8 is written to {', '.join(INT8)}, not to {path.suffix or 'a file without suffix'}."
+        )
+    check_place(path, overwrite)
+    trained = model if isinstance(model, Trained) else carried_by(model)
+    network = merge(copy_with(trained.network if trained else model).eval())  # type: ignore[arg-type]
+    data = _labelled(calibration, trained)
+    judged = _judged(data)
+    prepared = _prepared(judged or data or calibration, trained, images)
+    _check(prepared)
+    with placing(path, overwrite=overwrite) as aside:  # no rejected candidate ever has the file's name
+        job = _Job.of(aside, network, trained, prepared, input_size, dynamic)
+        if trained is None:  # trained on batches of the user's own, it carries its ranges alone
+            job = replace(job, request=replace(job.request, ranges=notes(model).int8_ranges))  # type: ignore[arg-type]
+        layers = sensitivities(network, prepared[:_COMPARED], trained=job.request.ranges)
+        if data is None or trained is None:
+            return replace(job.write(layers), path=str(path))
+        trained = replace(trained, network=network)
+        written = _within_loss(job, layers, trained, judged, most_loss) if judged else job.write(layers)
+        if test is not None:
+            data = replace(data, test=data.test.subset(torch.arange(min(test, len(data.test)))))
+        before, after = _top1(trained, data), _top1(replace(trained, network=load(job.path)), data)
+    return replace(written, path=str(path), before=before, after=after, images=len(data.test))
+
+
+def _within_loss(
+    job: _Job, layers: tuple[QuantizedLayer, ...], trained: Trained, judged: Data, most_loss: float
+) -> Quantized:
+    """Write the file; while it loses too much on the judged images, leave one more layer in float.
+
+    Where none of the tries is within the loss, the best of them is written.
+    """
+    before, tried = _top1(trained, judged), []
+    for _ in range(_TRIES + 1):
+        try:
+            written, after = job.write(layers), _top1(replace(trained, network=load(job.path)), judged)
+        except DifferentOutputError:
+            after = -1.0
+        else:
+            if 100 * (before - after) <= most_loss:
+                return written
+        tried.append((after, layers))
+        layers = _one_more_in_float(layers)
+    return job.write(max(tried, key=lambda pair: pair[0])[1])
+
+
+def _top1(trained: Trained, data: Data) -> float:
+    return evaluate(trained, data, device="cpu", progress=False).top1
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A network that is to be written in int8."""
+
+    path: Path
+    network: nn.Module
+    request: ExportRequest
+
+    @classmethod
+    def of(
+        cls,
+        path: Path,
+        network: nn.Module,
+        trained: Trained | None,
+        images: Tensor,
+        size: Sequence[int] | None,
+        dynamic: Sequence[str],
+    ) -> _Job:
+        stored = stored_of(replace(trained, network=network) if trained else network, size or images.shape[1:])
+        many = "batch" in dynamic
+        given, request = request_for(stored, images[: 2 if many else 1], dynamic)
+        batches = tuple((part,) for part in images.split(_BATCH if many else 1))
+        ranges = trained.ranges if trained else {}
+        return cls(path, given, replace(request, precision="int8", calibration=batches, ranges=ranges))
+
+    def write(self, layers: tuple[QuantizedLayer, ...]) -> Quantized:
+        kept = tuple(layer.name for layer in layers if layer.in_float)
+        request = replace(self.request, in_float=kept)
+        trained = {name: ends for name, ends in request.ranges.items() if name not in kept}
+        with rounded_by(copy.deepcopy(self.network), trained) as expected:
+            written = write_request(self.path, replace(request, ranges=trained), expected)
+        return Quantized(written.path, written.bytes, written.error, layers)
+
+
+@torch.no_grad()
+def sensitivities(
+    network: nn.Module, images: Tensor, *, trained: Collection[str] = ()
+) -> tuple[QuantizedLayer, ...]:
+    """Quantise each conv, composite and linear layer alone, and compare the network's output with its own.
+
+    A layer that changes it too much stays in float, but for those `trained` in int8: the others rely on them.
+    """
+    with unchanged(network):
+        expected = network(*copied(images))
+    if not isinstance(expected, Tensor):
+        raise LowRankError("int8 is for networks that give one tensor.")
+    found = []
+    for name, layer in network.named_modules():
+        if isinstance(layer, ROUNDED_LAYERS):
+            # A layer observes the range of its input where gradients are recorded.
+            with unchanged(network), rounding(layer, images.device), torch.enable_grad():
+                error = difference(network(*copied(images)).detach(), expected, by="norm")
+            found.append(QuantizedLayer(name, error, error > _MOST_ERROR and name not in trained))
+    if not found:
+        raise LowRankError("int8 is for convs and linear layers, and this network has none.")
+    return tuple(found)
+
+
+def _one_more_in_float(layers: tuple[QuantizedLayer, ...]) -> tuple[QuantizedLayer, ...]:
+    """Leave the layer in float that changes the output most among those in int8."""
+    worst = max((layer for layer in layers if not layer.in_float), key=lambda layer: layer.error, default=None)
+    return tuple(replace(layer, in_float=True) if layer is worst else layer for layer in layers)
+
+
+def _labelled(calibration: Any, trained: Trained | None) -> Data | None:
+    """The data set that was given; None for prepared images."""
+    if isinstance(calibration, Tensor) or (isinstance(calibration, Sequence) and not isinstance(calibration, str)):
+        return None
+    if trained is None:
+        raise LowRankError(
+            "images with labels calibrate a trained network, which knows how they are prepared: for any other, "
+            "give prepared images as a tensor."
+        )
+    data = calibration if isinstance(calibration, Data) else _opened(calibration, trained)
+    match_classes(trained, data)
+    return data
+
+
+def _judged(data: Data | None) -> Data | None:
+    """The data set with some training images in the place of its test images; None if it has too few."""
+    if data is None or len(data.train) < 2:
+        return None
+    return data.holdout(min(_JUDGED, len(data.train) // 2), seed=1)
+
+
+def _opened(source: str | Path, trained: Trained) -> Data:
+    """The set as the network was trained on it: images of its size, and the test images that it has not seen."""
+    size = {"image_size": trained.size_option, "channels": trained.channels, "progress": False}
+    return held_out_images(trained, source, progress=False) or open_data(source, **size)
+
+
+def _prepared(calibration: Any, trained: Trained | None, images: int) -> Tensor:
+    """Calibration images as the network takes them."""
+    if isinstance(calibration, Tensor):
+        return calibration.detach().float().cpu().clone()
+    if isinstance(calibration, Sequence):
+        if not calibration or not all(isinstance(one, Tensor) for one in calibration):
+            raise LowRankError(
+                "calibration takes prepared images as a tensor [N, C, H, W], or a list of such tensors, for "
+                f"networks of one input, not {in_short(calibration)}."
+            )
+        return torch.cat([tensor.detach().float().cpu() for tensor in calibration])
+    assert trained is not None
+    split = calibration.train if len(calibration.train) else calibration.test
+    chosen = split.subset(stratified(split.labels, images, seed=0))
+    options: dict[str, Any] = {"preprocess": trained.preprocess, "augment": trained.augment, "seed": 0}
+    loader = make_loader(chosen, batch_size=_BATCH, device="cpu", train=False, **options)
+    return torch.cat([batch.contiguous() for batch, _ in loader.epoch(0)])
+
+
+def _check(images: Tensor) -> None:
+    """Refuse images that set no ranges."""
+    if images.dim() != 4 or not len(images):
+        raise LowRankError(f"calibration takes images [N, C, H, W], not a tensor of shape {list(images.shape)}.")
+    if not is_finite(images):
+        raise LowRankError("the calibration images have NaN or infinite values.")
+    if bool((images == images.flatten()[0]).all()):
+        raise LowRankError("the calibration images are all one value, which sets no range: give real images.")

@@ -1,0 +1,453 @@
+"""Capture a network once, as a graph of module and function calls that every transform reads and rewrites.
+
+The capture is a `torch.fx` trace in which torch's layers, ours, and modules with hooks stay whole. It keeps the
+calls of modules: `merge` replaces modules in the user's class, and a fused block is a module under the name of its
+layer. `torch.export` would turn modules into operators of one input size, from which modules would have to be
+guessed.
+
+A graph is valid for the kind of call that it was captured from, and `NetworkGraph.calls` says for which. A plain
+trace holds for inputs of every size and dtype, because a question about these fails in it. A test such as
+`mask is None` does not fail. With an example a network of several inputs is therefore captured for calls with as
+many tensors, and without one only if its graph is the same whichever optional inputs are given. A forward that
+looks at sizes or dtypes is traced again with those of the example, and the graph holds for these alone. A forward
+that looks at values is not captured: `capture` raises `CaptureError` with the reason.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, is_dataclass
+from functools import partial
+from inspect import Parameter, signature
+from itertools import product
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+from torch.fx.proxy import TraceError
+from torch.nn.utils.parametrize import is_parametrized
+
+from lowrank_cnn.core.compare import copied, unchanged
+from lowrank_cnn.core.errors import first_line
+from lowrank_cnn.core.modules import has_hooks, is_part_of, is_plain
+
+CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_SIZE_ATTRIBUTES = {"shape", "ndim", "dtype", "device", "is_cuda", "layout", "requires_grad", "itemsize", "nbytes"}
+_SIZE_METHODS = {
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "is_floating_point",
+    "is_complex",
+    "element_size",
+}
+
+
+_MOST_KINDS = 16
+"""Kinds of call that are traced to show that they agree: four optional inputs, each given or not."""
+
+
+class CaptureError(Exception):
+    """A network's forward cannot be captured; the message gives the reason."""
+
+
+InputKind = tuple[tuple[int, ...], torch.dtype, str]
+
+
+def kind_of(x: Tensor) -> InputKind:
+    """What a forward can ask about an input without looking at its values: size, dtype, and device type."""
+    return tuple(x.shape), x.dtype, x.device.type
+
+
+@dataclass(frozen=True)
+class NetworkGraph:
+    """A captured network.
+
+    `calls` are the inputs, all tensors, of the calls that the graph is valid for; None if it is for all calls. An
+    input is described by `kind_of`, or by None if its size and dtype decide nothing.
+    """
+
+    root: nn.Module
+    graph: fx.Graph
+    calls: tuple[InputKind | None, ...] | None = None
+
+    def module(self, node: fx.Node) -> nn.Module | None:
+        """The module that a node calls; None if it calls a function."""
+        return self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+    def called(self) -> set[str]:
+        """The names of all modules that are called."""
+        return {str(node.target) for node in self.graph.nodes if node.op == "call_module"}
+
+    def called_once(self) -> dict[str, fx.Node]:
+        """The calls of modules that a transform may replace, by name.
+
+        Left out are modules that are called several times, that are part of a module kept whole, or whose tensors
+        the forward reads directly: replacing them would miss a use, or change another one.
+        """
+        calls = [node for node in self.graph.nodes if node.op == "call_module"]
+        times = Counter(id(self.module(node)) for node in calls)
+        inside = {id(part) for node in calls for part in list(self._parts(node))[1:]}
+        read = {str(node.target).rpartition(".")[0] for node in self.graph.nodes if node.op == "get_attr"}
+        return {
+            str(node.target): node
+            for node in calls
+            if times[id(self.module(node))] == 1
+            and id(self.module(node)) not in inside
+            and not any(is_part_of(name, str(node.target)) for name in read)
+        }
+
+    def _parts(self, node: fx.Node) -> Iterator[nn.Module]:
+        module = self.module(node)
+        return iter(()) if module is None else module.modules()
+
+
+def capture(root: nn.Module, *example: Any) -> NetworkGraph:
+    """Capture a network for calls like the example; without an example, for every call.
+
+    The trace may add tensors that the forward creates to `root`: pass a copy of the user's network.
+    """
+    if not example:
+        first, *others = captures(root)
+        if any(_calls_of(other.graph) != _calls_of(first.graph) for other in others):
+            raise CaptureError("what its forward does depends on its optional inputs")
+        return first
+    _check_hooks(root)
+    try:
+        optional = _optional_inputs(root)
+        given = list(signature(type(root).forward).parameters)[1 : len(example) + 1]
+        more = len(example) > len(given)  # than there are names: these are in `*args`
+        left_out = {n: v for n, v in optional.items() if n.strip("*") not in given and not (more and v == ())}
+        graph = _Tracer(left_out).trace(root)
+        return NetworkGraph(root, _finished(root, graph), (None,) * len(example) if optional else None)
+    except Exception:  # a forward may fail on symbolic values in any way
+        pass
+    try:
+        with torch.no_grad(), unchanged(root):
+            graph = _SizedTracer(root, copied(*example)).trace(root)
+            constants = {name: value for name, value in vars(root).items() if name.startswith("_tensor_")}
+        vars(root).update(constants)
+        return NetworkGraph(root, _finished(root, graph), tuple(map(kind_of, example)))
+    except Exception as error:
+        raise _cannot_trace(error) from error
+
+
+def captures(root: nn.Module) -> list[NetworkGraph]:
+    """A graph for each kind of call: first with all inputs, then with some of the optional ones left out."""
+    _check_hooks(root)
+    try:
+        graphs = [NetworkGraph(root, _finished(root, _Tracer().trace(root)))]
+        optional = _optional_inputs(root)
+        values = [[(), (v,), (not v,)] if isinstance(v, bool) else [(), (v,)] for v in optional.values()]
+        kinds = list(product(*values)) if len(values) < _MOST_KINDS else []
+        if not 1 <= len(kinds) <= _MOST_KINDS:
+            raise CaptureError(f"it has {len(optional)} optional inputs")
+        for kind in kinds[1:]:
+            left_out = {name: value[0] for name, value in zip(optional, kind, strict=True) if value}
+            try:
+                graphs.append(NetworkGraph(root, _finished(root, _Tracer(left_out).trace(root))))
+            except (AttributeError, TypeError, ValueError, AssertionError) as error:
+                if isinstance(error, TraceError) or "Proxy" in str(error):
+                    raise
+                continue  # the network refuses such a call, too
+    except Exception as error:  # a forward may fail on symbolic values in any way
+        raise _cannot_trace(error) from error
+    return graphs
+
+
+def deciding_attributes(root: nn.Module, *example: Any) -> dict[str, Any]:
+    """The flags, numbers and strings (`self.domain`) that a forward tests or looks up by, and their values.
+
+    A graph holds for these values alone. `root` is changed: pass a copy of the user's network.
+    """
+    asked: dict[str, Any] = {}
+    tracer = _Tracer()
+    for name, module in root.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            module.__class__ = _watching(type(module))
+        whole = name and tracer.is_leaf_module(module, name)
+        for key, value in list(vars(module).items()):
+            if type(value) in _WATCHED and key != "training" and not key.startswith("_") and not whole:
+                label = f"{name}.{key}" if name else key
+                watch = partial(asked.setdefault, label, value)
+                module.__dict__[key] = _WATCHED[type(value)].watched(value, watch)
+    with suppress(CaptureError):
+        capture(root, *example)
+    return asked
+
+
+class _Watched:
+    """A number or a string that reports when it is tested, compared, or used to look something up."""
+
+    watch: Callable[[], object]
+
+    @classmethod
+    def watched(cls, value: Any, watch: Callable[[], object]) -> Any:
+        made: Any = cls(value)  # type: ignore[call-arg]
+        made.watch = watch
+        return made
+
+
+class _WatchedNumber(_Watched, int):
+    pass
+
+
+class _WatchedText(_Watched, str):
+    pass
+
+
+def _watching(kind: type) -> type:
+    """The class of a list that notes lookups: a list asks a number for nothing that the number could report."""
+
+    def lookup(self: Any, key: Any) -> Any:
+        if isinstance(key, _Watched):
+            key.watch()
+        return kind.__getitem__(self, key)  # type: ignore[attr-defined]
+
+    return type(kind.__name__, (kind,), {"__getitem__": lookup, "__module__": kind.__module__})
+
+
+def _reporting(kind: type, name: str) -> Any:
+    def method(self: Any, *args: Any) -> Any:
+        self.watch()
+        return getattr(kind, name)(self, *args)
+
+    return method
+
+
+_WATCHED: dict[type, type[_Watched]] = {bool: _WatchedNumber, int: _WatchedNumber, str: _WatchedText}
+for _kind, _class in ((int, _WatchedNumber), (str, _WatchedText)):
+    for _name in ("bool", "eq", "ne", "lt", "le", "gt", "ge", "hash", "format"):
+        if hasattr(_kind, f"__{_name}__"):
+            setattr(_class, f"__{_name}__", _reporting(_kind, f"__{_name}__"))
+
+
+def _optional_inputs(root: nn.Module) -> dict[str, Any]:
+    """The inputs that a call may leave out or give as None, all but the first, and their values then."""
+    _, *inputs = signature(type(root).forward).parameters.values()
+    variable = {Parameter.VAR_POSITIONAL: ("*", ()), Parameter.VAR_KEYWORD: ("**", {})}
+    found = {}
+    for place, given in enumerate(inputs):
+        mark, empty = variable.get(given.kind, ("", None))
+        if place or mark:
+            found[f"{mark}{given.name}"] = empty if given.default is Parameter.empty else given.default
+    return found
+
+
+def _calls_of(graph: fx.Graph) -> list[tuple[str, ...]]:
+    """All that a graph computes, to compare it with others of the same network."""
+    nodes = (node for node in graph.nodes if node.op != "placeholder")
+    return [tuple(map(str, (node.op, node.target, node.args, node.kwargs))) for node in nodes]
+
+
+def _cannot_trace(error: Exception) -> CaptureError:
+    return CaptureError(f"its forward cannot be traced ({first_line(error)})")
+
+
+def _check_hooks(root: nn.Module) -> None:
+    if has_hooks(root) or _any_global_hook():
+        raise CaptureError("hooks are registered on the network as a whole")
+
+
+
+
+
+
+def layer_kind(module: nn.Module | None) -> str | None:
+    """The kind of a layer; None for any other module.
+
+    The kinds are "conv", "transposed conv", "linear", "composite", "chain" and "own conv".
+
+    A module with hooks or parametrized weights is none of these. An "own conv" is a subclass of a conv whose
+    forward ends in the conv itself, for example after padding its input.
+    """
+    if module is None or has_hooks(module) or "forward" in vars(module) or is_parametrized(module):
+        return None
+    if hasattr(module, "weights") and hasattr(module, "group_padding"):
+        return "composite"
+    if isinstance(module, nn.Sequential):
+        parts = list(module)
+        plain = hasattr(module, "scheme") and type(module).forward is nn.Sequential.forward and parts
+        return "chain" if plain and all(layer_kind(part) in ("conv", "composite") for part in parts) else None
+    if any(is_plain(module, kind) for kind in CONVS):
+        return "conv"
+    if any(is_plain(module, kind) for kind in TRANSPOSED):
+        return "transposed conv"
+    if isinstance(module, CONVS):
+        return "own conv" if _ends_in_conv(module) else None
+    return "linear" if is_plain(module, nn.Linear) else None
+
+
+
+
+
+
+
+
+
+
+_CONVOLVE = (torch.conv1d, torch.conv2d, torch.conv3d)
+
+
+def _ends_in_conv(module: nn.Module) -> bool:
+    """Whether a forward returns the result of one convolution with the module's own weight and bias."""
+    try:
+        graph = _Tracer().trace(module)
+    except Exception:  # a forward may fail on symbolic values in any way
+        return False
+    (result,) = (node.args[0] for node in graph.nodes if node.op == "output")
+    if not isinstance(result, fx.Node) or result.target not in _CONVOLVE or result.kwargs or len(result.args) < 3:
+        return False
+    weight, bias = result.args[1:3]
+    reads = [node for node in graph.nodes if node.op == "get_attr"]
+    named = isinstance(weight, fx.Node) and weight.target == "weight" and len(weight.users) == 1
+    added = bias is None or (isinstance(bias, fx.Node) and bias.target == "bias" and len(bias.users) == 1)
+    return named and added and len(reads) == (1 if bias is None else 2)
+
+
+class _Proxy(fx.Proxy):
+    """Records `y += x` as a change in place; fx alone would record a sum that does not change y."""
+
+
+def _in_place(change: Any) -> Any:
+    def method(self: fx.Proxy, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", change, (self, other), {})
+
+    return method
+
+
+for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
+    setattr(_Proxy, f"__{_name}__", _in_place(getattr(operator, _name)))
+
+
+class _Tracer(fx.Tracer):
+    """Keeps layers whole, and modules with hooks, which a trace would lose, or without parts."""
+
+    proxy_buffer_attributes = True  # so that the graph shows which buffers the forward reads
+
+    def __init__(self, left_out: Mapping[str, Any] = MappingProxyType({})) -> None:
+        super().__init__()
+        self.left_out = left_out
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        """Inputs that a call leaves out have the values given for them."""
+        run, (root, *inputs) = super().create_args_for_root(root_fn, is_module, concrete_args)
+        return run, [root, *(self.left_out.get(str(value.node.target), value) for value in inputs)]
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        """A dictionary that is a dataclass, as the outputs of Hugging Face's networks are, keeps its class."""
+        if isinstance(a, dict) and is_dataclass(a):
+            given = {name: self.create_arg(value) for name, value in a.items()}
+            return self.create_node("call_function", type(a), (), given)
+        return super().create_arg(a)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        ours = layer_kind(m) in ("composite", "chain", "own conv")
+        whole = ours or has_hooks(m) or not m._modules or "forward" in vars(m)
+        return whole or super().is_leaf_module(m, module_qualified_name)
+
+
+class _SizedProxy(_Proxy):
+    """A symbolic value that also has its value on the example, and answers questions about its size."""
+
+    value: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.value, name) if name in _SIZE_ATTRIBUTES else super().__getattr__(name)
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([operator.getitem(self, place) for place in range(len(self.value))])  # type: ignore[call-overload]
+
+
+class _SizedTracer(_Tracer):
+    """Runs the network on the example while it traces, so that sizes are numbers; values stay symbolic."""
+
+    def __init__(self, root: nn.Module, example: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.example, self.network, self.computing = example, root, False
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _SizedProxy(node, self)
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        """Call the forward with the example's inputs alone: options that it leaves out keep their defaults."""
+        inputs = [self.create_proxy("placeholder", f"input_{n}", (), {}) for n in range(len(self.example))]
+        return root_fn, [self.root, *inputs]
+
+    # What a leaf computes on real values is no part of the trace, though fx intercepts calls within it too.
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        return forward(*args, **kwargs) if self.computing else super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        return attr_val if self.computing else super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> Any:
+        values = (map_aggregate(part, _value) for part in (args, kwargs))
+        positional, named = values
+        if kind == "call_method" and target in _SIZE_METHODS:
+            return getattr(positional[0], target)(*positional[1:], **named)
+        made = super().create_proxy(kind, target, args, kwargs, *rest, **options)
+        self.computing = True
+        try:
+            value = self._run(kind, target, positional, named)
+        finally:
+            self.computing = False
+        if kind.startswith("call") and not _has_tensors(value):
+            raise CaptureError(f"{getattr(target, '__name__', target)} gives Python a value that depends on data")
+        assert isinstance(made, _SizedProxy)
+        made.value = value
+        return made
+
+    def _run(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kind == "placeholder":
+            return self.example[int(target.removeprefix("input_"))]
+        if kind == "get_attr":
+            return operator.attrgetter(target)(self.network)
+        if kind == "call_function":
+            return target(*args, **kwargs)
+        if kind == "call_method":
+            return getattr(args[0], target)(*args[1:], **kwargs)
+        return self.network.get_submodule(target)(*args, **kwargs) if kind == "call_module" else None
+
+
+def _value(proxy: Any) -> Any:
+    return proxy.value if isinstance(proxy, _SizedProxy) else proxy
+
+
+def _has_tensors(value: Any) -> bool:
+    found: list[bool] = []
+    map_aggregate(value, lambda part: found.append(isinstance(part, Tensor)))  # type: ignore[arg-type, func-returns-value]
+    return any(found)
+
+
+def _finished(root: nn.Module, graph: fx.Graph) -> fx.Graph:
+    """A graph that fx can write, in which layers take their inputs by position (`conv(input=x)`)."""
+    for node in graph.nodes:
+        node.type = None  # fx cannot write annotations, which are strings here, to a file
+        module = root.get_submodule(str(node.target)) if node.op == "call_module" and node.kwargs else None
+        if module is not None and not has_hooks(module):  # a hook sees how its layer is called
+            bound = signature(module.forward).bind(*node.args, **node.kwargs)
+            node.args, node.kwargs = bound.args, bound.kwargs
+    graph.lint()
+    return graph
+
+
+def _any_global_hook() -> bool:
+    """Whether hooks are registered for the calls of all modules."""
+    hooks = torch.nn.modules.module
+    names = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+    return any(getattr(hooks, name, None) for name in (*names, "_global_backward_pre_hooks"))

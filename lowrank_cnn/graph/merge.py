@@ -1,0 +1,526 @@
+"""Fold what is linear into one layer, exactly: the batch norms behind layers, and chains (basis + join, pairs).
+
+`merge` works on a copy of a network in evaluation. A captured graph must show that a norm reads one layer alone,
+and that nothing else reads that layer's result. Every fold is computed in float64 and compared with what it
+replaces; then the whole network is compared with the original. What is not exact, or cannot be compared, stays,
+and `notes(network).merging` says why:
+
+- a bias in front of zero padding: the padding is zero and not that bias, so the two differ at the border;
+- two layers that both reach along one axis: a border cuts between them;
+- channel groups that do not match: one conv would need more multiplications than both.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.core.compare import copied, difference, objection, tolerance, unchanged
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.modules import first_input, is_part_of
+from lowrank_cnn.core.notes import Merging, note, notes
+from lowrank_cnn.graph.capture import (
+    TRANSPOSED,
+    CaptureError,
+    NetworkGraph,
+    capture,
+    captures,
+    deciding_attributes,
+    layer_kind,
+)
+from lowrank_cnn.graph.examples import Example, by_position, example_for, in_signature
+from lowrank_cnn.graph.patterns import NORMS, Pattern, find_patterns, split_active_norms
+from lowrank_cnn.kernels.reference import compose
+from lowrank_cnn.method.branches import fold_branches
+from lowrank_cnn.method.count import count
+from lowrank_cnn.method.geometry import Sides, enclosing_padding
+from lowrank_cnn.method.layers import CompositeConv2d, conv_of
+from lowrank_cnn.method.rewrite import copy_with, laid_out_as
+from lowrank_cnn.method.schemes import FactoredConv2d
+from lowrank_cnn.method.select import check_rewritable
+from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
+
+# Exact rewritings of linear layers, as functions of tensors alone.
+#
+# Two convs with nothing between them are one conv wherever, along each axis, at most one of them reaches further
+# than a pixel: its kernel is the product of theirs. A batch norm in evaluation scales and shifts each channel,
+# which a conv or a linear layer before it can do by itself.
+
+
+def compose_bias(first: Tensor | None, weight: Tensor, second: Tensor | None, *, groups: int = 1) -> Tensor | None:
+    """The bias of two convs: what the second, of this weight, makes of the first's bias, and its own.
+
+    Exact where the second conv sees the first one's bias under every tap: see `merge`.
+    """
+    if first is None:
+        return second
+    seen = weight.sum(dim=(2, 3)).reshape(groups, -1, weight.shape[1])
+    carried = torch.einsum("gdm,gm->gd", seen, first.reshape(groups, -1)).flatten()
+    return carried if second is None else carried + second
+
+
+def norm_affine(
+    mean: Tensor, variance: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A batch norm in evaluation as `scale * x + shift`, per channel."""
+    scale = torch.rsqrt(variance + eps)
+    scale = scale if weight is None else scale * weight
+    shift = -mean * scale
+    return scale, shift if bias is None else shift + bias
+
+
+def scale_filters(weight: Tensor, scale: Tensor) -> Tensor:
+    """Each filter (the first dimension) times its own factor."""
+    return weight * scale.reshape(-1, *[1] * (weight.dim() - 1))
+
+
+def scale_transposed_filters(weight: Tensor, scale: Tensor, groups: int) -> Tensor:
+    """Each filter of a transposed conv (the second dimension, group by group) times its own factor."""
+    by_group = weight.reshape(groups, -1, *weight.shape[1:])
+    return (by_group * scale.reshape(groups, 1, -1, *[1] * (weight.dim() - 2))).reshape(weight.shape)
+
+
+def affine_bias(bias: Tensor | None, scale: Tensor, shift: Tensor) -> Tensor:
+    """The bias of a layer once `scale * x + shift` has been folded into it."""
+    return shift if bias is None else bias * scale + shift
+
+
+# Convs in a chain as one conv, where that is exact; where it is not, the reason.
+
+
+class InexactError(Exception):
+    """Two convs are not one; the message says why."""
+
+
+def merge_chain(chain: FactoredConv2d) -> nn.Module:
+    """The single conv that equals a chain, in float64 on the CPU; raises `InexactError` if there is none."""
+    return reduce(_joined, (_Plain.of(copy.deepcopy(stage).cpu().double()) for stage in chain)).conv()
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """Any conv of ours as one dense weight and its geometry."""
+
+    weight: Tensor
+    bias: Tensor | None
+    stride: Pair
+    dilation: Pair
+    sides: Sides
+    groups: int
+    mode: str
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> _Plain:
+        if isinstance(layer, CompositeConv2d) and (len(layer.weights) > 1 or layer.shuffle):
+            layer = layer.dense_view()
+        if isinstance(layer, CompositeConv2d):
+            weight, sides, groups = layer.weights[0], layer.padding, layer.channel_groups
+        elif type(layer) is nn.Conv2d:
+            weight, groups = layer.weight, layer.groups
+            sides = enclosing_padding(layer.padding, layer.kernel_size, layer.dilation)  # type: ignore[arg-type]
+        else:
+            raise InexactError(f"a {type(layer).__name__} is no convolution")
+        bias = None if layer.bias is None else layer.bias.detach()
+        return cls(weight.detach(), bias, layer.stride, layer.dilation, sides, groups, layer.padding_mode)  # type: ignore[arg-type]
+
+    @property
+    def pads(self) -> bool:
+        return any(side > 0 for both in self.sides for side in both)
+
+    def reaches(self, axis: int) -> bool:
+        """Does an output look further along this axis than at its own pixel?"""
+        return self.weight.shape[2 + axis] > 1 or self.stride[axis] > 1 or self.sides[axis] != (0, 0)
+
+    def conv(self) -> nn.Module:
+        filters, depth, height, width = self.weight.shape
+        single = Composite((FilterGroup(height, width, filters),))
+        options = {"stride": self.stride, "padding": self.sides, "dilation": self.dilation}
+        options |= {"channel_groups": self.groups, "padding_mode": self.mode, "bias": self.bias is not None}
+        layer = conv_of(depth * self.groups, single, **options).to(self.weight)
+        target = layer.weights[0] if isinstance(layer, CompositeConv2d) else layer.weight
+        with torch.no_grad():
+            target.copy_(self.weight)  # type: ignore[operator]
+            if self.bias is not None:
+                layer.bias.copy_(self.bias)  # type: ignore[union-attr]
+        return layer
+
+
+def _joined(first: _Plain, second: _Plain) -> _Plain:
+    """Two convs as one, or the reason why not."""
+    strips = first.groups == 1 and second.groups == len(first.weight) == len(second.weight)  # one per channel
+    if first.groups != second.groups and not strips:
+        raise InexactError("its channel groups do not match: one conv would cost more than both")
+    if any(first.reaches(axis) and second.reaches(axis) for axis in (0, 1)):
+        raise InexactError("both of its layers reach along the same axis")
+    if first.pads and second.pads and first.mode != second.mode:
+        raise InexactError("its layers pad in different ways")
+    biased = first.bias is not None and bool(first.bias.any())
+    if biased and second.pads and second.mode == "zeros":
+        raise InexactError("the first layer's bias meets the zero padding of the second")
+    along = [second if second.reaches(axis) else first for axis in (0, 1)]
+    weight = first.weight * second.weight if strips else compose(first.weight, second.weight, groups=first.groups)
+    return _Plain(
+        weight,
+        compose_bias(first.bias, second.weight, second.bias, groups=second.groups),
+        (along[0].stride[0], along[1].stride[1]),
+        (along[0].dilation[0], along[1].dilation[1]),
+        (along[0].sides[0], along[1].sides[1]),
+        first.groups,
+        second.mode if second.pads else first.mode,
+    )
+
+
+# Fold a batch norm into the layer before it, and measure how far the result is off.
+
+_SPATIAL = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3, CompositeConv2d: 2, FactoredConv2d: 2, nn.Linear: 0}
+_SPATIAL |= dict(zip(TRANSPOSED, (1, 2, 3), strict=True))
+
+
+class FoldedLinear(nn.Identity):
+    """Stands where a batch norm was folded into a linear layer, which is exact for a batch of vectors alone."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dim() != 2:
+            raise LowRankError(
+                "a batch norm was folded into the linear layer before it for inputs of two dimensions, not of "
+                f"{input.dim()}: merge with an example_input of that shape."
+            )
+        return input
+
+
+def channel_axis(layer: nn.Module, dimensions: int) -> int:
+    """The axis of a layer's outputs that has its filters, for results of this many dimensions."""
+    spatial = next(count for kind, count in _SPATIAL.items() if isinstance(layer, kind))
+    return dimensions - 1 - spatial
+
+
+def fold(layer: nn.Module, norm: nn.Module) -> nn.Module:
+    """Put a batch norm into the layer in front of it; of a chain, into its last layer."""
+    last: Any = list(layer.children())[-1] if isinstance(layer, FactoredConv2d) else layer
+    scale, shift = norm_affine(norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)  # type: ignore[arg-type]
+    composite = isinstance(last, CompositeConv2d)
+    weights, scales = (list(last.weights), last.by_group(scale)) if composite else ([last.weight], [scale])
+    with torch.no_grad():
+        for weight, part in zip(weights, scales, strict=True):
+            if isinstance(last, TRANSPOSED):
+                weight.copy_(scale_transposed_filters(weight, part, last.groups))
+            else:
+                weight.copy_(scale_filters(weight, part))
+        last.bias = nn.Parameter(affine_bias(last.bias, scale, shift))  # type: ignore[arg-type]
+    return layer
+
+
+@torch.no_grad()
+def fold_error(layer: nn.Module, norm: nn.Module | None, new: nn.Module) -> float:
+    """The largest difference on random inputs, against the original in float64, relative to its largest output."""
+    parameter = next(new.parameters())
+    device = parameter.device if parameter.is_cuda else torch.device("cpu")  # others may lack float64
+    parts = (copy.deepcopy(part).to(device, torch.float64) for part in (layer, norm) if part is not None)
+    x = torch.randn(_input_shape(layer), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
+        device
+    )
+    return difference(new(x.to(parameter.device, parameter.dtype)), nn.Sequential(*parts)(x))
+
+
+def _input_shape(layer: nn.Module) -> tuple[int, ...]:
+    """Small, but wide enough for every tap and border of the layer."""
+    if isinstance(layer, nn.Linear):
+        return 3, layer.in_features
+    stages = list(layer) if isinstance(layer, FactoredConv2d) else [layer]
+    spans = [_span(stage) for stage in stages]
+    return 1, stages[0].in_channels, *(3 + 2 * sum(axis) for axis in zip(*spans, strict=True))  # type: ignore[return-value]
+
+
+def _span(layer: nn.Module) -> list[int]:
+    """How far a conv looks along each axis, padding included."""
+    if isinstance(layer, CompositeConv2d):
+        kernel, pads = layer.composite.kernel, [max(sides) for sides in layer.padding]
+    else:
+        kernel = layer.kernel_size
+        pads = [0] * len(kernel) if isinstance(layer.padding, str) else list(layer.padding)  # type: ignore[arg-type]
+    return [step * (size - 1) + max(pad, 0) for step, size, pad in zip(layer.dilation, kernel, pads, strict=True)]  # type: ignore[arg-type]
+
+
+_KINDS = ("conv", "own conv", "transposed conv", "linear", "composite", "chain")
+_ELSEWHERE = "what its forward does depends on the size of its input, or on options"
+_NOT_FED, _NOT_RUN = "no layer is seen to feed it, and it alone", "it does not run in evaluation"
+
+
+@unchanged()  # layers draw weights when they are built
+def merge(
+    model: nn.Module,
+    *,
+    chains: bool | None = None,
+    norms: bool = True,
+    example_input: Example | None = None,
+) -> nn.Module:
+    """A copy of `model` with its batch norms folded into the layers before them, where that is exact.
+
+    - `chains`: True merges every chain (basis and join, separable pair) into one dense conv, which gives back the
+      multiply-accumulates that it saved; False merges none; None those that get cheaper.
+    - `norms`: whether batch norms are folded.
+    - `example_input`: an input, a tuple of all inputs (it may end in keywords), or a dictionary of keywords. The
+      result is compared with the original on it. Without one, an input of the network's known size is made, or
+      of the size that its first layer suggests.
+
+    The result is right for every call, whichever optional inputs it gives: a norm that some calls skip stays.
+    Where the path depends on attributes (`self.norms[self.domain]`), folds are for their present values, and the
+    rows of `notes(network).merging` name these. Branches that train beside strips (`method.branches`) are folded
+    too. Nothing is merged in a network that no example is known for, that cannot be traced, or that would differ.
+
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
+    >>> merge(net)[1]
+    Identity()
+    """
+    _check(model)
+    if example_input is not None:
+        example_input = in_signature(model, example_input)
+        if isinstance(example_input, Mapping):
+            return _merged_by_keyword(model, example_input, chains=chains, norms=norms)
+    if layer_kind(model) is not None:
+        return _merged_layer(model, chains, norms, example_input)
+    return _merged_network(model, chains, norms, example_input)
+
+
+def _merged_network(model: nn.Module, chains: bool | None, norms: bool, example_input: Any) -> nn.Module:
+    example, given = example_for(model, example_input)
+    original, folded = model, fold_branches(model)
+    model = split_active_norms(folded) if norms else folded
+    try:
+        if example is None:
+            raise CaptureError("no example input is known to compare the result on: pass example_input")
+        captured = capture(copy_with(model), *example)
+        seen = _dimensions(model, example)
+        found = _Folds(model, captured, seen, chains=chains, norms=norms, given=given)
+    except CaptureError as why:
+        compared = folded is not original and example is not None and not objection(folded, original, *example)
+        return _left_alone(folded if compared else original, str(why), norms=norms)
+    replaced, report = found.all()
+    merged = copy_with(model, replaced)
+    changed = bool(replaced) or model is not original
+    if changed and (reason := objection(merged, original, *example)):
+        return _left_alone(original, f"merged, {reason}", norms=norms)
+    report = _for_present_values(report, deciding_attributes(copy_with(model), *example))
+    told = {row.name for row in report}
+    rest = (
+        Merging(name, (kind,), reason=_NOT_FED if name in seen else _NOT_RUN)
+        for name, kind in _norms(merged)
+        if name not in told
+    )
+    note(merged, merging=(*report, *(rest if norms else ())))
+    return merged
+
+
+@dataclass
+class _Folds:
+    """Everything that can be folded in a captured network."""
+
+    model: nn.Module
+    captured: NetworkGraph
+    dimensions: dict[str, set[int]]
+    chains: bool | None
+    norms: bool
+    given: bool
+    known: dict[str, Any] = field(default_factory=dict)
+
+    def all(self) -> tuple[dict[nn.Module, nn.Module], list[Merging]]:
+        """The replacement of each replaced module, and a row about every layer that changes or cannot."""
+        replaced: dict[nn.Module, nn.Module] = {}
+        report = []
+        for pattern in find_patterns(self.captured, norms=self.norms, kinds=_KINDS):
+            layer = self.model.get_submodule(pattern.name)
+            norm_name = str(pattern.norm.target) if pattern.norm is not None else ""
+            norm = self.model.get_submodule(norm_name) if norm_name else None
+            reason = norm_name and (
+                self._wrong_axis(pattern, layer, norm_name) or self._elsewhere(pattern.name, norm_name)
+            )
+            if norm is not None and reason:
+                report.append(Merging(norm_name, (type(norm).__name__,), reason=reason))
+                norm = None
+            new, row = self._merged(pattern.name, layer, norm, norm_name)
+            report += [row] if row else []
+            if new is not None:
+                replaced[layer] = new
+                if norm is not None:
+                    replaced[norm] = (
+                        FoldedLinear().eval() if isinstance(layer, nn.Linear) else nn.Identity().eval()
+                    )
+        return replaced, report
+
+    def _wrong_axis(self, pattern: Pattern, layer: nn.Module, norm: str) -> str:
+        """Why a norm scales another axis than the layer's outputs, or might; empty where it is the same."""
+        axes = {channel_axis(layer, dimensions) for dimensions in self.dimensions.get(norm, set())}
+        if axes != {1}:
+            return "it normalises another axis than that of the layer before it"
+        if isinstance(layer, nn.Linear) and not self.given and not _is_flattened(pattern):
+            return "it normalises another axis where inputs have three dimensions: pass example_input"
+        return ""
+
+    def _elsewhere(self, layer: str, norm: str) -> str:
+        """Why another kind of call might lead past a norm; empty where that is excluded.
+
+        A graph of one kind of call shows one path. The outermost module around both whose graph is known for every
+        call must show the pair in each of its calls.
+        """
+        if self.captured.calls is None:
+            return ""
+        shared = [a for a, _ in itertools.takewhile(lambda p: p[0] == p[1], _paired(layer, norm))]
+        for depth in range(len(shared) + 1):
+            parent = ".".join(shared[:depth])
+            there = tuple(name.removeprefix(f"{parent}.") for name in (layer, norm))
+            if graphs := self._graphs(parent):
+                fits = all(there in pairs or not called.intersection(there) for pairs, called in graphs)
+                return "" if fits else _ELSEWHERE
+        return _ELSEWHERE
+
+    def _graphs(self, name: str) -> list[tuple[set[tuple[str, str]], set[str]]]:
+        """For each kind of call of a module its pairs of layer and norm, and all it calls; none where unknown."""
+        if name not in self.known:
+            try:
+                graphs = captures(copy_with(self.model.get_submodule(name)))
+            except CaptureError:
+                graphs = []
+            self.known[name] = [(_pairs(graph), graph.called()) for graph in graphs]
+        return self.known[name]
+
+    def _merged(
+        self, name: str, layer: nn.Module, norm: nn.Module | None, norm_name: str
+    ) -> tuple[nn.Module | None, Merging | None]:
+        """The replacement of a layer (None: it stays) and the row about it (None: there is nothing to say)."""
+        parts, reason, new = [type(layer).__name__], "", None
+        if isinstance(layer, FactoredConv2d):
+            parts = [key for key, _ in layer.named_children()]
+            new, reason = self._dense(layer)
+        if norm is not None:
+            parts.append(norm_name)
+            new = fold(new or copy.deepcopy(layer).cpu().double(), copy.deepcopy(norm).cpu().double())
+        if new is None:
+            return None, Merging(name, tuple(parts), reason=reason) if reason else None
+        old = next(layer.parameters())
+        new = laid_out_as(layer, new).eval().requires_grad_(old.requires_grad)
+        error = fold_error(layer, norm, new)
+        if not error <= tolerance(old):
+            return None, Merging(name, tuple(parts), reason=f"merged, it would be off by {error:.1e}")
+        return new, Merging(name, tuple(parts), error, reason)
+
+    def _dense(self, chain: FactoredConv2d) -> tuple[nn.Module | None, str]:
+        """A chain as one conv in float64, or the reason why it stays a chain."""
+        if self.chains is False:
+            return None, ""
+        try:
+            dense = merge_chain(chain)
+        except InexactError as why:
+            return None, str(why) if self.chains else ""
+        size = _map_size(chain)
+        if self.chains is None and not count(dense, size).macs < count(chain, size).macs:
+            return None, ""
+        return dense, ""
+
+
+def _for_present_values(report: list[Merging], attributes: Mapping[str, Any]) -> list[Merging]:
+    """The rows, in which a fold around which attributes decide names these: it holds for their present values."""
+
+    def told(row: Merging) -> Merging:
+        homes = {name: name.rpartition(".")[0] for name in attributes}
+        near = [name for name, home in homes.items() if not home or is_part_of(row.name, home)]
+        if row.error is None or not near:
+            return row
+        values = " and ".join(f"{name} = {attributes[name]!r}" for name in near)
+        note = f"the forward looks at attributes: this holds while {values}"
+        return replace(row, reason="; ".join(filter(None, (row.reason, note))))
+
+    return [told(row) for row in report]
+
+
+def _check(model: nn.Module) -> None:
+    check_rewritable(model)
+    for name, module in model.named_modules():
+        if module.training:
+            label = f"{name} is" if name else "the network is"
+            raise LowRankError(
+                f"{label} in training mode, where batch norm is not linear: call model.eval() first."
+            )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise LowRankError("the network has no weights to merge: it is on the meta device.")
+
+
+def _merged_layer(model: nn.Module, chains: bool | None, norms: bool, example: Any) -> nn.Module:
+    """A single layer, as the only part of a network: a graph shows calls of parts."""
+    network = merge(nn.Sequential(model).eval(), chains=chains, norms=norms, example_input=example)
+    merged = network[0]  # type: ignore[index]
+    note(merged, merging=tuple(replace(row, name="") for row in notes(network).merging))
+    return merged
+
+
+def _merged_by_keyword(model: nn.Module, example: Mapping[str, Any], **options: Any) -> nn.Module:
+    """A network of inputs that go by keyword alone, as the only part of one that takes them by position."""
+    network, inputs, _ = by_position(model, example)
+    outer = merge(network, example_input=inputs, **options)
+    merged = outer.network
+    assert isinstance(merged, nn.Module)
+    rows = notes(outer).merging
+    note(merged, merging=tuple(replace(row, name=row.name.removeprefix("network.")) for row in rows))
+    return merged
+
+
+def _left_alone(model: nn.Module, reason: str, *, norms: bool) -> nn.Module:
+    """A copy in which nothing is merged, with the reason in every row."""
+    same = copy_with(model)
+    names = [(name, "FactoredConv2d") for name, part in same.named_modules() if isinstance(part, FactoredConv2d)]
+    rows = [*names, *(_norms(same) if norms else ())]
+    note(same, merging=tuple(Merging(name, (kind,), reason=reason) for name, kind in rows))
+    return same
+
+
+def _pairs(captured: NetworkGraph) -> set[tuple[str, str]]:
+    found = find_patterns(captured, norms=True, kinds=_KINDS)
+    return {(pattern.name, str(pattern.norm.target)) for pattern in found if pattern.norm is not None}
+
+
+def _paired(first: str, second: str) -> Iterator[tuple[str, str]]:
+    return zip(first.split("."), second.split("."), strict=False)
+
+
+def _norms(model: nn.Module) -> Iterator[tuple[str, str]]:
+    return ((name, type(part).__name__) for name, part in model.named_modules() if type(part) in NORMS)
+
+
+@torch.no_grad()
+def _dimensions(model: nn.Module, example: tuple[Any, ...]) -> dict[str, set[int]]:
+    """How many dimensions the inputs of each batch norm have on the example."""
+    seen: dict[str, set[int]] = {}
+    hooks = [
+        part.register_forward_pre_hook(
+            lambda _, args, kwargs, name=name: seen.setdefault(name, set()).add(first_input(args, kwargs).dim()),
+            with_kwargs=True,
+        )
+        for name, part in model.named_modules()
+        if type(part) in NORMS
+    ]
+    try:
+        with unchanged(model):
+            model(*copied(*example))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: set(found) for name, found in seen.items()}
+
+
+def _is_flattened(pattern: Pattern) -> bool:
+    """Whether the input of a linear layer was flattened just before, so that it has two dimensions."""
+    node = pattern.input
+    names = (node.target, getattr(node.target, "__name__", ""))
+    return node.op != "call_module" and "flatten" in names and node.args[1:] == (1,)
+
+
+def _map_size(chain: FactoredConv2d) -> tuple[int, int, int]:
+    """The size of a map on which the costs of a chain and of one conv are compared."""
+    first: Any = next(iter(chain))
+    return first.in_channels, 56, 56

@@ -1,0 +1,304 @@
+"""Find layers with what follows them in a captured network: layer -> norm -> + residual -> activation -> max-pool.
+
+The residual may also be added after the activation, as in Darknet. A `Pattern` lists the nodes of one such
+sequence, in which each value is read by the next node only. `rewritten` replaces every pattern by a call of one
+module, which takes the layer's input and the residual if there is one. Activations and pools may be modules or
+functions.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from lowrank_cnn.core.compare import objection
+from lowrank_cnn.core.modules import has_hooks, is_plain
+from lowrank_cnn.graph.capture import NetworkGraph, layer_kind
+from lowrank_cnn.kernels.problem import DEFAULT_SLOPE, canonical, is_monotone
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+LAYERS = ("conv", "composite", "chain")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A layer and what follows it; `nodes` are all of its calls, the layer's first.
+
+    `activation` is a name of `kernels.activation`. With `add_last` the residual is added after the activation.
+    """
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+    norm: fx.Node | None = None
+    add: fx.Node | None = None
+    activation: str | None = None
+    pool: nn.MaxPool2d | None = None
+    add_last: bool = False
+
+    @property
+    def input(self) -> fx.Node:
+        """The layer's input."""
+        return self.nodes[0].args[0]  # type: ignore[return-value]
+
+    @property
+    def residual(self) -> fx.Node | None:
+        """The value that `add` adds to the layer's result."""
+        if self.add is None:
+            return None
+        return next(value for value in self.add.all_input_nodes if value not in self.nodes)
+
+
+_FUNCTIONS: dict[Any, str] = {
+    F.relu: "relu", torch.relu: "relu", "relu": "relu", F.relu_: "relu", torch.relu_: "relu", "relu_": "relu",
+    F.leaky_relu: "leaky_relu", F.silu: "silu", F.hardswish: "hardswish", F.gelu: "gelu",
+}  # fmt: skip
+_ADDS = (operator.add, operator.iadd, torch.add, "add", "add_")
+_ADDS_IN_PLACE = (operator.iadd, "add_")
+
+
+def find_patterns(
+    captured: NetworkGraph,
+    *,
+    norms: bool = False,
+    kinds: tuple[str, ...] = LAYERS,
+    accepts: Callable[[fx.Node, dict[str, Any]], bool] = lambda layer, parts: True,
+) -> list[Pattern]:
+    """The patterns of a network, in the order of its calls.
+
+    `kinds` are the layers that a pattern may begin with, as `layer_kind` names them; "norm" adds the batch norms
+    that no other pattern contains. With `norms`, a pattern includes the batch norm behind its layer. `accepts` is
+    asked with the layer's node and the pattern's parts (fields of `Pattern`); where it says no, a pattern ends.
+    """
+    walk = _PatternWalk(captured, captured.called_once(), norms, accepts)
+    found = [pattern for kind in (set(kinds) - {"norm"}, {"norm"} & set(kinds)) for pattern in walk.patterns(kind)]
+    places = {node: place for place, node in enumerate(captured.graph.nodes)}
+    return sorted(found, key=lambda pattern: places[pattern.nodes[0]])
+
+
+def rewritten(
+    captured: NetworkGraph, patterns: list[Pattern], make: Callable[[Pattern], nn.Module]
+) -> fx.GraphModule:
+    """A network in which each pattern is one call of the module that `make` returns, under the layer's name.
+
+    It shares the modules of the captured root. The captured graph is changed and cannot be used again.
+    """
+    graph = captured.graph
+    for pattern in patterns:
+        layer, last = pattern.nodes[0], pattern.nodes[-1]
+        captured.root.set_submodule(pattern.name, make(pattern))
+        residual = pattern.residual
+        inputs = (pattern.input,) if residual is None else (pattern.input, residual)
+        with graph.inserting_before(pattern.add or layer):
+            call = graph.call_module(pattern.name, inputs)
+        last.replace_all_uses_with(call)
+        for node in reversed(pattern.nodes):
+            graph.erase_node(node)
+    graph.lint()
+    return fx.GraphModule(captured.root, graph, class_name=type(captured.root).__name__)
+
+
+@dataclass
+class _PatternWalk:
+    """Starts at a layer and goes from each value to its only reader, as long as that is part of a pattern."""
+
+    captured: NetworkGraph
+    once: dict[str, fx.Node]
+    norms: bool
+    accepts: Callable[[fx.Node, dict[str, Any]], bool]
+    taken: set[fx.Node] = field(default_factory=set)
+
+    def patterns(self, kinds: set[str]) -> Iterator[Pattern]:
+        """The patterns that begin with a layer of these kinds, the last one first.
+
+        Of two layers that are added, the later one then takes the sum, and the other is its residual.
+        """
+        for node in reversed(self.captured.graph.nodes):
+            kind = "norm" if self._is_norm(node, self._plain(node)) else layer_kind(self.captured.module(node))
+            starts = self.once.get(str(node.target)) is node and node not in self.taken and _reads_one(node)
+            if kind in kinds and starts:
+                pattern = self._from(node)
+                self.taken.update(pattern.nodes)
+                yield pattern
+
+    def _from(self, layer: fx.Node) -> Pattern:
+        nodes, parts = [layer], {}
+        passed: list[fx.Node] = []
+        while (node := self._reader(passed[-1] if passed else nodes[-1])) is not None:
+            if self._does_nothing(node):
+                passed.append(node)
+                continue
+            part = self._part(layer, node, (passed or nodes)[-1], parts)
+            if part is None or not self.accepts(layer, parts | part):
+                break
+            parts |= part
+            nodes += [*passed, node]
+            passed = []
+        return Pattern(str(layer.target), tuple(nodes), **parts)
+
+    def _reader(self, node: fx.Node) -> fx.Node | None:
+        """The one node that reads a value; None if several do, one reads it twice, or another pattern has it."""
+        if len(node.users) != 1:
+            return None
+        (reader,) = node.users
+        twice = sum(1 for value in reader.all_input_nodes if value is node) > 1 or reader.args.count(node) > 1
+        return None if twice or reader in self.taken or reader.op == "output" else reader
+
+    def _part(self, layer: fx.Node, node: fx.Node, value: fx.Node, parts: dict[str, Any]) -> dict[str, Any] | None:
+        """What a node adds to the pattern; None if it cannot be part of it."""
+        module = self._plain(node)
+        if self.norms and not parts and self._is_norm(node, module):
+            return {"norm": node}
+        if "pool" not in parts and "add" not in parts and self._adds(layer, node, value):
+            return {"add": node, "add_last": "activation" in parts}
+        activation = None if "activation" in parts else _activation(node, module)
+        if activation is not None and ("pool" not in parts or is_monotone(activation)):
+            return {"activation": activation}
+        pool = None if "pool" in parts else _pool(node, module)
+        return None if pool is None else {"pool": pool}
+
+    def _plain(self, node: fx.Node) -> nn.Module | None:
+        """The module that a node calls with one argument, if it has its class's forward and no hooks."""
+        module = self.captured.module(node)
+        return module if module is not None and _reads_one(node) and is_plain(module, type(module)) else None
+
+    def _is_norm(self, node: fx.Node, module: nn.Module | None) -> bool:
+        """Whether a node is a batch norm with statistics of its own, called nowhere else."""
+        kept = type(module) in NORMS and module.running_mean is not None  # type: ignore[union-attr]
+        return kept and self.once.get(str(node.target)) is node
+
+    def _does_nothing(self, node: fx.Node) -> bool:
+        module = self._plain(node)
+        dropped = isinstance(module, nn.modules.dropout._DropoutNd) and not module.training
+        return type(module) is nn.Identity or (dropped and type(module).__module__.startswith("torch.nn"))
+
+    def _adds(self, layer: fx.Node, node: fx.Node, value: fx.Node) -> bool:
+        """Whether a node adds another value to this one, and the layer may compute the sum."""
+        if node.target not in _ADDS or node.kwargs or len(node.args) != 2:
+            return False
+        left, right = node.args
+        if node.target in _ADDS_IN_PLACE and left is not value:
+            return False  # others that read the residual would see the sum
+        return isinstance(right if left is value else left, fx.Node) and self._can_move(layer, node)
+
+    def _can_move(self, layer: fx.Node, add: fx.Node) -> bool:
+        """Whether the layer may run just before the sum: nothing that it reads is overwritten before that."""
+        fresh = {layer}  # results that the layer's input cannot be a part of
+        node = layer.next
+        while node is not add:
+            module, own = self.captured.module(node), bool(fresh & set(node.all_input_nodes[:1]))
+            overwrites = _overwrites(node, module)
+            if overwrites and not own:
+                return False
+            passes_on = own and (overwrites or self._does_nothing(node))
+            if passes_on or type(module) in NORMS or layer_kind(module):
+                fresh.add(node)
+            node = node.next
+        return True
+
+
+def activation_of(module: nn.Module | None) -> str | None:
+    """The name of an activation module that kernels can fuse; None for any other module."""
+    if isinstance(module, nn.LeakyReLU) and is_plain(module, nn.LeakyReLU):
+        return canonical(f"leaky_relu:{module.negative_slope}")
+    if isinstance(module, nn.GELU) and module.approximate != "none":
+        return None
+    kinds = {nn.ReLU: "relu", nn.SiLU: "silu", nn.GELU: "gelu", nn.Hardswish: "hardswish"}
+    return next((name for kind, name in kinds.items() if is_plain(module, kind)), None)
+
+
+def _activation(node: fx.Node, module: nn.Module | None) -> str | None:
+    """The name of an activation that is a module or a function."""
+    if module is not None:
+        return activation_of(module)
+    name = _FUNCTIONS.get(node.target) if node.op in ("call_function", "call_method") else None
+    options = dict(node.kwargs)
+    options.pop("inplace", None)
+    if name is None or (len(node.args) != 1 and name != "leaky_relu"):
+        return None
+    if name == "leaky_relu":
+        slope = node.args[1] if len(node.args) > 1 else options.pop("negative_slope", DEFAULT_SLOPE)
+        return canonical(f"{name}:{slope}") if isinstance(slope, int | float) and not options else None
+    exact = name == "gelu" and options in ({}, {"approximate": "none"})
+    return name if exact or not options else None
+
+
+def _reads_one(node: fx.Node) -> bool:
+    return len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
+
+
+def _overwrites(node: fx.Node, module: nn.Module | None) -> bool:
+    """Whether a call changes its input in place."""
+    if module is not None:
+        return bool(getattr(module, "inplace", False))
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    augmented = getattr(node.target, "__module__", "") == "_operator" and name[:1] == "i" and name not in _KEPT
+    return in_place or augmented or name == "setitem" or bool(node.kwargs.get("inplace"))
+
+
+_KEPT = ("invert", "inv", "is_", "is_not", "index", "indexOf", "itemgetter")
+
+
+def _pool(node: fx.Node, module: nn.Module | None) -> nn.MaxPool2d | None:
+    """A max-pool that is a module or a function, as a module."""
+    if module is not None:
+        return module if type(module) is nn.MaxPool2d and not module.return_indices else None
+    if node.target not in (F.max_pool2d, torch.max_pool2d):
+        return None
+    options: dict[str, Any] = dict(zip(_POOL_OPTIONS, node.args[1:], strict=False)) | dict(node.kwargs)
+    constant = all(map(_is_constant, options.values())) and set(options) <= set(_POOL_OPTIONS)
+    return nn.MaxPool2d(**options).eval() if constant and not options.get("return_indices") else None
+
+
+_POOL_OPTIONS = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
+"""In the order of the function, which is not that of the module."""
+
+
+def _is_constant(value: Any) -> bool:
+    numbers = value if isinstance(value, list | tuple) else (value,)
+    return all(isinstance(number, int | bool) or number is None for number in numbers)
+
+
+# Batch norms that also drop and activate, as timm's BatchNormAct2d does, taken apart into torch's own layers.
+#
+# Such a norm is a subclass with children `drop` and `act`. Its forward calls functions, so a captured graph
+# would show no norm that can be folded or fused.
+
+_PARTS = ["drop", "act"]
+
+
+def split_active_norms(model: nn.Module) -> nn.Module:
+    """A copy of a model with torch's own layers in place of such norms; without any, the model itself."""
+    parts = {id(part): copy.deepcopy(split) for part in model.modules() if (split := split_norm(part)) is not None}
+    return copy.deepcopy(model, parts) if parts else model
+
+
+def split_norm(norm: nn.Module) -> nn.Sequential | None:
+    """The norm, its dropout and its activation in sequence, with the same tensors; None for other modules."""
+    if not isinstance(norm, nn.BatchNorm2d) or list(norm._modules) != _PARTS or has_hooks(norm):
+        return None
+    plain = nn.BatchNorm2d.__new__(nn.BatchNorm2d)
+    plain.__dict__.update(norm.__dict__)
+    plain._modules = {}
+    split = nn.Sequential(plain, *norm._modules.values())  # type: ignore[arg-type]
+    split.training = norm.training
+    return split if _is_same(split, norm) else None
+
+
+def _is_same(split: nn.Module, norm: nn.BatchNorm2d) -> bool:
+    """Whether both compute the same in evaluation: a class may use the names of these parts for something else."""
+    ours, given = copy.deepcopy((split, norm))  # together, so that the copies share their tensors too
+    numbers = torch.Generator().manual_seed(0)
+    for tensor in (given.weight, given.bias, given.running_mean, given.running_var):
+        if tensor is not None:  # fresh ones would hide in which order the parts run
+            tensor.data.copy_(torch.rand(tensor.shape, generator=numbers) + 0.5)
+    like = next((tensor for tensor in (given.weight, given.running_mean) if tensor is not None), torch.zeros(()))
+    x = torch.randn((2, norm.num_features, 2, 2), generator=numbers).to(like)
+    return not objection(ours.eval(), given.eval(), x)

@@ -1,0 +1,235 @@
+"""Run a problem on random numbers, by a fused plan, by torch or as one dense conv: time and compare the paths."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lowrank_cnn.core.compare import difference
+from lowrank_cnn.core.environment import is_out_of_memory
+from lowrank_cnn.core.errors import LostDeviceError, first_line
+from lowrank_cnn.kernels.autotune.tuned import FAILED, DensePath, Request, Times
+from lowrank_cnn.kernels.cuda_graph import Captured, captured
+from lowrank_cnn.kernels.problem import Problem, Sides, empty_codes
+from lowrank_cnn.kernels.reference import composite_by_torch
+
+if TYPE_CHECKING:
+    from lowrank_cnn.kernels.conv.plans import KernelPlan
+
+TOLERANCE = 2e-2
+"""The largest difference between two roundings of a layer in half precision, relative to the result's norm."""
+CALLS = 10
+
+
+def times(request: Request, plan: KernelPlan | DensePath | None, *, repeats: int = 7) -> Times | None:
+    """The times of a plan or a dense path, or of torch for None: infinite if it fails, None if memory ran out."""
+    try:
+        with torch.cuda.device(request.device), torch.set_grad_enabled(request.training):
+            trial = KernelTrial.random(request)
+            graph = captured(lambda: trial.run(plan))
+            graph.replay()
+            return Times(median(_replay(graph) for _ in range(repeats)), _per_call(lambda: trial.call(plan)))
+    except Exception as error:  # a plan that fails on this device, for any reason, is not chosen
+        _raise_if_lost(error, request, plan)
+        return None if _ran_out(error) else FAILED
+
+
+def agrees(request: Request, plan: KernelPlan | DensePath) -> bool | None:
+    """Whether a path gives torch's results, in training also its gradients; None if memory ran out."""
+    try:
+        with torch.no_grad():
+            trial = KernelTrial.random(request, training=False)
+            if not _all_close(trial.run(plan), trial.run(None)):
+                return False
+        return not request.training or _gradients_agree(KernelTrial.random(request), plan)
+    except Exception as error:
+        _raise_if_lost(error, request, plan)
+        return None if _ran_out(error) else False
+
+
+@dataclass(frozen=True)
+class KernelTrial:
+    """A problem with random numbers: one forward, and one backward if training."""
+
+    problem: Problem
+    x: Tensor
+    weights: list[Tensor]
+    bias: Tensor | None
+    training: bool
+    residual: Tensor | None = None
+
+    @classmethod
+    def random(cls, request: Request, *, training: bool | None = None) -> KernelTrial:
+        """Random inputs for a request; `training` overrides the request's."""
+        problem = request.problem
+        # A generator of its own: measuring must not change the random numbers of a training run.
+        numbers = torch.Generator(request.device).manual_seed(0)
+
+        def draw(*size: int, dtype: torch.dtype = problem.dtype) -> Tensor:
+            made = torch.randn(size, device=request.device, dtype=dtype, generator=numbers)
+            return made.contiguous(memory_format=torch.channels_last) if len(size) == 4 else made
+
+        x = draw(problem.batch, problem.channels, problem.height, problem.width)
+        shapes = [(g.filters, problem.channels, g.height, g.width) for g in problem.groups]
+        weights = [draw(*shape).contiguous() for shape in shapes]
+        bias = None if request.bias is None else draw(problem.filters, dtype=request.bias)
+        residual = draw(problem.batch, problem.filters, *problem.result_size) if problem.residual else None
+        return cls(problem, x, weights, bias, request.training if training is None else training, residual)
+
+    @property
+    def need_input(self) -> bool:
+        """The input of a first layer, which has few channels, needs no gradient."""
+        return self.problem.channels > 4
+
+    def run(self, plan: KernelPlan | DensePath | None) -> list[Tensor]:
+        """The result, or in training the gradients of weights, bias and input; None runs torch."""
+        if plan is None or isinstance(plan, DensePath):
+            return self.call(plan)
+        y, codes = self._forward(plan)
+        if not self.training:
+            return [y]
+        # Without a pool, the gradient of a ReLU reads the result.
+        kept = y.permute(0, 2, 3, 1) if self.problem.relu else y.new_empty(0, dtype=torch.uint8)
+        return self._gradients(y, kept if codes is None else codes)
+
+    def call(self, plan: KernelPlan | DensePath | None) -> list[Tensor]:
+        """The same as a layer calls it, with the host's time for the operator and for autograd."""
+        return self._differentiated(self._convolution(plan))
+
+    def pooled(self, plan: KernelPlan) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The result of a plan with a fused pool, the codes of the winners, and the gradients."""
+        y, codes = self._forward(plan)
+        assert codes is not None
+        return y, codes, self._gradients(y, codes)
+
+    def by_winners(self, codes: Tensor, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Torch's results at the winners that `codes` name, and their gradients."""
+        problem, inputs = self.problem, self._inputs()
+        y = composite_by_torch(self.x, self.weights, self.bias, stride=problem.stride, padding=problem.padding)
+        rows, columns = problem.result_size
+        y = pad(y, (0, 2 * columns - y.shape[3], 0, 2 * rows - y.shape[2]))  # to whole windows
+        place = codes.permute(0, 3, 1, 2).long()
+        quads = y.unfold(2, 2, 2).unfold(3, 2, 2).flatten(-2)
+        won = quads.gather(-1, place.clamp(max=3).unsqueeze(-1)).squeeze(-1) * (place < 4)
+        return won.detach(), list(torch.autograd.grad(won, inputs, grad))
+
+    def _forward(self, plan: KernelPlan) -> tuple[Tensor, Tensor | None]:
+        from lowrank_cnn.kernels.conv import forward
+
+        codes = empty_codes(self.problem, self.x) if self.training else None
+        inputs = (self.x, self.weights, self.bias, codes, self.residual)
+        return forward.run_plan(plan, self.problem, *inputs), codes
+
+    def _gradients(self, grad: Tensor, seen: Tensor) -> list[Tensor]:
+        from lowrank_cnn.kernels.conv import gradients
+
+        need = {"need_input": self.need_input, "need_bias": self.bias is not None}
+        dx, dw, db = gradients.compute_gradients(self.problem, grad, self.x, self.weights, seen, **need)
+        return [part for part in (*dw, db if need["need_bias"] else None, dx) if part is not None]
+
+    def _convolution(self, plan: KernelPlan | DensePath | None) -> Callable[..., Tensor]:
+        if plan is None:
+            return composite_by_torch
+        return partial(self._as_dense if isinstance(plan, DensePath) else self._operator, plan)
+
+    def _as_dense(
+        self, path: DensePath, x: Tensor, weights: list[Tensor], bias: Tensor | None, **options: Any
+    ) -> Tensor:
+        from lowrank_cnn.kernels.ops import enclose
+
+        weight, sides = enclose(weights, options.pop("padding"))
+        return self._convolution(path.plan)(x, [weight], bias, padding=[sides], **options)
+
+    def _operator(
+        self,
+        plan: KernelPlan,
+        x: Tensor,
+        weights: list[Tensor],
+        bias: Tensor | None,
+        *,
+        padding: Sequence[Sides],
+        **_: Any,
+    ) -> Tensor:
+        from lowrank_cnn.kernels import ops
+
+        problem, codes = self.problem, self.training and self.problem.pool is not None
+        sides, epilogue = ops.flat_padding(padding), (problem.activation or "", problem.pool or "")
+        how = (list(problem.stride), sides, *epilogue, codes, str(plan))
+        return ops.composite_conv2d(x, weights, bias, self.residual, *how, problem.add_last)[0]
+
+    def _differentiated(self, convolve: Callable[..., Tensor]) -> list[Tensor]:
+        problem, inputs = self.problem, self._inputs()
+        options = {"activation": problem.activation, "pool": problem.pool, "residual": self.residual}
+        options |= {"stride": problem.stride, "padding": problem.padding, "add_last": problem.add_last}
+        y = convolve(self.x, self.weights, self.bias, **options)
+        return list(torch.autograd.grad(y, inputs, y.detach())) if self.training else [y]
+
+    def _inputs(self) -> list[Tensor]:
+        """The tensors whose gradients are computed."""
+        found = (*self.weights, self.bias, self.x if self.need_input else None)
+        return [tensor.requires_grad_(self.training) for tensor in found if tensor is not None]
+
+
+def _gradients_agree(trial: KernelTrial, plan: KernelPlan | DensePath) -> bool:
+    """With a pool, at the plan's own winners: rounded values tie, and either may win.
+
+    The plan of a dense path was compared so when the dense conv chose it: left is where its weights are placed.
+    """
+    if isinstance(plan, DensePath) and trial.problem.pool is not None:
+        trial, plan = replace(trial, problem=replace(trial.problem, pool=None)), DensePath(None)
+    if isinstance(plan, DensePath) or trial.problem.pool is None:
+        return _all_close(trial.run(plan), trial.run(None))
+    y, codes, ours = trial.pooled(plan)
+    won, right = trial.by_winners(codes, y)
+    return _all_close([y, *ours], [won, *right])
+
+
+def _all_close(ours: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return difference(list(ours), list(right), by="norm") <= TOLERANCE
+
+
+def _replay(graph: Captured) -> float:
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop)
+
+
+def _per_call(run: Callable[[], object]) -> float:
+    """Milliseconds per call of several in a row: the longer of the host's and the device's time."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(CALLS):
+        run()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - began) / CALLS
+
+
+def _raise_if_lost(error: Exception, request: Request, plan: KernelPlan | DensePath | None) -> None:
+    """Stop if an illegal access or instruction has taken the device from this process, and name what ran."""
+    if request.device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(request.device)
+    except RuntimeError as lost:
+        if "captur" in str(lost) or is_out_of_memory(lost):  # another thread may be capturing
+            return
+        raise LostDeviceError(
+            f"the GPU stopped while {plan or 'torch'} was measured on {request.problem} ({first_line(lost)}), and "
+            "this process cannot go on. Please report it; LOWRANK_KERNELS=off runs without these kernels."
+        ) from error
+
+
+def _ran_out(error: BaseException | None) -> bool:
+    """Whether memory ran out: at once, or behind an error of the graph that was being captured."""
+    return error is not None and (is_out_of_memory(error) or _ran_out(error.__context__))

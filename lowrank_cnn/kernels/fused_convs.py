@@ -1,0 +1,318 @@
+"""Convs as layers of the fused kernels: a composite with its activation and max-pool, trained or frozen.
+
+`fused_layer` makes one of a conv, a composite or a chain of these. A conv is recognised by its attributes, not by
+its class: `nn.Conv2d`, or any layer with `weights` and `group_padding`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowrank_cnn.core.modules import has_hooks, is_plain
+from lowrank_cnn.graph.capture import layer_kind
+from lowrank_cnn.kernels.autotune import choice
+from lowrank_cnn.kernels.conv.pack import laid_out
+from lowrank_cnn.kernels.device import asked_for, by_torch
+from lowrank_cnn.kernels.dispatch import composite_conv2d, composite_conv2d_with_statistics
+from lowrank_cnn.kernels.problem import OVERLAPPING, Pair, Problem, Sides, canonical, pose
+from lowrank_cnn.kernels.reference import compose
+
+# Train a basis and its 1x1 join as two convs, or as the one dense conv that both make up.
+#
+# There is no activation between basis and join, so a small matrix product of their weights gives one dense conv.
+# With large maps and few filters, writing and reading the basis's maps costs more than the MACs that the dense
+# conv adds. Its gradient flows through the matrix product to both. Measured times decide, or counts if there are
+# none.
+
+MACS_PER_MS, BYTES_PER_MS = 3e11, 4e9
+"""A large GPU's rates, assumed if nothing was measured."""
+MERGING_MS = 0.05
+"""Time to compute the dense weight, forward and backward: about fifteen small launches in a graph."""
+
+
+def enclosing(shapes: Sequence[Sequence[int]], padding: Sequence[Sides]) -> tuple[Pair, Sides]:
+    """Kernel size and padding of the smallest dense conv that covers the taps of every group."""
+    kernel, sides = [], []
+    for axis in range(2):
+        before = max(pads[axis][0] for pads in padding)
+        after = max(pads[axis][1] for pads in padding)
+        spans = {
+            pads[axis][0] + pads[axis][1] - shape[2 + axis] for shape, pads in zip(shapes, padding, strict=True)
+        }
+        assert len(spans) == 1, "groups of one layer give one output size"
+        kernel.append(before + after - spans.pop())
+        sides.append((before, after))
+    return (kernel[0], kernel[1]), (sides[0], sides[1])
+
+
+def merged_weight(weights: Sequence[Tensor], padding: Sequence[Sides], join: Tensor) -> Tensor:
+    """[filters, channels, height, width]: the join's mixture of the basis, group by group, in full precision."""
+    kernel, (rows, columns) = enclosing([weight.shape for weight in weights], padding)
+    parts = join.flatten(1).split([weight.shape[0] for weight in weights], dim=1)
+    total = None
+    with torch.autocast(join.device.type, enabled=False):
+        for weight, pads, part in zip(weights, padding, parts, strict=True):
+            mixed = compose(weight, part[:, :, None, None])
+            top, left = rows[0] - pads[0][0], columns[0] - pads[1][0]
+            room = kernel[1] - weight.shape[3] - left, kernel[0] - weight.shape[2] - top
+            mixed = F.pad(mixed, (left, room[0], top, room[1]))
+            total = mixed if total is None else total + mixed
+    assert total is not None
+    return total
+
+
+def merged_bias(basis: Tensor | None, join: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The bias of the dense conv: the join of the basis's bias, plus the join's own."""
+    if basis is None:
+        return bias
+    with torch.autocast(join.device.type, enabled=False):
+        carried = join.flatten(1) @ basis
+    return carried if bias is None else carried + bias
+
+
+class FusedChain(nn.Module):
+    """Convs in a row, with the last one's activation and max-pool; basis and join may run as one dense conv."""
+
+    def __init__(self, *stages: nn.Module) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if residual is None and self.merges(x):
+            return self._merged(x)
+        *front, last = self.stages
+        for stage in front:
+            x = stage(x)
+        return last(x, residual)
+
+    def _merged(self, x: Tensor) -> Tensor:
+        basis, join = self._basis_and_join()
+        weights = list(basis.weights)
+        weight = merged_weight(weights, basis.padding, join.weights[0])
+        bias = merged_bias(basis.bias, join.weights[0], join.bias)
+        _, sides = enclosing([w.shape for w in weights], basis.padding)
+        options = {"stride": basis.stride, "activation": join.activation, "pool": join.pool}
+        return composite_conv2d(x, [weight], bias, padding=[sides], **options)
+
+    @property
+    def pool(self) -> str | None:
+        """The max-pool at the end of the chain, as `composite_conv2d` names it."""
+        last: Any = self.stages[-1]
+        return last.pool
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the chain is a basis and its join: one conv with 1x1 filters, stride 1 and no padding."""
+        if len(self.stages) != 2:
+            return False
+        _, join = self._basis_and_join()
+        pointwise = [tuple(w.shape[2:]) for w in join.weights] == [(1, 1)] and tuple(join.stride) == (1, 1)
+        return pointwise and not any(sum(join.padding[0], ()))
+
+    def merges(self, x: Tensor) -> bool:
+        """Whether the dense conv is faster than the two stages on such an input."""
+        # First, because torch.compile cannot trace what `by_torch` reads.
+        if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+            return False
+        if by_torch() or not (x.is_cuda or asked_for()) or not self.is_joined:
+            return False
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        if not (torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())):
+            return False  # for inference `merge` folds a chain once, not at every call
+        apart, whole = self._problems(tuple(x.shape), dtype)
+        ours, theirs = (_measured_ms(way, x.device, need_input=x.requires_grad) for way in ([whole], apart))
+        if ours is None or theirs is None:
+            ours, theirs = _counted_ms([whole]), _counted_ms(apart)
+        return ours + MERGING_MS < theirs
+
+    def _problems(self, size: tuple[int, ...], dtype: torch.dtype) -> tuple[list[Problem], Problem]:
+        """The problems of basis and join, and that of the dense conv."""
+        basis, join = self._basis_and_join()
+        shapes = [tuple(weight.shape) for weight in basis.weights]
+        first = pose(size, shapes, dtype, stride=basis.stride, padding=basis.padding)
+        between = (size[0], first.filters, first.out_height, first.out_width)
+        last = {"activation": join.activation, "pool": join.pool}
+        mixture = [tuple(join.weights[0].shape)]
+        second = pose(between, mixture, dtype, stride=(1, 1), padding=join.padding, **last)
+        kernel, sides = enclosing(shapes, basis.padding)
+        dense = [(mixture[0][0], size[1], *kernel)]
+        return [first, second], pose(size, dense, dtype, stride=basis.stride, padding=[sides], **last)
+
+    def _basis_and_join(self) -> tuple[Any, Any]:
+        return self.stages[0], self.stages[1]
+
+
+def _measured_ms(problems: Sequence[Problem], device: torch.device, *, need_input: bool) -> float | None:
+    """The summed training times of problems that run in turn; None if one of them was not measured."""
+    needs = [need_input, *[True] * (len(problems) - 1)]
+    measured = [
+        choice.fastest(problem, device, training=True, need_input=need)
+        for problem, need in zip(problems, needs, strict=True)
+    ]
+    known = [ms for ms in measured if ms is not None]
+    return sum(known) if len(known) == len(problems) else None
+
+
+def _counted_ms(problems: Sequence[Problem]) -> float:
+    return sum(max(problem.macs / MACS_PER_MS, problem.bytes / BYTES_PER_MS) for problem in problems)
+
+
+class FusedComposite(nn.Module):
+    """A composite layer with its activation and max-pool in one call.
+
+    A residual may be added before these, or with `add_last` after the activation.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[nn.Parameter],
+        bias: nn.Parameter | None,
+        *,
+        stride: Pair,
+        padding: Sequence[Sides],
+        relu: bool = False,
+        pool: str | None = None,
+        activation: str | None = None,
+        add_last: bool = False,
+    ) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(weights)
+        self.bias = bias
+        self.stride, self.padding = stride, tuple(padding)
+        self.activation, self.pool, self.add_last = canonical(activation, relu), pool, add_last
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return composite_conv2d(x, list(self.weights), self.bias, **self.options, residual=residual)
+
+    def with_statistics(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The conv's result with its mean and variance; these are None where no kernel of ours runs."""
+        how = {"stride": self.stride, "padding": self.padding, "by_torch": False}
+        return composite_conv2d_with_statistics(x, list(self.weights), self.bias, **how)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of `composite_conv2d` that are not tensors."""
+        return {
+            "stride": self.stride,
+            "padding": self.padding,
+            "activation": self.activation,
+            "pool": self.pool,
+            "add_last": self.add_last,
+        }
+
+    def extra_repr(self) -> str:
+        groups = " + ".join(f"{w.shape[2]}x{w.shape[3]},{w.shape[0]}" for w in self.weights)
+        return f"{groups}, stride={self.stride}, activation={self.activation}, pool={self.pool}"
+
+
+class FrozenComposite(FusedComposite):
+    """A fused layer for inference: its weights are fixed copies in the memory layout that the kernels read.
+
+    The input's size decides which kernel runs, and kernels read different layouts. The layer makes each layout at
+    the first call that needs it and keeps it. Loading a state dict into the layer discards them.
+
+        layer = FrozenComposite([conv.weight], conv.bias, stride=(2, 2), padding=[((1, 1), (1, 1))], relu=True)
+        y = layer(x, residual)
+    """
+
+    def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, **options: Any) -> None:
+        copies = laid_out([weight.detach() for weight in weights], weights[0].dtype)
+        added = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+        super().__init__([nn.Parameter(copy, requires_grad=False) for copy in copies], added, **options)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        def packed(layout: str, dtype: torch.dtype) -> Tensor:
+            return self._packed(layout, dtype, x)
+
+        tensors = (x, list(self.weights), self.bias)
+        return composite_conv2d(*tensors, **self.options, residual=residual, packed=packed)
+
+    def _packed(self, layout: str, dtype: torch.dtype, x: Tensor) -> Tensor:
+        name = f"packed_{layout}_{str(dtype).removeprefix('torch.')}"
+        if (kept := self._buffers.get(name)) is not None:
+            return kept
+        from lowrank_cnn.kernels.ops import flat_padding, pack_weights
+
+        weights = [weight.to(dtype) for weight in self.weights]
+        packed = pack_weights(weights, list(x.shape), list(self.stride), flat_padding(self.padding), layout)
+        # Memory allocated during a capture has no contents before the graph is replayed: do not keep it.
+        if not torch.compiler.is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.register_buffer(name, packed, persistent=False)
+        return packed
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        for name in [name for name in self._buffers if name.startswith("packed_")]:
+            del self._buffers[name]
+        super()._load_from_state_dict(*arguments, **options)
+
+
+def conv_options(module: nn.Module) -> dict[str, Any] | None:
+    """A conv as arguments of `FusedComposite`; None if no kernel can run it (dilated, grouped, other padding).
+
+    Convs with hooks are excluded, and convs whose weights are computed, as by weight norm: the current value is no
+    parameter and would not be trained.
+    """
+    options = _of_conv(module) if isinstance(module, nn.Conv2d) else _of_composite(module)
+    if options is None or has_hooks(module):
+        return None
+    tensors = (*options["weights"], options["bias"])
+    return options if all(t is None or isinstance(t, nn.Parameter) for t in tensors) else None
+
+
+def _of_conv(module: nn.Conv2d) -> dict[str, Any] | None:
+    ordinary = module.groups == 1 and module.dilation == (1, 1) and module.padding_mode == "zeros"
+    if not (ordinary and is_plain(module, nn.Conv2d)) or isinstance(module.padding, str):
+        return None
+    rows, columns = module.padding
+    sides = [((rows, rows), (columns, columns))]
+    return {"weights": [module.weight], "bias": module.bias, "stride": module.stride, "padding": sides}
+
+
+def _of_composite(layer: Any) -> dict[str, Any] | None:
+    if not (hasattr(layer, "weights") and hasattr(layer, "group_padding")):
+        return None
+    if layer.channel_groups != 1 or tuple(layer.dilation) != (1, 1) or layer.padding_mode != "zeros":
+        return None
+    return {
+        "weights": list(layer.weights),
+        "bias": layer.bias,
+        "stride": layer.stride,
+        "padding": layer.group_padding,
+    }
+
+
+def fused_layer(
+    layer: nn.Module | None, *, activation: str | None = None, pool: str | None = None
+) -> FusedComposite | FusedChain | None:
+    """A conv, composite or chain as one fused layer with what follows it; None if the kernels cannot run it.
+
+    layer = fused_layer(nn.Conv2d(8, 16, 3), activation="relu", pool="floor")
+    """
+    if layer is None:
+        return None
+    stages = list(layer.children()) if layer_kind(layer) == "chain" else [layer]
+    options = [found for found in map(conv_options, stages) if found is not None]
+    if len(options) < len(stages):
+        return None
+    options[-1] |= {"activation": activation, "pool": pool}
+    layers = [FusedComposite(**found) for found in options]
+    return FusedChain(*layers) if len(layers) > 1 else layers[0]
+
+
+def pool_name(module: nn.Module) -> str | None:
+    """A max-pool that kernels can fuse, as `composite_conv2d` names it; None for any other module."""
+    if not isinstance(module, nn.MaxPool2d) or not is_plain(module, nn.MaxPool2d) or module.return_indices:
+        return None
+    sizes = [(v, v) if isinstance(v, int) else tuple(v) for v in (module.kernel_size, module.stride)]
+    if module.dilation not in (1, (1, 1)):
+        return None
+    if sizes == [(3, 3), (2, 2)] and module.padding in (1, (1, 1)) and not module.ceil_mode:
+        return OVERLAPPING
+    if sizes != [(2, 2), (2, 2)] or module.padding not in (0, (0, 0)):
+        return None
+    return "ceil" if module.ceil_mode else "floor"

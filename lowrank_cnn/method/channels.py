@@ -1,0 +1,212 @@
+"""Find the convs whose output channels may be reordered or removed, from the network's graph.
+
+The channels of a conv are free if everything on their way treats each channel by itself (a batch norm,
+activations, pooling, dropout, flattening) until convs and linear layers read them. Then the filters can be sorted
+or removed, if the norms and the reading layers follow. Where channels meet others in a sum, a concatenation or a
+product, or reach the network's output, their order is fixed.
+
+Functions are not looked up in a list. Each is tried on random channels, on the same channels permuted, and with
+one of them changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
+
+from lowrank_cnn.core.errors import first_line
+from lowrank_cnn.core.modules import is_part_of
+from lowrank_cnn.graph.capture import NetworkGraph, capture, layer_kind
+from lowrank_cnn.method.rewrite import copy_with
+from lowrank_cnn.method.select import parameter_uses
+from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A layer that reads channels; each is `block` of its input features, more than one after flattening."""
+
+    name: str
+    block: int = 1
+
+
+@dataclass(frozen=True)
+class Route:
+    """The norms and layers that read the free channels of a conv."""
+
+    norms: tuple[str, ...]
+    readers: tuple[Reader, ...]
+
+
+def free_routes(model: nn.Module, input_size: Sequence[int]) -> dict[str, Route]:
+    """The convs whose channels are free, by name; none of a network whose graph cannot be captured.
+
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    >>> free_routes(net, (3, 8, 8))
+    {'0': Route(norms=(), readers=(Reader(name='2', block=1),))}
+    """
+    try:
+        walk = _Walk.through(model, input_size)
+        if not walk.has_idle_layers:
+            return walk.routes()
+        # A layer that runs in training alone, such as an auxiliary head, reads channels too.
+        trained = _Walk.through(model, input_size, training=True).routes()
+        return {name: route for name, route in walk.routes().items() if trained.get(name) == route}
+    except _Uncaptured:
+        return {}
+
+
+def why_fixed(model: nn.Module, input_size: Sequence[int]) -> str:
+    """Why no channel of a network is free, where its graph cannot be captured; empty where it can."""
+    try:
+        _Walk.through(model, input_size)
+    except _Uncaptured as error:
+        return str(error)
+    return ""
+
+
+class _Uncaptured(Exception):
+    """The graph of a network cannot be captured; the message gives the reason."""
+
+
+@dataclass
+class _Walk:
+    """Follows the channels of each conv through a captured network, whose values on random images are known."""
+
+    captured: NetworkGraph
+    values: dict[fx.Node, Any]
+    once: dict[str, fx.Node]
+
+    @classmethod
+    def through(cls, model: nn.Module, input_size: Sequence[int], *, training: bool = False) -> _Walk:
+        """Capture a copy of the network, and run it on random images.
+
+        In `training` only modules with parts are in that mode: they decide what runs. Dropout would draw numbers.
+        """
+        root = copy_with(model).eval().cpu()
+        for module in root.modules():
+            module.training = training and any(True for _ in module.children())
+        image = torch.randn(2, *input_size, dtype=_dtype(root), generator=torch.Generator().manual_seed(0))
+        try:
+            with torch.no_grad():
+                captured = capture(root, image)
+                values = fx.Interpreter(fx.GraphModule(root, captured.graph), garbage_collect_values=False)
+                values.run(image)
+        except Exception as error:  # a forward may fail in any way without real values
+            raise _Uncaptured(first_line(error)) from error
+        uses = parameter_uses(root)
+        # A layer that shares a parameter cannot follow: the other layer would have to read the same order.
+        alone = {
+            name: node
+            for name, node in captured.called_once().items()
+            if all(uses[id(parameter)] == 1 for parameter in root.get_submodule(name).parameters())
+        }
+        return cls(captured, values.env, alone)
+
+    @property
+    def has_idle_layers(self) -> bool:
+        """Whether a layer does not run."""
+        called = self.captured.called()
+        return any(
+            (isinstance(module, ShapedConv2d | GatedLinear) or layer_kind(module) is not None)
+            and not any(is_part_of(name, one) for one in called)
+            for name, module in self.captured.root.named_modules()
+        )
+
+    def routes(self) -> dict[str, Route]:
+        found = {}
+        for name, node in self.once.items():
+            if _is_conv(self.captured.module(node)) and (route := self._route(node)) is not None:
+                found[name] = route
+        return found
+
+    def _route(self, conv: fx.Node) -> Route | None:
+        channels, norms, readers = self.values[conv].shape[1], [], []
+        ways = [conv]
+        while ways:
+            value = ways.pop()
+            for user in value.users:
+                module = self.captured.module(user)
+                alone = self.once.get(str(user.target)) is user and user.args == (value,) and not user.kwargs
+                if type(module) in _NORMS and alone and self.values[value].shape[1] == channels:
+                    norms.append(str(user.target))
+                    ways.append(user)
+                elif _reads_channels(module, self.values[value]) and alone:
+                    block = self.values[value].shape[1] // channels
+                    readers.append(Reader(str(user.target), block))
+                elif self._is_size(user):
+                    continue
+                elif self._keeps_apart(user, value, channels):
+                    ways.append(user)
+                else:
+                    return None
+        return Route(tuple(norms), tuple(readers)) if readers else None
+
+    def _is_size(self, node: fx.Node) -> bool:
+        """Whether the value of a node follows from shapes alone."""
+        return node.op != "output" and isinstance(self.values.get(node), int | torch.Size)
+
+    def _keeps_apart(self, node: fx.Node, value: fx.Node, channels: int) -> bool:
+        """Whether a function takes channels apart and in their order, without weights of its own."""
+        module = self.captured.module(node)
+        if node.op == "output" or (module is not None and any(True for _ in module.state_dict())):
+            return False
+        others = [other for other in node.all_input_nodes if other is not value]
+        given, result = self.values[value], self.values.get(node)
+        if not all(map(self._is_size, others)) or not isinstance(result, Tensor) or result.dim() < 2:
+            return False
+        if len(result) != len(given) or result.shape[1] % channels:
+            return False
+        try:
+            return _treats_apart(lambda x: self._call(node, value, x), given.shape, channels)
+        except Exception:  # a function of the user may fail on random numbers
+            return False
+
+    def _call(self, node: fx.Node, value: fx.Node, x: Tensor) -> Tensor:
+        def concrete(other: fx.Node) -> Any:
+            return x.clone() if other is value else self.values[other]
+
+        args: Any = map_arg(node.args, concrete)
+        kwargs: Any = map_arg(node.kwargs, concrete)
+        if node.op == "call_module":
+            module = self.captured.module(node)
+            assert module is not None
+            return module(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+
+def _treats_apart(function: Any, shape: Sequence[int], channels: int) -> bool:
+    """Whether permuting channels permutes the results, and changing one channel changes its own results only."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(tuple(shape), generator=draw).unflatten(1, (channels, -1))
+    order = torch.randperm(channels, generator=draw)
+    changed = x.clone()
+    changed[:, 0] = -changed[:, 0] - 1
+    plain, permuted, other = (
+        function(given.flatten(1, 2)).unflatten(1, (channels, -1)) for given in (x, x[:, order], changed)
+    )
+    return torch.allclose(permuted, plain[:, order]) and torch.equal(other[:, 1:], plain[:, 1:])
+
+
+def _is_conv(module: nn.Module | None) -> bool:
+    plain = layer_kind(module) == "conv" and isinstance(module, nn.Conv2d) and module.groups == 1
+    return plain or isinstance(module, ShapedConv2d)
+
+
+def _reads_channels(module: nn.Module | None, value: Tensor) -> bool:
+    linear = isinstance(module, GatedLinear) or layer_kind(module) == "linear"
+    return (linear and value.dim() == 2) or (_is_conv(module) and value.dim() == 4)
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters()), torch.float32)

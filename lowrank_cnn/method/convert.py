@@ -1,0 +1,212 @@
+"""Rewrite the spatial convolutions of any network by a scheme, and say what changed.
+
+    >>> from torch import nn
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    >>> for change in notes(convert(net, "lr-join")).conversion.changed:
+    ...     print(change.name, "was", change.before, "is", change.after)
+    0 was 3x3,8 is 3x1,4 + 1x3,4 -> 1x1,8
+
+The caller's network is never touched. The `notes` of the new one hold its `conversion`: what was rewritten, what
+stayed, and why.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from lowrank_cnn.core.errors import LowRankError, LowRankWarning
+from lowrank_cnn.core.modules import InputSize, known_inputs
+from lowrank_cnn.core.notes import notes
+from lowrank_cnn.core.text import counted
+from lowrank_cnn.kernels.fused_convs import fused_layer
+from lowrank_cnn.method.branches import fold_branches
+from lowrank_cnn.method.budget import Budget, fresh_curves, within
+from lowrank_cnn.method.count import LayerCount, count
+from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.rewrite import Change, Conversion, Fill, changes_of, check_calls, low_rank_layers, rewrite
+from lowrank_cnn.method.schemes import FactoredConv2d, Scheme, parse_scheme, relative_cost
+from lowrank_cnn.method.select import Kept, NothingToConvertError, Where, select
+
+__all__ = ["Change", "Conversion", "Cost", "Fill", "conversion_costs", "convert", "notes", "rewrite"]
+
+
+BY_BUDGET = ("lr", "mixture(kx1=3, 1xk=3, kxk=2)", "mixture(kx1, 1xk, kxk=2)", "lr-join")
+"""The schemes that a budget chooses from where none is named: strips, strips beside full filters, fewer strips."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Multiply-accumulates and parameters of a layer, or of a whole network, before and after."""
+
+    name: str
+    macs_before: int
+    macs_after: int
+    params_before: int
+    params_after: int
+
+
+def convert(
+    model: nn.Module,
+    scheme: str | Scheme | None = None,
+    *,
+    where: Where = None,
+    init: str | Fill = "composite",
+    macs: float | None = None,
+    params: float | None = None,
+    latency: float | None = None,
+    input_size: InputSize | None = None,
+    allow_costlier: bool = False,
+) -> nn.Module:
+    """A copy of `model` whose spatial convs are replaced as `scheme` says.
+
+    Without a scheme, a budget chooses one for each layer: `lr`, mixtures with full filters, or `lr-join`.
+
+    - `where`: None for every conv both higher and wider than one pixel, except projections of patches; a name, a
+      prefix (`layer3`) or a pattern (`*.conv2`); a kernel (3 or (3, 5)); a list of these, such as one of
+      `stages(model)`; `f(name, conv) -> bool`.
+    - `init`: "composite" for fresh weights of the variance that the paper derives, or a function that gives a
+      replacement its weights; `decompose` fits them to the trained ones.
+    - `macs`, `params` or `latency`: at most one budget, as a share of what the network costs now. It chooses which
+      layers are rewritten and, for schemes with basis filters, how many a layer gets; the others stay dense.
+      Layers lose most where that saves most. `latency` is measured here, on one image.
+    - `input_size`: (channels, height, width) of an image; a budget needs it, unless the network is one of ours.
+      Where it is given, the new network is run once, to see that it calls the new layers.
+    - `allow_costlier`: rewrite also a layer that would not get cheaper, which stays otherwise.
+
+    Depthwise, 1x1, 1xk, transposed, 1-D and 3-D convs stay, and so does a conv whose class computes something else
+    than `nn.Conv2d`, one that is frozen, and one that a lambda holds: the `notes` of the result say why. Dtype,
+    device, memory format and training mode are those of the conv replaced; the bias goes to the last layer of a
+    chain. A layer that is used in several places stays one layer.
+    A warning names layers that no fused kernel runs, as with channel groups: these can be slower than the dense.
+
+    >>> convs = nn.Conv2d(16, 64, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1)
+    >>> net = nn.Sequential(convs[0], nn.ReLU(), convs[1])
+    >>> half = convert(net, "lr-join", macs=0.5, input_size=(16, 32, 32))
+    >>> count(half, (16, 32, 32)).macs <= 0.5 * count(net, (16, 32, 32)).macs
+    True
+    """
+    budget = Budget.of(macs=macs, params=params, latency=latency)
+    candidates = _candidates(scheme, budget)
+    scheme = candidates[0]
+    if init != "composite" and not callable(init):
+        raise LowRankError(f'init is "composite" or a function that fills a replacement, not {init!r}.')
+    with told_if_low_rank(model):
+        convs, kept = select(model, scheme, where, trained_on=init == "composite")
+    schemes = dict.fromkeys(convs, scheme)
+    if budget is not None:
+        size = known_inputs(model, input_size)
+        curves, rest = fresh_curves(model, convs, candidates, budget.kind, size)
+        schemes = within(model, curves, rest, budget, size)
+        kept += tuple(Kept(name, "Conv2d", "the budget leaves it dense") for name in convs if name not in schemes)
+    elif not allow_costlier:
+        schemes, costlier = cheaper_only(convs, schemes)
+        kept += costlier
+    if not schemes:
+        raise NothingToConvertError(nothing_cheaper(scheme))
+    new = rewrite(model, schemes, fill=init if callable(init) else None, kept=kept)
+    if input_size is not None:
+        check_calls(model, new, list(schemes), input_size)
+    if budget is None or budget.kind != "latency":  # which was measured
+        warn_of_slow_layers(new, schemes)
+    return new
+
+
+def warn_of_slow_layers(new: nn.Module, names: Iterable[str]) -> None:
+    """Warn of rewritten layers that no fused kernel can run: torch's convs for them are often slower on a GPU."""
+    layers = low_rank_layers(new)
+    ours = [fold_branches(layers[name]) for name in names if name in layers]
+    convs = [layer for layer in ours if isinstance(layer, CompositeConv2d | FactoredConv2d)]
+    slow = [layer for layer in convs if fused_layer(layer) is None]
+    parts = [part for layer in slow for part in layer.modules() if isinstance(part, CompositeConv2d | nn.Conv2d)]
+    reasons = {
+        "channel groups": any(getattr(part, "channel_groups", part.groups) > 1 for part in parts),
+        "dilation": any(part.dilation != (1, 1) for part in parts),
+        "padding other than zeros": any(part.padding_mode != "zeros" for part in parts),
+    }
+    if slow:
+        why = " or ".join(reason for reason, found in reasons.items() if found)
+        told = (
+            f"no fused kernel runs {len(slow)} of {counted(len(convs), 'low-rank layer')} ({why}), which on a GPU "
+            "can train and run slower than dense ones: time_model measures it, and `where` leaves layers dense."
+        )
+        warnings.warn(told, LowRankWarning, stacklevel=3)
+
+
+def _candidates(scheme: str | Scheme | None, budget: Budget | None) -> list[Scheme]:
+    """The scheme that was asked for, or those that a budget chooses from."""
+    if scheme is None and budget is None:
+        raise LowRankError("give a scheme, such as lr, or a budget that chooses schemes: macs, params or latency.")
+    candidates = [parse_scheme(text) for text in (BY_BUDGET if scheme is None else (scheme,))]
+    if candidates[0].name == "embed":
+        raise LowRankError("embed changes the number of channels that the next layer expects: use lr-join.")
+    if candidates[0].name == "exact":
+        raise LowRankError("exact counts the filters of one layer: use mixture, or apply learned shapes.")
+    return candidates
+
+
+def cheaper_only(
+    convs: Mapping[str, nn.Conv2d], schemes: Mapping[str, Scheme]
+) -> tuple[dict[str, Scheme], tuple[Kept, ...]]:
+    """The schemes that make their conv cheaper in MACs, and why the other convs stay."""
+    cheaper, kept = {}, []
+    for name, scheme in schemes.items():
+        share = relative_cost(convs[name], scheme)
+        if share < 1 or scheme.name == "dense":
+            cheaper[name] = scheme
+        else:
+            kept.append(Kept(name, type(convs[name]).__name__, f"{scheme} would cost {share:.2f} of its MACs"))
+    return cheaper, tuple(kept)
+
+
+def nothing_cheaper(scheme: Scheme) -> str:
+    return f"{scheme} makes no layer cheaper: ask for fewer filters or less energy, or pass allow_costlier=True."
+
+
+@contextmanager
+def told_if_low_rank(model: nn.Module) -> Iterator[None]:
+    """Replace the error that nothing can be converted by a clearer one if the network is low-rank already."""
+    try:
+        yield
+    except NothingToConvertError as nothing:
+        layers = low_rank_layers(model)
+        if not layers:
+            raise
+        raise NothingToConvertError(
+            f"the network is low-rank already ({len(layers)} of its layers), and nothing is left to convert: "
+            "for another scheme, start from its dense twin."
+        ) from nothing
+
+
+def conversion_costs(before: nn.Module, after: nn.Module, input_size: InputSize) -> tuple[Cost, ...]:
+    """The cost of each rewritten layer on one image (channels, height, width), and in the last row the total.
+
+    >>> from torch import nn
+    >>> import lowrank_cnn as lr
+    >>> dense = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1))
+    >>> total = lr.conversion_costs(dense, lr.convert(dense, "lr"), (8, 16, 16))[-1]
+    >>> total.macs_before // total.macs_after
+    3
+    """
+    old, new = (count(model, input_size) for model in (before, after))
+    names = [change.name for change in changes_of(after)]
+    rows = [_cost(name, _inside(old.layers, name), _inside(new.layers, name)) for name in names]
+    return *rows, _cost("total", (old.macs, old.params), (new.macs, new.params))
+
+
+def rows_of(layers: Sequence[LayerCount], name: str) -> list[LayerCount]:
+    """The rows of a layer and of its parts; all rows for the network itself, which has no name."""
+    return [row for row in layers if not name or row.name == name or row.name.startswith(f"{name}.")]
+
+
+def _inside(layers: Sequence[LayerCount], name: str) -> tuple[int, int]:
+    rows = rows_of(layers, name)
+    return sum(row.macs for row in rows), sum(row.params for row in rows)
+
+
+def _cost(name: str, before: tuple[int, int], after: tuple[int, int]) -> Cost:
+    return Cost(name, before[0], after[0], before[1], after[1])

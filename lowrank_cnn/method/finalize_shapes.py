@@ -1,0 +1,222 @@
+"""Turn a network that has learned the shapes of its filters into one of plain convs and composites.
+
+Filters are sorted by shape, removed ones are left out, and norms and reading layers follow. Where the order of
+channels is fixed, filters have been chosen in sorted runs already. Nothing of masks and gates is left; the result
+is compared with the gated network in float64, as a whole.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.core.compare import difference
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.files import LARGEST_JSON, parse_json, read_regular, write_json
+from lowrank_cnn.core.modules import InputSize, checked_size
+from lowrank_cnn.core.notes import note, notes
+from lowrank_cnn.core.text import text_table
+from lowrank_cnn.method.channels import Route, free_routes
+from lowrank_cnn.method.layers import weights_of
+from lowrank_cnn.method.rewrite import (
+    Change,
+    Conversion,
+    change_of,
+    changes_of,
+    copy_with,
+    frozen_like,
+    laid_out_as,
+    rewrite,
+)
+from lowrank_cnn.method.schemes import Scheme, parse_scheme
+from lowrank_cnn.method.shape_damage import shaped_convs
+from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, conv_of_form, exact_layer, exact_scheme
+from lowrank_cnn.method.spec import Pair
+
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class LearnedShapes:
+    """The filters that each layer of a network ended with, by name, as `exact` schemes.
+
+    Layers without shapes (a norm, a linear layer) are listed where they have fewer inputs than before.
+
+    >>> shapes = lr.load_shapes("shapes.json")  # doctest: +SKIP
+    """
+
+    layers: Mapping[str, Scheme]
+
+    def __str__(self) -> str:
+        rows = [(name, ", ".join(f"{n} {s}" for s, n in scheme.shapes)) for name, scheme in self.convs.items()]
+        return text_table(("layer", "filters"), rows)
+
+    @property
+    def convs(self) -> dict[str, Scheme]:
+        """The layers with shapes."""
+        return {name: scheme for name, scheme in self.layers.items() if scheme.shapes}
+
+    @classmethod
+    def of(cls, model: nn.Module) -> LearnedShapes:
+        """The learned shapes of a settled network; empty for any other network."""
+        found = {change.name: parse_scheme(change.scheme) for change in changes_of(model)}
+        return cls({name: scheme for name, scheme in found.items() if scheme.name == "exact"})
+
+    def to_dict(self) -> dict[str, Any]:
+        """In values that JSON can hold."""
+        return {"learned_shapes": {name: str(scheme) for name, scheme in self.layers.items()}}
+
+    def save(self, path: str | Path) -> Path:
+        """Write the shapes as JSON; `load_shapes` reads them."""
+        write_json(Path(path), self.to_dict())
+        return Path(path)
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """A copy of the dense network with these shapes and fresh weights, to be trained from scratch."""
+        return rewrite(model, self.layers)
+
+
+def load_shapes(path: str | Path) -> LearnedShapes:
+    """Read the shapes that `LearnedShapes.save` wrote.
+
+    >>> shapes = lr.load_shapes("shapes.json")  # doctest: +SKIP
+    """
+    try:
+        rows = parse_json(read_regular(path, most=LARGEST_JSON))["learned_shapes"]
+        layers = {str(name): parse_scheme(str(scheme)) for name, scheme in rows.items()}
+    except OSError as error:
+        raise LowRankError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LowRankError(
+            f"{path} holds no learned shapes: `lowrank train --scheme learned` writes them."
+        ) from error
+    if any(scheme.name != "exact" for scheme in layers.values()):
+        raise LowRankError(f"{path} holds schemes other than exact, which learned shapes are written in.")
+    return LearnedShapes(layers)
+
+
+def has_learned(model: nn.Module) -> bool:
+    """Whether a network still has the masks and gates of learning shapes."""
+    return bool(shaped_convs(model))
+
+
+@torch.no_grad()
+def settle(network: nn.Module, input_size: InputSize | None = None) -> nn.Module:
+    """A copy of plain convs and composites that computes the same; a network without masks is returned itself."""
+    if not has_learned(network):
+        return network
+    size = notes(network).input_size if input_size is None else checked_size(input_size)
+    if size is None:
+        raise LowRankError("give the size of the images (channels, height, width) that the network takes.")
+    routes = free_routes(network, size)
+    orders = {name: _order(layer, free=name in routes) for name, layer in shaped_convs(network).items()}
+    arriving = {
+        reader.name: _features(orders[name], reader.block)
+        for name, route in routes.items()
+        if name in orders
+        for reader in route.readers
+    }
+    layers, schemes = _settled(network, routes, orders, arriving)
+    new = copy_with(network, {network.get_submodule(name): layer for name, layer in layers.items()})
+    earlier = [change for change in changes_of(network) if not change.scheme.startswith("learned")]
+    changes = [_change(network, name, layers[name], scheme) for name, scheme in schemes.items()]
+    kept = notes(network).conversion
+    note(new, conversion=Conversion((*earlier, *changes), kept.kept if kept else ()))
+    _check_equal(network, new, size)
+    return new
+
+
+def _settled(
+    network: nn.Module, routes: Mapping[str, Route], orders: Mapping[str, Tensor], arriving: Mapping[str, Tensor]
+) -> tuple[dict[str, nn.Module], dict[str, Scheme]]:
+    """The layers that change, and the schemes of those that change their filters or widths."""
+    layers: dict[str, nn.Module] = {}
+    schemes: dict[str, Scheme] = {}
+    for name, order in orders.items():
+        layers[name], schemes[name] = _settled_conv(network.get_submodule(name), order, arriving.get(name))  # type: ignore[arg-type]
+        for norm in routes[name].norms if name in routes else ():
+            layers[norm], schemes[norm] = _picked(network.get_submodule(norm), order, dim=0)
+    for name, features in arriving.items():
+        if name not in layers:
+            layers[name], schemes[name] = _picked(network.get_submodule(name), features, dim=1)
+    return layers, {
+        name: scheme for name, scheme in schemes.items() if not _is_same(network.get_submodule(name), scheme)
+    }
+
+
+def _is_same(layer: nn.Module, scheme: Scheme) -> bool:
+    """Whether a layer has the filters and inputs that it had as a dense one."""
+    dense = exact_scheme([(layer.form.kernel, layer.out_channels)]) if isinstance(layer, ShapedConv2d) else None
+    return scheme in (dense, Scheme("exact"))
+
+
+def _order(layer: ShapedConv2d, *, free: bool) -> Tensor:
+    """The filters that stay, sorted by shape."""
+    choice = layer.choice.cpu()
+    if not free:
+        if not bool(layer.kept.all()) or not bool((choice.diff() >= 0).all()):
+            raise LowRankError(
+                "a layer whose channels are added to others has filters that are not sorted by shape."
+            )
+        return torch.arange(len(choice))
+    order = torch.argsort(choice, stable=True)
+    return order[layer.kept.cpu()[order]]
+
+
+def _features(order: Tensor, block: int) -> Tensor:
+    return (order[:, None] * block + torch.arange(block)).flatten()
+
+
+def _settled_conv(layer: ShapedConv2d, order: Tensor, arriving: Tensor | None) -> tuple[nn.Module, Scheme]:
+    """A plain conv or composite, with the filters in their order and the inputs in theirs."""
+    chosen = layer.choice.cpu()[order].tolist()
+    groups: list[tuple[Pair, int]] = [(layer.starts[s], chosen.count(s)) for s in dict.fromkeys(chosen)]
+    inputs = arriving if arriving is not None else torch.arange(layer.in_channels)
+    scheme = exact_scheme(groups, len(inputs) if len(inputs) < layer.in_channels else None)
+    new = laid_out_as(layer, conv_of_form(layer.form, scheme)).train(layer.training)
+    parts = order.split([count for _, count in groups])
+    for target, (shape, _), filters in zip(weights_of(new), groups, parts, strict=True):
+        target.copy_(layer.taps_of(filters, shape)[:, inputs])
+    if layer.bias is not None:
+        new.bias.copy_(layer.bias[order])  # type: ignore[operator, union-attr]
+    return frozen_like(layer, new), scheme
+
+
+def _picked(layer: nn.Module, places: Tensor, *, dim: int) -> tuple[nn.Module, Scheme]:
+    """A norm, conv or linear layer with some of its channels, in another order; its outputs stay as they are."""
+    size: int = layer.weight.shape[1] if dim else layer.num_features  # type: ignore[assignment, index, union-attr]
+    narrower = Scheme("exact", inputs=len(places) if len(places) < size else None)
+    if isinstance(layer, GatedLinear):
+        plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        new = exact_layer(plain, narrower)
+    else:
+        new = exact_layer(layer, narrower) if narrower.inputs else copy.deepcopy(layer)
+    state = {key: tensor for key, tensor in layer.state_dict().items() if key != "inputs"}
+    for key, tensor in state.items():
+        if tensor.dim() and not (dim and key == "bias"):
+            state[key] = tensor.index_select(dim, places.to(tensor.device))
+    new.load_state_dict(state, assign=True)
+    return frozen_like(layer, new).train(layer.training), narrower
+
+
+def _change(network: nn.Module, name: str, new: nn.Module, scheme: Scheme) -> Change:
+    """The change from the dense layer to the settled one; the layer that learned had a larger kernel."""
+    change = change_of(name, network.get_submodule(name), new, scheme)
+    dense = next((row for row in changes_of(network) if row.name == name), change)
+    return replace(change, before=dense.before, params_before=dense.params_before)
+
+
+def _check_equal(gated: nn.Module, settled: nn.Module, size: Sequence[int]) -> None:
+    """Compare the outputs of both networks in float64."""
+    draw = torch.Generator().manual_seed(0)
+    images = torch.randn(2, *size, generator=draw, dtype=torch.float64)
+    left, right = (copy_with(net).cpu().double().eval()(images) for net in (settled, gated))
+    error = difference(left, right)
+    if not error <= _TOLERANCE:
+        raise LowRankError(f"the network without its masks would differ by {error:.1e}: it is not used.")

@@ -1,0 +1,315 @@
+"""Replace convolutions in a copy of a network by schemes, and report the changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import CellType, FunctionType, MappingProxyType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from lowrank_cnn.core.compare import unchanged
+from lowrank_cnn.core.errors import LowRankError, first_line
+from lowrank_cnn.core.modules import InputSize, arguments
+from lowrank_cnn.core.notes import Change, Conversion, Kept, forget, note, notes
+from lowrank_cnn.method.branches import BranchedConv2d, fold_branches
+from lowrank_cnn.method.channel import FactoredLayer, build_factored, is_torch_layer
+from lowrank_cnn.method.geometry import form_of
+from lowrank_cnn.method.init import followed_by_relu, init_
+from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.schemes import FactoredConv2d, Scheme, build_conv
+from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, exact_layer, shaped_layer
+
+# Find references to layers that a deep copy does not follow, and calls of layers that were meant to be replaced.
+#
+# `copy.deepcopy` copies modules, lists and partials, but takes a function as it is: a lambda that calls
+# `self.conv` goes on calling the conv of the original network, and a method bound to a conv goes on computing
+# its forward.
+
+_OWN = {"_parameters", "_buffers", "_modules"}
+
+
+def held_by_functions(model: nn.Module) -> set[int]:
+    """The ids of modules that a function kept in an attribute refers to; their submodules included.
+
+    Hooks are left out: they often refer to the model, to store what they see, and rarely call its layers.
+    """
+    held: set[int] = set()
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name not in _OWN and not name.endswith("_hooks"):
+                for found in _modules_behind(value, set()):
+                    held |= {id(part) for part in found.modules()}
+    return held
+
+
+def call_own_modules(new: nn.Module, copies: Mapping[int, object]) -> None:
+    """Let functions in attributes of a copied network call its modules, and not those of the original.
+
+    `copies` are the parts of the copy by the ids of their originals, as `copy.deepcopy` notes them.
+    """
+    for module in new.modules():
+        for name, value in list(vars(module).items()):
+            if name not in _OWN and isinstance(value, FunctionType):
+                vars(module)[name] = _with_own_modules(value, copies)
+
+
+def _with_own_modules(function: FunctionType, copies: Mapping[int, object]) -> FunctionType:
+    def own(value: object) -> object:
+        return copies.get(id(value), value) if isinstance(value, nn.Module) else value
+
+    cells = [CellType(own(cell.cell_contents)) if _filled(cell) else cell for cell in function.__closure__ or ()]
+    defaults = tuple(map(own, function.__defaults__ or ()))
+    closure = tuple(cells) if function.__closure__ else None
+    new = FunctionType(function.__code__, function.__globals__, function.__name__, defaults or None, closure)
+    named = function.__kwdefaults__
+    new.__kwdefaults__ = {name: own(value) for name, value in named.items()} if named else named
+    new.__dict__.update(function.__dict__)
+    found = [*map(id, _kept(new))] != [*map(id, _kept(function))]
+    return new if found else function
+
+
+def _kept(function: FunctionType) -> list[object]:
+    """What a function refers to by its closure and its defaults."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+    return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
+def _modules_behind(value: object, seen: set[int], *, inside: bool = False) -> Iterator[nn.Module]:
+    """Modules reached through a function; a deep copy follows those that a container holds directly."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, nn.Module):
+        if inside:
+            yield value
+    elif isinstance(value, FunctionType):
+        for item in _kept(value):
+            yield from _modules_behind(item, seen, inside=True)
+    elif isinstance(value, MethodType):
+        if isinstance(value.__self__, nn.Module):
+            yield value.__self__
+    elif isinstance(value, partial):
+        for item in (value.func, *value.args, *value.keywords.values()):
+            yield from _modules_behind(item, seen, inside=inside)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _modules_behind(item, seen, inside=inside)
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from _modules_behind(item, seen, inside=inside)
+
+
+def _filled(cell: object) -> bool:
+    try:
+        cell.cell_contents  # type: ignore[attr-defined]  # noqa: B018
+    except ValueError:  # a name that was never assigned
+        return False
+    return True
+
+
+def check_calls(model: nn.Module, new: nn.Module, names: Sequence[str], input_size: InputSize) -> None:
+    """Run the new network once on one image: it must call the new layers and none of those they replace.
+
+    Where it fails and the original does not, the new layers are at fault; where both do, nothing can be said.
+    """
+    called: set[str] = set()
+    old = {name: model.get_submodule(name) for name in names}
+    hooks = [layer.register_forward_pre_hook(_marker(name, called)) for name, layer in old.items()]
+    try:
+        failure = _failure(new, input_size)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if called:
+        raise LowRankError(
+            f"the network still calls the original of {min(called)}, which something outside its modules holds "
+            "(a global, say): leave that layer out of `where`."
+        )
+    if failure and not _failure(model, input_size):
+        raise LowRankError(f"with its new layers the network fails: {failure}. Leave some out by `where`.")
+
+
+@torch.no_grad()
+def _failure(model: nn.Module, input_size: InputSize) -> str:
+    """Why a network does not run on one image, empty if it does."""
+    like = next(model.parameters())
+    try:
+        with unchanged(model, evaluating=True):
+            args, kwargs = arguments(input_size, dtype=like.dtype, device=like.device)
+            model(*args, **kwargs)
+    except Exception as error:  # a forward may fail in any way of its own
+        return first_line(error)
+    return ""
+
+
+def _marker(name: str, called: set[str]):
+    def hook(_module: nn.Module, _inputs: object) -> None:
+        called.add(name)
+
+    return hook
+
+
+_BY_LAYER = {"exact": exact_layer, "learned": shaped_layer}
+"""Schemes that choose layers by their kind themselves: of convs, linear layers and batch norms."""
+Fill = Callable[[str, nn.Conv2d, nn.Module], None]
+"""Gives a replacement its weights: called with the name, the dense conv and what replaces it."""
+
+
+def low_rank_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Composites of several groups, and chains, by name; what is inside a chain is part of it."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        composite = isinstance(module, CompositeConv2d | BranchedConv2d) and len(module.composite.groups) > 1
+        inside = any(not layer or name.startswith(f"{layer}.") for layer in found)
+        if (composite or isinstance(module, FactoredConv2d | FactoredLayer)) and not inside:
+            found[name] = module
+    return found
+
+
+def rewrite(
+    model: nn.Module, schemes: Mapping[str, Scheme], *, fill: Fill | None = None, kept: Sequence[Kept] = ()
+) -> nn.Module:
+    """A copy of `model` in which each conv named is replaced by its own scheme; without `fill`, fresh."""
+    if fill is not None and any(scheme.branches for scheme in schemes.values()):
+        raise LowRankError("branches train from fresh weights: take the scheme without branches to fit weights.")
+    convs = {name: _layer(model, name, scheme) for name, scheme in schemes.items()}
+    layers = {name: replacement(conv, schemes[name]) for name, conv in convs.items()}
+    new = copy_with(model, {convs[name]: layer for name, layer in layers.items()})
+    if fill is None:  # the card of a trained network does not describe fresh weights
+        forget(new, "training_card")
+    fill = fill or _fresh_in(new)
+    for name, layer in layers.items():
+        fill(name, convs[name], layer)
+    changes = tuple(change_of(name, convs[name], layers[name], schemes[name]) for name in schemes)
+    note(new, conversion=Conversion(changes_of(model) + changes, tuple(kept)))
+    return new
+
+
+def changes_of(model: nn.Module) -> tuple[Change, ...]:
+    """The rewritten layers of a network; empty if there are none."""
+    conversion = notes(model).conversion
+    return conversion.changed if conversion else ()
+
+
+def copy_with(model: nn.Module, replaced: Mapping[Any, Any] = MappingProxyType({})) -> nn.Module:
+    """A deep copy with some modules or tensors replaced, wherever and however often they are referred to.
+
+    A weight that a hook computes from others (pruning, the older weight norm) is copied without its gradients:
+    torch copies no other tensor that was computed, and the hook computes it anew in every call. Functions kept in
+    attributes (`self.block = lambda x: conv(x)`) call the parts of the copy.
+    """
+    memo: dict[int, object] = {id(old): new for old, new in replaced.items()}
+    computed = (v for part in model.modules() for v in vars(part).values() if isinstance(v, Tensor))
+    memo |= {id(tensor): tensor.detach().clone() for tensor in computed if not tensor.is_leaf}
+    try:
+        new = copy.deepcopy(model, memo)
+    except (RuntimeError, TypeError) as error:
+        raise LowRankError(f"the model cannot be copied: {first_line(error)}.") from error
+    call_own_modules(new, memo)
+    return new
+
+
+def replacement(conv: nn.Conv2d, scheme: Scheme) -> nn.Module:
+    """Build what replaces a conv under a scheme, on its device and in its dtype; its weights are set later."""
+    if scheme.name in _BY_LAYER:
+        return laid_out_as(conv, _BY_LAYER[scheme.name](conv, scheme)).train(conv.training)
+    if not isinstance(conv, nn.Conv2d):
+        return laid_out_as(conv, build_factored(conv, scheme)).train(conv.training)
+    form = form_of(conv)
+    assert form is not None, "only plain convolutions are selected"
+    layer = build_conv(
+        form.in_channels,
+        form.out_channels,
+        form.kernel,
+        scheme,
+        stride=form.stride,
+        padding=form.padding,
+        dilation=form.dilation,
+        channel_groups=form.groups,
+        padding_mode=form.padding_mode,
+        bias="last" if form.bias else False,
+    )
+    return laid_out_as(conv, layer).train(conv.training)
+
+
+def laid_out_as(old: nn.Module, new: nn.Module) -> nn.Module:
+    """`new` on the device and in the dtype and memory format of `old`."""
+    weight = next(old.parameters())
+    last = any(is_channels_last(parameter) for parameter in old.parameters())
+    new = new.to(weight.device, weight.dtype)
+    return in_channels_last(new) if last else new
+
+
+def in_channels_last(network: nn.Module) -> nn.Module:
+    """Lay out filters in channels_last, in place; `Module.to` refuses a network that has 3-D convs too."""
+    last = torch.channels_last
+    return network._apply(lambda tensor: tensor.contiguous(memory_format=last) if tensor.dim() == 4 else tensor)
+
+
+def frozen_like(old: nn.Module, new: nn.Module) -> nn.Module:
+    """`new` with weights and a bias that require gradients where those of `old` do."""
+    for name, parameter in new.named_parameters():
+        source = old.bias if name.endswith("bias") else old.weight
+        parameter.requires_grad_(source.requires_grad)  # type: ignore[union-attr, operator]
+    return new
+
+
+def _layer(model: nn.Module, name: str, scheme: Scheme) -> nn.Conv2d:
+    try:
+        conv = model.get_submodule(name)
+    except AttributeError:
+        raise LowRankError(f"the network has no layer {name}, which was to be rewritten.") from None
+    if (scheme.name == "channel" and is_torch_layer(conv)) or scheme.name in _BY_LAYER:
+        return conv  # type: ignore[return-value]
+    if not isinstance(conv, nn.Conv2d) or form_of(conv) is None:
+        raise LowRankError(f"{name} is a {type(conv).__name__}, not a plain convolution to rewrite.")
+    return conv
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    """Whether images or filters are in channels_last, and not in an order that fits both formats."""
+    last = torch.channels_last
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous()
+
+
+def _fresh_in(network: nn.Module) -> Fill:
+    """The paper's initialisation, which depends on whether a ReLU follows a layer in this network."""
+    follows = followed_by_relu(network)
+
+    def fill(name: str, conv: nn.Conv2d, layer: nn.Module) -> None:
+        if isinstance(layer, FactoredLayer) and not isinstance(conv, nn.Linear):
+            return  # the derivation is for 2-D convs; others keep torch's own initialisation
+        init_(layer, relu=lambda part, _: follows[".".join(filter(None, (name, part)))])
+
+    return fill
+
+
+def change_of(name: str, conv: nn.Module, layer: nn.Module, scheme: Scheme) -> Change:
+    """Describe how a layer was rewritten."""
+    before, after = (" -> ".join(_filters(module)) for module in (conv, layer))
+    sizes = [sum(p.numel() for p in fold_branches(module).parameters()) for module in (conv, layer)]
+    return Change(name, before, after, str(scheme), *sizes)
+
+
+def _filters(layer: nn.Module) -> Iterator[str]:
+    """The filters of a conv, a composite, or each stage of a chain."""
+    if isinstance(layer, CompositeConv2d):
+        yield str(layer.composite)
+    elif isinstance(layer, BranchedConv2d):
+        yield f"{layer.composite} with branches"
+    elif isinstance(layer, nn.Linear):
+        yield f"linear,{layer.out_features}"
+    elif isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        yield f"norm,{layer.num_features}"
+    elif isinstance(layer, _ConvNd):
+        yield f"{'x'.join(map(str, layer.kernel_size))},{layer.out_channels}"
+    elif isinstance(layer, ShapedConv2d | GatedLinear):
+        yield f"learned,{layer.weight.shape[0]}"
+    else:
+        for stage in layer.children():
+            yield from _filters(stage)

@@ -1,0 +1,248 @@
+"""Which convolutions of a network can be rewritten, which were asked for, and why the others stay."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import chain
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.core.modules import InputSize, has_hooks
+from lowrank_cnn.core.notes import Kept, notes
+from lowrank_cnn.method.branches import BranchedConv2d
+from lowrank_cnn.method.channel import FactoredLayer, is_torch_layer
+from lowrank_cnn.method.count import count
+from lowrank_cnn.method.geometry import form_of
+from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.rewrite import held_by_functions
+from lowrank_cnn.method.schemes import FactoredConv2d, Scheme
+
+LARGE = 7
+"""Kernels from which strips of a depthwise conv are worth two layers."""
+
+
+class NothingToConvertError(LowRankError):
+    """No convolution of the network can be replaced."""
+
+
+Kernel = int | tuple[int, int]
+Where = str | Kernel | Collection[str | Kernel] | Callable[[str, nn.Conv2d], bool] | None
+"""Which convs: by name, prefix or pattern, by kernel, by several of these, or by a function of name and conv."""
+
+
+def select(
+    model: nn.Module, scheme: Scheme, where: Where = None, *, trained_on: bool = False
+) -> tuple[dict[str, nn.Conv2d], tuple[Kept, ...]]:
+    """The convs to rewrite by name, and those that stay; where they are `trained_on`, frozen ones do."""
+    check_rewritable(model)
+    _check_exact(model)
+    convs = _convs(model, scheme)
+    if not convs:
+        raise NothingToConvertError(f"{type(model).__name__} has no convolutions to convert.")
+    asked_for, ties, held = _selector(where, convs), parameter_uses(model), held_by_functions(model)
+    chosen: dict[str, nn.Conv2d] = {}
+    kept = []
+    for name, conv in convs.items():
+        reason = _obstacle(conv, scheme, ties)
+        if not reason and id(conv) in held:
+            reason = "a function of the model holds it and would go on calling the original"
+        if not reason and trained_on and not conv.weight.requires_grad:
+            reason = "it is frozen, and what replaces it has to train: unfreeze it, or fit it with decompose"
+        if not reason and not asked_for(name, conv):
+            reason = _why_not(conv) if where is None else "not selected"
+        if reason:
+            kept.append(Kept(name, type(conv).__name__, reason))
+        else:
+            chosen[name] = conv  # type: ignore[assignment]
+    if not chosen:
+        raise NothingToConvertError(f"nothing can be converted: {_summary(kept)}.")
+    return chosen, tuple(kept)
+
+
+def stages(model: nn.Module, input_size: InputSize | None = None) -> tuple[tuple[str, ...], ...]:
+    """The names of the spatial convs by stage, in the order of execution; a stage has maps of one size.
+
+    Any of them can be given to `convert` and `decompose` as `where`, to rewrite a stage.
+
+    >>> import lowrank_cnn as lr
+    >>> for stage in lr.stages(lr.create_model("nin")):
+    ...     print(*stage)
+    features.conv1_1
+    features.conv2_1
+    features.conv3_1
+    """
+    check_module(model)
+    size = notes(model).input_size if input_size is None else input_size
+    if size is None:
+        raise LowRankError("the stages of a network depend on the size of its images: give input_size.")
+    convs = _convs(model)
+    found: dict[tuple[int, ...], list[str]] = {}
+    for row in count(model, size).layers:
+        if row.name in convs and min(convs[row.name].kernel_size) > 1:
+            found.setdefault(row.output[1:], []).append(row.name)
+    return tuple(map(tuple, found.values()))
+
+
+def check_module(model: object) -> None:
+    """Refuse objects that are not modules, scripted modules, and lazy ones that have no weights yet."""
+    if not isinstance(model, nn.Module):
+        raise LowRankError(f"a model is an nn.Module, not {type(model).__name__}.")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise LowRankError(
+                f"{name or 'the model'} is scripted, which cannot be rewritten: do this first, then script it."
+            )
+        if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
+            raise LowRankError(
+                f"{name or 'the model'} is lazy: run the model once, so that it knows its channels."
+            )
+
+
+def check_values(model: nn.Module) -> None:
+    """Refuse a network of which a part is on the meta device, as one that was built there and loaded in part."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta:
+            raise LowRankError(
+                f"{name} is on the meta device and has no values: load the weights first, or make some by "
+                'model.to_empty(device="cpu") and lr.init_(model).'
+            )
+
+
+def check_rewritable(model: object) -> None:
+    """Refuse what `check_module` refuses, and compiled modules, which would go on running the original's code."""
+    check_module(model)
+    assert isinstance(model, nn.Module)
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod"):  # as torch.compile calls what it has compiled
+            label = name or "the model"
+            raise LowRankError(f"{label} is compiled, which cannot be rewritten: do this first, then compile it.")
+
+
+def _check_exact(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if _quantised(module):
+            label = name or "the model"
+            raise LowRankError(f"{label} is quantised: convert the model in floating point, then quantise it.")
+
+
+def _quantised(module: nn.Module) -> bool:
+    home = type(module).__module__
+    return "Conv" in type(module).__name__ and (".quantized" in home or ".qat" in home)
+
+
+def _convs(model: nn.Module, scheme: Scheme | None = None) -> dict[str, _ConvNd]:
+    """Every conv by name, and for the scheme channel every linear layer; parts of low-rank layers are left out."""
+    kinds = (_ConvNd, nn.Linear) if scheme is not None and scheme.name == "channel" else (_ConvNd,)
+    # Attention reads the weights of its layers itself.
+    whole = FactoredConv2d | CompositeConv2d | BranchedConv2d | FactoredLayer | nn.MultiheadAttention
+    inside = {id(part) for m in model.modules() if isinstance(m, whole) for part in m.modules()}
+    return {name: m for name, m in model.named_modules() if isinstance(m, kinds) and id(m) not in inside}  # type: ignore[return-value]
+
+
+def _is_depthwise(conv: nn.Module) -> bool:
+    return isinstance(conv, _ConvNd) and conv.groups == conv.in_channels > 1
+
+
+def parameter_uses(model: nn.Module) -> Counter[int]:
+    """How many layers hold each parameter."""
+    return Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+
+
+def _obstacle(conv: _ConvNd, scheme: Scheme, ties: Counter[int]) -> str:
+    """The reason why a conv cannot be rewritten; empty if it can."""
+    factored = scheme.name == "channel"
+    if isinstance(conv, _ConvTransposeNd) and not factored:
+        return "it is transposed: the scheme channel takes it"
+    if not isinstance(conv, nn.Conv2d) and not factored:
+        return "it is not two-dimensional: the scheme channel takes it"
+    if parametrize.is_parametrized(conv) or not isinstance(conv._parameters.get("weight"), nn.Parameter):
+        return "its weight is computed from others: remove the parametrisation first"
+    if conv.weight.is_complex():
+        return "its weights are complex, and low-rank filters are real"
+    if (form_of(conv) is None) if isinstance(conv, nn.Conv2d) else not is_torch_layer(conv):
+        base = "nn.Conv2d" if isinstance(conv, nn.Conv2d) else "the layer of torch that it derives from"
+        return f"its class {type(conv).__name__} computes something else than {base}"
+    if isinstance(conv, nn.Conv2d) and min(conv.kernel_size) == 1 and not factored:
+        return f"its kernel is {conv.kernel_size[0]}x{conv.kernel_size[1]}"
+    if _is_depthwise(conv) and scheme.name != "separable":
+        return "it is depthwise"
+    if scheme.name == "cp" and conv.groups > 1:
+        return "it has channel groups: the scheme separable takes it"
+    if ties[id(conv.weight)] > 1:
+        return "it shares its weight with another layer"
+    if has_hooks(conv):
+        return "it has hooks, which would be lost"
+    several = scheme.name not in ("dense", "separable", "channel", "cp", "learned")
+    if several and isinstance(conv, _ConvNd) and conv.out_channels // conv.groups < len(scheme.shapes):
+        return f"it has too few filters for the scheme {scheme}"
+    return ""
+
+
+def _selector(where: Where, convs: Mapping[str, nn.Module]) -> Callable[[str, _ConvNd], bool]:
+    if where is None:
+        return lambda name, conv: not _why_not(conv)
+    if callable(where):
+        return lambda name, conv: bool(where(name, conv))  # type: ignore[arg-type]
+    wanted = _several(where)
+    patterns = [item for item in wanted if isinstance(item, str)]
+    kernels = [(item, item) if isinstance(item, int) else item for item in wanted if not isinstance(item, str)]
+    for pattern in patterns:
+        if not any(_matches(name, pattern) for name in convs):
+            raise LowRankError(f"no convolution is called {pattern!r}; {nearest(pattern, convs)}")
+    return lambda name, conv: (
+        getattr(conv, "kernel_size", None) in kernels or any(_matches(name, pattern) for pattern in patterns)
+    )
+
+
+def _several(where: object) -> list[str | Kernel]:
+    """Names and kernels, one or several, as a list."""
+    if isinstance(where, str) or _is_kernel(where):
+        return [where]  # type: ignore[list-item]
+    items = list(where) if isinstance(where, Iterable) and not isinstance(where, bytes | Mapping) else None
+    if items is None or not all(isinstance(item, str) or _is_kernel(item) for item in items):
+        raise LowRankError(
+            "where is a name or pattern, a kernel (3 or (3, 5)), a list of these, or f(name, conv) -> bool, "
+            f"not {where!r}."
+        )
+    return items
+
+
+def _is_kernel(item: object) -> bool:
+    sides = item if isinstance(item, tuple) and len(item) == 2 else (item,)
+    return all(isinstance(side, int) and not isinstance(side, bool) for side in sides)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern is a layer's name, matches it, or names a module that contains the layer."""
+    return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
+
+
+def _why_not(conv: nn.Module) -> str:
+    """The reason why a conv stays unless the caller names it; empty if it is rewritten by default.
+
+    Windows that do not overlap project patches: narrower filters would never see most of the image. A small
+    depthwise kernel has little to save.
+    """
+    if not isinstance(conv, _ConvNd) or isinstance(conv, _ConvTransposeNd):
+        return ""
+    if _is_depthwise(conv) and max(conv.kernel_size) < LARGE:
+        return "it is depthwise with a small kernel: name it to convert it"
+    patches = zip(conv.stride, conv.kernel_size, strict=True)
+    if max(conv.kernel_size) > 1 and all(step >= size for step, size in patches):
+        return "it projects patches: name it to convert it"
+    return ""
+
+
+def _summary(kept: Sequence[Kept]) -> str:
+    """The first few reasons, each with an example layer."""
+    examples: dict[str, str] = {}
+    for row in kept:
+        examples.setdefault(row.reason, row.name or row.layer)
+    return "; ".join(f"{name}: {reason}" for reason, name in list(examples.items())[:3])

@@ -1,0 +1,241 @@
+"""Make a network learn the shapes of its filters, and find what each shape costs there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowrank_cnn.core.clock import Key, measure
+from lowrank_cnn.core.compare import copied, unchanged
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.modules import first_input
+from lowrank_cnn.core.notes import note
+from lowrank_cnn.kernels.cuda_graph import captured
+from lowrank_cnn.method.channels import Route, free_routes
+from lowrank_cnn.method.count import count
+from lowrank_cnn.method.finalize_shapes import settle
+from lowrank_cnn.method.geometry import form_of
+from lowrank_cnn.method.rewrite import copy_with, frozen_like, in_channels_last, rewrite
+from lowrank_cnn.method.schemes import NONE, Scheme
+from lowrank_cnn.method.select import Where, select
+from lowrank_cnn.method.shape_choice import ShapeChooser, ShapeCosts
+from lowrank_cnn.method.shape_damage import shaped_convs
+from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, conv_of_form, exact_scheme, may_remove
+from lowrank_cnn.method.spec import Pair
+
+
+def shape_network(
+    model: nn.Module, scheme: Scheme, input_size: Sequence[int], *, where: Where = None
+) -> nn.Module:
+    """A copy of a dense network, computing the same, whose spatial convs can learn the shapes of their filters.
+
+    If the scheme may remove filters, convs of 1x1 take part too, and so do linear layers that read channels.
+    Frozen convs keep their filters, and so do those that run in training alone: they cost nothing later.
+    """
+    convs, kept = select(model, scheme, where, trained_on=True)
+    running = _running(model, list(convs), input_size)
+    schemes = {name: scheme for name, conv in convs.items() if conv.groups == 1 and name in running}
+    if not schemes:
+        raise LowRankError("shapes are learned by convolutions without channel groups, and this network has none.")
+    if may_remove(scheme):
+        schemes |= _narrowed(model, schemes, scheme, free_routes(model, input_size), widen=where is None)
+
+    def fill(_: str, layer: nn.Module, new: nn.Module) -> None:
+        new.copy_dense(layer.weight, layer.bias)  # type: ignore[operator]
+        frozen_like(layer, new)
+
+    new = rewrite(model, schemes, fill=fill, kept=kept)
+    note(new, input_size=tuple(input_size))
+    return new
+
+
+@torch.no_grad()
+def _running(model: nn.Module, names: Sequence[str], input_size: Sequence[int]) -> set[str]:
+    """The layers that run in evaluation; an auxiliary head does not."""
+    like = next(model.parameters())
+    image = torch.zeros(1, *input_size, device=like.device, dtype=like.dtype)
+    return {*layer_inputs(copy_with(model).eval(), names, image)}
+
+
+def _narrowed(
+    model: nn.Module, chosen: Mapping[str, Scheme], scheme: Scheme, routes: Mapping[str, Route], *, widen: bool
+) -> dict[str, Scheme]:
+    """The layers besides those chosen that gates are for: readers, and convs of 1x1 whose channels are free."""
+    one = (("1x1", Fraction(1)),)
+    own = replace(scheme, shapes=(*one, (NONE, Fraction(1))))
+    more = {name: own for name in routes if widen and name not in chosen and _is_pointwise(model, name)}
+    sources = {*chosen, *more}
+    readers = [reader.name for name, route in routes.items() if name in sources for reader in route.readers]
+    gates = [name for name in readers if name not in sources]
+    return more | {name: replace(scheme, shapes=_kernel_of(model, name)) for name in gates}
+
+
+def _is_pointwise(model: nn.Module, name: str) -> bool:
+    conv = model.get_submodule(name)
+    if not isinstance(conv, nn.Conv2d) or not conv.weight.requires_grad:
+        return False
+    form = form_of(conv)
+    return form is not None and form.kernel == (1, 1) and form.groups == 1
+
+
+def _kernel_of(model: nn.Module, name: str) -> tuple[tuple[str, Fraction], ...]:
+    """A reader that learns no shapes keeps its kernel."""
+    height, width = getattr(model.get_submodule(name), "kernel_size", (1, 1))
+    return ((f"{height}x{width}", Fraction(1)),)
+
+
+def mac_costs(network: nn.Module, dense: nn.Module, input_size: Sequence[int]) -> ShapeCosts:
+    """Multiply-accumulates of one image."""
+    found = count(dense, input_size)
+    macs = {row.name: row.macs for row in found.layers}
+    filters, linear = {}, {}
+    for name, layer in network.named_modules():
+        if isinstance(layer, ShapedConv2d):
+            taps = layer.form.kernel[0] * layer.form.kernel[1]
+            tap = macs.get(name, 0) / taps / layer.out_channels
+            filters[name] = tuple(tap * height * width for height, width in layer.shapes)
+        elif isinstance(layer, GatedLinear):
+            linear[name] = float(macs.get(name, 0))
+    rest = found.macs - sum(macs.get(name, 0) for name in (*filters, *linear))
+    return ShapeCosts("macs", filters, linear, float(rest), float(found.macs))
+
+
+def layer_inputs(network: nn.Module, names: Sequence[str], image: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What each layer reads when the network runs on an image."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def keep(name: str) -> Any:
+        return lambda _, args, kwargs: seen.update({name: first_input(args, kwargs)})
+
+    layers = {name: network.get_submodule(name) for name in names}
+    hooks = [layer.register_forward_pre_hook(keep(name), with_kwargs=True) for name, layer in layers.items()]
+    try:
+        with unchanged(network):
+            network(*copied(image))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+# What the shapes of filters cost in milliseconds, measured on the device.
+#
+# On a GPU layers are timed inside CUDA graphs: there launches take no time, as when a network is deployed.
+
+Prepare = Callable[[nn.Module, torch.Tensor], Callable[[], object]]
+"""Makes a network in evaluation ready to be timed on a batch."""
+_ROUNDS = 2
+"""Networks that are built and timed to correct the cost of several shapes in a layer."""
+_MOST = 4.0
+"""The most that one of them changes it by: times are noisy."""
+
+
+def as_it_is(network: nn.Module, image: torch.Tensor) -> Callable[[], object]:
+    """A network that is timed as torch runs it."""
+    return lambda: network(image)
+
+
+@torch.no_grad()
+def time_costs(
+    network: nn.Module, dense: nn.Module, input_size: Sequence[int], *, batch: int = 1, prepare: Prepare = as_it_is
+) -> ShapeCosts:
+    """Milliseconds, measured on the device of `dense`: each conv with filters of one shape, and with all shapes.
+
+    Several shapes take longer than their shares of the time, because each is a conv of its own: the measured
+    difference is divided among the shapes beyond the first. Between shares of shapes the time is interpolated, and
+    so it is for fewer input channels. What lies between the layers is the time of the whole dense network less
+    that of its layers.
+    """
+    like = next(dense.parameters())
+    dtype = torch.bfloat16 if like.is_cuda else like.dtype
+    twin = _placed(dense, like.device, dtype)
+    image = torch.randn(batch, *input_size, device=like.device, dtype=dtype)
+    seen = layer_inputs(twin, [n for n, m in network.named_modules() if isinstance(m, ShapedConv2d)], image)
+    whole = _measured({"": prepare(twin, image)}, image)[""]
+    filters, splits, spent = {}, {}, 0.0
+    for name, x in seen.items():
+        layer = network.get_submodule(name)
+        assert isinstance(layer, ShapedConv2d)
+        mixed = layer.shapes[: layer.out_channels]
+        parts = {shape: len(range(place, layer.out_channels, len(mixed))) for place, shape in enumerate(mixed)}
+        counts = {shape: {shape: layer.out_channels} for shape in (*layer.shapes, layer.form.kernel)}
+        runs = {one: _timed(_of_shapes(layer, of).to(x), x) for one, of in {**counts, None: parts}.items()}
+        times = _measured(runs, x, budget=1.0)
+        filters[name] = tuple(times[shape] / layer.out_channels for shape in layer.shapes)
+        shares = sum(times[shape] * count for shape, count in parts.items()) / layer.out_channels
+        splits[name] = max(0.0, times[None] - shares) / max(1, len(parts) - 1)
+        spent += times[layer.form.kernel]
+    return ShapeCosts("latency", filters, {}, max(0.0, whole - spent), max(whole, spent), splits)
+
+
+def corrected(
+    costs: ShapeCosts,
+    network: nn.Module,
+    dense: nn.Module,
+    input_size: Sequence[int],
+    share: float,
+    *,
+    batch: int = 1,
+    prepare: Prepare = as_it_is,
+) -> ShapeCosts:
+    """The costs with those of several shapes in a layer scaled, so that whole networks cost what they take.
+
+    Groups of few filters take longer than their share of a large one. So a network within the budget is built, by
+    the weights as they are, and timed as a whole.
+    """
+    routes = free_routes(network, input_size)
+    for _ in range(_ROUNDS):
+        trial = copy_with(network)
+        expected = ShapeChooser(routes, costs).choose(trial, share)
+        split = sum(
+            costs.splits[name] * (len(layer.choice[layer.kept].unique()) - 1)
+            for name, layer in shaped_convs(trial).items()
+        )
+        if split <= 0:
+            break
+        taken = time_share(settle(trial, input_size), dense, input_size, batch=batch, prepare=prepare)
+        scale = min(_MOST, max(1 / _MOST, 1 + (taken - expected) * costs.dense / split))
+        costs = replace(costs, splits={name: scale * cost for name, cost in costs.splits.items()})
+    return costs
+
+
+@torch.no_grad()
+def time_share(
+    network: nn.Module, dense: nn.Module, input_size: Sequence[int], *, batch: int = 1, prepare: Prepare = as_it_is
+) -> float:
+    """The time of a network as a share of the dense one's, measured in turns."""
+    like = next(dense.parameters())
+    dtype = torch.bfloat16 if like.is_cuda else like.dtype
+    image = torch.randn(batch, *input_size, device=like.device, dtype=dtype)
+    ours, theirs = (prepare(_placed(one, like.device, dtype), image) for one in (network, dense))
+    times = _measured({"ours": ours, "theirs": theirs}, image)
+    return times["ours"] / times["theirs"]
+
+
+def _measured(
+    runs: Mapping[Key, Callable[[], object]], x: torch.Tensor, *, budget: float = 2.0
+) -> dict[Key, float]:
+    """Milliseconds: on a CPU the least, because other processes interrupt networks more often than layers."""
+    if x.is_cuda:
+        times = measure(runs, repeats=15, budget=budget, cuda=True)
+    else:
+        times = measure(runs, repeats=31, budget=budget, of=min)
+    return {name: one.ms for name, one in times.items()}
+
+
+def _timed(conv: nn.Module, x: torch.Tensor) -> Callable[[], object]:
+    return captured(lambda: conv(x)).replay if x.is_cuda else as_it_is(conv, x)
+
+
+def _placed(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    return in_channels_last(copy_with(model).eval().to(device, dtype))
+
+
+def _of_shapes(layer: ShapedConv2d, counts: Mapping[Pair, int]) -> nn.Module:
+    conv = conv_of_form(layer.form, exact_scheme(list(counts.items())))
+    return in_channels_last(conv.eval())

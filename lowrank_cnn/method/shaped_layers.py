@@ -1,0 +1,236 @@
+"""Layers whose filters choose their shapes while they train.
+
+A `ShapedConv2d` has one weight, in the kernel that encloses every shape. Each filter has a shape, and computes
+with the taps inside it alone. Taps outside keep the value that they had, less weight decay, so that a filter can
+take them back at a later choice. While damage is measured, and in training if `regrow` is set, gradients reach all
+taps as if no mask were there (a straight-through estimate, as in dynamic pruning with feedback, Lin et al. 2020).
+
+A filter can also be removed: the layers that read its channel then ignore it, by a gate on their inputs. Reading
+layers hold the gate, not the norm between, so that removing the channel is exact whatever activation follows.
+
+Filters may also draw their shapes at every step, by gates (see `shape_gates`). Shapes and gates are buffers: a
+checkpoint holds them.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.kernels.reference import conv_on_sides, pad_on_sides
+from lowrank_cnn.method.geometry import ConvForm, form_of, offsets, recentred
+from lowrank_cnn.method.schemes import NONE, Scheme, build_conv, resolve_shape
+from lowrank_cnn.method.spec import FilterGroup, Pair
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
+
+
+class ShapedConv2d(nn.Module):
+    """A conv each of whose filters has one of several shapes.
+
+    - `choice`: for each filter the index of its shape in `starts`: one of `shapes`, or all taps that any shape or
+      the dense kernel has, which a filter begins with. These have the size of the enclosing kernel.
+    - `kept`: False for a filter that was removed.
+    - `inputs`: False for an input channel that was removed.
+    - `gates`: None, or logits by filter and shape; `charge` is what each shape pays, and `drawing` says whether
+      filters draw by them.
+    """
+
+    regrow = False
+    """Whether gradients reach masked taps. In training they drift, because the loss does not depend on them."""
+    choice: Tensor
+    kept: Tensor
+    inputs: Tensor
+    masks: Tensor
+    gates: Tensor | None
+    charge: Tensor
+    drawing: Tensor
+
+    def __init__(self, form: ConvForm, scheme: Scheme) -> None:
+        super().__init__()
+        if form.groups != 1:
+            raise LowRankError("shapes are learned by convolutions without channel groups.")
+        self.form, self.scheme = form, scheme
+        self.in_channels, self.out_channels, self.stride = form.in_channels, form.out_channels, form.stride
+        self.shapes = shapes_of(scheme, form.kernel)
+        every = (*self.shapes, form.kernel)
+        self.kernel_size = max(h for h, _ in every), max(w for _, w in every)
+        self.starts = tuple(dict.fromkeys((*self.shapes, self.kernel_size)))
+        self.padding = recentred(form.padding, form.kernel, self.kernel_size, form.dilation)
+        self.weight = nn.Parameter(torch.zeros(form.out_channels, form.in_channels, *self.kernel_size))
+        self.bias = nn.Parameter(torch.zeros(form.out_channels)) if form.bias else None
+        start = self.starts.index(self.kernel_size)
+        self.register_buffer("choice", torch.full((form.out_channels,), start, dtype=torch.long))
+        self.register_buffer("kept", torch.ones(form.out_channels, dtype=torch.bool))
+        self.register_buffer("inputs", torch.ones(form.in_channels, dtype=torch.bool))
+        masks = torch.stack([self._mask(shape) for shape in self.starts])
+        masks[start] = torch.stack([self._mask(shape) for shape in every]).amax(0)
+        self.register_buffer("masks", masks, persistent=False)
+        self.register_buffer("gates", None)
+
+    def add_gates(self, start: float) -> None:
+        """Let filters draw their shapes; `start` is the logit of the dense kernel, where it is among them."""
+        gates = torch.zeros(self.out_channels, len(self.shapes), device=self.weight.device)
+        if self.form.kernel in self.shapes:
+            gates[:, self.shapes.index(self.form.kernel)] = start
+        self.gates = gates
+        self.register_buffer("charge", torch.zeros_like(gates[0]))
+        self.register_buffer("drawing", torch.ones((), dtype=torch.bool, device=gates.device))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self.gates is None and f"{prefix}gates" in state_dict:
+            self.add_gates(0.0)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.form.padding_mode != "zeros":
+            x = pad_on_sides(input, self.padding, self.form.padding_mode)
+            return F.conv2d(x, self.shaped_weight(), self.bias, self.stride, 0, self.form.dilation)
+        return conv_on_sides(input, self.shaped_weight(), self.bias, self.padding, self.stride, self.form.dilation)
+
+    def shaped_weight(self) -> Tensor:
+        """The weight with zeros outside the shapes."""
+        mask = self._tap_mask()[:, None] * self.inputs[:, None, None].to(self.masks.dtype)
+        return _straight_through(self.weight, mask) if self.regrow else self.weight * mask
+
+    def _tap_mask(self) -> Tensor:
+        """The taps of each filter: those of its shape, or of the shape that it draws."""
+        chosen = self.masks[self.choice]
+        if self.gates is None:
+            return chosen
+        logits = self.gates - self.charge
+        if self.training:
+            drawn = F.gumbel_softmax(logits, hard=True)
+        else:
+            drawn = F.one_hot(logits.argmax(1), logits.shape[1]).to(logits.dtype)
+        taps = torch.einsum("os,shw->ohw", drawn, self.masks[: len(self.shapes)])
+        return torch.where(self.drawing, taps, chosen)
+
+    def taps_of(self, filters: Tensor, shape: Pair) -> Tensor:
+        """The weights of some filters, cut to a shape."""
+        top, left = offsets(FilterGroup(*shape, 1), self.kernel_size)
+        taps = self.weight.detach()[filters] * self.masks[self.starts.index(shape)]
+        return taps[:, :, top : top + shape[0], left : left + shape[1]]
+
+    @torch.no_grad()
+    def shrink_outside(self, share: float) -> None:
+        """Shrink the taps outside each filter's shape by a share, and use all taps again.
+
+        Of a removed filter all taps shrink.
+        """
+        outside = 1 - self.masks[self.choice] * self.kept[:, None, None]
+        self.weight.mul_(1 - share * outside[:, None])
+        self.choice.fill_(self.starts.index(self.kernel_size))
+        self.kept.fill_(True)
+        self.inputs.fill_(True)
+
+    @torch.no_grad()
+    def copy_dense(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Start as a dense conv; taps that only other shapes have start at zero, and learn like the others."""
+        top, left = offsets(FilterGroup(*self.form.kernel, 1), self.kernel_size)
+        height, width = self.form.kernel
+        self.weight.zero_()[:, :, top : top + height, left : left + width] = weight
+        if self.bias is not None and bias is not None:
+            self.bias.copy_(bias)
+
+    def extra_repr(self) -> str:
+        shapes = ", ".join(f"{h}x{w}" for h, w in self.shapes)
+        return f"{self.in_channels}, {self.out_channels}, shapes=({shapes}), stride={self.stride}"
+
+    def _mask(self, shape: Pair) -> Tensor:
+        mask = torch.zeros(self.kernel_size)
+        top, left = offsets(FilterGroup(*shape, 1), self.kernel_size)
+        mask[top : top + shape[0], left : left + shape[1]] = 1
+        return mask
+
+
+class GatedLinear(nn.Module):
+    """A linear layer that ignores the features of removed channels."""
+
+    regrow = False
+    inputs: Tensor
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.zeros(out_features, in_features))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        self.register_buffer("inputs", torch.ones(in_features, dtype=torch.bool))
+
+    def forward(self, input: Tensor) -> Tensor:
+        mask = self.inputs.to(self.weight.dtype)
+        weight = _straight_through(self.weight, mask) if self.regrow else self.weight * mask
+        return F.linear(input, weight, self.bias)
+
+    @torch.no_grad()
+    def copy_dense(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Start as a plain linear layer."""
+        self.weight.copy_(weight)
+        if self.bias is not None and bias is not None:
+            self.bias.copy_(bias)
+
+
+def shapes_of(scheme: Scheme, kernel: Pair) -> tuple[Pair, ...]:
+    """The shapes that a `learned` scheme offers the filters of a kernel, each once, in its order."""
+    return tuple(dict.fromkeys(resolve_shape(shape, kernel) for shape, _ in scheme.shapes if shape != NONE))
+
+
+def may_remove(scheme: Scheme) -> bool:
+    """Whether a `learned` scheme may remove filters."""
+    return any(shape == NONE for shape, _ in scheme.shapes)
+
+
+def shaped_layer(layer: nn.Module, scheme: Scheme) -> nn.Module:
+    """What a `learned` scheme makes of a conv, or of a linear layer that reads channels; weights not yet given."""
+    if isinstance(layer, nn.Linear):
+        return GatedLinear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+    form = form_of(layer) if isinstance(layer, nn.Conv2d) else None
+    if form is None:
+        raise LowRankError(f"a {type(layer).__name__} cannot learn the shapes of its filters.")
+    return ShapedConv2d(form, scheme)
+
+
+def exact_scheme(groups: list[tuple[Pair, int]], inputs: int | None = None) -> Scheme:
+    """The scheme of filters that are counted by shape."""
+    shapes = tuple((f"{h}x{w}", Fraction(count)) for (h, w), count in groups)
+    return Scheme("exact", shapes, inputs=inputs)
+
+
+def exact_layer(layer: nn.Module, scheme: Scheme) -> nn.Module:
+    """What an `exact` scheme makes of a conv, a linear layer or a batch norm; weights not yet given."""
+    inputs = scheme.inputs
+    if isinstance(layer, nn.Linear):
+        return nn.Linear(inputs or layer.in_features, layer.out_features, bias=layer.bias is not None)
+    if isinstance(layer, _NORMS):
+        options = {"eps": layer.eps, "momentum": layer.momentum, "affine": layer.affine}
+        kept = {**options, "track_running_stats": layer.track_running_stats}
+        return type(layer)(inputs or layer.num_features, **kept)
+    form = form_of(layer) if isinstance(layer, nn.Conv2d) else None
+    if form is None or form.groups != 1:
+        raise LowRankError(f"the scheme {scheme} is for a plain conv, linear layer or batch norm.")
+    return conv_of_form(form, scheme)
+
+
+def conv_of_form(form: ConvForm, scheme: Scheme) -> nn.Module:
+    """The conv, or composite, of an `exact` scheme in the place of a dense conv."""
+    return build_conv(
+        scheme.inputs or form.in_channels,
+        scheme.out_filters(form.out_channels),
+        form.kernel,
+        scheme,
+        stride=form.stride,
+        padding=form.padding,
+        dilation=form.dilation,
+        padding_mode=form.padding_mode,
+        bias=form.bias,
+    )
+
+
+def _straight_through(weight: Tensor, mask: Tensor) -> Tensor:
+    """The masked weight, exactly; the gradient is that of the weight without a mask."""
+    return weight + (weight * mask - weight).detach()

@@ -1,0 +1,282 @@
+"""The families of networks, and building a network of one of them with fresh weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from math import prod
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.conv import _ConvTransposeNd
+
+from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.core.modules import InputSize
+from lowrank_cnn.core.notes import notes
+from lowrank_cnn.core.version import __version__
+from lowrank_cnn.method.branches import fold_branches
+from lowrank_cnn.method.convert import rows_of
+from lowrank_cnn.method.count import LayerCount, count
+from lowrank_cnn.method.init import INITIALISATIONS
+from lowrank_cnn.method.rewrite import Change, changes_of, low_rank_layers, rewrite
+from lowrank_cnn.method.schemes import Scheme, parse_scheme
+from lowrank_cnn.models import airbench, googlenet, nin, resnet, vgg
+from lowrank_cnn.models.network import Network, Options
+
+PAPER_FAMILIES: tuple[ModuleType, ...] = (vgg, googlenet, nin)
+FAMILIES = (*PAPER_FAMILIES, resnet, airbench)
+
+
+def list_models(*, paper: bool = False) -> list[str]:
+    """The names that `create_model` takes, the paper's networks first; with `paper`, those alone.
+
+    >>> list_models(paper=True)[-1]
+    'nin-c3-lr'
+    """
+    families = PAPER_FAMILIES if paper else FAMILIES
+    return [name for family in families for name in family.VARIANTS]
+
+
+def family_of(name: str) -> ModuleType:
+    """The module that builds a network."""
+    for family in FAMILIES:
+        if name in family.VARIANTS:
+            return family
+    raise LowRankError(f"there is no network {name!r}; {nearest(name, list_models())}")
+
+
+def build_network(
+    name: str,
+    *,
+    num_classes: int | None = None,
+    in_channels: int = 3,
+    width: float = 1.0,
+    norm: str | None = None,
+    stride: int | None = None,
+    scheme: str | Scheme | Mapping[str, object] | None = None,
+    dropout: float | None = None,
+    image_size: int | None = None,
+    pool: str | None = None,
+    init: str = "composite",
+) -> Network:
+    """A network with fresh weights; the options are those of `create_model`.
+
+    >>> build_network("nin", width=0.1, num_classes=10).config["name"]
+    'nin'
+    """
+    if init not in INITIALISATIONS:
+        raise LowRankError(f"there is no initialisation {init!r}; {nearest(init, INITIALISATIONS)}")
+    family = family_of(name)
+    if pool is not None and family is not nin:
+        raise LowRankError(f"pool is a choice of the nin networks; {name} has none: leave it out (pool=none).")
+    variant, norm = family.VARIANTS[name], norm or getattr(family, "NORM", None)
+    classes = family.CLASSES if num_classes is None else num_classes
+    first = variant.stride if stride is None else stride
+    text = None if scheme is None else str(parse_scheme(scheme))
+    options = Options(classes, in_channels, width, norm, first, text, dropout, image_size, pool)
+    model: Network = INITIALISATIONS[init](family.build(variant, options))  # type: ignore[assignment]
+    model.settle()
+    model.config = {"name": name, **vars(options), "init": init}
+    return model
+
+
+# Describe how to build a network again, including its conversions, in JSON values.
+#
+# Nothing stored is run as code: a description names one of our networks and its options, and lists which layers
+# were rewritten by which scheme. A network that is not ours is built by its owner, and rewritten as listed.
+
+
+def rebuild_options(model: nn.Module) -> dict[str, Any]:
+    """The options of one of our networks (None for another), and what was rewritten in it."""
+    return {
+        "version": __version__,
+        "model": dict(model.config) if isinstance(model, Network) else None,
+        "class": type(model).__name__,
+        "conversion": {"changed": [asdict(change) for change in changes_of(model)]},
+    }
+
+
+def rebuild(description: Mapping[str, Any], *, into: nn.Module | None = None) -> nn.Module:
+    """The network of a description, with fresh weights; one that is not ours is built on `into`.
+
+    `into` is the network as it was before any conversion, which is left as it is, or the converted one itself.
+    """
+    if into is None:
+        into = _ours(description)
+    conversion = description.get("conversion", {})
+    schemes = _schemes(conversion)
+    done = {change.name: parse_scheme(change.scheme) for change in changes_of(into)}
+    return into if schemes == done else rewrite_again(into, conversion)
+
+
+def with_classes(network: nn.Module, classes: int) -> nn.Module:
+    """One of our networks for other classes: its last layer is new, all other weights are the same.
+
+    >>> with_classes(build_network("nin", num_classes=100, width=0.1), 2).config["num_classes"]
+    2
+    """
+    fresh, other = (_built_for(network, number) for number in (classes, 2 * classes))
+    new, resized = fresh.state_dict(), other.state_dict()
+    # The last layer is what has another shape for another number of classes.
+    kept = {name: known for name, known in network.state_dict().items() if new[name].shape == resized[name].shape}
+    fresh.load_state_dict(new | kept)
+    return fresh
+
+
+def _built_for(network: nn.Module, classes: int) -> nn.Module:
+    """One of our networks built again, with fresh weights."""
+    description = rebuild_options(network)
+    if isinstance(config := description["model"], dict):
+        config["num_classes"] = classes
+    return rebuild(description)
+
+
+def rewrite_again(model: nn.Module, conversion: Mapping[str, object]) -> nn.Module:
+    """Repeat a stored conversion (`Conversion.to_dict()`) on the network it was made from, with fresh weights."""
+    schemes = _schemes(conversion)
+    return rewrite(model, schemes) if schemes else model
+
+
+def name_of(model: nn.Module) -> str:
+    """A name for people: that of one of our networks, what the user called another, or its class.
+
+    >>> name_of(build_network("nin")), name_of(nn.Sequential())
+    ('nin', 'Sequential')
+    """
+    return str(model.config["name"]) if isinstance(model, Network) else notes(model).name or type(model).__name__
+
+
+def run_entry(model: nn.Module) -> dict[str, Any]:
+    """What the record of a run says about its network: a name for people, and what `rebuild` needs."""
+    found, name = rebuild_options(model), name_of(model)
+    config, changed = found["model"], found["conversion"]["changed"]
+    if not changed:
+        return config or {"name": name, "class": found["class"]}
+    schemes = dict.fromkeys(str(row["scheme"]).partition("(")[0] for row in changed)
+    told = {"name": "+".join((name, *schemes)), "base": name, "config": config, "class": found["class"]}
+    return told | _only(found)
+
+
+def entry_description(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The description that a `run_entry` holds."""
+    if "conversion" in entry:
+        known = {"model": entry.get("config"), "name": entry.get("base"), "class": entry.get("class")}
+        return known | {"conversion": entry["conversion"]}
+    ours = "num_classes" in entry
+    return {
+        "model": dict(entry) if ours else None,
+        "name": entry.get("name"),
+        "class": entry.get("class", entry.get("name")),
+        "conversion": {"changed": []},
+    }
+
+
+def _only(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of each change that repeats it; the rest is for reports."""
+    rows = [{"name": row["name"], "scheme": row["scheme"]} for row in found["conversion"]["changed"]]
+    return {"conversion": {"changed": rows}}
+
+
+def _schemes(conversion: object) -> dict[str, Scheme]:
+    changed = conversion.get("changed") if isinstance(conversion, Mapping) else None
+    if not isinstance(changed, Sequence) or not all(_is_change(row) for row in changed):
+        raise LowRankError("a stored conversion lists the layers that it changed, each with its scheme.")
+    return {str(row["name"]): parse_scheme(str(row["scheme"])) for row in changed}
+
+
+def _is_change(row: object) -> bool:
+    return isinstance(row, Mapping) and {"name", "scheme"} <= row.keys()
+
+
+def _ours(description: Mapping[str, Any]) -> nn.Module:
+    config = description.get("model")
+    if not isinstance(config, Mapping):
+        named = str(description.get("name"))
+        function = named if ".py:" in named else "path.py:function"
+        raise LowRankError(
+            f"{description.get('class') or 'the network'} is not one of our networks: name the function that "
+            f"builds it as --into {function}; in Python, build the unconverted network and call "
+            "lowrank_cnn.load(path, into=network)."
+        )
+    try:
+        return build_network(**config)
+    except (TypeError, RuntimeError, OverflowError) as error:  # wrong types, or sizes that torch cannot hold
+        name = str(config.get("name"))[:60]
+        raise LowRankError(f"the stored options of {name} are not those of a network.") from error
+
+
+# Dense twins: the dense network that a low-rank one is compared with, and its cost.
+
+_BASELINES = ("vgg11-gmp", "vgg11", "googlenet", "nin", "resnet18-small", "resnet18", "airbench")
+"""Dense networks; where one's name begins with another's, the longer comes first."""
+
+
+def baseline_of(name: str) -> str:
+    """The dense network of a family, the first that a name begins with; any other name is its own."""
+    return next((dense for dense in _BASELINES if name == dense or name.startswith(f"{dense}-")), name)
+
+
+def dense_twin(model: nn.Module) -> Network | None:
+    """The dense network to compare one of ours with, of the same width, norm, stride and classes.
+
+    None for a network that is not ours, or that is its own twin.
+    """
+    if not isinstance(model, Network):
+        return None
+    config, name = model.config, str(model.config["name"])
+    dense = baseline_of(name)
+    if name == dense and config["scheme"] is None and notes(model).conversion is None:
+        return None
+    return build_network(**{**config, "name": dense, "scheme": None})
+
+
+def dense_cost(model: nn.Module, input_size: InputSize) -> tuple[int, int] | None:
+    """Multiply-accumulates and parameters of a network before it was converted; its own where it never was.
+
+    None if it has low-rank layers that no recorded conversion made: what they replaced is unknown.
+    """
+    changed = changes_of(model)
+    if low_rank_layers(model).keys() - {change.name for change in changed}:
+        return None
+    model = fold_branches(model)  # as it is counted
+    cost = count(model, input_size)
+    macs, params = cost.macs, cost.params
+    for change in changed:
+        layer = model.get_submodule(change.name)
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):  # narrower than before, and without MACs
+            params += change.params_before - change.params_after
+            continue
+        rows = rows_of(cost.layers, change.name)
+        if not rows:  # it does not run on the way to the output
+            return None
+        macs += _macs_before(model, change, rows) - sum(row.macs for row in rows)
+        params += change.params_before - sum(row.params for row in rows)
+    return macs, params
+
+
+def _macs_before(model: nn.Module, change: Change, rows: Sequence[LayerCount]) -> int:
+    """The last stage of a replacement gives the pixels of the conv that it replaced.
+
+    A transposed conv works on the pixels of its input, as the first stage of its replacement does.
+    """
+    transposed = isinstance(model.get_submodule(rows[0].name), _ConvTransposeNd)
+    worked = rows[0] if transposed else rows[-1]
+    pixels = worked.macs // (worked.params - _biases(model, worked))
+    return pixels * (change.params_before - _biases_before(model, change, rows[-1]))
+
+
+def _biases_before(model: nn.Module, change: Change, last: LayerCount) -> int:
+    """The biases of a layer that was replaced: as many as it had filters, of which some may be gone, or none.
+
+    Folding branches or a norm adds a bias. So a conv of several taps is known by its parameters: a filter without
+    a bias has as many for each tap.
+    """
+    kernel, _, filters = change.before.rpartition(",")
+    taps = prod(map(int, kernel.split("x"))) if kernel.replace("x", "").isdecimal() else 1
+    has_bias = change.params_before // int(filters) % taps if taps > 1 else _biases(model, last)
+    return int(filters) if has_bias else 0
+
+
+def _biases(model: nn.Module, row: LayerCount) -> int:
+    return sum(p.numel() for p in model.get_submodule(row.name).parameters() if p.dim() == 1)

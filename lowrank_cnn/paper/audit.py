@@ -1,0 +1,403 @@
+"""The audit: every published figure and claim beside what this code computes, with a verdict."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from statistics import correlation, mean, stdev
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.core.notes import note
+from lowrank_cnn.core.text import counted
+from lowrank_cnn.method.count import Count, count
+from lowrank_cnn.method.schemes import build_conv
+from lowrank_cnn.models import create_model, list_models
+from lowrank_cnn.paper.claims import (
+    ACCURACY_CLAIMS,
+    COMPARABLE,
+    COST_CLAIMS,
+    EXPECTED,
+    FAILS,
+    HOLDS,
+    AccuracyClaim,
+    ClaimAnswer,
+    CostClaim,
+    Scores,
+    answer_claims,
+)
+from lowrank_cnn.paper.published import Published, published, rows, timings
+
+# Count the network behind each published row, in the paper's convention.
+#
+# The rivals of the two "big picture" plots are tables from which their cost is counted: AlexNet (Krizhevsky et
+# al. 2012), VGG A to E (Simonyan and Zisserman 2015) and the PReLU networks A to C (He et al. 2015, "Delving
+# deep into rectifiers"). Only convs, pools and fully connected layers are built: nothing else costs.
+
+PLACES_CLASSES = 205
+PADDED = ("googlenet-lr", "googlenet-lr-conv1")
+"""Networks whose published MACs include a padding that the dense baseline was counted without."""
+
+
+@cache
+def count_row(row: Published) -> Count:
+    """Count the network that a row names, at the row's input, stride and number of classes, for one crop."""
+    with torch.device("meta"):
+        if row.crops > 1:  # the same network, run on several crops
+            return _googlenet_with_everything()
+        if row.network not in list_models() or row.table.startswith("big-picture"):
+            model, size = build_rival(row.network)
+            return count(model, size, convention="paper")
+        if row.network in PADDED:
+            return count_padded_googlenet(row.network)
+        places = row.table == "vgg-places"
+        model = create_model(row.network, stride=row.stride, num_classes=PLACES_CLASSES if places else None)
+    return count(model, (3, row.input or 224, row.input or 224), convention="paper")
+
+
+def count_padded_googlenet(name: str) -> Count:
+    """Count a GoogLeNet as the paper counted its low-rank ones.
+
+    Padding by 1 at the four stride-2 max-pools leaves maps of 57, 29, 15 and 8 pixels. The last pool stays 7x7
+    with stride 1, which leaves 2x2 maps, so the classifier reads 4,096 values. The auxiliary pools (5x5, stride 3)
+    leave 5x5 maps, so their first fully connected layer reads 3,200.
+    """
+    with torch.device("meta"):
+        model: Any = create_model(name)
+        for module in model.modules():
+            if isinstance(module, nn.MaxPool2d) and module.stride == 2:
+                module.padding = 1
+        model.classifier.pool = nn.Sequential(nn.AvgPool2d(7, 1), nn.Flatten())
+        model.classifier.fc = nn.Linear(4 * model.classifier.fc.in_features, model.classifier.fc.out_features)
+        for head in (model.aux1, model.aux2):
+            head.pool = nn.AvgPool2d(5, 3, ceil_mode=True)
+            head.fc1 = nn.Linear(25 * head.fc1.in_features // 16, head.fc1.out_features)
+        return count(model, model.input_size, convention="paper")
+
+
+def _googlenet_with_everything() -> Count:
+    """GoogLeNet as the big-picture table counts it: all parameters, those of the heads and the classifier too."""
+    model = create_model("googlenet")
+    note(model, unpublished=())
+    return count(model, model.input_size, convention="paper")
+
+
+RivalRow = tuple[int, ...] | str
+"""(kernel, filters), with stride, or with stride, padding and channel groups; "M2" or "M3": a max-pool."""
+
+_VGG_A = ([(3, 64)], [(3, 128)], [(3, 256)] * 2, [(3, 512)] * 2, [(3, 512)] * 2)
+_VGG_B = ([(3, 64)] * 2, [(3, 128)] * 2, [(3, 256)] * 2, [(3, 512)] * 2, [(3, 512)] * 2)
+_POINTWISE = [(1, 256)], [(1, 512)], [(1, 512)]
+
+
+def _vgg(stages: tuple[list, ...]) -> list[RivalRow]:
+    return [row for stage in stages for row in (*stage, "M2")]
+
+
+def _deepened(extra: tuple[list, list, list]) -> list[RivalRow]:
+    """VGG B with more layers at the end of its last three stages."""
+    return _vgg((*_VGG_B[:2], *(stage + more for stage, more in zip(_VGG_B[2:], extra, strict=True))))
+
+
+def _prelu(widths: tuple[int, int, int], depth: int) -> list[RivalRow]:
+    rows: list[RivalRow] = [(7, 96, 2)]
+    for width in widths:
+        rows += ["M2", *[(3, width)] * depth]
+    return rows
+
+
+_ALEXNET: list[RivalRow] = [
+    (11, 96, 4, 0, 1), "M3", (5, 256, 1, 2, 2), "M3", (3, 384), (3, 384, 1, 1, 2), (3, 256, 1, 1, 2), "M3",
+]  # fmt: skip
+
+RIVALS: dict[str, tuple[int, list[RivalRow], tuple[int, ...]]] = {  # image, rows, bins of the pyramid before fc6
+    "alexnet": (227, _ALEXNET, ()),
+    "vgg11": (224, _vgg(_VGG_A), ()),
+    "vgg13": (224, _vgg(_VGG_B), ()),
+    "vgg16-c": (224, _deepened(_POINTWISE), ()),
+    "vgg16-d": (224, _deepened(([(3, 256)], [(3, 512)], [(3, 512)])), ()),
+    "vgg19": (224, _deepened(([(3, 256)] * 2, [(3, 512)] * 2, [(3, 512)] * 2)), ()),
+    "msra-a": (224, _prelu((256, 512, 512), 5), (7, 3, 2, 1)),
+    "msra-b": (224, _prelu((256, 512, 512), 6), (7, 3, 2, 1)),
+    "msra-c": (224, _prelu((384, 768, 896), 6), (7, 3, 2, 1)),
+}
+
+
+class Pyramid(nn.Module):
+    """Spatial pyramid pooling (He et al. 2014): max-pools onto several grids, laid end to end."""
+
+    def __init__(self, bins: tuple[int, ...]) -> None:
+        super().__init__()
+        self.pools = nn.ModuleList(nn.AdaptiveMaxPool2d(n) for n in bins)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([pool(x).flatten(1) for pool in self.pools], dim=1)
+
+
+def build_rival(name: str) -> tuple[nn.Module, tuple[int, int, int]]:
+    """A rival network, for counting, and its input size."""
+    if name not in RIVALS:
+        raise LowRankError(f"there is no rival network {name!r}; {nearest(name, RIVALS)}")
+    image, rows, bins = RIVALS[name]
+    channels, layers = 3, []
+    for row in rows:
+        if isinstance(row, str):
+            layers.append(nn.MaxPool2d(int(row[1]), 2, ceil_mode=True))
+            continue
+        layers.append(_conv(channels, *row))
+        channels = row[1]
+    top = Pyramid(bins) if bins else nn.Flatten()
+    features = channels * sum(n * n for n in bins) if bins else channels * (6 * 6 if name == "alexnet" else 7 * 7)
+    head = [nn.Linear(features, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 1000)]
+    return nn.Sequential(*layers, top, *head), (3, image, image)
+
+
+def _conv(
+    channels: int, kernel: int, filters: int, stride: int = 1, padding: int | None = None, groups: int = 1
+) -> nn.Conv2d:
+    return nn.Conv2d(channels, filters, kernel, stride, kernel // 2 if padding is None else padding, groups=groups)
+
+
+REPRODUCED = "reproduced"
+CONTRADICTED = "contradicted by the paper's own figures"
+UNREPRODUCIBLE = "not reproducible from what was published"
+MISSED = "not reached by the runs here"
+UNDECIDED = "undecided by the runs here"
+UNTESTED = "not tested: needs training or timing"
+VERDICTS = (CONTRADICTED, UNREPRODUCIBLE, MISSED, UNDECIDED, UNTESTED, REPRODUCED)
+"""Disagreements first."""
+
+REACHED = 0.3
+"""Percentage points by which the mean of our runs may miss a published accuracy and still reproduce it."""
+STRONG = 0.7
+"""Pearson's r from which a correlation counts as strong."""
+
+ALMOST_TEN = 8.0
+"""The factor from which "almost an order of magnitude" holds."""
+
+Accuracies = Mapping[tuple[str, str, str], tuple[float, ...]]
+"""Shares by published table, network and measure, one value per seed; the table's recipe trained them."""
+
+_NOTES = {
+    ("vgg11-gmp-lr-2x", "macs"): "Only conv5 is doubled; the appendix doubles every layer, which gives 9.95G.",
+    ("vgg11-gmp-lr-join-wfull", "macs"): "conv5 has 1024 filters; the appendix's 512 give 5.10G.",
+    ("vgg11-gmp-lr-lde", "macs"): "Built as the appendix describes; no variant tried gives the published figure.",
+    ("nin-c3", "macs"): "conv2's second layer has three taps; the text's two full 3x3 layers give 192,859,850.",
+    ("googlenet", "macs"): "With both auxiliary heads, without padding at the max-pools.",
+    ("googlenet", "params"): "Without the auxiliary heads and without the final classifier.",
+    **{(name, "macs"): "With the stride-2 max-pools padded by 1; the dense baseline was not." for name in PADDED},
+}
+_PLACES = "Published: a quarter of the ILSVRC count, classifier and 1000 classes included; stride 2 keeps those."
+_PLACES_NOTES = {"vgg11-gmp-sf": "Published: a quarter of the ILSVRC count of sf with vgg11's head, not gmp's."}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One published figure or claim, what this code computes for it, and the verdict."""
+
+    table: str
+    subject: str
+    quantity: str
+    published: str
+    computed: str
+    verdict: str
+    note: str = ""
+
+    def to_dict(self) -> dict[str, str]:
+        """In values that JSON can hold."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Measured times of one network's layers on one kind of device, beside their MACs."""
+
+    network: str
+    device: str
+    macs: tuple[float, ...]
+    ms: tuple[float, ...]
+
+
+def audit(accuracies: Accuracies | None = None, measured: Sequence[LayerTimes] = ()) -> list[Finding]:
+    """Check every row of the published tables, then every claim of the text.
+
+    Accuracies of our runs and measured layer times decide the claims that need them; without any, those are
+    marked as not tested.
+
+    Example:
+        >>> next(finding.subject for finding in audit() if finding.verdict == UNREPRODUCIBLE)
+        'vgg11-gmp-lr-lde'
+    """
+    ours = accuracies or {}
+    figures = [finding for row in rows() for finding in _check_row(row, ours)]
+    text = [*map(_check_cost, COST_CLAIMS), _check_like_for_like(), *_check_accuracies(ours)]
+    return [*figures, *text, _check_smallest(), _check_separable_rank(), *_check_correlation(measured)]
+
+
+def summary(findings: Sequence[Finding]) -> dict[str, int]:
+    """How many findings have each verdict, disagreements first."""
+    counts = Counter(finding.verdict for finding in findings)
+    return {verdict: counts[verdict] for verdict in VERDICTS if counts[verdict]}
+
+
+def _check_row(row: Published, accuracies: Accuracies) -> Iterator[Finding]:
+    ours = count_row(row)
+    for quantity in ("macs", "params"):
+        stated, computed = getattr(row, quantity), getattr(ours, quantity)
+        verdict = REPRODUCED if stated == computed else UNREPRODUCIBLE
+        note = _note(row, quantity)
+        yield Finding(row.table, row.network, quantity, f"{stated:,}", f"{computed:,}", verdict, note)
+    for quantity in ("top1", "top5"):
+        if (stated := getattr(row, quantity)) is not None:
+            computed, verdict, note = _check_figure(stated, accuracies.get((row.table, row.network, quantity), ()))
+            yield Finding(row.table, row.network, quantity, f"{100 * stated:.2f}%", computed, verdict, note)
+
+
+def _note(row: Published, quantity: str) -> str:
+    if row.crops > 1 and quantity == "macs":
+        return f"Printed for one crop; the accuracy takes {row.crops}, which cost {row.macs_per_image:,}."
+    if row.table == "vgg-places":
+        return _PLACES_NOTES.get(row.network, _PLACES) if quantity == "macs" else ""
+    return _NOTES.get((row.network, quantity), "")
+
+
+def _check_figure(stated: float, runs: tuple[float, ...]) -> tuple[str, str, str]:
+    """What our runs give for a published accuracy, the verdict, and how it was reached."""
+    if not runs:
+        return "", UNTESTED, ""
+    gap = round(100 * (mean(runs) - stated), 6)
+    several = len(runs) > 1
+    spread = (
+        f"mean of {counted(len(runs), 'seed')}, standard deviation {100 * stdev(runs):.2f}"
+        if several
+        else "one seed"
+    )
+    note = f"{gap:+.2f} points, {spread}; reproduced if at most {REACHED} below."
+    return f"{100 * mean(runs):.2f}%", REPRODUCED if gap >= -REACHED else MISSED, note
+
+
+def _check_cost(claim: CostClaim) -> Finding:
+    ours, base = (published()[name] for name in (claim.network, claim.base))
+    in_table = claim.value(getattr(ours, claim.quantity), getattr(base, claim.quantity))
+    value = claim.value(getattr(count_row(ours), claim.quantity), getattr(count_row(base), claim.quantity))
+    missed = UNREPRODUCIBLE if claim.holds(in_table) else CONTRADICTED
+    verdict = REPRODUCED if claim.holds(value) else missed
+    note = "" if verdict == REPRODUCED else f"The table says {in_table:.1f}%."
+    stated = f"{'>' if claim.at_least else ''}{claim.stated:.0f}%"
+    return Finding("text", claim.text, "claim", stated, f"{value:.1f}%", verdict, note)
+
+
+def _check_like_for_like() -> Finding:
+    """The paper compares a padded low-rank GoogLeNet with an unpadded dense one: treat both alike."""
+    claim = next(c for c in COST_CLAIMS if c.network == "googlenet-lr" and c.quantity == "macs")
+    padded = claim.value(*(count_padded_googlenet(name).macs for name in (claim.network, claim.base)))
+    with torch.device("meta"):
+        plain = [create_model(name) for name in (claim.network, claim.base)]
+    unpadded = claim.value(*(count(net, net.input_size, convention="paper").macs for net in plain))
+    verdict = REPRODUCED if claim.holds(padded) or claim.holds(unpadded) else CONTRADICTED
+    note = f"The published figures compare a padded network with an unpadded one. Both padded: {padded:.1f}%."
+    text = "googlenet-lr: compute saved, like for like"
+    return Finding("text", text, "claim", f"{claim.stated:.0f}%", f"{unpadded:.1f}%", verdict, note)
+
+
+def _check_accuracies(accuracies: Accuracies) -> Iterator[Finding]:
+    """Every accuracy claim, in the measure that the text uses, against the paper's table and our runs."""
+    answers = answer_claims(_scores(accuracies))
+    for claim in ACCURACY_CLAIMS:
+        found = next((gap for gap in answers.get(claim.measure, []) if gap.question == claim.text), None)
+        yield _check_accuracy(claim, found)
+
+
+def _scores(accuracies: Accuracies) -> dict[str, list[Scores]]:
+    found: dict[str, list[Scores]] = {}
+    for (table, network, measure), values in accuracies.items():
+        row = published().get(network)
+        if row is not None and row.table == table:
+            stated = getattr(row, measure, None)
+            found.setdefault(measure, []).append(Scores(network, stated, values, row.macs, recipe=table))
+    return found
+
+
+def _check_accuracy(claim: AccuracyClaim, gap: ClaimAnswer | None) -> Finding:
+    computed, verdict, note = "", UNTESTED, ""
+    if gap is not None:
+        reach = "" if gap.half_width is None else f" ± {gap.half_width:.2f}"
+        computed = f"{gap.ours:+.2f}{reach} points"
+        verdict = {HOLDS: REPRODUCED, FAILS: MISSED}.get(gap.verdict, UNDECIDED)
+        several = "" if gap.p is None else f"; p = {gap.p:.2g}, corrected for all claims tested"
+        note = (
+            f"95% interval over seeds{several}." if gap.half_width is not None else "Single seeds decide nothing."
+        )
+    stated = claim.expected if claim.stated is None else f"{claim.stated:+.{claim.digits}f} points"
+    if claim.measure != "overfit":
+        ours, base = (getattr(published()[name], claim.measure) for name in (claim.network, claim.base))
+        in_table = 100 * (ours - base)
+        note = f"The paper's table gives {in_table:+.2f} points. {note}".strip()
+        if not _agrees(claim, in_table):
+            verdict = CONTRADICTED
+    return Finding("text", claim.text, "claim", stated, computed, verdict, note)
+
+
+def _agrees(claim: AccuracyClaim, in_table: float) -> bool:
+    """Whether the paper's table says what its text says, to the digits that the text gives."""
+    if claim.stated is not None:
+        return abs(in_table - claim.stated) <= 0.5 * 10**-claim.digits
+    least, most = EXPECTED[claim.expected]
+    return least <= in_table <= most
+
+
+def _check_smallest() -> Finding:
+    """The caption: googlenet-lr is almost ten times smaller than any other network of comparable accuracy."""
+    ours = published()["googlenet-lr"]
+    others = [row for row in rows() if row.dataset == ours.dataset and not row.network.startswith(ours.network)]
+    near = [r for r in others if r.top5 is not None and abs(r.top5 - (ours.top5 or 0)) <= COMPARABLE / 100]
+    nearest = min(near, key=lambda row: row.params)
+    factor = nearest.params / ours.params
+    note = f"{nearest.network} has {nearest.params:,} parameters and {100 * (nearest.top5 or 0):.2f}% top-5."
+    text = "googlenet-lr: almost 10 times smaller than any comparable network"
+    verdict = REPRODUCED if factor >= ALMOST_TEN else CONTRADICTED
+    return Finding("text", text, "claim", "x 10", f"x {factor:.1f}", verdict, note)
+
+
+def _check_separable_rank() -> Finding:
+    """The text calls sf a rank-1 model; each of its 3x3 kernels sums one rank-1 product per channel between."""
+    first, second = (m.weight for m in build_conv(64, 64, 3, "separable").modules() if isinstance(m, nn.Conv2d))
+    with torch.no_grad():
+        kernels = torch.einsum("dmxy,mcyw->dcxw", second.double(), first.double())
+    rank = int(torch.linalg.matrix_rank(kernels[0, 0]))
+    note = "Only the kernel between one input and one intermediate channel has rank 1."
+    verdict = REPRODUCED if rank == 1 else CONTRADICTED
+    return Finding("text", "sf: separable (rank-1) filters", "claim", "rank 1", f"rank {rank}", verdict, note)
+
+
+def _check_correlation(measured: Sequence[LayerTimes]) -> Iterator[Finding]:
+    """The claim that MACs and time correlate strongly over layers: on the paper's timings, and on ours."""
+    layers = timings()
+    macs = [float(layer.macs) for layer in layers]
+    for device, times in (("CPU", [t.cpu_ms for t in layers]), ("GPU", [t.gpu_ms for t in layers])):
+        r, without_first = correlation(macs, times), correlation(macs[2:], times[2:])
+        note = f"The paper's own {len(layers)} layer timings; {without_first:.2f} without conv1."
+        text = f"MACs correlate strongly with {device} time (the paper's timings)"
+        yield Finding(
+            "text", text, "claim", "strong", f"r = {r:.2f}", REPRODUCED if r > STRONG else CONTRADICTED, note
+        )
+        yield _check_measured(device, [times for times in measured if times.device == device])
+
+
+def _check_measured(device: str, measured: Sequence[LayerTimes]) -> Finding:
+    """The same claim on the timings of the records; every network has to show it."""
+    text = f"MACs correlate strongly with {device} time (measured here)"
+    by_network = {
+        times.network: correlation(times.macs, times.ms) for times in measured if len(set(times.macs)) > 2
+    }
+    if not by_network:
+        return Finding("text", text, "claim", "strong", "", UNTESTED, "")
+    lowest, highest = min(by_network.values()), max(by_network.values())
+    note = "; ".join(f"{network} {r:.2f}" for network, r in by_network.items())
+    shown = f"r = {lowest:.2f}" if lowest == highest else f"r = {lowest:.2f} to {highest:.2f}"
+    return Finding("text", text, "claim", "strong", shown, REPRODUCED if lowest > STRONG else MISSED, note)

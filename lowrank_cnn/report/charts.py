@@ -1,0 +1,402 @@
+"""Training curves: one line per network, the mean over its runs, in a band from the lowest run to the highest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+from torch import nn
+
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.numbers import ceil_div, pearson
+from lowrank_cnn.core.text import counted, percent, si
+from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.rewrite import changes_of
+from lowrank_cnn.paper.published import timings
+from lowrank_cnn.report.records import (
+    CPU,
+    GPU,
+    AnswerDetails,
+    NetworkResult,
+    Run,
+    TimedNetwork,
+    data_label,
+    pool_answers,
+    trained_label,
+)
+from lowrank_cnn.report.results import is_twin
+from lowrank_cnn.report.style import Look, Spec, filled, kind_colours, network_looks, template
+
+MOST_EPOCHS = 400
+"""Epochs of a run that are shown: of longer ones, every n-th."""
+MEASURES = {
+    "accuracy": "Accuracy on watched images",
+    "train_accuracy": "Accuracy on training images",
+    "train_loss": "Mean training loss of an epoch",
+}
+EARLY = 0.1
+"""The first share of a run, whose accuracies are near chance and do not stretch the axis of a figure."""
+
+CURVES_SPEC = template("curves")
+
+
+def training_curves(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
+    """The history of every run that has one, as plain data for the page."""
+    shown = [(result, run) for result in results for run in result.runs if run.history]
+    charts: dict[tuple[str, str], dict[str, bool]] = {}
+    for result, run in shown:
+        charts.setdefault((result.data, run.recipe), {})[result.label] = is_twin(result)
+    looks = {chart: network_looks(networks) for chart, networks in charts.items()}
+    return [_curve(result, run, looks[result.data, run.recipe][result.label]) for result, run in shown]
+
+
+def _curve(result: NetworkResult, run: Run, look: Look) -> dict[str, Any]:
+    step = ceil_div(len(run.history), MOST_EPOCHS)
+    kept = [*run.history[:-1:step], run.history[-1]]
+    values = {measure: [getattr(epoch, measure) for epoch in kept] for measure in MEASURES}
+    return {
+        "group": result.label,
+        "look": look,
+        "seed": run.seed,
+        "data": data_label(result.data),
+        "recipe": run.recipe,
+        "watched": run.watched,
+        "epochs": [epoch.epoch for epoch in kept],
+        "test": run.top1 if run.finished else None,
+        **values,
+    }
+
+
+def best_measure(curves: Sequence[dict[str, Any]]) -> str:
+    """Watched accuracy where some run was watched on the way; else accuracy on training images."""
+    watched = any(sum(value is not None for value in curve["accuracy"]) > 1 for curve in curves)
+    return "accuracy" if watched else "train_accuracy"
+
+
+def curves_spec(title: str, curves: Sequence[dict[str, Any]]) -> Spec:
+    """The specification of the curves of one data set and recipe, for a file; dots are test accuracies."""
+    measure = best_measure(curves)
+    rows = [
+        {"group": curve["group"], "epoch": epoch, "value": value}
+        for curve in curves
+        for epoch, value in zip(curve["epochs"], curve[measure], strict=True)
+        if value is not None
+    ]
+    ends = [
+        {"group": curve["group"], "epoch": curve["epochs"][-1], "value": curve["test"]}
+        for curve in curves
+        if curve["test"] is not None
+    ]
+    looks = {curve["group"]: curve["look"] for curve in curves}
+    scales = {
+        "{colours}": {"domain": list(looks), "range": [look["light"] for look in looks.values()]},
+        "{dashes}": {"domain": list(looks), "range": [look["dash"] for look in looks.values()]},
+    }
+    spec: Spec = filled(CURVES_SPEC, {"{y}": MEASURES[measure], "{format}": ".0%", **scales})
+    last = max((row["epoch"] for row in rows), default=1)
+    late = [row["value"] for row in [*rows, *ends] if row["epoch"] >= EARLY * last]
+    if late:
+        spec["layer"][1]["encoding"]["y"]["scale"]["domain"] = [
+            max(0.0, min(late) - 0.02),
+            min(1.0, max(late) + 0.02),
+        ]
+    subtitle = "Lines: mean over runs; bands: lowest to highest run; dots: test accuracy of each run"
+    return {**spec, "title": {"text": title, "subtitle": subtitle}, "datasets": {"curves": rows, "ends": ends}}
+
+
+# Test images in pictures: accuracy by class, the confusion matrix, the most confused pairs, calibration.
+
+MOST_BARS = 25
+"""Of more classes, those that are recognised least."""
+MOST_PAIRS = 15
+MOST_NAMED = 40
+"""A confusion matrix of more classes has no room for their names."""
+SPECS = {name: template(name) for name in ("bars", "confusion", "calibration")}
+
+
+def details_charts(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
+    """For every network whose runs have details: the answers of all its runs together, as plain data."""
+    found = []
+    for result in results:
+        details = [run.details for run in result.scored if run.details is not None]
+        if details:
+            trained = trained_label(result.data, result.recipe)
+            colours = kind_colours(dense=is_twin(result))
+            about = {"network": result.label, "trained": trained, "runs": len(details), "colours": colours}
+            found.append(about | _plain(pool_answers(details)))
+    return found
+
+
+def _plain(details: AnswerDetails) -> dict[str, Any]:
+    rows = zip(details.classes, details.per_class, strict=True)
+    known = sorted(((right / n, name, n) for name, (n, right) in rows if n), key=lambda row: row[0])
+    return {
+        "classes": list(details.classes),
+        "images": int(sum(n for n, _ in details.per_class)),
+        "by_class": [_bar(name, right, f"{counted(int(n), 'image')}") for right, name, n in known[:MOST_BARS]],
+        "known": len(known),
+        "pairs": _pairs(details)[:MOST_PAIRS],
+        "confusion": details.confusion,
+        "bins": [_bin(*counts) for counts in details.bins if counts[0]],
+        "error": details.calibration_error,
+        "worst": [vars(image) for image in details.worst],
+    }
+
+
+def _bar(name: str, share: float, of: str) -> dict[str, Any]:
+    shown = [("share", percent(share)), ("of", of)]
+    return {
+        "name": name,
+        "label": name,
+        "share": share,
+        "details": shown,
+        "spoken": f"{name}, {percent(share)} of {of}",
+    }
+
+
+def _pairs(details: AnswerDetails) -> list[dict[str, Any]]:
+    totals = {name: n for name, (n, _) in zip(details.classes, details.per_class, strict=True)}
+    found = [
+        _bar(f"{true} taken for {said}", n / totals[true], f"{counted(int(totals[true]), 'image')} of {true}")
+        for true, said, n in details.pairs
+        if totals.get(true)
+    ]
+    return sorted(found, key=lambda bar: -bar["share"])
+
+
+def _cells(chart: dict[str, Any]) -> list[dict[str, Any]]:
+    """The cells of the confusion matrix that hold an image, each with its share of the true class."""
+    return [
+        {"true": chart["classes"][i], "predicted": chart["classes"][j], "n": n, "share": n / sum(row)}
+        for i, row in enumerate(chart["confusion"])
+        for j, n in enumerate(row)
+        if n
+    ]
+
+
+def _bin(n: float, confidence: float, right: float) -> dict[str, Any]:
+    told = [("images", f"{int(n):,}"), ("confidence", percent(confidence / n)), ("right", percent(right / n))]
+    spoken = ", ".join(f"{name} {value}" for name, value in told)
+    place = {"n": int(n), "confidence": confidence / n, "accuracy": right / n}
+    return {**place, "label": "Bin of confidence", "details": told, "spoken": spoken}
+
+
+def classes_spec(chart: dict[str, Any]) -> Spec:
+    """Accuracy by class, the hardest first."""
+    shown = len(chart["by_class"])
+    most = "" if shown == chart["known"] else f", the {shown} hardest of {chart['known']}"
+    spec = _bars(chart, "Share of the class that is recognised", shown)
+    return _titled(spec, chart, f"Accuracy by class{most}", {"bars": chart["by_class"]})
+
+
+def pairs_spec(chart: dict[str, Any]) -> Spec:
+    spec = _bars(chart, "Share of the class", len(chart["pairs"]))
+    return _titled(spec, chart, "Classes confused most", {"bars": chart["pairs"]})
+
+
+def _bars(chart: dict[str, Any], x: str, rows: int) -> Spec:
+    return filled(SPECS["bars"], {"{x}": x, "{colour}": chart["colours"]["light"], "{height}": 17 * rows + 75})
+
+
+def confusion_spec(chart: dict[str, Any]) -> Spec:
+    parts = {"{classes}": chart["classes"], "{named}": len(chart["classes"]) <= MOST_NAMED}
+    return _titled(filled(SPECS["confusion"], parts), chart, "Confusion matrix", {"cells": _cells(chart)})
+
+
+def calibration_spec(chart: dict[str, Any]) -> Spec:
+    """A reliability diagram: on the dashed line, confidence equals accuracy."""
+    words = f"Calibration: off by {percent(chart['error'])} on average"
+    return _titled(
+        filled(SPECS["calibration"], {"{colour}": chart["colours"]["light"]}),
+        chart,
+        words,
+        {"bins": chart["bins"]},
+    )
+
+
+def _titled(spec: Spec, chart: dict[str, Any], title: str, data: dict[str, Any]) -> Spec:
+    answers = f"{counted(chart['images'], 'answer')} of {counted(chart['runs'], 'run')}"
+    subtitle = f"{chart['network']} on {chart['trained']}: {answers}"
+    return {**spec, "title": {"text": title, "subtitle": subtitle}, "datasets": data}
+
+
+DETAILS: dict[str, Callable[[dict[str, Any]], Spec]] = {
+    "confusion": confusion_spec,
+    "classes": classes_spec,
+    "pairs": pairs_spec,
+    "calibration": calibration_spec,
+}
+"""The charts of test images by name, each with the function that specifies it."""
+NEEDED = {"confusion": "confusion", "classes": "by_class", "pairs": "pairs", "calibration": "bins"}
+"""What a chart cannot be drawn without."""
+
+
+def details_data(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
+    """For the page: each network's charts, of those that there is data for, and its worst images.
+
+    The cells of a confusion matrix would be megabytes: the page makes them from the matrix. It also fills in the
+    colour, which depends on its theme.
+    """
+    found = []
+    for chart in details_charts(results):
+        open_chart = {**chart, "colours": {"light": "{colour}"}}
+        charts = {name: specify(open_chart) for name, specify in DETAILS.items() if chart[NEEDED[name]]}
+        if "confusion" in charts:
+            charts["confusion"]["datasets"] = {"cells": []}
+        kept = {key: chart[key] for key in ("network", "trained", "colours", "classes", "confusion", "worst")}
+        found.append(kept | {"charts": charts})
+    return found
+
+
+# MACs beside time, layer by layer, as shares of their totals: equal bars mean that time follows MACs.
+
+LAYERS_SPEC = template("layers")
+LAYER_COLOURS = {"MACs": "#7d8792", "CPU time": "#a94fd0", "GPU time": "#6aa121"}
+"""None is a colour of a network."""
+
+
+def layer_charts(measured: Sequence[TimedNetwork]) -> list[dict[str, Any]]:
+    """The networks timed here, then the paper's own, as plain data."""
+    detailed = sorted((timing for timing in measured if len(timing.layers) > 1), key=_same_layers)
+    return [*(_layers_of(list(group)) for _, group in groupby(detailed, key=_same_layers)), _published_layers()]
+
+
+def layers_spec(chart: dict[str, Any]) -> Spec:
+    """The specification of a chart that is written to a file."""
+    title = {"text": chart["title"], "subtitle": chart["note"]}
+    return {
+        **filled(LAYERS_SPEC, {"{height}": chart["height"], "{series}": chart["series"]}),
+        "title": title,
+        "datasets": {"layers": chart["layers"]},
+    }
+
+
+def _same_layers(timing: TimedNetwork) -> tuple[str, ...]:
+    return timing.network.label, *(layer.name for layer in timing.layers)
+
+
+def _layers_of(group: list[TimedNetwork]) -> dict[str, Any]:
+    """One chart for the timings of the same layers: the fastest of each device."""
+    fastest: dict[str, TimedNetwork] = {}
+    for timing in sorted(group, key=lambda timing: -timing.ms_per_image):
+        fastest[timing.device] = timing
+    names = short_names([layer.name for layer in group[0].layers])
+    macs = [layer.macs for layer in group[0].layers]
+    times = {device: [layer.ms for layer in fastest[device].layers] for device in (CPU, GPU) if device in fastest}
+    notes = [f"{d}: {t.hardware}, {t.runtime}, batch {t.batch}" for d, t in sorted(fastest.items())]
+    return _chart(f"{group[0].network.label}, measured here", names, macs, times, "; ".join(notes))
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Layers' names without the prefix that all of them share."""
+    parts = [name.split(".") for name in names]
+    shared = 0
+    while all(len(part) > shared + 1 and part[: shared + 1] == parts[0][: shared + 1] for part in parts):
+        shared += 1
+    return [".".join(part[shared:]) for part in parts]
+
+
+def _published_layers() -> dict[str, Any]:
+    found = timings()
+    times = {CPU: [t.cpu_ms for t in found], GPU: [t.gpu_ms for t in found]}
+    names, macs = [t.layer for t in found], [t.macs for t in found]
+    return _chart("vgg11-gmp-lr, published", names, macs, times, "Caffe, as published")
+
+
+def _chart(
+    title: str, names: Sequence[str], macs: Sequence[int], times: dict[str, list[float]], note: str
+) -> dict[str, Any]:
+    bars = _layer_bars("MACs", names, macs, [f"{si(value)} MACs" for value in macs])
+    for device, ms in times.items():
+        bars += _layer_bars(f"{device} time", names, ms, [f"{value:.3g} ms" for value in ms])
+    found = {device: r for device, ms in times.items() if (r := pearson(macs, ms)) is not None}
+    told = ", ".join(f"{device} r = {r:.2f}" for device, r in found.items())
+    note = f"{note}. Correlation of time with MACs over the layers: {told}" if told else note
+    shown = ["MACs", *(f"{device} time" for device in times)]
+    series = {"domain": shown, "range": [LAYER_COLOURS[name] for name in shown]}
+    height = 11 * len(bars) + 6 * len(names) + 60
+    return {"title": title, "note": note, "layers": bars, "series": series, "height": height}
+
+
+def _layer_bars(
+    name: str, layers: Sequence[str], values: Sequence[float], texts: Sequence[str]
+) -> list[dict[str, Any]]:
+    total = sum(values)
+    found = []
+    for layer, value, text in zip(layers, values, texts, strict=True):
+        shown = f"{text}, {value / total:.1%} of the total"
+        details = [(name, shown)]
+        bar = {"layer": layer, "label": layer, "series": name, "share": value / total, "details": details}
+        found.append(bar | {"spoken": f"{layer}, {name} {shown}"})
+    return found
+
+
+# The shapes of a network's filters, layer by layer, as stacked bars; removed filters leave their part empty.
+
+SHAPES_SPEC = template("shapes")
+SHAPE_COLOURS = {
+    "columns": ("#009e73", "#00664b", "#7fcfb9"),
+    "rows": ("#e69f00", "#a85a00", "#f3d080"),
+    "points": ("#9a9fa6",),
+    "squares": ("#0072b2", "#003f63", "#7fb8d8"),
+}
+"""Columns (kx1) green, rows (1xk) orange, points (1x1) grey and all others blue, from the smallest up."""
+
+
+def shape_bars(network: nn.Module) -> list[dict[str, Any]]:
+    """A bar for each layer and shape, with its share of the filters that the dense layer had."""
+    changed = {change.name: change.before for change in changes_of(network)}
+    spatial = {name for name, before in changed.items() if not before.startswith("1x1,")}
+    layers = {
+        name: groups
+        for name, module in network.named_modules()
+        if (groups := _groups(module, spatial=name in spatial))
+    }
+    if not layers:
+        raise LowRankError("the network has no spatial convolutions to show the shapes of.")
+    bars = []
+    for name, label in zip(layers, short_names(list(layers)), strict=True):
+        total = sum(count for _, count in layers[name])
+        dense = int(changed[name].rpartition(",")[2]) if name in changed else total
+        for place, (shape, count) in enumerate(layers[name]):
+            spoken = f"{label}: {count} of {dense} filters are {shape}"
+            bars.append({"layer": label, "shape": shape, "share": count / dense, "place": place, "spoken": spoken})
+    return bars
+
+
+def shapes_spec(title: str, network: nn.Module) -> Spec:
+    """The specification of the chart, for a file."""
+    bars = shape_bars(network)
+    colours = shape_colours({bar["shape"] for bar in bars})
+    height = 22 * len({bar["layer"] for bar in bars})
+    scale = {"domain": list(colours), "range": list(colours.values())}
+    spec = filled(SHAPES_SPEC, {"{height}": height, "{scale}": scale})
+    return {**spec, "title": title, "datasets": {"shapes": bars}}
+
+
+def _groups(module: nn.Module, *, spatial: bool) -> list[tuple[str, int]]:
+    """The shapes of a layer with the number of their filters; none of a 1x1 conv that was not `spatial` before."""
+    if isinstance(module, CompositeConv2d):
+        return [(f"{g.height}x{g.width}", g.filters) for g in module.composite.groups]
+    if isinstance(module, nn.Conv2d) and (spatial or max(module.kernel_size) > 1):
+        return [("x".join(map(str, module.kernel_size)), module.out_channels)]
+    return []
+
+
+def shape_colours(shapes: Iterable[str]) -> dict[str, str]:
+    """A colour for each shape, kind by kind: shapes of one kind share a hue.
+
+    >>> shape_colours(["1x1", "3x1", "5x1"])
+    {'3x1': '#009e73', '5x1': '#00664b', '1x1': '#9a9fa6'}
+    """
+    kinds: dict[str, list[str]] = {kind: [] for kind in SHAPE_COLOURS}
+    for shape in sorted(shapes, key=lambda shape: [int(side) for side in shape.split("x")]):
+        height, width = map(int, shape.split("x"))
+        tall, wide = height > 1, width > 1
+        kinds["squares" if tall and wide else "columns" if tall else "rows" if wide else "points"].append(shape)
+    return {
+        shape: SHAPE_COLOURS[kind][place % len(SHAPE_COLOURS[kind])]
+        for kind, found in kinds.items()
+        for place, shape in enumerate(found)
+    }

@@ -1,0 +1,191 @@
+"""The figures, by name. A new one is a function of its name and options, and a row of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.paper.published import rows
+from lowrank_cnn.report.charts import (
+    DETAILS,
+    NEEDED,
+    curves_spec,
+    details_charts,
+    layer_charts,
+    layers_spec,
+    shapes_spec,
+    training_curves,
+)
+from lowrank_cnn.report.network_figures import (
+    FigureOptions,
+    draw_connections,
+    draw_filters,
+    draw_receptive_field,
+    draw_spectra,
+)
+from lowrank_cnn.report.records import data_label
+from lowrank_cnn.report.results import comparable, gather
+from lowrank_cnn.report.style import Spec, check_format, save, save_charts, style
+from lowrank_cnn.report.trade import TradePoint, our_point, published_point, trade_chart, trade_spec
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Figures that are charts of the page too: error against cost, training curves, MACs beside time.
+
+
+@dataclass(frozen=True)
+class TradeFigure:
+    """A figure of the paper: which tables it shows, which error against which cost."""
+
+    title: str
+    tables: tuple[str, ...]
+    family: tuple[str, ...]
+    error: str = "top5"
+    cost: str = "macs"
+    size: tuple[int, int] = (620, 340)
+
+
+_ILSVRC = ("vgg-ilsvrc", "googlenet-ilsvrc", "big-picture", "big-picture-augmented")
+_BOTH = ("vgg11", "googlenet")
+_LARGE = (900, 560)
+"""Room for the labels of twenty networks."""
+TRADE_FIGURES = {
+    "vgg": TradeFigure("VGG-11 on ILSVRC", ("vgg-ilsvrc",), ("vgg11",)),
+    "places": TradeFigure("VGG-11 on Places", ("vgg-places",), ("vgg11",)),
+    "googlenet": TradeFigure("GoogLeNet on ILSVRC", ("googlenet-ilsvrc",), ("googlenet",)),
+    "nin": TradeFigure("Network-in-Network on CIFAR-10", ("nin-cifar10",), ("nin",), error="top1"),
+    "big-picture-macs": TradeFigure("Networks on ILSVRC: compute of all crops", _ILSVRC, _BOTH, size=_LARGE),
+    "big-picture-params": TradeFigure("Networks on ILSVRC: size", _ILSVRC, _BOTH, cost="params", size=_LARGE),
+}
+
+
+def trade_figure(name: str, options: FigureOptions) -> list[Spec]:
+    """The published points with ours on the same data, then a chart for each other data set of ours."""
+    figure = TRADE_FIGURES[name]
+    published = [published_point(row) for row in rows() if row.table in figure.tables]
+    home = published[0].data
+    ours = _ours(figure, options)
+    charts = {home: [*published, *ours.pop(home, [])]} | ours
+    specs = []
+    for data, points in charts.items():
+        shown = [p for p in points if figure.error in p.values and figure.cost in p.values]
+        title = figure.title if data == home else f"The same networks trained here on {data}"
+        spec = trade_spec(trade_chart(shown, figure.cost, figure.error, error=True))
+        specs.append({**spec, "title": title, "width": figure.size[0], "height": figure.size[1]})
+    return specs
+
+
+def _ours(figure: TradeFigure, options: FigureOptions) -> dict[str, list[TradePoint]]:
+    """Our networks of the figure's family, by data set; where several recipes trained them, labels name theirs."""
+    results = comparable(gather(options.records)) if options.records else []
+    found: dict[str, list[TradePoint]] = {}
+    for result in results:
+        if result.network.name.startswith(figure.family) and getattr(result, figure.error) is not None:
+            found.setdefault(data_label(result.data), []).append(our_point(result))
+    for data, points in found.items():
+        if len({point.protocol for point in points}) > 1:
+            found[data] = [
+                replace(p, label=f"{p.label} ({p.protocol})", twin=f"{p.twin} ({p.protocol})") for p in points
+            ]
+    return found
+
+
+def curves_figure(name: str, options: FigureOptions) -> list[Spec]:
+    """A chart for each data set and recipe."""
+    if options.records is None:
+        raise LowRankError(f"the figure {name} is of runs: give their folder (--runs runs).")
+    curves = training_curves(gather(options.records))
+    if not curves:
+        raise LowRankError("no run among these has an epoch to show.")
+    panels = groupby(curves, key=lambda curve: (curve["recipe"], curve["data"]))
+    return [curves_spec(f"{recipe} on {data}", list(panel)) for (recipe, data), panel in panels]
+
+
+def shapes_figure(_name: str, options: FigureOptions) -> list[Spec]:
+    """The shapes of a network's filters, layer by layer: of a run that learned them, say."""
+    title, network = options.network("vgg11-gmp-lr-join-wfull")
+    return [shapes_spec(f"Filters of {title}", network)]
+
+
+def timings_figure(_name: str, options: FigureOptions) -> list[Spec]:
+    """The paper's layer timings, then those of the records."""
+    charts = layer_charts(options.records.timings if options.records else [])
+    if options.records is not None and len(charts) == 1:
+        raise LowRankError(
+            "no record among these has times of layers: make one (`lowrank time NET --json > runs/time.json`), or "
+            "leave --runs out for the paper's times alone."
+        )
+    return [layers_spec(chart) for chart in reversed(charts)]
+
+
+def details_figure(name: str, options: FigureOptions) -> list[Spec]:
+    """A chart of test images for each network of the records."""
+    if options.records is None:
+        raise LowRankError(f"the figure {name} is of runs: give their folder (--runs runs).")
+    charts = [chart for chart in details_charts(gather(options.records)) if chart[NEEDED[name]]]
+    if not charts:
+        raise LowRankError(f"no record among these has what {name} shows: train or evaluate with this version.")
+    return [DETAILS[name](chart) for chart in charts]
+
+
+@dataclass(frozen=True)
+class FigureKind:
+    """A figure: its subject, the options it takes, and the function that draws it."""
+
+    shows: str
+    takes: str = ""
+    chart: Callable[[str, FigureOptions], list[Spec]] | None = None
+    draw: Callable[[str, FigureOptions], Figure] | None = None
+
+
+_NETWORK = "model, pretrained, checkpoint"
+FIGURES = {
+    "vgg": FigureKind("VGG-11 on ILSVRC, error against MACs", "runs", trade_figure),
+    "places": FigureKind("VGG-11 on Places, error against MACs", "runs", trade_figure),
+    "googlenet": FigureKind("GoogLeNet on ILSVRC, error against MACs", "runs", trade_figure),
+    "nin": FigureKind("Network-in-Network on CIFAR-10, error against MACs", "runs", trade_figure),
+    "big-picture-macs": FigureKind(
+        "single networks on ILSVRC, error against MACs of all crops", "runs", trade_figure
+    ),
+    "big-picture-params": FigureKind("single networks on ILSVRC, error against parameters", "runs", trade_figure),
+    "timings": FigureKind("MACs beside time, layer by layer", "runs", timings_figure),
+    "curves": FigureKind("accuracy by epoch, every network of a recipe", "runs", curves_figure),
+    "classes": FigureKind("accuracy by class on the test images", "runs", details_figure),
+    "confusion": FigureKind("which classes are taken for which, as a matrix", "runs", details_figure),
+    "pairs": FigureKind("the classes that are confused most", "runs", details_figure),
+    "calibration": FigureKind("confidence against the share of right answers", "runs", details_figure),
+    "shapes": FigureKind("the shapes of a network's filters, layer by layer", _NETWORK, shapes_figure),
+    "filters": FigureKind("the filters of a first layer and their combinations", _NETWORK, draw=draw_filters),
+    "connections": FigureKind("which input pixel reaches which output pixel", draw=draw_connections),
+    "receptive-field": FigureKind("what dense and low-rank twins see", _NETWORK, draw=draw_receptive_field),
+    "spectra": FigureKind("singular values of dense filters", _NETWORK, draw=draw_spectra),
+}
+
+
+def draw_figure(name: str, out: str | Path, options: FigureOptions | None = None) -> Path:
+    """Draw a figure into a file whose name says the format: svg, pdf or png.
+
+    Example:
+        >>> draw_figure("vgg", "vgg.svg")  # doctest: +SKIP
+    """
+    if name not in FIGURES:
+        raise LowRankError(f"there is no figure {name!r}; {nearest(name, FIGURES)}")
+    kind, options, out = FIGURES[name], options or FigureOptions(), Path(out)
+    if options.records is not None and "runs" not in kind.takes:
+        raise LowRankError(f"the figure {name} takes no runs.")
+    if (options.model or options.checkpoint or options.pretrained) and "model" not in kind.takes:
+        raise LowRankError(f"the figure {name} takes no model, checkpoint or weights.")
+    check_format(out)
+    if kind.chart is not None:
+        return save_charts(kind.chart(name, options), out)
+    assert kind.draw is not None
+    with style():
+        return save(kind.draw(name, options), out)
+
+
+__all__ = ["FIGURES", "FigureKind", "FigureOptions", "draw_figure"]

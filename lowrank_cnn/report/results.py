@@ -1,0 +1,443 @@
+"""What was gained: runs of one network gathered over their seeds, with their timings and their dense twin."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from lowrank_cnn.core.errors import LowRankError, MissingExtra
+from lowrank_cnn.core.numbers import pooled_deviation, student_t
+from lowrank_cnn.core.text import counted, si
+from lowrank_cnn.method.count import count
+from lowrank_cnn.models import create_model, family_of, list_models
+from lowrank_cnn.models.build import baseline_of
+from lowrank_cnn.paper.audit import Accuracies, LayerTimes
+from lowrank_cnn.paper.published import Published, rows
+from lowrank_cnn.report.reading import settings_of
+from lowrank_cnn.report.records import (
+    CPU,
+    GPU,
+    NetworkId,
+    NetworkResult,
+    Records,
+    Run,
+    TimedNetwork,
+    by_seed,
+    data_label,
+    number,
+)
+from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.recipes import get_recipe
+
+# Compare a low-rank network with its dense twin: find the twin, and the share of its cost that is left.
+
+OWN = {
+    "epochs": "for another number of epochs",
+    "drop_epochs": "with drops of the learning rate at other epochs",
+    "dropout": "with another share of dropout",
+}
+"""What networks trained in the same way may still have of their own: a smaller one needs less dropout."""
+
+
+def twin_id(built: NetworkId) -> NetworkId:
+    """The network a low-rank one is compared with: its dense base, with the same options."""
+    name = built.base or built.name
+    return replace(built, name=baseline_of(name), scheme=None, base=None)
+
+
+def twin_known(entry: NetworkResult) -> bool:
+    """Whether the dense form of a network is known. Records of foreign networks may lack it."""
+    return twin_id(entry.network).ours or entry.dense is not None
+
+
+def is_twin(entry: NetworkResult) -> bool:
+    """Whether a network is its own dense twin."""
+    return twin_known(entry) and entry.network == twin_id(entry.network)
+
+
+def identity(built: NetworkId) -> tuple[str, ...]:
+    """What tells networks of our own apart."""
+    options = (built.scheme, built.norm, built.stride, built.image)
+    return (built.name, f"{built.width:g}", *map(str, options))
+
+
+FREE = ((), ("dropout",), tuple(OWN))
+"""Settings in which a twin may differ, from the best twin to the last resort."""
+
+
+def compare_all(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
+    """The entries, each with its share of what its dense twin costs, and how far it is from its accuracy."""
+    trained: dict[tuple[Any, ...], list[NetworkResult]] = {}
+    for entry in entries:
+        for free in FREE:
+            trained.setdefault(_way(entry, identity(entry.network), free), []).append(entry)
+    recipes: dict[tuple[str, str], list[list[float]]] = {}
+    for entry in entries:
+        recipes.setdefault((entry.data, entry.recipe), []).append(by_seed(entry.scored, "top1"))
+    spreads = {key: pooled_deviation(values) for key, values in recipes.items()}
+    return [_compared(entry, _find_twin(entry, trained), spreads) for entry in entries]
+
+
+def _way(entry: NetworkResult, network: tuple[str, ...], free: tuple[str, ...]) -> tuple[Any, ...]:
+    """A network on the data and in the way that an entry was trained, but for some settings."""
+    settings = frozenset(item for item in entry.settings.items() if item[0] not in free)
+    return network, entry.data, entry.recipe, free, settings
+
+
+def _compared(
+    entry: NetworkResult, twin: NetworkResult | None, spreads: Mapping[tuple[str, str], tuple[float | None, int]]
+) -> NetworkResult:
+    theirs = twin.settings if twin else entry.settings
+    otherwise = tuple(words for name, words in OWN.items() if theirs.get(name) != entry.settings.get(name))
+    reach = _half_width(entry, twin, *spreads[entry.data, entry.recipe]) if twin else None
+    found = {"twin": twin.label if twin else "", "otherwise": otherwise, "gap_half_width": reach}
+    return replace(entry, ratios=_ratios(entry, twin), **found)
+
+
+def _half_width(entry: NetworkResult, twin: NetworkResult, deviation: float | None, freedom: int) -> float | None:
+    """Half the 95% interval of the gap to the twin, by the spread over seeds of all networks of the recipe."""
+    if deviation is None or twin is entry or not (entry.seeds and twin.seeds):
+        return None
+    try:
+        return 100 * student_t(0.975, freedom) * deviation * math.sqrt(1 / entry.seeds + 1 / twin.seeds)
+    except MissingExtra:
+        return None
+
+
+def _ratios(entry: NetworkResult, twin: NetworkResult | None) -> dict[str, float]:
+    counted = None if twin else _counted_twin(entry)
+    base: dict[str, Any] = {"macs": twin.macs, "params": twin.params} if twin else counted or {}
+    ours = {"macs": entry.macs, "params": entry.params}
+    ratios = {name: cost / base[name] for name, cost in ours.items() if cost and base.get(name)}
+    if twin is None:
+        return ratios
+    for device in (CPU, GPU):
+        if (ratio := _time_ratio(entry, twin, device)) is not None:
+            ratios[device] = ratio
+    if entry.top1 is not None and twin.top1 is not None:
+        ratios["top1"] = 100 * (entry.top1 - twin.top1)
+    return ratios
+
+
+def _find_twin(
+    entry: NetworkResult, trained: Mapping[tuple[Any, ...], Sequence[NetworkResult]]
+) -> NetworkResult | None:
+    """The twin trained with the same settings; if there is none, one that differs in a few of them."""
+    if not twin_known(entry):
+        return None
+    network = identity(twin_id(entry.network))
+    found = (twin for free in FREE for twin in trained.get(_way(entry, network, free), ()))
+    return next((twin for twin in found if _costs_as_told(twin, entry)), None)
+
+
+def _costs_as_told(twin: NetworkResult, entry: NetworkResult) -> bool:
+    """Networks that are not ours may share a name: the twin is the one whose cost the entry tells."""
+    return entry.dense is None or entry.dense.get("macs") == twin.macs
+
+
+def _time_ratio(entry: NetworkResult, twin: NetworkResult, device: str) -> float | None:
+    """Each side at its fastest, on batches of the same size."""
+    ours = entry.time(device)
+    theirs = ours and twin.time(device, ours.batch)
+    return ours.ms / theirs.ms if ours and theirs else None
+
+
+def _counted_twin(entry: NetworkResult) -> dict[str, int] | None:
+    """The cost of a twin that was never trained. The options come from a file: any may be nonsense."""
+    if entry.dense is not None:
+        return dict(entry.dense)
+    built = twin_id(entry.network)
+    if not entry.runs or not built.ours or len(built.image) != 3 or not 0 < built.width <= 16:
+        return None
+    options = {"norm": built.norm, "stride": built.stride, "num_classes": entry.runs[0].config.get("num_classes")}
+    try:
+        with torch.device("meta"):
+            model = create_model(built.name, in_channels=built.image[0], width=built.width, **options)
+            cost = count(model, built.image)
+    except (LowRankError, TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    return {"macs": cost.macs, "params": cost.params}
+
+
+_PHRASES: dict[str, Callable[[str], str]] = {
+    "epochs": lambda value: counted(int(value), "epoch") if value.isdigit() else f"{value} epochs",
+    "norm": lambda value: "no norm" if value == "None" else f"{value} norm",
+    "pool": lambda value: "max pool" if value == "None" else f"{value} pool",
+    "begun_from": lambda value: f"begun from {value}",
+    "init": lambda value: f"{value} init",
+    "image": str,
+    "params": lambda value: f"{value} parameters",
+    "macs": lambda value: f"{value} MACs",
+}
+"""Settings that read better as a phrase than as name=value."""
+_TOLD = ("batch_size", "epochs", "lr", "optimizer", "schedule", "norm", "pool")
+_USUAL = {name: str(value) for name, value in Recipe().to_dict().items() if name not in _TOLD}
+"""What most recipes leave as it is (`layer_decay=1.0`): not told where the others are told by what they set."""
+_ALWAYS = ("begun_from",)
+"""Settings that no reader may miss."""
+
+
+def gather(records: Records) -> list[NetworkResult]:
+    """The entries of all records, each compared with its dense twin."""
+    runs = _in_order(_name_data_apart(_mark_shared(records.runs)))
+    timings = _by_network(records.timings)
+    entries = [_entry(list(group), timings) for _, group in groupby(runs, key=_key)]
+    entries = _told_apart(_best_recipe_first(entries)) + _timed_only(records.timings, entries)
+    return _compared_data_first(compare_all(entries))
+
+
+def _compared_data_first(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
+    """The page opens with the first data set: one that shows low-rank networks beside a dense twin."""
+    compared = {entry.data for entry in entries if "top1" in entry.ratios and not is_twin(entry)}
+    return sorted(entries, key=lambda entry: entry.data not in compared)
+
+
+def _name_data_apart(runs: Sequence[Run]) -> list[Run]:
+    """Data sets of one name but of different images get different names: their runs are never averaged."""
+    known: dict[str, dict[str, str]] = {}
+    for run in runs:
+        alike = known.setdefault(run.data, {})
+        alike.setdefault(run.images, f"{run.data} ({len(alike) + 1}: {_images_in_words(run)})")
+    return [run if len(known[run.data]) == 1 else replace(run, data=known[run.data][run.images]) for run in runs]
+
+
+def _mark_shared(runs: Sequence[Run]) -> list[Run]:
+    """Mark runs that overlap in time on the same hardware: side by side, each takes longer than alone."""
+    marked = list(runs)
+    last: dict[str, tuple[float, int]] = {}
+    for begin, end, hardware, i in sorted(_spans(runs)):
+        before, j = last.get(hardware, (-1.0, i))
+        if begin < before:
+            marked[i], marked[j] = (replace(marked[k], shared=True) for k in (i, j))
+        last[hardware] = max((end, i), (before, j))
+    return marked
+
+
+def _spans(runs: Sequence[Run]) -> Iterator[tuple[float, float, str, int]]:
+    """When each run began and ended, and on what; runs that do not say so are left out."""
+    for i, run in enumerate(runs):
+        try:
+            begin = datetime.fromisoformat(str(run.environment.get("date"))).timestamp()
+        except (ValueError, OverflowError, OSError):
+            continue
+        hardware = " ".join(str(run.environment.get(name)) for name in ("gpu", "cpu", "cores"))
+        yield begin, begin + (run.seconds or 0.0), hardware, i
+
+
+def _images_in_words(run: Run) -> str:
+    return f"{run.images[:8]}" if " " not in run.images else " + ".join(run.images.split()[1:]) + " images"
+
+
+def comparable(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
+    """Those trained by a recipe that trained other networks too; all of a data set that has no such recipe.
+
+    What a single network was put through, an ablation say, is no choice between accuracy and cost.
+    """
+    networks: dict[tuple[str, str], set[str]] = {}
+    for entry in entries:
+        networks.setdefault((entry.data, entry.recipe), set()).add(entry.network.label)
+    compared = {data for (data, _), names in networks.items() if len(names) > 1}
+    return [e for e in entries if e.data not in compared or len(networks[e.data, e.recipe]) > 1]
+
+
+def _key(run: Run) -> tuple[Any, ...]:
+    return (run.data, run.recipe, *identity(run.network), _cost(run), run.settings)
+
+
+def _cost(record: Run | TimedNetwork) -> str:
+    """A key for foreign networks: different ones may have the same name, that of their class."""
+    return "" if record.network.ours else f"{record.macs} {record.params}"
+
+
+def _in_order(runs: Sequence[Run]) -> list[Run]:
+    """The paper's order of networks within each data set and recipe."""
+    order = {name: f"{place:03d}" for place, name in enumerate(list_models())}
+
+    def place(run: Run) -> tuple[Any, ...]:
+        settings = tuple((name, _natural(value)) for name, value in run.settings)
+        return run.data, run.recipe, order.get(run.network.name, "999"), _key(run)[:-1], settings, run.seed or 0
+
+    return sorted(runs, key=place)
+
+
+def _best_recipe_first(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
+    """Within each data set, the recipes by the best accuracy that each of them led to."""
+    best: dict[tuple[str, str], float] = {}
+    for entry in entries:
+        best[entry.data, entry.recipe] = max(best.get((entry.data, entry.recipe), 0.0), entry.top1 or 0.0)
+    return sorted(entries, key=lambda e: (e.data, -best[e.data, e.recipe], e.recipe))
+
+
+def _entry(runs: list[Run], timings: Mapping[str, Sequence[TimedNetwork]]) -> NetworkResult:
+    run = runs[0]
+    candidates = timings.get(_network_name(run), ())
+    timed = tuple(timing for timing in candidates if _same_network(run, timing))
+    return NetworkResult(run.network, run.data, run.recipe, tuple(runs), timed)
+
+
+def _by_network(timings: Sequence[TimedNetwork]) -> dict[str, list[TimedNetwork]]:
+    """Timings by the name of the network, or of the one that it was converted from where that is not ours."""
+    found: dict[str, list[TimedNetwork]] = {}
+    for timing in timings:
+        found.setdefault(_network_name(timing), []).append(timing)
+    return found
+
+
+def _network_name(record: Run | TimedNetwork) -> str:
+    return record.network.name if record.network.ours else record.network.base or record.network.name
+
+
+def _told_apart(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
+    """Entries that would read alike, with the settings in which they differ."""
+    groups: dict[tuple[str, ...], list[NetworkResult]] = {}
+    for entry in entries:
+        groups.setdefault((entry.network.label, entry.data, entry.recipe), []).append(entry)
+    found = {key: _distinct(alike) for key, alike in groups.items()}
+    told = {key: iter(words) for key, words in found.items()}
+    return [replace(e, variant=next(told[e.network.label, e.data, e.recipe])) for e in entries]
+
+
+def _distinct(alike: Sequence[NetworkResult]) -> list[str]:
+    """What tells entries of one name apart: their settings, and what else it takes."""
+    facts = [_facts(entry) for entry in alike]
+    words: list[str] = []
+    for shown, usual in ((0, _USUAL), *((shown, {}) for shown in range(4))):
+        told = [entry.settings | dict(known[:shown]) for entry, known in zip(alike, facts, strict=True)]
+        words = variants(told, usual)
+        if len(set(words)) == len(words):
+            break
+    return words
+
+
+def _facts(entry: NetworkResult) -> list[tuple[str, str]]:
+    """The image size and the cost: networks that are not ours may share a name, that of their class."""
+    size = "x".join(map(str, entry.network.image[-2:]))
+    return [("image", f"{size} pixels"), ("params", si(entry.params or 0)), ("macs", si(entry.macs or 0))]
+
+
+def variants(alike: Sequence[Mapping[str, str]], usual: Mapping[str, str] | None = None) -> list[str]:
+    """For each of several settings that read alike: those in which it differs from the others, in words.
+
+    Settings that have their `usual` value are left out.
+    """
+    names = dict.fromkeys(name for settings in alike for name in settings)
+    alike = [{name: s[name] for name in s if (usual or {}).get(name) != s[name]} for s in alike]
+    values = {name: {settings.get(name) for settings in alike} for name in names}
+    differ = [name for name in names if name in _ALWAYS or len(values[name]) > 1]
+    return [", ".join(filter(None, (_phrase(name, s[name]) for name in differ if name in s))) for s in alike]
+
+
+def _phrase(name: str, value: str) -> str:
+    """A setting in words; nothing for one that was not set."""
+    if name in _PHRASES:
+        return _PHRASES[name](value)
+    return "" if value == "None" else f"{name}={value}"
+
+
+def _natural(value: str) -> tuple[str | int, ...]:
+    """To sort by: 9 epochs come before 10."""
+    return tuple(int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", value))
+
+
+def _same_network(run: Run, timing: TimedNetwork) -> bool:
+    """Whether a timing is of this very network: on images of the same size too, where both say."""
+    built, timed = run.network, timing.network
+    same = all(getattr(built, name) == getattr(timed, name) for name in ("name", "scheme", "width", "stride"))
+    if not timed.ours:
+        same = (built.base or built.name) == (timed.base or timed.name) and run.macs == timing.macs
+    sizes_known = built.image and timed.image
+    return same and (not sizes_known or built.image[-2:] == timed.image[-2:])
+
+
+def _timed_only(timings: Sequence[TimedNetwork], entries: Sequence[NetworkResult]) -> list[NetworkResult]:
+    used = {timing for entry in entries for timing in entry.timings}
+
+    def key(timing: TimedNetwork) -> tuple[str, ...]:
+        return (*identity(timing.network), _cost(timing))
+
+    rest = sorted((timing for timing in timings if timing not in used), key=key)
+    groups = (list(group) for _, group in groupby(rest, key=key))
+    return [NetworkResult(group[0].network, timings=tuple(group)) for group in groups]
+
+
+# Which runs tell of a published accuracy: the same network, images and recipe.
+
+RECIPES = {
+    "vgg-ilsvrc": "vgg-paper",
+    "googlenet-ilsvrc": "googlenet-paper",
+    "nin-cifar10": "nin-paper",
+    "vgg-places": "vgg-paper",
+}
+"""What the networks of a table are trained by."""
+
+FREE_SETTINGS = ("dropout", "precision", "epochs", "images")
+"""Settings that a network or a machine has for itself; a run may be longer than the recipe, and no shorter."""
+
+
+def accuracies(runs: Iterable[Run]) -> Accuracies:
+    """The accuracies of finished runs that the audit can compare with the paper's tables, one value per seed.
+
+    Runs of a row that saw different images are not mixed: those of the images with the most seeds count.
+    """
+    found: dict[tuple[str, str, str], tuple[float, ...]] = {}
+    told = [run for run in runs if run.finished]
+    for row in (row for row in rows() if row.table in RECIPES):
+        images: dict[str, list[Run]] = {}
+        for run in (run for run in told if _is_of(run, row)):
+            images.setdefault(run.images, []).append(run)
+        chosen = max(images.values(), key=lambda group: len({run.seed for run in group}), default=[])
+        for measure in ("top1", "top5", "overfit"):
+            if values := by_seed(chosen, measure):
+                found[row.table, row.network, measure] = tuple(values)
+    return found
+
+
+def layer_times(timings: Iterable[TimedNetwork]) -> list[LayerTimes]:
+    """Layer times of every network and kind of device, the fastest of each."""
+    fastest: dict[tuple[str, str], TimedNetwork] = {}
+    for timing in sorted(timings, key=lambda timing: -timing.ms_per_image):
+        if timing.layers:
+            fastest[timing.network.label, timing.device] = timing
+    return [
+        LayerTimes(network, device, *zip(*((float(layer.macs), layer.ms) for layer in timing.layers), strict=True))
+        for (network, device), timing in sorted(fastest.items())
+    ]
+
+
+def _is_of(run: Run, row: Published) -> bool:
+    """Whether a run trained the network of a row, as published, on the images of its table, by its recipe."""
+    built, recipe = run.network, RECIPES[row.table]
+    if built.name != row.network or run.recipe != recipe or data_label(run.data) != data_label(row.dataset):
+        return False
+    own_stride = family_of(row.network).VARIANTS[row.network].stride
+    as_published = built.width == 1 and not (built.scheme or built.base)
+    return as_published and (built.stride or own_stride) == row.stride and _as_taught(run, recipe)
+
+
+def _as_taught(run: Run, recipe: str) -> bool:
+    """Whether a run kept to its recipe; what an older record lacks had its default."""
+    told, default, wanted = dict(run.settings), _settings(Recipe()), _settings(get_recipe(recipe))
+    kept = all(
+        told.get(name, default[name]) == value for name, value in wanted.items() if name not in FREE_SETTINGS
+    )
+    if "begun_from" in told:
+        return False
+    try:
+        epochs = number(float(told.get("epochs", "")))
+    except ValueError:
+        return False
+    return kept and epochs is not None and epochs >= get_recipe(recipe).epochs
+
+
+@cache
+def _settings(recipe: Recipe) -> dict[str, str]:
+    """A recipe, and a network that it is for, as the settings of a run."""
+    return dict(settings_of(recipe.to_dict(), recipe.network(), {}))

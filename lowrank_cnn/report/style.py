@@ -1,0 +1,348 @@
+"""How all figures look: colours that colour-blind readers can tell apart, marks, type and sizes."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowrank_cnn.core.errors import LowRankError, require
+from lowrank_cnn.core.files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# What all charts share: the look of axes, placing labels, and writing a chart to a file.
+#
+# A chart is written down once, as a Vega-Lite specification with its data. The page hands it to Vega in the
+# browser; figures go through vl-convert, which runs the same Vega without a browser. Vega-Lite cannot keep
+# labels from overlapping, Vega can: `with_labels` adds that to the compiled chart (the page's script does the
+# same).
+
+Spec = dict[str, Any]
+
+VERSION = "6.4"
+"""Of Vega-Lite."""
+HEAT, DARK_HEAT = ("#f4f7fa", "#9ecae1", "#08519c"), ("#1c232b", "#2f6f9f", "#c6e4ff")
+"""Shares from none to all, on white and on dark pages."""
+
+OFFSETS = (6, 12, 20, 30, 42, 56)
+ANCHORS = ("right", "left", "top", "bottom", "top-right", "bottom-right", "top-left", "bottom-left")
+LABELS: Spec = {
+    "type": "label",
+    "anchor": [anchor for _ in OFFSETS for anchor in ANCHORS],
+    "offset": [offset for offset in OFFSETS for _ in ANCHORS],
+    "size": [{"signal": "width"}, {"signal": "height"}],
+    "sort": {"field": "datum.block", "order": "descending"},
+    "padding": 2,
+}
+"""Vega's label transform: the first free place around a point, from near to far."""
+_SHIFT = OFFSETS[0] + 5
+_PLACE = (
+    "datum.block ? (1 - datum.t) * scale('{0}', datum.{0}) + datum.t * scale('{0}', datum.{0}2) - {1}"
+    " : scale('{0}', datum.{0})"
+)
+LABEL_LAYER: Spec = {
+    "name": "labels",
+    "data": {"name": "labels"},
+    "mark": {
+        "type": "text",
+        "style": "label",
+        "fontSize": {"expr": "datum.block && !datum.t ? 16 : 11.5"},
+        "aria": False,
+        "fillOpacity": {"expr": "datum.block ? 0 : 1"},
+    },
+    "encoding": {
+        "text": {"field": "label"},
+        "x": {"value": {"expr": _PLACE.format("x", _SHIFT)}},
+        "y": {"value": {"expr": _PLACE.format("y", 0)}},
+    },
+}
+"""Labels, and invisible ones that stand on points and lines, so that no label is placed there.
+
+Vega can avoid marks by itself, but needs a browser for it. A label goes to the right of its place first. An
+invisible label is shifted to the left by as much, and so stands on the mark.
+"""
+MOST_LABELS = 60
+"""Charts of more points label none: they would all be lost in the crowd."""
+FEW_LABELS = 12
+"""Up to this many points, labels keep clear of every line; with more points, only of the middles of the arrows."""
+SIZE, APART = (600, 360), 10
+"""Pixels that the points of a chart spread over, roughly, and between the places of a line that labels avoid."""
+
+
+def label_rows(points: Sequence[Spec], arrows: Sequence[Spec], others: Sequence[Spec] = ()) -> list[Spec]:
+    """The data of a `LABEL_LAYER`: a label for each point, and the points and lines that labels keep clear of."""
+    if len(points) > MOST_LABELS:
+        return []
+    few = len(points) <= FEW_LABELS
+    spans = [_span([one[axis] for one in points]) for axis in "xy"]
+    on_points = [{"label": "\N{BLACK CIRCLE}", **_from_to(p, p), "t": 0} for p in points]
+    on_lines = [
+        {"label": "\N{BULLET}", **line, "t": t}
+        for line in ([*arrows, *others] if few else arrows)
+        for t in _steps(line, spans)
+        if few or 0.2 <= t <= 0.8
+    ]
+    labels = [{"label": p["label"], "x": p["x"], "y": p["y"], "block": 0} for p in points]
+    return [*({**block, "block": 1} for block in (*on_points, *on_lines)), *labels]
+
+
+def _span(values: Sequence[float]) -> float:
+    return max(values) - min(values) or 1.0
+
+
+def _steps(line: Spec, spans: Sequence[float]) -> list[float]:
+    """Places along a line, about `APART` pixels apart: invisible labels that overlap push each other aside."""
+    across, up = ((line[f"{axis}2"] - line[axis]) / span for axis, span in zip("xy", spans, strict=True))
+    n = int(math.hypot(across * SIZE[0], up * SIZE[1]) / APART)
+    return [(i + 0.5) / n for i in range(n)]
+
+
+def _from_to(one: Spec, other: Spec) -> Spec:
+    return {"x": one["x"], "y": one["y"], "x2": other["x"], "y2": other["y"]}
+
+
+_AT = "scale('x', datum.datum.x)", "scale('y', datum.datum.y)"
+_FAR = f"!datum.datum.block && abs(datum.x - {_AT[0]}) + abs(datum.y - {_AT[1]}) > 19"
+LEADERS: Spec = {
+    "type": "rule",
+    "name": "leaders",
+    "style": ["leader"],
+    "from": {"data": "labels_marks"},
+    "interactive": False,
+    "encode": {
+        "update": {
+            "x": {"signal": _AT[0]},
+            "y": {"signal": _AT[1]},
+            "x2": {"field": "x"},
+            "y2": {"field": "y"},
+            "strokeWidth": {"value": 0.7},
+            "opacity": {"signal": f"datum.opacity && {_FAR} ? 0.9 : 0"},
+        }
+    },
+}
+"""A line from a point to its label, where that is not beside it."""
+
+
+def template(name: str) -> Spec:
+    """A specification of the folder `assets/charts`; values in braces are placeholders for `filled`."""
+    return json.loads((files("lowrank_cnn.report") / "assets" / "charts" / f"{name}.json").read_text("utf-8"))
+
+
+def theme(*, dark: bool = False) -> Spec:
+    """Vega's config: type, grid and colours that fit the page."""
+    ink, soft, grid = ("#eceff3", "#b3bcc7", "#323a44") if dark else ("#16191d", "#4a525c", "#dfe3e8")
+    text = {"labelColor": soft, "titleColor": soft, "labelFontSize": 12, "titleFontSize": 12}
+    lines = {"gridColor": grid, "domainColor": soft, "tickColor": soft}
+    axis = {**text, **lines, "titleFontWeight": "normal", "titlePadding": 9}
+    return {
+        "background": None if dark else "white",
+        "font": "system-ui, 'DejaVu Sans', Arial, sans-serif",
+        "view": {"stroke": None},
+        "axis": axis,
+        "legend": {**text, "orient": "bottom", "columns": 3, "labelLimit": 320, "symbolOpacity": 1},
+        "title": {"color": ink, "fontSize": 14, "anchor": "start"},
+        "range": {"heatmap": list(DARK_HEAT if dark else HEAT)},
+        "text": {"color": ink},
+        "style": {"label": {"fill": ink}, "leader": {"stroke": soft}},
+    }
+
+
+def with_labels(compiled: Spec) -> Spec:
+    """A compiled chart whose labels keep clear of marks and of each other; far ones get a line to their point."""
+    marks: list[Spec] = []
+    for mark in compiled.get("marks", []):
+        if mark.get("type") == "group":
+            marks.append(with_labels(mark))
+        elif mark.get("name") == "labels_marks":
+            marks += [{**mark, "transform": [LABELS]}, LEADERS]
+        else:
+            marks.append(mark)
+    return {**compiled, "marks": marks}
+
+
+def filled(value: Any, parts: dict[str, Any]) -> Any:
+    """A template with its placeholders replaced."""
+    if isinstance(value, str):
+        return parts.get(value, value)
+    if isinstance(value, dict):
+        return {key: filled(inner, parts) for key, inner in value.items()}
+    return [filled(inner, parts) for inner in value] if isinstance(value, list) else value
+
+
+def compiled(spec: Spec) -> Spec:
+    """The Vega specification of a chart, labels placed."""
+    return with_labels(_vl_convert().vegalite_to_vega(json.dumps(spec), vl_version=VERSION))
+
+
+def save_charts(specs: Sequence[Spec], out: Path) -> Path:
+    """Write charts, one below the other, in the format of the file's name: svg, pdf or png."""
+    drawn = _stacked([_drawn(spec, place) for place, spec in enumerate(specs)])
+    kind = out.suffix.lstrip(".").lower()
+    if kind == "pdf":
+        payload = _vl_convert().svg_to_pdf(drawn)
+    elif kind == "png":
+        payload = _vl_convert().svg_to_png(drawn, scale=2)
+    else:
+        payload = drawn.encode()
+    write_atomically(out, payload)
+    return out
+
+
+def _drawn(spec: Spec, place: int) -> str:
+    """A chart as SVG. Ids are renumbered, since Vega counts them over all charts of the process."""
+    picture = _vl_convert().vega_to_svg(compiled({**spec, "config": theme()}))
+    for i, name in enumerate(dict.fromkeys(re.findall(r'id="(\w+)"', picture))):
+        picture = re.sub(rf'(id="|url\(#){name}\b', rf"\g<1>chart{place}-{i}", picture)
+    return picture
+
+
+def _vl_convert() -> Any:
+    return require("vl_convert", extra="plots", purpose="drawing a chart")
+
+
+def _stacked(pictures: Sequence[str]) -> str:
+    """Several SVG pictures as one, from top to bottom."""
+    if len(pictures) == 1:
+        return pictures[0]
+    sizes = [[float(size) for size in re.findall(r' (?:width|height)="([\d.]+)"', p)[:2]] for p in pictures]
+    tops = [sum(height for _, height in sizes[:i]) for i in range(len(pictures))]
+    inner = [p.replace("<svg ", f'<svg y="{top}" ', 1) for p, top in zip(pictures, tops, strict=True)]
+    width, height = max(width for width, _ in sizes), sum(height for _, height in sizes)
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(inner)}</svg>'
+
+
+# The colours of networks, the same in every chart: dense networks are orange, low-rank ones blue.
+#
+# Where a chart has several networks of a kind, the first has the colour of its kind and the others are of its
+# hue: warm for dense networks, cool for low-rank ones. All are distinct to readers with any of the common colour
+# deficiencies, and stand out from the page.
+
+Look = dict[str, str | list[int]]
+"""How a network is drawn: its colour on light and on dark pages, and its dash."""
+
+DENSE, LOW_RANK, LEARNED = ("#d55e00", "#ff9a52"), ("#0072b2", "#56b4e9"), ("#009e73", "#35d3a3")
+"""Of each kind of network trained here, on light and on dark pages."""
+WARM = (DENSE, ("#403500", "#a64f32"), ("#a6896c", "#f2b39d"))
+COOL = (LOW_RANK, ("#3019a6", "#9326ff"), ("#203a40", "#a6f8ff"), ("#0000ff", "#3966bf"), ("#000040", "#46818c"))
+DASHES = ([1, 0], [7, 4], [2, 3], [9, 3, 2, 3], [12, 4], [1, 5])
+"""Networks beyond the last colour begin with the first again, in another dash."""
+
+
+def kind_colours(*, dense: bool) -> dict[str, str]:
+    """The colour of a kind on light and on dark pages."""
+    return dict(zip(("light", "dark"), DENSE if dense else LOW_RANK, strict=True))
+
+
+def network_looks(networks: Mapping[str, bool]) -> dict[str, Look]:
+    """A colour and a dash of its own for each network of a chart, from its name and whether it is dense.
+
+    >>> network_looks({"nin": True, "nin-c3": False})["nin"]
+    {'light': '#d55e00', 'dark': '#ff9a52', 'dash': [1, 0]}
+    """
+    found: dict[str, Look] = {}
+    for dense, hues in ((True, WARM), (False, COOL)):
+        for place, name in enumerate(name for name, kind in networks.items() if kind == dense):
+            light, dark = hues[place % len(hues)]
+            found[name] = {"light": light, "dark": dark, "dash": DASHES[place // len(hues) % len(DASHES)]}
+    return found
+
+
+FORMATS = ("svg", "pdf", "png")
+COLUMN = 6.6
+"""The width of a figure that spans the text, in inches."""
+
+INK, SOFT, GRID = "#16191d", "#4a525c", "#dfe3e8"
+BLUE, ORANGE, GREEN, PINK, YELLOW, SKY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
+CYCLE = (BLUE, ORANGE, GREEN, PINK, YELLOW, SKY)
+"""After Okabe and Ito: distinct to readers with any of the common colour deficiencies."""
+
+_STYLE = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Arial", "Helvetica"],
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9,
+    "axes.labelcolor": SOFT,
+    "axes.edgecolor": SOFT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "text.color": INK,
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "savefig.dpi": 200,
+    "figure.dpi": 100,
+    "svg.fonttype": "none",  # text stays text: it can be searched, read aloud and set in another type
+    "svg.hashsalt": "lowrank-cnn",
+    "pdf.fonttype": 42,
+}
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Draw in the style of our figures, and restore the user's style afterwards."""
+    matplotlib = require("matplotlib", extra="plots", purpose="drawing a figure")
+    with matplotlib.rc_context(_STYLE):
+        yield
+
+
+def new_figure(width: float = COLUMN, height: float = 3.2) -> Figure:
+    """An empty figure that belongs to no window."""
+    module = require("matplotlib.figure", extra="plots", purpose="drawing a figure")
+    agg = require("matplotlib.backends.backend_agg", extra="plots", purpose="drawing a figure")
+    figure = module.Figure(figsize=(width, height), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.09, h_pad=0.09)
+    agg.FigureCanvasAgg(figure)  # a canvas that can measure text, whatever format is written in the end
+    return figure
+
+
+def check_format(out: Path) -> str:
+    """The format that a file's name asks for; refused where figures are not written in it."""
+    kind = "svg" if str(out) == "-" else out.suffix.lstrip(".").lower()
+    if kind not in FORMATS:
+        raise LowRankError(f"a figure is written as {', '.join(FORMATS)}: {out} ends in none of them.")
+    return kind
+
+
+def save(figure: Figure, out: Path) -> Path:
+    """Write a figure in the format of its name, in one move and the same bytes every time."""
+    kind = check_format(out)
+    dateless = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+    drawn = io.BytesIO()
+    with style():
+        figure.savefig(drawn, format=kind, metadata=dateless)
+    write_atomically(out, drawn.getvalue())
+    return out
+
+
+def title_over(figure: Figure, title: str) -> None:
+    """A title over several panels, where a single one would have its own."""
+    figure.suptitle(title, x=0.015, ha="left", fontsize=10, fontweight="bold")
+
+
+def image_axes(axes: Axes) -> None:
+    """Leave an image without ticks, grid and frame."""
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.grid(False)
+    for spine in axes.spines.values():
+        spine.set_visible(False)

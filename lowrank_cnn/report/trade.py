@@ -1,0 +1,296 @@
+"""Accuracy against cost: points with intervals and labels, arrows from dense to low-rank, Pareto fronts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from lowrank_cnn.choose.candidates import SHAPES
+from lowrank_cnn.choose.frontier import DesignRow, Frontier
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.numbers import mean_interval
+from lowrank_cnn.core.text import counted, percent, si
+from lowrank_cnn.paper.published import MAIN_TABLES, Published, rows
+from lowrank_cnn.report import style as colours
+from lowrank_cnn.report.records import CPU, GPU, NetworkResult, data_label
+from lowrank_cnn.report.results import is_twin
+from lowrank_cnn.report.style import LABEL_LAYER, Spec, filled, label_rows, save_charts, template
+
+DENSE, LOW_RANK, LEARNED = "dense, trained here", "low-rank, trained here", "learned shapes, trained here"
+OURS = (DENSE, LOW_RANK, LEARNED)
+BASELINE, PAPER, AUGMENTED = "published, baseline", "published, low-rank", "published, more augmentation"
+KINDS = {
+    BASELINE: ("square", "#c9a227", "#c9a227"),
+    PAPER: ("diamond", "#6fa8dc", "#6fa8dc"),
+    AUGMENTED: ("triangle-up", "#9e7bb5", "#9e7bb5"),
+    DENSE: ("circle", *colours.DENSE),
+    LOW_RANK: ("circle", *colours.LOW_RANK),
+    LEARNED: ("triangle-up", *colours.LEARNED),
+}
+"""Shape of each kind of point, its colour and that on dark pages; our own are drawn last, over the published."""
+
+SPEC = filled(template("trade"), {"{labels}": LABEL_LAYER})
+
+PUBLISHED_TABLES = (*MAIN_TABLES, "vgg-places", "big-picture")
+"""Those whose accuracies come from one view of each image, as ours do."""
+AXES = {
+    GPU: "Milliseconds per image on a GPU",
+    CPU: "Milliseconds per image on a CPU",
+    "batch": "Milliseconds for a batch",
+    "macs": "Multiply-accumulates per image",
+    "params": "Parameters",
+}
+COUNTS = ("macs", "params")
+"""Costs that are counted and not timed."""
+METRICS = {"top1": "Top-1 accuracy", "top5": "Top-5 accuracy"}
+BASELINES = ("vgg11", "vgg11-gmp", "googlenet", "nin", "alexnet")
+WIDE = 20.0
+"""A range of costs this wide, largest over smallest, is drawn on a logarithmic axis."""
+LEAST_SPAN = 0.02
+"""An axis of accuracies spans at least two percentage points, so that a small difference looks small."""
+SPAN_ERRORS = 6
+"""It also spans this many standard errors of an accuracy: what other test images might give."""
+
+
+@dataclass(frozen=True)
+class TradePoint:
+    """A network in the chart. `protocol` says which points may share a Pareto front: one data set, one recipe."""
+
+    label: str
+    kind: str
+    data: str
+    protocol: str
+    values: dict[str, float]
+    errors: dict[str, float] = field(default_factory=dict)
+    """Half the height of the interval around an accuracy: the standard deviation over seeds."""
+    details: tuple[tuple[str, str], ...] = ()
+    n: int | None = None
+    """The number of test images, if known."""
+    twin: str = ""
+    """The label of the dense network that it is compared with."""
+
+
+def trade_points(results: Sequence[NetworkResult]) -> list[TradePoint]:
+    """The published points first, ours over them."""
+    published = [published_point(row) for row in rows() if row.table in PUBLISHED_TABLES]
+    return published + [our_point(result) for result in results if result.data and result.top1 is not None]
+
+
+def our_point(result: NetworkResult) -> TradePoint:
+    measured = {"top1": result.top1, "top5": result.top5, "macs": result.macs, "params": result.params}
+    for device in (CPU, GPU):
+        timing = result.time(device)
+        measured[device] = timing.ms_per_image if timing else None
+    values = {name: float(value) for name, value in measured.items() if value is not None}
+    errors = {"top1": result.top1_spread} if result.top1_spread is not None else {}
+    return TradePoint(
+        label=result.label,
+        kind=DENSE if is_twin(result) else LOW_RANK,
+        data=data_label(result.data),
+        protocol=result.recipe,
+        values=values,
+        errors=errors,
+        details=tuple(_details(result)),
+        n=result.n,
+        twin=result.twin,
+    )
+
+
+def _details(result: NetworkResult) -> Iterable[tuple[str, str]]:
+    yield "recipe", result.recipe
+    yield "seeds", f"{result.seeds}" if result.finished else f"{result.seeds}, not finished"
+    if result.top1_spread is not None:
+        yield "standard deviation over seeds", f"{100 * result.top1_spread:.2f} points"
+    for key, name in {"macs": "MACs", "params": "parameters", CPU: "CPU time", GPU: "GPU time"}.items():
+        if key in result.ratios:
+            yield f"{name} of the dense twin", f"{result.ratios[key]:.3f}"
+
+
+def published_point(row: Published) -> TradePoint:
+    kind = BASELINE if row.network in BASELINES else PAPER
+    kind = AUGMENTED if row.table == "big-picture-augmented" else kind
+    measured = {"top1": row.top1, "top5": row.top5, "macs": row.macs_per_image, "params": row.params}
+    values = {name: float(value) for name, value in measured.items() if value is not None}
+    details = (("table", row.table), ("crops per image", str(row.crops)))
+    protocol = AUGMENTED if kind == AUGMENTED else "published"
+    return TradePoint(row.network, kind, data_label(row.dataset), protocol, values, {}, details)
+
+
+def trade_charts(points: Sequence[TradePoint]) -> list[dict[str, Any]]:
+    """The charts of every data set, recipe, accuracy and cost. Recipes are never mixed in one chart."""
+    found = []
+    for data in dict.fromkeys(point.data for point in sorted(points, key=_published_last)):
+        within = [point for point in points if point.data == data]
+        recipes = dict.fromkeys(point.protocol for point in within if point.kind in OURS) or {"": None}
+        for recipe in recipes:
+            chosen = [p for p in within if p.kind not in OURS or p.protocol == recipe]
+            for metric in METRICS:
+                for axis in AXES:
+                    shown = [p for p in chosen if metric in p.values and axis in p.values]
+                    if shown:
+                        found.append(trade_chart(shown, axis, metric) | {"data": data, "recipe": recipe})
+    return found
+
+
+def _published_last(point: TradePoint) -> bool:
+    return point.kind not in OURS
+
+
+def trade_chart(points: Sequence[TradePoint], axis: str, metric: str, *, error: bool = False) -> dict[str, Any]:
+    """One chart as plain data; with `error`, the share of images that are wrong takes the place of accuracy."""
+    marks = [_row(point, axis, metric, error=error) for point in points]
+    costs = [mark["x"] for mark in marks]
+    accuracies = [(point.values[metric], point.n) for point in points]
+    arrows, fronts = _arrows(points, marks), _fronts(points, marks, -1 if error else 1)
+    intervals = [
+        {"x": m["x"], "y": m["low"], "x2": m["x"], "y2": m["high"]} for m in marks if m["high"] > m["low"]
+    ]
+    return {
+        "axis": axis,
+        "metric": metric,
+        "x": AXES[axis],
+        "format": "~s" if axis in COUNTS else "~r",
+        "y": METRICS[metric].replace("accuracy", "error") if error else METRICS[metric],
+        "log": min(costs) > 0 and max(costs) / min(costs) > WIDE,
+        "domain": _domain([end for mark in marks for end in (mark["low"], mark["high"])], least_span(accuracies)),
+        "costs": _padded(costs),
+        "points": marks,
+        "arrows": arrows,
+        "labels": label_rows(marks, arrows, [*_stairs(fronts), *intervals]),
+        "fronts": fronts,
+        "kinds": [kind for kind in KINDS if any(point.kind == kind for point in points)],
+    }
+
+
+def _row(point: TradePoint, axis: str, metric: str, *, error: bool) -> dict[str, Any]:
+    accuracy, reach = point.values[metric], point.errors.get(metric, 0.0)
+    height = 1 - accuracy if error else accuracy
+    cost = si(point.values[axis]) if axis in COUNTS else f"{point.values[axis]:.3g} ms"
+    details = [(METRICS[metric], percent(accuracy)), (AXES[axis], cost), *point.details]
+    spoken = ", ".join([f"{point.label} ({point.kind})", *(f"{name} {value}" for name, value in details)])
+    place = {
+        "x": point.values[axis],
+        "y": height,
+        "low": max(0.0, height - reach),
+        "high": min(1.0, height + reach),
+    }
+    return {"label": point.label, "kind": point.kind, **place, "details": details, "spoken": spoken}
+
+
+def _arrows(points: Sequence[TradePoint], marks: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+    """From each dense network that was trained here to the low-rank ones that it is compared with."""
+    both = list(zip(points, marks, strict=True))
+    dense = {(p.label, p.protocol): mark for p, mark in both if p.kind == DENSE}
+    pairs = [(dense.get((p.twin, p.protocol)), mark) for p, mark in both if p.kind == LOW_RANK]
+    return [{"x": a["x"], "y": a["y"], "x2": b["x"], "y2": b["y"]} for a, b in pairs if a]
+
+
+def _fronts(points: Sequence[TradePoint], marks: Sequence[dict[str, Any]], sign: int) -> list[dict[str, Any]]:
+    """A Pareto front for each protocol with more than one point on it: points of two protocols share none."""
+    found: list[dict[str, Any]] = []
+    for protocol in dict.fromkeys(point.protocol for point in points):
+        mine = [mark for point, mark in zip(points, marks, strict=True) if point.protocol == protocol]
+        front = [mine[i] for i in pareto_front([(_as_shown(mark["x"]), sign * mark["y"]) for mark in mine])]
+        if len({(mark["x"], mark["y"]) for mark in front}) > 1:
+            corners = sorted(front, key=lambda mark: mark["x"])
+            found += [{"x": mark["x"], "y": mark["y"], "front": protocol} for mark in corners]
+    return found
+
+
+def _stairs(fronts: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+    """The steps of the fronts as they are drawn: along to the next corner, then up or down to it."""
+    pairs = [(a, b) for a, b in pairwise(fronts) if a["front"] == b["front"]]
+    along = [{"x": a["x"], "y": a["y"], "x2": b["x"], "y2": a["y"]} for a, b in pairs]
+    return along + [{"x": b["x"], "y": a["y"], "x2": b["x"], "y2": b["y"]} for a, b in pairs]
+
+
+def _as_shown(cost: float) -> float:
+    """A cost to the three digits that are shown: a hair's breadth below them saves nothing."""
+    return float(f"{cost:.3g}")
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the points (cost, gain) that none dominates, by rising cost.
+
+    A point dominates another that costs no less and gains no more, and is worse in one of the two. Equal points
+    do not dominate each other: all of them are kept.
+    """
+    front: list[int] = []
+    best = float("-inf")
+    for i in sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1])):
+        if points[i][1] > best or (front and points[i] == points[front[-1]]):
+            front.append(i)
+            best = points[i][1]
+    return front
+
+
+def least_span(measured: Iterable[tuple[float, int | None]]) -> float:
+    """The least height of an axis, from accuracies and the number of images that each was measured on."""
+    errors = [(accuracy * (1 - accuracy) / n) ** 0.5 for accuracy, n in measured if n]
+    return min(1.0, max([LEAST_SPAN, *(SPAN_ERRORS * error for error in errors)]))
+
+
+def _domain(values: Sequence[float], span: float) -> list[float]:
+    """The ends of an axis of shares: all values with some room, at least `span` apart, within 0 and 1."""
+    low, high = min(values), max(values)
+    room = max(0.12 * (high - low), (span - (high - low)) / 2)
+    top = min(1.0, high + room)
+    return [max(0.0, min(low - room, top - span)), top]
+
+
+def _padded(costs: Sequence[float]) -> dict[str, list[float]]:
+    """The ends of an axis of costs, with room for labels."""
+    low, high = min(costs), max(costs)
+    room = 0.15 * ((high - low) or high or 1.0)
+    return {"linear": [max(0.0, low - room), high + room], "log": [low / 1.4, high * 1.4]}
+
+
+def trade_spec(chart: dict[str, Any]) -> Spec:
+    """The specification of a chart that is written to a file."""
+    kinds = chart["kinds"]
+    scales = {
+        "{x}": chart["x"],
+        "{y}": chart["y"],
+        "{format}": chart["format"],
+        "{colours}": {"domain": kinds, "range": [KINDS[kind][1] for kind in kinds]},
+        "{shapes}": {"domain": kinds, "range": [KINDS[kind][0] for kind in kinds]},
+    }
+    spec: Spec = filled(SPEC, scales)
+    kind = "log" if chart["log"] else "linear"
+    spec["encoding"]["x"]["scale"] = {"type": kind, "nice": False, "domain": chart["costs"][kind]}
+    spec["encoding"]["y"]["scale"] |= {"domain": chart["domain"]}
+    spec["layer"] = [layer for layer in spec["layer"] if chart[layer.get("data", {"name": "points"})["name"]]]
+    spec["datasets"] = {name: chart[name] for name in ("points", "arrows", "fronts", "labels")}
+    return spec
+
+
+# The picture of a frontier: accuracy against time, multiply-accumulates and parameters, dense beside low-rank.
+
+
+def draw_frontier(found: Frontier, out: str | Path) -> Path:
+    """Draw a record into a file whose name says the format: svg, pdf or png."""
+    points = [_point(found, row) for row in found.rows if row.runs]
+    if not points:
+        raise LowRankError(f"nothing in {found.folder} is trained yet: there is nothing to draw.")
+    costs = [cost for cost in ("batch", "macs", "params") if all(cost in point.values for point in points)]
+    runs = sorted({len(row.runs) for row in found.rows if row.runs})
+    count = f"{runs[0]} to {runs[-1]} runs" if len(runs) > 1 else counted(runs[0], "run")
+    title = {
+        "text": found.title,
+        "subtitle": f"Mean of {count} with its 95% interval over seeds; dashed: the Pareto front",
+    }
+    return save_charts(
+        [{**trade_spec(trade_chart(points, cost, "top1")), "title": title} for cost in costs], Path(out)
+    )
+
+
+def _point(found: Frontier, row: DesignRow) -> TradePoint:
+    mean, _, high = mean_interval([run.correct / found.images for run in row.runs])
+    values = {"top1": mean, "macs": float(row.macs), "params": float(row.params)}
+    values |= {} if (ms := found.ms(row)) is None else {"batch": ms}
+    learned = row.design["scheme"].startswith(SHAPES)
+    kind = DENSE if row.dense else LEARNED if learned else LOW_RANK
+    return TradePoint(row.name, kind, "", "frontier", values, {"top1": high - mean}, n=found.images)

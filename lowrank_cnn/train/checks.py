@@ -1,0 +1,278 @@
+"""Warnings before a run starts. The network is trained all the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from lowrank_cnn.core.compare import unchanged
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.modules import (
+    InputSize,
+    blank,
+    call,
+    checked_size,
+    first_input,
+    in_words,
+    is_example,
+    upstream,
+)
+from lowrank_cnn.core.notes import notes
+from lowrank_cnn.core.text import counted
+from lowrank_cnn.data import Data, ResidentSplit
+from lowrank_cnn.data.resident import holds_bytes
+from lowrank_cnn.method.channels import why_fixed
+from lowrank_cnn.method.finalize_shapes import has_learned
+from lowrank_cnn.models.network import Network
+from lowrank_cnn.train.inputs import augmentation
+from lowrank_cnn.train.recipe import Recipe
+
+Dropout = nn.modules.dropout._DropoutNd
+BatchNorm = nn.modules.batchnorm._BatchNorm
+FEW_STEPS = 40
+"""Shorter runs learn little: batch norm alone needs some thirty steps to know its statistics."""
+SMALL_BATCH = 16
+"""Nobody is told to make a batch smaller than this."""
+
+
+def remarks(model: nn.Module, recipe: Recipe) -> list[str]:
+    """Warnings about a network and a recipe that do not fit each other."""
+    has = model.config if isinstance(model, Network) else recipe.network()
+    said = [
+        f"The recipe {recipe.name} is for networks with {name}={wanted!r}; this one has {name}={has.get(name)!r}."
+        for name, wanted in recipe.network().items()
+        if wanted is not None and has.get(name) != wanted
+    ]
+    if recipe.drop_epochs and recipe.epochs <= max(recipe.drop_epochs):
+        drops = " and ".join(map(str, recipe.drop_epochs))
+        said.append(f"The learning rate is divided after {drops} epochs; this run has {recipe.epochs}.")
+    if recipe.schedule in ("cosine", "poly") and (recipe.drop_epochs or recipe.levels):
+        dividing = "drop_epochs" if recipe.drop_epochs else "levels"
+        said.append(f"The schedule {recipe.schedule} ends at zero by itself; {dividing} divides the rate on top.")
+    learns, size = has_learned(model), notes(model).input_size
+    if learns and size and (why := why_fixed(model, size)):
+        said.append(f"Filters keep their order, so that each shape gets one run of them, because {why}.")
+    if begun := notes(model).begun_from:
+        said.append(
+            f"The network begins with trained weights ({begun}); images are prepared anew, for these data."
+        )
+    return said
+
+
+def data_remarks(data: Data) -> list[str]:
+    """A warning where a data set of the user's own comes without one to test on."""
+    if "tested_on" not in data.details:
+        return []
+    return [
+        "There is no data set to test on, as in fit(network, (train, test)): accuracy is on the images trained on."
+    ]
+
+
+def precision_remarks(precision: str, device: torch.device) -> list[str]:
+    """A warning where half precision is chosen on a CPU, most of which only emulate it."""
+    if device.type != "cpu" or precision not in ("bf16", "fp16"):
+        return []
+    return [f"{precision} trains many times slower than fp32 on most CPUs (--precision fp32)."]
+
+
+def step_remarks(batches: int, recipe: Recipe) -> list[str]:
+    """A warning where a run has few steps: batch norm then evaluates with statistics of its beginning."""
+    steps = batches * recipe.epochs
+    if steps >= FEW_STEPS or recipe.batch_size <= SMALL_BATCH:
+        return []
+    each = f"{counted(batches, 'batch')} of {counted(recipe.batch_size, 'image')} in an epoch"
+    return [f"This run has {counted(steps, 'step')}, {each}: a smaller --batch-size or more --epochs gives more."]
+
+
+def dropout_remarks(model: nn.Module, recipe: Recipe, size: InputSize) -> list[str]:
+    """A warning where dropout stands before batch norm: evaluation then uses statistics that do not fit."""
+    found = dropout_before_batch_norm(model, size, rate=recipe.dropout)
+    if not found:
+        return []
+    dropout, norm = found[0]
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return [
+        f"Dropout {dropout!r} stands before batch norm {norm!r}{more}: the norm evaluates with other statistics "
+        "than it was trained with, which costs accuracy. Set dropout to 0 (--set dropout=0), or move it."
+    ]
+
+
+def dropout_before_batch_norm(
+    model: nn.Module, size: InputSize, *, rate: float | None = None
+) -> list[tuple[str, str]]:
+    """Names of each dropout whose output reaches a batch norm, and of the first norm it reaches.
+
+    `rate` replaces the rates of all dropout layers. Two images pass through the network in training mode, and
+    the autograd graph says what depends on what.
+    """
+    named = dict(model.named_modules())
+    dropouts = [m for m in named.values() if isinstance(m, Dropout) and (m.p if rate is None else rate) > 0]
+    norms = [m for m in named.values() if isinstance(m, BatchNorm)]
+    if not dropouts or not norms:
+        return []
+    names = {module: name for name, module in named.items()}
+    outputs: dict[Any, str] = {}  # the graph node of a dropout's output, and that dropout's name
+    inputs: list[tuple[Any, str]] = []  # the graph node of a norm's input, and that norm's name
+
+    def leaves(module: nn.Module, _: object, output: Tensor) -> None:
+        outputs[output.grad_fn] = names[module]
+
+    def enters(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs.append((first_input(args, kwargs).grad_fn, names[module]))
+
+    hooks = [dropout.register_forward_hook(leaves) for dropout in dropouts]
+    hooks += [norm.register_forward_pre_hook(enters, with_kwargs=True) for norm in norms]
+    try:
+        return _first_reached(inputs, outputs) if _runs_in_training(model, size) else []
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _runs_in_training(model: nn.Module, size: InputSize) -> bool:
+    """Run two images as in training, and leave the model and the random generators as they were."""
+    try:
+        with unchanged(model), torch.enable_grad():
+            # Noise: black images would make batch norms divide by nothing.
+            images = blank(size, next(model.parameters()).device, batch=2)
+            call(model.train(), images if is_example(size) else torch.rand_like(images, requires_grad=True))
+    except (RuntimeError, TypeError, ValueError):  # training says what is wrong with a network that cannot run
+        return False
+    return True
+
+
+def _first_reached(inputs: list[tuple[Any, str]], outputs: dict[Any, str]) -> list[tuple[str, str]]:
+    found: dict[str, str] = {}
+    for node, norm in inputs:
+        for dropout in (outputs[past] for past in upstream([node]) if past in outputs):
+            found.setdefault(dropout, norm)
+    return list(found.items())
+
+
+def rounding_remarks(model: nn.Module, recipe: Recipe, size: InputSize) -> list[str]:
+    """A warning where training with int8 layers does not see an average pool, which is called as a function."""
+    if recipe.quantize == "none":
+        return []
+    pools = [module for module in model.modules() if isinstance(module, nn.AvgPool2d | nn.AdaptiveAvgPool2d)]
+    calls, by_module = _PoolCalls(), []
+    hooks = [pool.register_forward_hook(lambda pool, *_: by_module.append(pool)) for pool in pools]
+    try:
+        with unchanged(model, evaluating=True), torch.no_grad(), calls:
+            call(model, blank(size, next(model.parameters()).device, batch=2))
+    except (RuntimeError, ValueError):  # training says what is wrong with a network that cannot run
+        return []
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if calls.number <= len(by_module):
+        return []
+    return [
+        "The network calls F.avg_pool2d or F.adaptive_avg_pool2d: an int8 file rounds what they read, and "
+        "training does not. Use nn.AvgPool2d or nn.AdaptiveAvgPool2d."
+    ]
+
+
+class _PoolCalls(TorchFunctionMode):
+    """Counts calls of average pools, by modules and by functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func in (functional.avg_pool2d, functional.adaptive_avg_pool2d)
+        return func(*args, **(kwargs or {}))
+
+
+# Estimate the memory of a run before it starts: a process that takes too much is killed without a message.
+
+_CGROUP = Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+
+
+def check_memory(network: nn.Module, data: Data, recipe: Recipe, size: InputSize, device: torch.device) -> None:
+    """Refuse a run that cannot fit, with the size of its images and what would make it fit."""
+    free = free_memory(device)
+    if free is None:
+        return
+    splits = [split for split in (data.train, data.test) if isinstance(split, ResidentSplit)]
+    images = sum(held_bytes(split, recipe, device) for split in splits)
+    maps = map_bytes(network, size) * max(1, recipe.batch_size // recipe.accumulate)
+    if images + maps <= free:
+        return
+    raise LowRankError(
+        f"{in_words(size)} take about {(images + maps) / 2**30:.1f} GiB ({images / 2**30:.1f} for the set, "
+        f"{maps / 2**30:.1f} for a batch of {recipe.batch_size}), and {free / 2**30:.1f} GiB are free: bring them "
+        "to a smaller size (--image-size 64), use a smaller --batch-size, or --set accumulate=4."
+    )
+
+
+def held_bytes(split: ResidentSplit, recipe: Recipe, device: torch.device) -> int:
+    """Bytes that a split takes on the device: preprocessed, or as bytes; on the CPU, as it was decoded too."""
+    channels, height, width = split.size
+    as_bytes = recipe.preprocess == "standardize" and holds_bytes(split, None, augmentation(recipe))
+    each = (1 if as_bytes else 4) + (device.type == "cpu")
+    return len(split) * channels * height * width * each
+
+
+@torch.no_grad()
+def map_bytes(network: nn.Module, size: InputSize) -> int:
+    """Bytes of the maps of one image that the backward pass needs, measured on a smaller image and scaled up.
+
+    Every layer's output counts once. Maps grow with the area of the image, weights do not.
+    """
+    total = 0
+
+    def add(_: nn.Module, __: object, output: object) -> None:
+        nonlocal total
+        if isinstance(output, Tensor):
+            total += output.numel() * 4
+
+    several = is_example(size)
+    channels, height, width = (0, 0, 0) if several else checked_size(size)
+    shrink = max(1, min(height, width) // 128)
+    layers = [module for module in network.modules() if not list(module.children())]
+    hooks = [layer.register_forward_hook(add) for layer in layers]
+    device = next((p.device for p in network.parameters()), torch.device("cpu"))
+    try:
+        with unchanged(network, evaluating=True):
+            call(network, blank(size if several else (channels, height // shrink, width // shrink), device))
+    except Exception:  # a network for one size: the check that follows says what is wrong, if anything
+        return 0
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return total * shrink * shrink
+
+
+def free_memory(device: torch.device) -> float | None:
+    """Free bytes of the device, by the system and the container; None if neither is known."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        return None
+    found = [value for value in (_available(), _container_limit()) if value is not None]
+    return min(found) if found else None
+
+
+def _available() -> float | None:
+    try:
+        lines = _MEMINFO.read_text().splitlines()
+    except OSError:
+        return None
+    found = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return next((float(kib) * 1024 for kib in found), None)
+
+
+def _container_limit() -> float | None:
+    try:
+        limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return None if limit == "max" else float(limit) - float(used)
+    except (OSError, ValueError):
+        return None

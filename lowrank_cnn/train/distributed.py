@@ -1,0 +1,296 @@
+"""Where a run computes: device, precision and processes, through Lightning Fabric.
+
+The same call serves a laptop, one GPU, and every process that `torchrun` started, on one machine or several.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.core.clock import torch_threads
+from lowrank_cnn.core.errors import LowRankError, require
+from lowrank_cnn.kernels import forced
+from lowrank_cnn.train.recipe import PRECISIONS
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
+
+Made = TypeVar("Made")
+STRATEGIES = ("auto", "ddp")
+_FOUND: dict[str, Callable[[], int]] = {
+    "cpu": lambda: sys.maxsize,  # the CPU is one device, whatever number it is given
+    "cuda": torch.cuda.device_count,
+    "mps": torch.mps.device_count,
+}
+_FABRIC_PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed"}
+"""fp16 is set up by hand: Fabric would scale the loss by a scaler that looks at the device after every step."""
+
+
+def launch(device: str = "auto", precision: str = "auto", strategy: str = "auto") -> Fabric:
+    """A Fabric on the device asked for, joined with the other processes where there are any."""
+    if strategy not in STRATEGIES:
+        raise LowRankError(f"strategy is one of {', '.join(STRATEGIES)}, not {strategy!r}.")
+    fabric = require("lightning_fabric", extra="train", purpose="training")
+    kind, _, index = resolve_device(device).partition(":")
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    with _without_hints():
+        launched = fabric.Fabric(
+            accelerator=kind,
+            devices=local if world > 1 else [int(index)] if index else 1,
+            num_nodes=max(1, world // local),
+            strategy="ddp" if world > 1 and strategy == "auto" else strategy,
+            **_arithmetic(resolve_precision(precision, kind), kind),
+        )
+        launched.launch()
+    return launched
+
+
+def _arithmetic(precision: str, kind: str) -> dict[str, Any]:
+    """Fabric's options for a precision."""
+    if precision != "fp16":
+        return {"precision": _FABRIC_PRECISION[precision]}
+    plugins = require("lightning_fabric.plugins", extra="train", purpose="training")
+    unscaled = torch.amp.GradScaler(kind, enabled=False)
+    return {"plugins": [plugins.MixedPrecision("16-mixed", kind, scaler=unscaled)]}
+
+
+@contextlib.contextmanager
+def _without_hints() -> Iterator[None]:
+    """Show Fabric's warnings, but not its remarks on precision, which the record has."""
+    log = logging.getLogger("lightning_fabric")
+    level = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def resolve_device(device: str) -> str:
+    """The device to use: the one named, or the GPU where there is one."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise LowRankError(f"there is no device {device!r}: use auto, cpu, cuda, cuda:1 or mps.") from error
+    if kind not in _FOUND:
+        raise LowRankError(f"{device!r} is no device to compute on: use auto, cpu, cuda, cuda:1 or mps.")
+    if not (found := _FOUND[kind]()):
+        raise LowRankError(f"there is no {kind.upper()} device here: use --device cpu.")
+    if (torch.device(device).index or 0) >= found:
+        raise LowRankError(f"there is no device {device!r}: this machine has {found}, counted from 0.")
+    return device if kind != "cpu" else "cpu"
+
+
+def resolve_precision(precision: str, device: str) -> str:
+    """fp32, bf16 or fp16: the one named, or bf16 where the GPU computes in it."""
+    if precision not in PRECISIONS:
+        raise LowRankError(f"precision is one of {', '.join(PRECISIONS)}, not {precision!r}.")
+    if precision != "auto":
+        return precision
+    return "bf16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "fp32"
+
+
+@contextlib.contextmanager
+def batch_norm_over_all(fabric: Fabric, network: nn.Module, say: Callable[[str], None]) -> Iterator[None]:
+    """Let batch norm use the whole batch of several GPUs within the block; on CPUs, say that it cannot.
+
+    The layers that do so share all tensors with the network's own, which must be on its device already.
+    """
+    norms = {
+        name: module
+        for name, module in network.named_modules(remove_duplicate=False)
+        if name and isinstance(module, nn.modules.batchnorm._BatchNorm)
+    }
+    if fabric.world_size == 1 or not norms:
+        yield
+        return
+    if fabric.device.type != "cuda":
+        say(f"Batch norm sees only the part of a batch that each of the {fabric.world_size} processes has.")
+        yield
+        return
+    nn.SyncBatchNorm.convert_sync_batchnorm(network)
+    try:
+        yield
+    finally:
+        for name, norm in norms.items():
+            network.set_submodule(name, norm.train(network.training))
+
+
+def sum_over_processes(fabric: Fabric, tensor: Tensor) -> Tensor:
+    """The sum of a tensor over all processes."""
+    return fabric.all_reduce(tensor.clone(), reduce_op="sum")  # type: ignore[return-value]
+
+
+def copy_from_first(fabric: Fabric, tensors: Iterable[Tensor]) -> None:
+    """Give all processes the values that these tensors have in the first, in place."""
+    if fabric.world_size > 1:
+        for tensor in tensors:
+            value = tensor.contiguous()
+            torch.distributed.broadcast(value, 0)
+            tensor.copy_(value)
+
+
+def gather_tensors(fabric: Fabric, tensor: Tensor) -> list[Tensor]:
+    """A tensor of equal shape from every process, in main memory."""
+    if fabric.world_size == 1:
+        return [tensor.cpu()]
+    return list(fabric.all_gather(tensor.to(fabric.device)).cpu())  # type: ignore[union-attr]
+
+
+def gather_objects(fabric: Fabric, value: Any) -> list[Any]:
+    """A plain value from every process."""
+    if fabric.world_size == 1:
+        return [value]
+    found: list[Any] = [None] * fabric.world_size
+    torch.distributed.all_gather_object(found, value)
+    return found
+
+
+def made_by_first(make: Callable[[], Made], device: str) -> Made:
+    """What the first process makes, in all processes that torchrun started; they all raise its error."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return make()
+    fabric = launch(device)
+    made, failure = None, None
+    if fabric.is_global_zero:
+        try:
+            made = make()
+        except Exception as error:  # raised below: the others wait for an answer
+            failure = error
+    made, told = fabric.broadcast((made, failure and str(failure)))
+    if failure is not None:
+        raise failure
+    if told is not None:
+        raise LowRankError(told)
+    return made  # type: ignore[return-value]
+
+
+def agree_on(fabric: Fabric, wish: int) -> int:
+    """The largest value of any process, so that all of them do the same thing at the same step."""
+    if fabric.world_size == 1:
+        return wish
+    return max(int(other) for other in gather_tensors(fabric, torch.tensor([wish])))
+
+
+# What the last bits of a result depend on: random generators, and the order in which numbers are added.
+#
+# Training is bit-identical when it is repeated or resumed on one CPU with the same number of threads. Another
+# number of threads or processes, or another device, adds the same numbers in another order. A run therefore
+# records these conditions, and `repeatable` makes it keep them. Checkpoints hold the state of every generator.
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_RANK_STRIDE = 1_000_003  # keeps the processes' streams apart, and apart from those of neighbouring seeds
+
+
+def conditions(fabric: Fabric) -> dict[str, Any]:
+    """The conditions of this process that a result depends on in its last bits, by name."""
+    device = fabric.device
+    return {
+        "threads": torch.get_num_threads(),
+        "processes": fabric.world_size,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "torch": torch.__version__,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def changed_conditions(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Each condition that differs, as name: (before, now); older checkpoints state none."""
+    return {name: (saved[name], now[name]) for name in now if name in saved and saved[name] != now[name]}
+
+
+@contextlib.contextmanager
+def repeatable(on: bool, *, processes: int = 1) -> Iterator[None]:
+    """Run the block with torch's deterministic algorithms, and put all settings back after it.
+
+    An operation that has no deterministic algorithm raises `LowRankError`.
+
+        with repeatable(True):
+            train()
+    """
+    if not on:
+        yield
+        return
+    if processes > 1:
+        raise LowRankError("--deterministic is for one process: sums over several differ from run to run.")
+    cudnn = torch.backends.cudnn
+    before = torch.are_deterministic_algorithms_enabled(), cudnn.benchmark, os.environ.get(_WORKSPACE)
+    os.environ.setdefault(_WORKSPACE, ":4096:8")  # which cuBLAS reads when it is first used
+    torch.use_deterministic_algorithms(True)
+    cudnn.benchmark = False
+    try:
+        with torch_threads(None), forced("off"):  # the fused kernels add some gradients in any order
+            yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        reason = str(error).partition(", but you set")[0].partition(". ")[0]
+        raise LowRankError(f"this network cannot be trained with --deterministic: {reason}.") from error
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        cudnn.benchmark = before[1]
+        if before[2] is None:
+            os.environ.pop(_WORKSPACE, None)
+
+
+def keep_threads(saved: Mapping[str, Any]) -> None:
+    """Compute with as many threads as the run did before, within `repeatable`, even on another machine."""
+    threads = saved.get("threads")
+    if torch.are_deterministic_algorithms_enabled() and isinstance(threads, int) and threads > 0:
+        torch.set_num_threads(threads)
+
+
+def seed_generators(seed: int, rank: int = 0) -> None:
+    """Seed Python's, NumPy's and torch's generators; each process gets its own stream."""
+    if not 0 <= seed < 2**32:
+        raise LowRankError(f"a seed lies between 0 and {2**32 - 1}, not at {seed}.")
+    seed = (seed + rank * _RANK_STRIDE) % 2**32
+    random.seed(seed)
+    _numpy().random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def generator_states(device: torch.device) -> dict[str, Tensor]:
+    """The state of every generator, as tensors."""
+    version, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = _numpy().random.get_state(legacy=True)
+    states = {
+        "python": torch.tensor([version, *words], dtype=torch.int64),
+        "python_gauss": torch.tensor([gauss is not None, gauss or 0.0], dtype=torch.float64),
+        "numpy": torch.tensor([*map(int, keys), position, has_gauss], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_generators(states: dict[str, Tensor], device: torch.device) -> None:
+    """Restore every generator to the state that `generator_states` returned."""
+    version, *words = states["python"].tolist()
+    has_spare, spare = states["python_gauss"].tolist()
+    random.setstate((version, tuple(words), spare if has_spare else None))
+    *keys, position, has_gauss = states["numpy"].tolist()
+    words = _numpy().array(keys, dtype="uint32")
+    _numpy().random.set_state(("MT19937", words, position, has_gauss, states["numpy_gauss"].item()))
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def _numpy() -> ModuleType:
+    return require("numpy", extra="train", purpose="training")
