@@ -18,7 +18,7 @@ from torch import Tensor
 from lowrank_cnn.core.environment import is_out_of_memory
 from lowrank_cnn.core.errors import LowRankError
 
-# How to choose between the fused kernels and torch: the environment variable LOWRANK_KERNELS, and context managers.
+# How to choose between the fused kernels and torch: the variable LOWRANK_KERNELS, and context managers.
 #
 # off   torch's own convolutions, always: one for each filter group
 # dense torch's own convolutions, always: in training one for a whole layer, zeros around its filters
