@@ -12,7 +12,7 @@ earlier runs.
 Training counts as three times the operations of the network on each image: forward, and two gradients. Seconds are
 those of runs that had the device alone (`--processes 1`); `--seeds 3 --processes 1`, then `--seeds 100
 --processes 4`, gives both. The record is written after every run; started again, the command trains what is
-missing. The target is that of `lowrank_cnn/frontier/questions.json`.
+missing. The target is that of `lowrank_cnn/choose/questions.json`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ The paper's initialisation (composite) is compared with He's by fan-out and by f
 torch's, and N(0, 0.05). Each tries the same factors of the recipe's learning rate, with the same seeds, on
 held-out training images, in runs of a sixth of the epochs, or of `--try-epochs`. Then each trains in full at its
 own best rate. A run diverges where its loss is not finite, or where it ends no better than chance. The margins are
-in `lowrank_cnn/frontier/questions.json`.
+in `lowrank_cnn/choose/questions.json`.
 
 The record is written after every run; started again, the command trains what is missing. `--budget 300` begins no
 run that would not end within 300 seconds. `--epochs` shortens full runs and tries alike. `--processes 4` trains

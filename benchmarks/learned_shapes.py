@@ -26,7 +26,7 @@ images to try rates on; without it a tenth is held out. `--processes 4` trains f
 device. `--time` then times the networks of the first seed through `optimize`, in turns with the dense one. Where a
 rival takes more or less time than the learned network, `--ways thin:0.6` adds the rival with another share of the
 MACs.
-It ends with answers to the questions of `lowrank_cnn/frontier/questions.json`: does learning beat every rival, at
+It ends with answers to the questions of `lowrank_cnn/choose/questions.json`: does learning beat every rival, at
 equal MACs and at equal time?
 """
 

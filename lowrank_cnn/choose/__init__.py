@@ -1,1 +1,1 @@
-"""Accuracy against measured time: low-rank designs beside thinner dense networks, over many runs."""
+"""Which network to take: designs, frontiers and their verdicts, advice, learned shapes."""

@@ -1,0 +1,1 @@
+"""Networks as graphs of calls: capture, patterns, fusing and merging."""
