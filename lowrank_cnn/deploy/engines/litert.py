@@ -16,10 +16,16 @@ from torch import Tensor, nn
 
 from lowrank_cnn.core.errors import LowRankError, first_line, require
 from lowrank_cnn.core.files import read_regular
-from lowrank_cnn.deploy.engines.mnn import silent_process
 from lowrank_cnn.deploy.engines.onnx import write_onnx
 from lowrank_cnn.deploy.engines.request import ExportRequest
-from lowrank_cnn.deploy.engines.runner import PerImageRunner, Port, first_image, parse_metadata, ports_from
+from lowrank_cnn.deploy.engines.runner import (
+    PerImageRunner,
+    Port,
+    first_image,
+    parse_metadata,
+    ports_from,
+    silent_process,
+)
 from lowrank_cnn.graph.merge import merge
 
 if TYPE_CHECKING:
