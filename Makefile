@@ -17,9 +17,9 @@ demo: $(VENV)/.installed
 # Compiled 1x3 and 3x1 convs (native/): they need a C++ compiler, and everything works without them.
 strips: $(VENV)/.strips
 
-# Wheels of the package and of its compiled part, in dist/.
+# Wheels of the package, of its compiled part and of the writer of .tflite files, in dist/.
 wheels: $(VENV)/.installed
-	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist . ./native
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist . ./native ./tflite
 
 # Engines have processes of their own: what one of these compiled libraries breaks would show in a test of ours.
 # Each worker takes a stretch of the tests, so that fixtures and large imports of a module are made once, not per worker.
@@ -65,12 +65,13 @@ clean:
 	rm -rf .venv* build dist site .pytest_cache .ruff_cache .hypothesis
 
 # torch goes first and by its pin: an open range would take the newest build with all of CUDA.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml tflite/pyproject.toml constraints.txt
 	@echo "Setting up $(VENV), this once: pip fetches torch and about 60 packages, often in 2 minutes, at worst in 15."
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
 	$(PIP) torch
 	$(PIP) --editable ".[all]"
+	$(PIP) --no-deps --editable ./tflite  # what it needs comes with the extra engines
 	@touch $@
 
 $(VENV)/.strips: $(VENV)/.installed $(wildcard native/*.* native/*/*)

@@ -15,6 +15,9 @@ from lowrank_cnn.core.text import printable
 _LONGEST_NAME = 100
 """Letters of a name that are compared with known names: the time to compare grows with their square."""
 
+_FOLDERS = {"onnx_tflite": "./tflite"}
+"""Packages that are installed from a folder of a clone."""
+
 
 class LowRankError(ValueError):
     """Bad input. The command line prints the sentence and leaves with exit code 2.
@@ -61,7 +64,8 @@ def require(module: str, *, extra: str, purpose: str = "this") -> ModuleType:
     except ImportError as error:
         # What is missing may be what the module itself wants: TensorBoard, to write scalars with torch.
         package = (error.name or module).partition(".")[0]
-        raise MissingExtra(f"{purpose} needs {package}: pip install 'lowrank-cnn[{extra}]'") from error
+        what = _FOLDERS.get(package, f"'lowrank-cnn[{extra}]'")
+        raise MissingExtra(f"{purpose} needs {package}: pip install {what}") from error
 
 
 def check_type(name: str, value: object, *kinds: type) -> None:

@@ -31,7 +31,7 @@ def tiny() -> nn.Module:
 @pytest.mark.parametrize("suffix", [".onnx", ".xml", ".tflite", pytest.param(".pte", marks=pytest.mark.nightly)])
 def test_int8_is_near_the_network(suffix: str, tmp_path):
     pytest.importorskip(
-        {".onnx": "onnxruntime", ".xml": "nncf", ".tflite": "ai_edge_litert", ".pte": "executorch"}[suffix]
+        {".onnx": "onnxruntime", ".xml": "nncf", ".tflite": "onnx_tflite", ".pte": "executorch"}[suffix]
     )
     net, images = tiny(), torch.randn(32, *SIZE)
     found = quantize(net, images, tmp_path / f"net{suffix}")

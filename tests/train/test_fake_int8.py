@@ -181,7 +181,7 @@ def test_the_file_rounds_average_pools_as_training_does(driver, tmp_path):
     ],
 )
 def test_the_file_has_the_ranges_of_every_average_pool(driver, tmp_path, pool: nn.Module, suffix: str):
-    pytest.importorskip({".onnx": "onnxruntime", ".xml": "nncf", ".tflite": "ai_edge_litert"}[suffix])
+    pytest.importorskip({".onnx": "onnxruntime", ".xml": "nncf", ".tflite": "onnx_tflite"}[suffix])
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), pool, nn.Flatten(), nn.Linear(8, 4))
     data = driver.tiny_data()

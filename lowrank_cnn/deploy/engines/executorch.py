@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from lowrank_cnn.core.errors import LowRankError, first_line, require
 from lowrank_cnn.core.files import regular
 from lowrank_cnn.deploy.block_forms import groups_apart
-from lowrank_cnn.deploy.engines.mnn import silent_process
 from lowrank_cnn.deploy.engines.request import ExportRequest
-from lowrank_cnn.deploy.engines.runner import PerImageRunner, first_image, write_beside
+from lowrank_cnn.deploy.engines.runner import PerImageRunner, first_image, silent_process, write_beside
 
 if TYPE_CHECKING:
     from numpy import ndarray

@@ -1,7 +1,7 @@
 """LiteRT (TensorFlow Lite): write .tflite files by way of ONNX, and run them on the CPU through XNNPACK.
 
-LiteRT's own converter has no build for Linux on Arm, so the file is written here, by the schema that the runtime's
-package holds. A file holds the network for one image, which it takes as [1, C, H, W].
+LiteRT's own converter has no build for Linux on Arm, so the package `onnx_tflite` (in tflite/) writes the file. It
+holds the network for one image, which it takes as [1, C, H, W].
 """
 
 from __future__ import annotations
@@ -16,20 +16,24 @@ from torch import Tensor, nn
 
 from lowrank_cnn.core.errors import LowRankError, first_line, require
 from lowrank_cnn.core.files import read_regular
-from lowrank_cnn.deploy.engines.litert_file import LitertGraph, LitertTensor, Operation, packed, read_notes
-from lowrank_cnn.deploy.engines.litert_int8 import quantize_litert
-from lowrank_cnn.deploy.engines.litert_operators import translate
-from lowrank_cnn.deploy.engines.mnn import silent_process
 from lowrank_cnn.deploy.engines.onnx import write_onnx
 from lowrank_cnn.deploy.engines.request import ExportRequest
-from lowrank_cnn.deploy.engines.runner import PerImageRunner, Port, first_image, parse_metadata, ports_from
+from lowrank_cnn.deploy.engines.runner import (
+    PerImageRunner,
+    Port,
+    first_image,
+    parse_metadata,
+    ports_from,
+    silent_process,
+)
 from lowrank_cnn.graph.merge import merge
 
 if TYPE_CHECKING:
     from numpy import ndarray
 
 _LARGEST_FILE = 2**31  # of a flat buffer
-_WEIGHTED = ("CONV_2D", "DEPTHWISE_CONV_2D", "TRANSPOSE_CONV", "FULLY_CONNECTED")
+_NOTES = "lowrank_cnn"
+"""The name under which a file keeps our metadata."""
 
 
 class LitertRunner(PerImageRunner):
@@ -42,7 +46,7 @@ class LitertRunner(PerImageRunner):
         try:
             with silent_process():
                 content = read_regular(path, most=_LARGEST_FILE)
-                self.metadata = parse_metadata(read_notes(content))
+                self.metadata = parse_metadata(_read_notes(content))
                 count = threads or torch.get_num_threads()
                 self.interpreter = library.Interpreter(model_content=content, num_threads=count)
                 self.interpreter.allocate_tensors()
@@ -64,23 +68,40 @@ class LitertRunner(PerImageRunner):
 
 def write_litert(folder: Path, stem: str, request: ExportRequest) -> Path:
     """Write a .tflite file; in fp16 the weights of layers are stored in half precision."""
-    require("ai_edge_litert.schema_py_generated", extra="engines", purpose="writing a .tflite file")
-    call, half = first_image(request, "litert"), request.precision == "fp16"
+    library: Any = require("onnx_tflite", extra="engines", purpose="writing a .tflite file")
+    call = first_image(request, "litert")
     if wrong := [t.dtype for t in call.tensors.values() if t.dtype not in (torch.float32, torch.uint8)]:
         raise LowRankError(f"files for LiteRT take float32 or uint8, not {wrong[0]}: export model.float().")
     call = call.replaced({name: _laid_out(tensor) for name, tensor in call.tensors.items()})
     fixed = replace(request, network=_prepared(request), call=call, axes={name: {} for name in call.names})
-    onnx = write_onnx(folder, stem, replace(fixed, precision="fp32"))
-    graph = translate(onnx)
-    onnx.unlink()
-    if half:
-        _store_in_half(graph)
-    elif request.precision == "int8":
-        graph = quantize_litert(graph, request)
+    onnx, path = write_onnx(folder, stem, replace(fixed, precision="fp32")), folder / f"{stem}.tflite"
     notes = json.dumps({**request.metadata, "precision": request.precision}).encode()
-    path = folder / f"{stem}.tflite"
-    path.write_bytes(packed(graph, notes, half=half))
+    try:
+        with silent_process():
+            library.write_tflite(
+                onnx,
+                path,
+                precision=request.precision,
+                calibration=([tensor.numpy() for tensor in batch] for batch in request.calibration or ()),
+                ranges=request.ranges,
+                in_float=request.in_float,
+                metadata={_NOTES: notes},
+                description="lowrank-cnn",
+            )
+    except library.ConversionError as error:
+        raise LowRankError(f"the network cannot be written for LiteRT: {error}; take another target.") from error
+    finally:
+        onnx.unlink()
     return path
+
+
+def _read_notes(content: bytes) -> bytes:
+    """The metadata that `write_litert` put into a file; empty if there is none."""
+    schema: Any = require("ai_edge_litert.schema_py_generated", extra="engines", purpose="running a .tflite file")
+    model = schema.Model.GetRootAs(content)
+    entries = [model.Metadata(place) for place in range(model.MetadataLength())]
+    found = [entry.Buffer() for entry in entries if entry.Name() == _NOTES.encode()]
+    return model.Buffers(found[0]).DataAsNumpy().tobytes() if found else b""
 
 
 def _prepared(request: ExportRequest) -> nn.Module:
@@ -98,20 +119,6 @@ def _prepared(request: ExportRequest) -> nn.Module:
 def _laid_out(tensor: Tensor) -> Tensor:
     """A tensor as torch lays it out by default: of channels_last, torch.export writes strides into the graph."""
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _store_in_half(graph: LitertGraph) -> None:
-    """Keep the weights of layers in half precision; an operation before each layer gives them in float32."""
-    made: list[Operation] = []
-    for operation in graph.operations:
-        weight = operation.inputs[1] if operation.kind in _WEIGHTED else None
-        if weight is not None and weight.data is not None:
-            stored = LitertTensor("weight", weight.shape, "float16", weight.data.astype("float16"))
-            whole = LitertTensor(f"{operation.layer}/weight", weight.shape)
-            made.append(Operation("DEQUANTIZE", [stored], whole, {}, operation.layer))
-            operation.inputs[1] = whole
-        made.append(operation)
-    graph.operations = made
 
 
 def _port(details: Any) -> Port:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +10,18 @@ import torch
 
 from lowrank_cnn.core.errors import LowRankError, require
 from lowrank_cnn.core.files import regular
-from lowrank_cnn.deploy.engines.mnn_process import variable, write_converted
+from lowrank_cnn.core.processes import apart
+from lowrank_cnn.deploy.engines import mnn_process
 from lowrank_cnn.deploy.engines.onnx import write_onnx
 from lowrank_cnn.deploy.engines.request import ExportRequest
-from lowrank_cnn.deploy.engines.runner import Runner, as_array, ports_from, read_beside, write_beside
+from lowrank_cnn.deploy.engines.runner import (
+    Runner,
+    as_array,
+    ports_from,
+    read_beside,
+    silent_process,
+    write_beside,
+)
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -52,7 +56,7 @@ class MnnRunner(Runner):
 
     def _run(self, inputs: dict[str, ndarray]) -> dict[str, ndarray]:
         expr = self.mnn.expr
-        results = self.loaded.forward([variable(expr, inputs[port.name]) for port in self.inputs])
+        results = self.loaded.forward([mnn_process.variable(expr, inputs[port.name]) for port in self.inputs])
         kept = [expr.convert(result, expr.NCHW) for result in results]  # an array shows memory that is theirs
         return {port.name: one.read().copy() for port, one in zip(self.outputs, kept, strict=True)}
 
@@ -64,27 +68,15 @@ def write_mnn(folder: Path, stem: str, request: ExportRequest) -> Path:
     with silent_process():
         require("MNN", extra="engines", purpose="writing MNN's files")
     onnx, path = write_onnx(folder, stem, replace(request, precision="fp32")), folder / f"{stem}.mnn"
-    calls = [request.call.sized(request.axes, sizes) for sizes in request.tried_sizes]
-    inputs = [{name: as_array(tensor) for name, tensor in call.tensors.items()} for call in calls]
-    why = write_converted(onnx, path, inputs, request.outputs, half=request.precision == "fp16")
-    onnx.unlink()
-    if why:
-        raise LowRankError(f"the network cannot be written for MNN: {why}.")
+    calls = [request.call.sized(request.axes, sizes).tensors for sizes in request.tried_sizes]
+    shapes = [{name: [x.shape, str(as_array(x).dtype)] for name, x in tensors.items()} for tensors in calls]
+    half = request.precision == "fp16"
+    try:
+        apart(mnn_process.__file__, "convert_and_run", str(onnx), str(path), shapes, list(request.outputs), half)
+    except LowRankError as error:
+        lacks = "MNN cannot run what its converter wrote" if path.is_file() else "its converter lacks an operation"
+        raise LowRankError(f"the network cannot be written for MNN: {lacks}.") from error
+    finally:
+        onnx.unlink()
     write_beside(path, {**request.metadata, "precision": request.precision})
     return path
-
-
-@contextmanager
-def silent_process() -> Iterator[None]:
-    """Send what compiled code prints to nowhere: MNN writes about itself to standard output."""
-    sys.stdout.flush()
-    kept = os.dup(1), os.dup(2)
-    with open(os.devnull, "wb") as nowhere:  # noqa: PTH123, a descriptor is what is needed
-        try:
-            os.dup2(nowhere.fileno(), 1)
-            os.dup2(nowhere.fileno(), 2)
-            yield
-        finally:
-            for descriptor, stream in zip(kept, (1, 2), strict=True):
-                os.dup2(descriptor, stream)
-                os.close(descriptor)

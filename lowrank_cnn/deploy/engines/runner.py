@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,6 +95,22 @@ class Runner(ABC):
                 raise LowRankError(f"this file takes {port.name} of {port}, not of {given}.")
             if str(array.dtype) != port.array_dtype:
                 raise LowRankError(f"this file takes {port.name} in {port.array_dtype}, not in {array.dtype}.")
+
+
+@contextmanager
+def silent_process() -> Iterator[None]:
+    """Send what compiled code prints to nowhere: some engines print about themselves."""
+    sys.stdout.flush()
+    kept = os.dup(1), os.dup(2)
+    with open(os.devnull, "wb") as nowhere:  # noqa: PTH123, a descriptor is what is needed
+        try:
+            os.dup2(nowhere.fileno(), 1)
+            os.dup2(nowhere.fileno(), 2)
+            yield
+        finally:
+            for descriptor, stream in zip(kept, (1, 2), strict=True):
+                os.dup2(descriptor, stream)
+                os.close(descriptor)
 
 
 def write_beside(path: Path, metadata: Mapping[str, str]) -> None:

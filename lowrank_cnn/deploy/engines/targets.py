@@ -82,11 +82,13 @@ class Target:
     usage: str
     int8: bool = False
     strips: bool = False
+    writer: str = ""
+    """A second package, which writes its files."""
 
     @property
     def installed(self) -> bool:
-        """Whether its package can be imported."""
-        return importlib.util.find_spec(self.package) is not None
+        """Whether its packages can be imported."""
+        return all(importlib.util.find_spec(name) for name in (self.package, self.writer) if name)
 
 
 _ONNX = """import numpy, onnxruntime; {made}
@@ -126,7 +128,7 @@ TARGETS = {
     "openvino": Target(".xml", "openvino", _OPENVINO, int8=True),
     "ncnn": Target(".param", "ncnn", _NCNN),
     "mnn": Target(".mnn", "MNN", _MNN),
-    "litert": Target(".tflite", "ai_edge_litert", _LITERT, int8=True),
+    "litert": Target(".tflite", "ai_edge_litert", _LITERT, int8=True, writer="onnx_tflite"),
     "executorch": Target(".pte", "executorch", _EXECUTORCH, int8=True),
     "pt2": Target(".pt2", "torch", _PROGRAM),
     "torchscript": Target(".ts", "torch", _SCRIPT),

@@ -17,7 +17,7 @@ from lowrank_cnn.deploy.export import export
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.models import create_model
 
-pytest.importorskip("ai_edge_litert")
+pytest.importorskip("onnx_tflite")
 
 LOW_RANK = [("nin-c3-lr", (3, 32, 32)), ("resnet18-lr", (3, 40, 40)), ("vgg11-gmp-lr-join", (3, 32, 32))]
 
@@ -26,6 +26,7 @@ LOW_RANK = [("nin-c3-lr", (3, 32, 32)), ("resnet18-lr", (3, 40, 40)), ("vgg11-gm
 def test_a_file_gives_what_the_network_gives(precision: str, check_target):
     path = check_target("litert", precision)
     assert open_engine(path).metadata["precision"] == precision
+    assert (b"reduced_precision_support" in path.read_bytes()) == (precision == "fp16")
     assert not path.with_name("net.tflite.json").exists()  # the file itself names its inputs
 
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.deploy.engines.litert_file import LitertGraph, LitertTensor, constant
-from lowrank_cnn.deploy.engines.litert_int8 import _asymmetric, _chosen, _int8_weights, _levels
 from lowrank_cnn.deploy.engines.targets import open_engine
 from lowrank_cnn.deploy.quantize import quantize
 from lowrank_cnn.method.schemes import build_conv
 
-pytest.importorskip("ai_edge_litert")
+pytest.importorskip("onnx_tflite")
+from onnx_tflite import graph as tflite
+from onnx_tflite.int8 import _asymmetric, _chosen, _int8_weights, _levels
 
 
 class Gated(nn.Module):
@@ -76,22 +75,20 @@ def test_layers_and_ranges_that_are_given_are_kept(tmp_path: Path):
     assert kinds == {np.float32}
 
 
-def request(*, in_float: str = "") -> SimpleNamespace:
-    return SimpleNamespace(is_in_float=lambda layer: bool(in_float) and layer == in_float)
-
-
 def test_what_hands_values_on_shares_one_range():
-    graph = LitertGraph([LitertTensor("image", (1, 4, 4, 2))])
-    image, weight = graph.inputs[0], constant(np.ones((2, 1, 1, 2), np.float32))
-    graph.layer = "a"
-    parts = [graph.add("CONV_2D", [image, weight, constant(np.zeros(2, np.float32))], image.shape) for _ in "ab"]
+    graph = tflite.Graph([tflite.Tensor("image", (1, 4, 4, 2))])
+    image, weight = graph.inputs[0], tflite.constant(np.ones((2, 1, 1, 2), np.float32))
+    graph.layer = "a/conv"
+    parts = [
+        graph.add("CONV_2D", [image, weight, tflite.constant(np.zeros(2, np.float32))], image.shape) for _ in "ab"
+    ]
     joined = graph.add("CONCATENATION", parts, (1, 4, 4, 4), axis=3)
     pooled = graph.add("AVERAGE_POOL_2D", [joined], (1, 2, 2, 4))
     shaped = graph.reshaped(pooled, (1, 16))
     graph.outputs = [shaped]
-    chosen = _chosen(graph, request())  # type: ignore[arg-type]
+    chosen = _chosen(graph, ())
     assert [each.kind for each in graph.operations if each in chosen] == ["CONV_2D", "CONV_2D", "CONCATENATION"]
-    assert not _chosen(graph, request(in_float="a"))  # type: ignore[arg-type]
+    assert not _chosen(graph, ["a"])
     ranges = {image: (-1.0, 1.0), parts[0]: (0.0, 2.0), parts[1]: (-3.0, 1.0), joined: (-3.0, 2.0)}
     ranges |= {pooled: (0.0, 1.0), shaped: (0.0, 1.0)}
     levels = _levels(graph, chosen, ranges, {})
@@ -115,10 +112,10 @@ def test_a_dead_channel_keeps_its_bias():
     weight = np.zeros((2, 1, 1, 3), np.float32)
     weight[0] = 0.5
     bias = np.array([0.25, 7.0], np.float32)
-    given = LitertTensor("x", (1, 1, 1, 3), "int8", levels=_asymmetric([(-1.0, 1.0)]))
+    given = tflite.Tensor("x", (1, 1, 1, 3), "int8", levels=_asymmetric([(-1.0, 1.0)]))
     result = replace(given, levels=_asymmetric([(-8.0, 8.0)]))
-    graph = LitertGraph()
-    graph.add("CONV_2D", [given, constant(weight), constant(bias)], (1, 1, 1, 2))
+    graph = tflite.Graph()
+    graph.add("CONV_2D", [given, tflite.constant(weight), tflite.constant(bias)], (1, 1, 1, 2))
     small, steps = _int8_weights(graph.operations[0], given, result)
     assert small.data is not None
     assert steps.data is not None

@@ -1,4 +1,4 @@
-"""Shapes, layers, reductions and resizing give in LiteRT what they give in torch."""
+"""Each operation gives in LiteRT what it gives in torch, with the channels first or last; others are refused."""
 
 from __future__ import annotations
 
@@ -9,12 +9,59 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowrank_cnn.core.compare import difference
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.deploy.engines.litert_operators import OPERATORS
+from lowrank_cnn.deploy.engines.targets import open_engine
 from lowrank_cnn.deploy.export import export
+from lowrank_cnn.method.schemes import build_conv
 from tests.deploy.engines.file_checks import assert_file_computes_the_same
 
-pytest.importorskip("ai_edge_litert")
+pytest.importorskip("onnx_tflite")
+from onnx_tflite.operators import OPERATORS
+from onnx_tflite.windows import AxisWindow
+
+ACTIVATIONS = {
+    "relu": F.relu,
+    "relu6": lambda x: F.relu6(4 * x),
+    "leaky": lambda x: F.leaky_relu(x, 0.2),
+    "elu": F.elu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "hardswish": F.hardswish,
+    "hardsigmoid": F.hardsigmoid,
+    "tanh": torch.tanh,
+    "clamp": lambda x: x.clamp(-0.3, 0.7),
+    "power": lambda x: (x.abs() + 1) ** 1.5,
+    "arithmetic": lambda x: (3 - x) / 2 * torch.exp(-x.abs()).sqrt(),
+    "gate": lambda x: x * x.mean((2, 3), keepdim=True).sigmoid(),
+    "extremes": lambda x: torch.maximum(x, torch.minimum(x.flip(()), -x)),
+}
+
+
+class Activations(nn.Module):
+    """Every function of the table, on a conv's maps (channels last there) or on the image itself."""
+
+    def __init__(self, *, behind_conv: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1) if behind_conv else nn.Identity()
+        self.slopes = nn.PReLU(4 if behind_conv else 3)
+        self.norm = nn.BatchNorm2d(4 if behind_conv else 3)
+        nn.init.uniform_(self.norm.running_var, 0.5, 2)  # type: ignore[arg-type]
+
+    def forward(self, image: Tensor) -> dict[str, Tensor]:
+        x = self.conv(image)
+        found = {name: made(x) for name, made in ACTIVATIONS.items()}
+        return {**found, "prelu": self.slopes(x), "norm": self.norm(x + 1).relu()}
+
+
+@pytest.mark.parametrize("behind_conv", [False, True])
+def test_activations_and_arithmetic(behind_conv: bool, tmp_path: Path):
+    torch.manual_seed(0)
+    net, image = Activations(behind_conv=behind_conv).eval(), torch.randn(1, 3, 6, 5)
+    assert_file_computes_the_same(net, image, tmp_path / "net.tflite")
+
+
 OPERATIONS = {
     "flatten": lambda x: x.flatten(1),
     "to_last": lambda x: x.permute(0, 2, 3, 1),
@@ -71,12 +118,137 @@ def test_operations(behind_conv: bool, tmp_path: Path):
     assert_file_computes_the_same(net, image, tmp_path / "net.tflite")
 
 
+class Windows(nn.Module):
+    """Convs and pools by name, each on the same maps."""
+
+    def __init__(self, parts: dict[str, nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict(parts)
+
+    def forward(self, image: Tensor) -> dict[str, Tensor]:
+        return {name: part(image) for name, part in self.parts.items()}
+
+
+def convs() -> dict[str, nn.Module]:
+    return {
+        "same": nn.Conv2d(4, 6, 3, padding=1),
+        "strip": nn.Conv2d(4, 6, (1, 3), padding=(0, 1), bias=False),
+        "stride": nn.Conv2d(4, 6, 3, 2, 1),
+        "uneven": nn.Conv2d(4, 6, (5, 3), (2, 3), (2, 0)),
+        "dilated": nn.Conv2d(4, 6, 3, padding=2, dilation=2),
+        "even": nn.Conv2d(4, 6, (4, 2), padding="same"),
+        "depthwise": nn.Sequential(nn.Conv2d(4, 4, 3, 1, 1, groups=4), nn.ReLU6()),
+        "multiplied": nn.Conv2d(4, 12, 3, 2, 1, groups=4),
+        "grouped": nn.Conv2d(4, 6, 3, padding=1, groups=2),
+        "composite": build_conv(4, 8, 3, "lr", stride=2),
+        "composite5": nn.Sequential(build_conv(4, 8, 5, "mixture", stride=2), nn.ReLU()),
+    }
+
+
+def pools() -> dict[str, nn.Module]:
+    return {
+        "max": nn.MaxPool2d(2),
+        "max_padded": nn.MaxPool2d(3, 2, 1),
+        "max_behind_relu": nn.Sequential(nn.ReLU(), nn.MaxPool2d(3, 2, 1)),
+        "max_up": nn.MaxPool2d(3, 2, 1, ceil_mode=True),
+        "average": nn.AvgPool2d(2),
+        "average_padded": nn.AvgPool2d(3, 2, 1),
+        "average_of_values": nn.AvgPool2d(3, 1, 1, count_include_pad=False),
+        "average_up": nn.AvgPool2d(3, 2, ceil_mode=True),
+        "average_up_padded": nn.AvgPool2d(3, 2, 1, ceil_mode=True),
+        "average_up_of_values": nn.Sequential(
+            nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False), nn.ReLU()
+        ),
+        "adaptive": nn.AdaptiveAvgPool2d((3, 2)),
+        "largest": nn.AdaptiveMaxPool2d(1),
+        "response": nn.LocalResponseNorm(3),
+    }
+
+
+@pytest.mark.parametrize(("made", "size"), [(convs, (11, 8)), (convs, (12, 9)), (pools, (12, 8))])
+def test_windows(made, size: tuple[int, int], tmp_path: Path):
+    torch.manual_seed(0)
+    net, image = Windows(made()).eval(), torch.randn(1, 4, *size) - 0.5
+    assert_file_computes_the_same(net, image, tmp_path / "net.tflite")
+
+
+def test_even_padding_at_stride_1_is_no_operation(tmp_path: Path):
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, (1, 5), padding=(0, 2)))
+    export(net.eval(), tmp_path / "net.tflite", input_size=(3, 8, 8))
+    found = open_engine(tmp_path / "net.tflite").interpreter._get_ops_details()  # type: ignore[attr-defined]
+    kinds = [each["op_name"] for each in found]
+    assert kinds[:4] == ["TRANSPOSE", "CONV_2D", "CONV_2D", "TRANSPOSE"]
+
+
+@pytest.mark.parametrize(
+    ("window", "same", "needed"),
+    [
+        (AxisWindow(size=8, count=8, taps=3, step=1, dilation=1, before=1, after=1), True, 1),
+        (AxisWindow(size=8, count=4, taps=3, step=2, dilation=1, before=1, after=1), False, 0),
+        (AxisWindow(size=7, count=4, taps=3, step=2, dilation=1, before=1, after=1), True, 1),
+        (AxisWindow(size=8, count=4, taps=1, step=2, dilation=1, before=0, after=0), True, -1),
+        (AxisWindow(size=8, count=8, taps=3, step=1, dilation=2, before=2, after=2), True, 2),
+        (AxisWindow(size=8, count=8, taps=2, step=1, dilation=1, before=1, after=0), False, 0),
+    ],
+)
+def test_same_is_recognised(window: AxisWindow, same: bool, needed: int):
+    assert window.is_same == same
+    assert window.needed == needed
+
+
+def test_averages_divide_as_torch_does():
+    window = AxisWindow(size=6, count=4, taps=3, step=2, dilation=1, before=1, after=1)
+    ones = torch.ones(1, 1, 6, 1)
+    for padding in (True, False):
+        how = {"ceil_mode": True, "count_include_pad": padding}
+        means = F.avg_pool2d(ones, (3, 1), (2, 1), (1, 0), **how).flatten()
+        sums = F.avg_pool2d(ones, (3, 1), (2, 1), (1, 0), ceil_mode=True, divisor_override=1).flatten()
+        assert torch.tensor(window.divisors(padding=padding)).tolist() == (sums / means).round().tolist()
+
+
+class Decoders(nn.Module):
+    """Transposed convs by name, each on the same maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict(
+            {
+                "twice": nn.ConvTranspose2d(4, 6, 2, 2),
+                "even": nn.ConvTranspose2d(4, 6, 4, 2, 1, bias=False),
+                "odd": nn.ConvTranspose2d(4, 6, 3, 2, 1, output_padding=1),
+                "beyond": nn.ConvTranspose2d(4, 6, 3, 2, 0, output_padding=1),
+                "far_beyond": nn.ConvTranspose2d(4, 6, 1, 3, 0, output_padding=2),
+                "uneven": nn.ConvTranspose2d(4, 6, (5, 2), (3, 1), (2, 0), output_padding=(2, 0)),
+                "dilated": nn.ConvTranspose2d(4, 6, 3, 2, 2, dilation=(2, 3), output_padding=1),
+                "grouped": nn.Sequential(nn.ConvTranspose2d(4, 6, 4, 2, 1, groups=2), nn.ReLU()),
+                "depthwise": nn.ConvTranspose2d(4, 8, 3, 2, 1, groups=4),
+                "normalised": nn.Sequential(nn.ConvTranspose2d(4, 6, 4, 2, 1), nn.BatchNorm2d(6), nn.ReLU()),
+            }
+        )
+
+    def forward(self, image: Tensor) -> dict[str, Tensor]:
+        return {name: part(image) for name, part in self.parts.items()}
+
+
+@pytest.mark.parametrize(("precision", "most"), [("fp32", 1e-6), ("fp16", 5e-3)])
+def test_transposed_convs(tmp_path: Path, precision: str, most: float):
+    torch.manual_seed(0)
+    net, image = Decoders().eval(), torch.randn(1, 4, 7, 6)
+    export(net, tmp_path / "net.tflite", example_input=image, dynamic=(), precision=precision)  # type: ignore[arg-type]
+    given = open_engine(tmp_path / "net.tflite")(image.numpy())
+    with torch.no_grad():
+        expected = net.double()(image.double())
+    errors = {name: difference(torch.from_numpy(given[name]).double(), right) for name, right in expected.items()}
+    assert max(errors.values()) < most, errors
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
         (lambda x: x.softmax(2), "Softmax .* another axis"),
         (lambda x: F.interpolate(x, size=(9, 7), mode="bicubic"), "Resize .* interpolates by cubic"),
         (lambda x: x.cumsum(1), "CumSum .* has no translation here"),
+        (lambda x: F.elu(x, 0.5), "Elu .* another alpha than 1"),
     ],
 )
 def test_others_are_refused_by_name(function, words: str, tmp_path: Path):
@@ -86,6 +258,16 @@ def test_others_are_refused_by_name(function, words: str, tmp_path: Path):
 
     with pytest.raises(LowRankError, match=f"cannot be written for LiteRT: {words}"):
         export(Called(), tmp_path / "net.tflite", input_size=(3, 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("layer", "kind"), [(nn.Conv1d(4, 6, 2), "Conv"), (nn.ConvTranspose1d(4, 6, 2), "ConvTranspose")]
+)
+def test_other_dimensions_are_refused(layer: nn.Module, kind: str, tmp_path: Path):
+    with pytest.raises(LowRankError, match=rf"LiteRT: {kind} \(0/.*\) is 1-dimensional, and only 2 dimensions"):
+        export(
+            nn.Sequential(layer).eval(), tmp_path / "net.tflite", example_input=torch.randn(1, 4, 8), dynamic=()
+        )
 
 
 def test_names_are_those_of_onnx():

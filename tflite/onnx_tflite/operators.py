@@ -1,32 +1,33 @@
-"""From an .onnx file to a graph of LiteRT: one function for each operation, in a table."""
+"""From an ONNX model to a graph of LiteRT: one function for each operation, in a table."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
-from lowrank_cnn.deploy.engines.litert_elementwise import ELEMENTWISE, Translator
-from lowrank_cnn.deploy.engines.litert_file import LitertGraph, constant, integers
-from lowrank_cnn.deploy.engines.litert_graph import (
+from numpy import float32
+from onnx import ModelProto
+
+from onnx_tflite.graph import (
     CHANNELS_FIRST,
     CHANNELS_LAST,
+    Graph,
     OnnxNode,
+    Tensor,
     Translation,
+    constant,
+    fused_activation,
+    integers,
     read_onnx,
 )
-from lowrank_cnn.deploy.engines.litert_transposed import transposed_conv
-from lowrank_cnn.deploy.engines.litert_windows import (
-    average_pool,
-    continued,
-    conv,
-    crop,
-    fill,
-    litert_max_pool,
-)
+from onnx_tflite.windows import average_pool, continued, conv, crop, fill, max_pool, transposed_conv
+
+Translator = Callable[[Translation, OnnxNode], None]
 
 
-def translate(path: Path) -> LitertGraph:
-    """The graph of an .onnx file of fixed sizes as LiteRT's operations."""
-    values, nodes, outputs = read_onnx(path)
+def translate(model: ModelProto) -> Graph:
+    """The graph of an ONNX model of fixed sizes as LiteRT's operations."""
+    values, nodes, outputs = read_onnx(model)
     graph = values.graph
     for node in nodes:
         graph.layer = node.layer
@@ -42,6 +43,112 @@ def translate(path: Path) -> LitertGraph:
         tensor.name = name
         graph.outputs.append(tensor)
     return graph
+
+
+def _unary(kind: str, **options: Any) -> Translator:
+    def translated(values: Translation, node: OnnxNode) -> None:
+        tensor, _ = values.stored(node.inputs[0])
+        values.put(node.outputs[0], values.graph.add(kind, [tensor], tensor.shape, **options), like=node.inputs[0])
+
+    return translated
+
+
+def _leaky_relu(values: Translation, node: OnnxNode) -> None:
+    _unary("LEAKY_RELU", alpha=node.attributes.get("alpha", 0.01))(values, node)
+
+
+def _gelu(values: Translation, node: OnnxNode) -> None:
+    _unary("GELU", approximate=node.attributes.get("approximate", b"none") == b"tanh")(values, node)
+
+
+def _elu(values: Translation, node: OnnxNode) -> None:
+    if node.attributes.get("alpha", 1.0) != 1:
+        raise node.refused("has another alpha than 1, which LiteRT lacks")
+    _unary("ELU")(values, node)
+
+
+def _cast(values: Translation, node: OnnxNode) -> None:
+    onnx_float32 = 1
+    if node.attributes["to"] != onnx_float32:
+        raise node.refused("gives another type than float32")
+    tensor, _ = values.stored(node.inputs[0])
+    result = tensor if tensor.dtype == "float32" else values.graph.add("CAST", [tensor], tensor.shape, "float32")
+    values.put(node.outputs[0], result, like=node.inputs[0])
+
+
+def _same(values: Translation, node: OnnxNode) -> None:
+    values.put(node.outputs[0], values.stored(node.inputs[0])[0], like=node.inputs[0])
+
+
+def _clip(values: Translation, node: OnnxNode) -> None:
+    known = fused_activation(node, values.constants)
+    if known is not None:
+        return _unary(known)(values, node)
+    tensor, _ = values.stored(node.inputs[0])
+    for place, kind in ((1, "MAXIMUM"), (2, "MINIMUM")):
+        if place < len(node.inputs) and node.inputs[place]:
+            bound = constant(values.array(node, place).reshape(()))
+            tensor = values.graph.add(kind, [tensor, bound], tensor.shape)
+    return values.put(node.outputs[0], tensor, like=node.inputs[0])
+
+
+def _hard_sigmoid(values: Translation, node: OnnxNode) -> None:
+    """min(max(a x + b, 0), 1), as a sixth of a ReLU6."""
+    graph, (tensor, _) = values.graph, values.stored(node.inputs[0])
+    alpha, beta = (float(node.attributes.get(name, usual)) for name, usual in (("alpha", 0.2), ("beta", 0.5)))
+    if float32(6 * alpha) != 1:
+        tensor = graph.add("MUL", [tensor, constant(float32(6 * alpha))], tensor.shape)
+    tensor = graph.add("ADD", [tensor, constant(float32(6 * beta))], tensor.shape, fusedActivationFunction="RELU6")
+    tensor = graph.add("MUL", [tensor, constant(float32(1 / 6))], tensor.shape)
+    values.put(node.outputs[0], tensor, like=node.inputs[0])
+
+
+def _prelu(values: Translation, node: OnnxNode) -> None:
+    tensor, slope = values.image(node.inputs[0]), values.array(node, 1)
+    if slope.size not in (1, tensor.shape[-1]):
+        raise node.refused("has a slope of another shape than one for each channel")
+    slopes = constant(slope.reshape(1, 1, -1).repeat(tensor.shape[-1] // slope.size, -1))
+    values.last[node.outputs[0]] = values.graph.add("PRELU", [tensor, slopes], tensor.shape)
+
+
+def _binary(kind: str) -> Translator:
+    def translated(values: Translation, node: OnnxNode) -> None:
+        if len(node.inputs) != 2:
+            raise node.refused("has another number of inputs than two")
+        result, computed = node.outputs[0], [name for name in node.inputs if name not in values.constants]
+        images = any(n in values.last for n in computed) and all(len(values.shapes[n]) == 4 for n in computed)
+        parts = [_operand(values, name, image=images) for name in node.inputs]
+        shape = values.shapes[result]
+        shape = tuple(shape[axis] for axis in CHANNELS_LAST) if images else shape
+        options = {} if node.activation == "NONE" else {"fusedActivationFunction": node.activation}
+        (values.last if images else values.first)[result] = values.graph.add(kind, parts, shape, **options)
+
+    return translated
+
+
+def _operand(values: Translation, name: str, *, image: bool) -> Tensor:
+    if not image:
+        return values.plain(name)
+    if name not in values.constants:
+        return values.image(name)
+    array = values.constants[name]
+    if array.ndim == 0:
+        return constant(array)
+    return constant(array.reshape((1,) * (4 - array.ndim) + array.shape).transpose(CHANNELS_LAST))
+
+
+def _batch_norm(values: Translation, node: OnnxNode) -> None:
+    """One that no conv took in: a product and a sum for each channel."""
+    weight, bias, mean, variance = (values.array(node, place).astype("float64") for place in range(1, 5))
+    scale = weight / (variance + node.attributes.get("epsilon", 1e-5)) ** 0.5
+    image = len(values.shapes[node.inputs[0]]) == 4
+    tensor = values.image(node.inputs[0]) if image else values.plain(node.inputs[0])
+    if not image and len(tensor.shape) != 2:
+        raise node.refused("is of another number of dimensions than two or four")
+    factors, terms = (constant(part.astype("float32")) for part in (scale, bias - mean * scale))
+    tensor = values.graph.add("MUL", [tensor, factors], tensor.shape)
+    tensor = values.graph.add("ADD", [tensor, terms], tensor.shape, fusedActivationFunction=node.activation)
+    (values.last if image else values.first)[node.outputs[0]] = tensor
 
 
 def _reshape(values: Translation, node: OnnxNode) -> None:
@@ -125,8 +232,6 @@ def _pad(values: Translation, node: OnnxNode) -> None:
 
 def _instance_norm(values: Translation, node: OnnxNode) -> None:
     """Each channel of each image by its own mean and variance; a group norm comes with its groups as channels."""
-    from numpy import float32
-
     name, graph = node.inputs[0], values.graph
     image = len(values.shapes[name]) == 4
     tensor = values.image(name) if image else values.plain(name)
@@ -218,27 +323,51 @@ def _reduce(kind: str) -> Translator:
 
 
 OPERATORS: dict[str, Translator] = {
-    **ELEMENTWISE,
+    "Abs": _unary("ABS"),
+    "Add": _binary("ADD"),
     "AveragePool": average_pool,
+    "BatchNormalization": _batch_norm,
+    "Cast": _cast,
+    "Clip": _clip,
     "Concat": _concat,
     "Conv": conv,
     "ConvTranspose": transposed_conv,
+    "Div": _binary("DIV"),
+    "Dropout": _same,
+    "Elu": _elu,
+    "Exp": _unary("EXP"),
     "Flatten": _reshape,
+    "Gelu": _gelu,
     "Gemm": _linear,
     "GlobalAveragePool": _reduce("MEAN"),
     "GlobalMaxPool": _reduce("REDUCE_MAX"),
+    "HardSigmoid": _hard_sigmoid,
+    "HardSwish": _unary("HARD_SWISH"),
+    "Identity": _same,
     "InstanceNormalization": _instance_norm,
+    "LeakyRelu": _leaky_relu,
     "MatMul": _matmul,
-    "MaxPool": litert_max_pool,
+    "Max": _binary("MAXIMUM"),
+    "MaxPool": max_pool,
+    "Min": _binary("MINIMUM"),
+    "Mul": _binary("MUL"),
+    "Neg": _unary("NEG"),
+    "PRelu": _prelu,
     "Pad": _pad,
+    "Pow": _binary("POW"),
     "ReduceMax": _reduce("REDUCE_MAX"),
     "ReduceMean": _reduce("MEAN"),
+    "Relu": _unary("RELU"),
     "Reshape": _reshape,
     "Resize": _resize,
+    "Sigmoid": _unary("LOGISTIC"),
     "Slice": _slice,
     "Softmax": _softmax,
     "Split": _split,
+    "Sqrt": _unary("SQRT"),
     "Squeeze": _reshape,
+    "Sub": _binary("SUB"),
+    "Tanh": _unary("TANH"),
     "Transpose": _transpose,
     "Unsqueeze": _reshape,
 }

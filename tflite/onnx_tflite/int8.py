@@ -1,24 +1,20 @@
 """int8 in .tflite files: weights by output channel, activations by tensor, biases in int32.
 
 The float graph runs in LiteRT on the calibration images, and the least and largest value of each tensor set its
-range. Average pools stay in float, as in our .onnx files: LiteRT would give means the levels of the values, which
-are too coarse for them. A mean over whole maps has levels of its own, and is in int8 where a layer reads it.
+range. Average pools stay in float: LiteRT would give means the levels of the values, which are too coarse for
+them. A mean over whole maps has levels of its own, and is in int8 if a layer reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
-from lowrank_cnn.core.errors import require
-from lowrank_cnn.deploy.engines.litert_file import Levels, LitertGraph, LitertTensor, Operation, packed
-from lowrank_cnn.deploy.engines.mnn import silent_process
-from lowrank_cnn.deploy.engines.request import ExportRequest
-from lowrank_cnn.train.int8 import widen
+import numpy
+from ai_edge_litert.interpreter import Interpreter
+from numpy import ndarray
 
-if TYPE_CHECKING:
-    from numpy import ndarray
+from onnx_tflite.graph import Graph, Levels, Operation, Tensor, packed
 
 _CHANNEL_AXES = {"CONV_2D": 0, "DEPTHWISE_CONV_2D": 3, "FULLY_CONNECTED": 0}
 """Layers, and the axis of their weights that has the output channels."""
@@ -36,18 +32,23 @@ _SAME_RANGE = (
 )
 """Operations that hand values on: all of their tensors share one range, as LiteRT asks for."""
 _READERS = (*_CHANNEL_AXES, "MEAN", "AVERAGE_POOL_2D")
-"""Operations whose input may have a range that training found."""
+"""Operations whose input may have a given range."""
 _MOST_BIAS, _LEAST_STEP = 2.0**30, 2.0**-24
 """Bounds of a channel's scale: its bias fits into int32; weights below this share of an output level are zero."""
 _SIGMOID = (0.0, 255 / 256)
 """The one range of LiteRT's sigmoid in int8."""
-Ranges = dict[LitertTensor, tuple[float, float]]
+Ranges = dict[Tensor, tuple[float, float]]
 
 
-def quantize_litert(graph: LitertGraph, request: ExportRequest) -> LitertGraph:
-    """The same graph with the operations in int8 that have it, but for the layers that stay in float."""
-    chosen = _chosen(graph, request)
-    levels = _levels(graph, chosen, _measured(graph, request), _trained(graph, request))
+def quantize(
+    graph: Graph,
+    calibration: Iterable[Sequence[ndarray]],
+    layer_ranges: Mapping[str, tuple[float, float]],
+    in_float: Sequence[str],
+) -> Graph:
+    """The same graph with the operations in int8 that have it, except for the layers that stay in float."""
+    chosen = _chosen(graph, in_float)
+    levels = _levels(graph, chosen, _measured(graph, calibration), _given(graph, layer_ranges))
     made = _Int8Graph(levels)
     for operation in graph.operations:
         (made.add_int8 if operation in chosen else made.add_float)(operation)
@@ -56,12 +57,13 @@ def quantize_litert(graph: LitertGraph, request: ExportRequest) -> LitertGraph:
     return made.graph
 
 
-def _chosen(graph: LitertGraph, request: ExportRequest) -> set[Operation]:
+def _chosen(graph: Graph, in_float: Sequence[str]) -> set[Operation]:
     """The operations that run in int8: layers and arithmetic, and those between them that join."""
-    able = [each for each in graph.operations if _is_able(each) and not request.is_in_float(each.layer)]
+    allowed = (each for each in graph.operations if not any(_is_in(each, layer) for layer in in_float))
+    able = [each for each in allowed if _is_able(each)]
     found = {each for each in able if each.kind in (*_CHANNEL_AXES, *_OWN_RANGE)}
     makers = {each.output: each for each in graph.operations}
-    readers: dict[LitertTensor, list[Operation]] = {}
+    readers: dict[Tensor, list[Operation]] = {}
     for each in graph.operations:
         for tensor in each.inputs:
             readers.setdefault(tensor, []).append(each)
@@ -95,53 +97,54 @@ def _is_able(operation: Operation) -> bool:
     return operation.kind in (*_SAME_RANGE, "MEAN")
 
 
-def _activations(operation: Operation) -> Iterator[LitertTensor]:
+def _activations(operation: Operation) -> Iterator[Tensor]:
     return (tensor for tensor in operation.inputs if tensor.data is None)
 
 
-def _measured(graph: LitertGraph, request: ExportRequest) -> Ranges:
+def _is_in(operation: Operation, layer: str) -> bool:
+    return operation.layer.startswith((f"{layer}/", f"{layer}."))
+
+
+def _measured(graph: Graph, calibration: Iterable[Sequence[ndarray]]) -> Ranges:
     """The least and largest value of each tensor on the calibration images."""
     tensors = [*graph.inputs, *(operation.output for operation in graph.operations)]
     tensors = [tensor for tensor in tensors if tensor.dtype == "float32"]
-    found: Ranges = {}
-    for arrays in _run(replace(graph, outputs=tensors), request):
-        for tensor, array in zip(tensors, arrays, strict=True):
-            widen(found, tensor, (float(array.min()), float(array.max())))
-    return found
-
-
-def _trained(graph: LitertGraph, request: ExportRequest) -> Ranges:
-    """The ranges that training found, by the tensors that have them."""
-    found: Ranges = {}
-    for operation in graph.operations:
-        ends = request.trained_range(operation.layer) if operation.kind in _READERS else None
-        if ends is not None:
-            widen(found, operation.inputs[0], ends)
-    return found
-
-
-def _run(graph: LitertGraph, request: ExportRequest) -> Iterator[list[ndarray]]:
-    """The outputs of a graph for each calibration image."""
-    library: Any = require("ai_edge_litert.interpreter", extra="engines", purpose="int8 in LiteRT")
-    with silent_process():
-        interpreter = library.Interpreter(model_content=packed(graph, b""))
-        interpreter.allocate_tensors()
-    places, results = (
+    interpreter = Interpreter(model_content=packed(replace(graph, outputs=tensors)))
+    interpreter.allocate_tensors()
+    inputs, outputs = (
         [each["index"] for each in details]
         for details in (interpreter.get_input_details(), interpreter.get_output_details())
     )
-    for sample in request.calibration or ():
-        for images in zip(*(tensor.split(1) for tensor in sample), strict=True):
-            for place, image in zip(places, images, strict=True):
-                interpreter.set_tensor(place, image.numpy())
+    found: Ranges = {}
+    for batch in calibration:
+        for images in zip(*batch, strict=True):
+            for place, image in zip(inputs, images, strict=True):
+                interpreter.set_tensor(place, image[None])
             interpreter.invoke()
-            yield [interpreter.get_tensor(place) for place in results]
+            for tensor, place in zip(tensors, outputs, strict=True):
+                array = interpreter.get_tensor(place)
+                _widen(found, tensor, (float(array.min()), float(array.max())))
+    return found
 
 
-def _levels(
-    graph: LitertGraph, chosen: set[Operation], measured: Ranges, trained: Ranges
-) -> dict[LitertTensor, Levels]:
-    """The levels of each tensor. Those that share them get the union of their ranges, of trained ones first."""
+def _given(graph: Graph, layer_ranges: Mapping[str, tuple[float, float]]) -> Ranges:
+    """The given ranges of layers' inputs, by the tensors that have them."""
+    found: Ranges = {}
+    for operation in graph.operations:
+        ends = next((ends for layer, ends in layer_ranges.items() if _is_in(operation, layer)), None)
+        if ends is not None and operation.kind in _READERS:
+            _widen(found, operation.inputs[0], ends)
+    return found
+
+
+def _widen(ranges: Ranges, tensor: Tensor, ends: tuple[float, float]) -> None:
+    """Enter a range; a tensor that several layers read has one range, which contains those of all."""
+    low, high = ranges.get(tensor, ends)
+    ranges[tensor] = min(low, ends[0]), max(high, ends[1])
+
+
+def _levels(graph: Graph, chosen: set[Operation], measured: Ranges, given: Ranges) -> dict[Tensor, Levels]:
+    """The levels of each tensor. Tensors that share levels get the union of their ranges, given ones first."""
     groups = {tensor: {tensor} for tensor in measured}
     for operation in (each for each in graph.operations if each in chosen and each.kind in _SAME_RANGE):
         joined = set().union(*(groups[tensor] for tensor in (*_activations(operation), operation.output)))
@@ -149,14 +152,12 @@ def _levels(
     fixed = {operation.output: _SIGMOID for operation in chosen if operation.kind == "LOGISTIC"}
     found = {}
     for tensor, group in groups.items():
-        known = next(ranges for ranges in (fixed, trained, measured) if any(each in ranges for each in group))
+        known = next(ranges for ranges in (fixed, given, measured) if any(each in ranges for each in group))
         found[tensor] = _asymmetric([known[each] for each in group if each in known])
     return found
 
 
 def _asymmetric(ranges: Iterable[tuple[float, float]]) -> Levels:
-    import numpy
-
     lows, highs = zip(*ranges, strict=True)
     low, high = min(0.0, *lows), max(0.0, *highs)
     scale = numpy.float32((high - low) / 255 or 1.0)
@@ -167,11 +168,11 @@ def _asymmetric(ranges: Iterable[tuple[float, float]]) -> Levels:
 class _Int8Graph:
     """A graph in the making: each tensor in float, in int8, or in both where operations ask for both."""
 
-    def __init__(self, levels: dict[LitertTensor, Levels]) -> None:
+    def __init__(self, levels: dict[Tensor, Levels]) -> None:
         self.levels = levels
-        self.graph = LitertGraph()
-        self.small: dict[LitertTensor, LitertTensor] = {}
-        self.made: set[LitertTensor] = set()
+        self.graph = Graph()
+        self.small: dict[Tensor, Tensor] = {}
+        self.made: set[Tensor] = set()
         """Tensors that exist in float behind their int8 form."""
 
     def add_float(self, operation: Operation) -> None:
@@ -186,27 +187,25 @@ class _Int8Graph:
         self.graph.operations.append(replace(operation, inputs=inputs, output=result))
         self.small[operation.output] = result
 
-    def in_int8(self, tensor: LitertTensor) -> LitertTensor:
+    def in_int8(self, tensor: Tensor) -> Tensor:
         if tensor not in self.small:
             self.small[tensor] = self._as_int8(tensor)
             self.graph.operations.append(Operation("QUANTIZE", [tensor], self.small[tensor], {}))
             self.made.add(tensor)
         return self.small[tensor]
 
-    def in_float(self, tensor: LitertTensor) -> LitertTensor:
+    def in_float(self, tensor: Tensor) -> Tensor:
         if tensor in self.small and tensor not in self.made:
             self.graph.operations.append(Operation("DEQUANTIZE", [self.small[tensor]], tensor, {}))
             self.made.add(tensor)
         return tensor
 
-    def _as_int8(self, tensor: LitertTensor) -> LitertTensor:
-        return LitertTensor(f"{tensor.name}/int8", tensor.shape, "int8", levels=self.levels[tensor])
+    def _as_int8(self, tensor: Tensor) -> Tensor:
+        return Tensor(f"{tensor.name}/int8", tensor.shape, "int8", levels=self.levels[tensor])
 
 
-def _int8_weights(operation: Operation, given: LitertTensor, result: LitertTensor) -> list[LitertTensor]:
+def _int8_weights(operation: Operation, given: Tensor, result: Tensor) -> list[Tensor]:
     """Weights and biases of a layer in int8 and int32, scaled by output channel."""
-    import numpy
-
     axis = _CHANNEL_AXES[operation.kind]
     weight, bias = (tensor.data.astype("float64") for tensor in operation.inputs[1:3])  # type: ignore[union-attr]
     step, out_step = (float(tensor.levels.scale[0]) for tensor in (given, result))  # type: ignore[union-attr]
@@ -219,6 +218,6 @@ def _int8_weights(operation: Operation, given: LitertTensor, result: LitertTenso
     return [_with_levels(small, scale, axis), _with_levels(steps, step * scale, 0)]
 
 
-def _with_levels(data: ndarray, scale: ndarray, axis: int) -> LitertTensor:
+def _with_levels(data: ndarray, scale: ndarray, axis: int) -> Tensor:
     levels = Levels(scale.astype("float32"), (0 * scale).astype("int64"), axis)
-    return LitertTensor("constant", data.shape, str(data.dtype), data, levels)
+    return Tensor("constant", data.shape, str(data.dtype), data, levels)

@@ -1,4 +1,8 @@
-"""Convs and pools for LiteRT, whose windows are padded as SAME or VALID alone: other padding is written out."""
+"""Convs, pools, crops and padding. LiteRT pads as SAME or VALID only: other padding is an operation of its own.
+
+LiteRT's transposed conv has no groups and no dilation either. It is computed whole and then cropped; groups are
+computed one by one, and a dilated kernel has zeros between its taps.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowrank_cnn.core.text import counted
-from lowrank_cnn.deploy.engines.litert_file import LitertGraph, LitertTensor, constant, integers
-from lowrank_cnn.deploy.engines.litert_graph import OnnxNode, Translation
+import numpy
+
+from onnx_tflite.graph import Graph, OnnxNode, Tensor, Translation, constant, integers
 
 _KEEPING_SIGNS = (
     "MAX_POOL_2D",
@@ -22,7 +26,6 @@ _KEEPING_SIGNS = (
     "SLICE",
 )
 """Operations that give no negative values where they are given none."""
-_LOWEST = float("-inf")
 Sides = Sequence[tuple[int, int]]
 """For each axis, how much is appended before and after."""
 
@@ -60,11 +63,7 @@ class AxisWindow:
 
 def conv(values: Translation, node: OnnxNode) -> None:
     """A conv, with as many groups of channels as it has."""
-    import numpy
-
     weight = values.array(node, 1)
-    if weight.ndim != 4:
-        raise node.refused(f"is a conv of {weight.ndim - 2} dimensions, and only those of 2 are written")
     bias = values.array(node, 2) if len(node.inputs) > 2 else numpy.zeros(len(weight), weight.dtype)
     windows = _windows(values, node, weight.shape[2:])
     tensor = values.image(node.inputs[0])
@@ -82,13 +81,13 @@ def conv(values: Translation, node: OnnxNode) -> None:
     values.last[node.outputs[0]] = values.graph.add(kind, parts, shape, **options)
 
 
-def litert_max_pool(values: Translation, node: OnnxNode) -> None:
+def max_pool(values: Translation, node: OnnxNode) -> None:
     """A max-pool: behind a ReLU it is padded with zeros, else with the lowest value."""
     if any(step != 1 for step in node.attributes.get("dilations", ())) or len(node.outputs) > 1:
         raise node.refused("has dilations or gives places")
     windows = _windows(values, node, node.attributes["kernel_shape"])
     tensor = values.image(node.inputs[0])
-    low = 0.0 if _has_no_negatives(values.graph, tensor) else _LOWEST
+    low = 0.0 if _has_no_negatives(values.graph, tensor) else float("-inf")
     tensor, padding = _padded(values.graph, tensor, windows, low)
     values.last[node.outputs[0]] = _pool(values.graph, "MAX_POOL_2D", tensor, windows, padding, node.activation)
 
@@ -103,11 +102,7 @@ def average_pool(values: Translation, node: OnnxNode) -> None:
     return None
 
 
-def _averages(
-    graph: LitertGraph, node: OnnxNode, tensor: LitertTensor, windows: Sequence[AxisWindow]
-) -> LitertTensor:
-    import numpy
-
+def _averages(graph: Graph, node: OnnxNode, tensor: Tensor, windows: Sequence[AxisWindow]) -> Tensor:
     zeros_count = bool(node.attributes.get("count_include_pad", 0))
     whole = all(window.before == 0 and window.needed <= 0 for window in windows)
     if whole or (not zeros_count and all(window.is_same for window in windows)):  # LiteRT counts no padding
@@ -141,10 +136,14 @@ def _average_over_channels(values: Translation, node: OnnxNode) -> None:
     values.first[result] = values.graph.reshaped(made, values.shapes[result])
 
 
+def _check_rank(node: OnnxNode, kernel: Sequence[int]) -> None:
+    if len(kernel) != 2:
+        raise node.refused(f"is {len(kernel)}-dimensional, and only 2 dimensions can be written")
+
+
 def _windows(values: Translation, node: OnnxNode, kernel: Sequence[int]) -> list[AxisWindow]:
     """The windows along height and width."""
-    if len(kernel) != 2:
-        raise node.refused(f"is of {counted(len(kernel), 'dimension')}, and only those of 2 are written")
+    _check_rank(node, kernel)
     attributes, found = node.attributes, []
     sizes, counts = (values.shapes[name][2:] for name in (node.inputs[0], node.outputs[0]))
     pads = attributes.get("pads", [0] * 4)
@@ -161,13 +160,13 @@ def _windows(values: Translation, node: OnnxNode, kernel: Sequence[int]) -> list
 
 
 def _padded(
-    graph: LitertGraph,
-    tensor: LitertTensor,
+    graph: Graph,
+    tensor: Tensor,
     windows: Sequence[AxisWindow],
     value: float = 0.0,
     *,
     same: bool = True,
-) -> tuple[LitertTensor, str]:
+) -> tuple[Tensor, str]:
     """What windows read, padded or cropped unless LiteRT's SAME or VALID does it, and which of the two is left."""
     if same and all(window.is_same for window in windows):
         return tensor, "SAME"
@@ -177,10 +176,8 @@ def _padded(
     return fill(graph, tensor, [(0, 0), *sides, (0, 0)], value), "VALID"
 
 
-def fill(graph: LitertGraph, tensor: LitertTensor, sides: Sides, value: float = 0.0) -> LitertTensor:
+def fill(graph: Graph, tensor: Tensor, sides: Sides, value: float = 0.0) -> Tensor:
     """A tensor with a constant before and after its values."""
-    import numpy
-
     if not any(map(any, sides)):
         return tensor
     shape = [size + low + high for size, (low, high) in zip(tensor.shape, sides, strict=True)]
@@ -190,10 +187,8 @@ def fill(graph: LitertGraph, tensor: LitertTensor, sides: Sides, value: float = 
     return graph.add("PADV2", [tensor, amounts, constant(numpy.array([value], tensor.dtype))], shape)
 
 
-def continued(graph: LitertGraph, tensor: LitertTensor, sides: Sides, mode: str) -> LitertTensor:
+def continued(graph: Graph, tensor: Tensor, sides: Sides, mode: str) -> Tensor:
     """A tensor padded with its own values: mirrored (reflect), the last ones (edge), the other end's (wrap)."""
-    import numpy
-
     if mode == "reflect" and any(map(any, sides)):
         shape = [size + low + high for size, (low, high) in zip(tensor.shape, sides, strict=True)]
         return graph.add("MIRROR_PAD", [tensor, constant(numpy.array(sides, numpy.int32))], shape, mode="REFLECT")
@@ -205,7 +200,7 @@ def continued(graph: LitertGraph, tensor: LitertTensor, sides: Sides, mode: str)
     return tensor
 
 
-def crop(graph: LitertGraph, tensor: LitertTensor, bounds: Sequence[tuple[int, int, int]]) -> LitertTensor:
+def crop(graph: Graph, tensor: Tensor, bounds: Sequence[tuple[int, int, int]]) -> Tensor:
     """A part of a tensor: for each axis a start, an end and a step."""
     if all(
         (start, end, step) == (0, size, 1) for (start, end, step), size in zip(bounds, tensor.shape, strict=True)
@@ -219,13 +214,13 @@ def crop(graph: LitertGraph, tensor: LitertTensor, bounds: Sequence[tuple[int, i
 
 
 def _pool(
-    graph: LitertGraph,
+    graph: Graph,
     kind: str,
-    tensor: LitertTensor,
+    tensor: Tensor,
     windows: Sequence[AxisWindow],
     padding: str,
     activation: str,
-) -> LitertTensor:
+) -> Tensor:
     shape = (tensor.shape[0], *(window.count for window in windows), tensor.shape[3])
     options: dict[str, Any] = {
         "filterHeight": windows[0].taps,
@@ -239,7 +234,7 @@ def _strides(windows: Sequence[AxisWindow]) -> dict[str, int]:
     return {"strideH": windows[0].step, "strideW": windows[1].step}
 
 
-def _has_no_negatives(graph: LitertGraph, tensor: LitertTensor) -> bool:
+def _has_no_negatives(graph: Graph, tensor: Tensor) -> bool:
     maker = next((each for each in reversed(graph.operations) if each.output is tensor), None)
     if maker is None:
         return False
@@ -248,3 +243,56 @@ def _has_no_negatives(graph: LitertGraph, tensor: LitertTensor) -> bool:
         return True
     parts = maker.inputs if maker.kind == "CONCATENATION" else maker.inputs[:1]
     return maker.kind in _KEEPING_SIGNS and all(_has_no_negatives(graph, part) for part in parts)
+
+
+def transposed_conv(values: Translation, node: OnnxNode) -> None:
+    """A transposed conv of images."""
+    weight, attributes, graph = values.array(node, 1), node.attributes, values.graph
+    _check_rank(node, weight.shape[2:])
+    weight = _spread(weight, attributes.get("dilations", [1, 1]))
+    steps, groups = attributes.get("strides", [1, 1]), attributes.get("group", 1)
+    batch, channels, *size = values.shapes[node.outputs[0]]
+    bias = values.array(node, 2) if len(node.inputs) > 2 else numpy.zeros(channels, weight.dtype)
+    bounds = [(start, start + n, 1) for start, n in zip(attributes.get("pads", [0] * 4), size, strict=False)]
+    tensor = _reaching(graph, values.image(node.inputs[0]), bounds, steps, weight.shape[2:])
+    parts, start = [], 0
+    for kernel, terms in zip(numpy.split(weight, groups), numpy.split(bias, groups), strict=True):
+        whole = [(0, length, 1) for length in tensor.shape[:3]]
+        part = crop(graph, tensor, [*whole, (start, start + len(kernel), 1)])
+        made = _whole(graph, part, kernel, terms, steps)
+        parts.append(crop(graph, made, [(0, batch, 1), *bounds, (0, len(terms), 1)]))
+        start += len(kernel)
+    if groups > 1:
+        shape = (batch, *size, channels)
+        parts = [graph.add("CONCATENATION", parts, shape, axis=3, fusedActivationFunction="NONE")]
+    values.last[node.outputs[0]] = parts[0]
+
+
+def _whole(graph: Graph, tensor: Tensor, kernel: Any, bias: Any, steps: Sequence[int]) -> Tensor:
+    """Everything that a kernel of [in, out, height, width] makes of a tensor."""
+    sides = zip(tensor.shape[1:3], steps, kernel.shape[2:], strict=True)
+    shape = (tensor.shape[0], *((n - 1) * step + taps for n, step, taps in sides), len(bias))
+    parts = [integers(shape), constant(kernel.transpose(1, 2, 3, 0)), tensor, constant(bias)]
+    options = {"padding": "VALID", "strideH": steps[0], "strideW": steps[1]}
+    return graph.add("TRANSPOSE_CONV", parts, shape, tensor.dtype, **options)
+
+
+def _spread(weight: Any, dilations: Sequence[int]) -> Any:
+    """A kernel with zeros between its taps, which computes what a dilated one does."""
+    sizes = [step * (taps - 1) + 1 for step, taps in zip(dilations, weight.shape[2:], strict=True)]
+    wide = numpy.zeros((*weight.shape[:2], *sizes), weight.dtype)
+    wide[:, :, :: dilations[0], :: dilations[1]] = weight
+    return wide
+
+
+def _reaching(
+    graph: Graph,
+    tensor: Tensor,
+    bounds: Sequence[tuple[int, int, int]],
+    steps: Sequence[int],
+    kernel: Sequence[int],
+) -> Tensor:
+    """The input with zeros behind it where the result ends behind the last tap, as an output padding may."""
+    axes = zip(bounds, steps, kernel, tensor.shape[1:3], strict=True)
+    zeros = [(0, max(0, -(-(end - taps) // step) + 1 - size)) for (_, end, _), step, taps, size in axes]
+    return fill(graph, tensor, [(0, 0), *zeros, (0, 0)])
