@@ -84,7 +84,7 @@ def open_data(
     - `missing`: whether an absent shard is refused, or counted and done without.
     - `resident_bytes`: splits that take no more than this as uint8, all of one size, are held in memory.
     - `only_test`: for evaluation alone. A set without test images is one to test on, and needs none to train on.
-    - `progress`: show a bar on standard error while images are decoded.
+    - `progress`: count the decoded images on standard error.
     """
     options = ReadOptions(
         bad=bad,

@@ -46,15 +46,9 @@ _CHUNK_BYTES = 2**29
 _PREPARE_IMAGES = 4096
 
 
-
-
 def _as_tensor(value: Any) -> Any:
     """An array as a tensor; any other value unchanged."""
     return torch.as_tensor(value) if hasattr(value, "__array_interface__") else value
-
-
-
-
 
 
 class ResidentSplit:

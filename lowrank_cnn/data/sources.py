@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,25 +16,21 @@ from torch import Tensor
 from lowrank_cnn.core.errors import LowRankError, LowRankWarning
 from lowrank_cnn.core.files import as_path
 from lowrank_cnn.core.text import counted, first_few
-from lowrank_cnn.data import folders as folder
-from lowrank_cnn.data import parquet
-from lowrank_cnn.data import parquet as hub
-from lowrank_cnn.data import small_sets as cifar_binary
-from lowrank_cnn.data.folders import open_table, read_class_names, renamed
+from lowrank_cnn.data import folders, parquet, small_sets
 from lowrank_cnn.data.parquet import Missing
 from lowrank_cnn.data.resident import ResidentSplit
-from lowrank_cnn.data.small_sets import open_digits
 from lowrank_cnn.data.store import (
-    UNKNOWN_CLASS,
     ImageStore,
+    LabelledImages,
     decode_rows,
     fingerprint_of_rows,
     first_readable,
     labelled_rows,
     read_headers,
+    with_classes,
 )
 from lowrank_cnn.data.streamed import StreamedSplit
-from lowrank_cnn.data.types import Bad, Data, Decoded, Problems, Size, Split, places_by_name, stratified
+from lowrank_cnn.data.types import Bad, Data, Decoded, Problems, Size, Split, stratified
 
 # How a source is opened, checked before anything is read.
 
@@ -227,26 +222,6 @@ def fewer(split: Split, limit: int | None) -> Split:
     return split if limit is None else split.subset(stratified(split.labels, limit, seed=0))
 
 
-_TABLES = (".csv", ".tsv")
-
-
-@dataclass(frozen=True)
-class LabelledImages:
-    """The images of a source before they become splits; None for a split that it lacks.
-
-    `tested` names the split to test on (test, val, ...), and then others that could be; `unlabelled` those whose
-    images have no class folders.
-    """
-
-    name: str
-    classes: tuple[str, ...]
-    train: ImageStore | None
-    test: ImageStore | None
-    tested: tuple[str, ...] = ()
-    unlabelled: tuple[str, ...] = field(default=(), kw_only=True)
-    problems: dict[str, Problems] = field(default_factory=lambda: {"train": Problems(), "test": Problems()})
-
-
 def open_source(source: str | Path, options: ReadOptions) -> Data:
     """The data of a name or path."""
     found = _find(source, options)
@@ -256,7 +231,7 @@ def open_source(source: str | Path, options: ReadOptions) -> Data:
         found = _tested_elsewhere(found, options)
     if options.class_names is not None:  # last: classes are matched by the names of their folders
         path = Path(options.class_names)
-        found = replace(found, classes=renamed(found.classes, read_class_names(path), path))
+        found = replace(found, classes=folders.renamed(found.classes, folders.read_class_names(path), path))
     if len(found.tested) > 1:
         warnings.warn(_unused_in_words(found, source, options), LowRankWarning, stacklevel=3)
     if found.unlabelled:
@@ -269,79 +244,24 @@ def _find(source: str | Path, options: ReadOptions) -> Data | LabelledImages:
         raise LowRankError(f"data is opened by its name or path, not by {source!r}.")
     path = as_path(source)
     if str(source) == "digits" and not path.exists():
-        return open_digits()
+        return small_sets.open_digits()
     if path.is_dir():
-        return _find_in_folder(path, options)
-    if path.is_file() and path.suffix.lower() in _TABLES:
-        problems = {"train": Problems(), "test": Problems()}
-        return LabelledImages(f"{path.resolve().parent.name}/{path.name}", *open_table(path, problems), problems)
-    if path.is_file() and path.suffix.lower() in folder.SUFFIXES:
+        if small_sets.is_inside(path):
+            return small_sets.open_cifar_folder(path)
+        if parquet.find_shards(path):
+            return parquet.open_parquet(path, name=path.resolve().name, missing=options.missing)
+        return folders.open_images(path)
+    if path.is_file() and path.suffix.lower() in (".csv", ".tsv"):
+        return folders.open_table(path)
+    if path.is_file() and path.suffix.lower() in folders.SUFFIXES:
         raise LowRankError(f"{source} is one image: give the folder that has a folder of images for each class.")
     if path.is_file():
-        return cifar_binary.open_archive(path)
-    if isinstance(source, str) and hub.is_repository(source):
-        return _find_shards(hub.download_shards(source), options, name=source)
+        return small_sets.open_archive(path)
+    if isinstance(source, str) and parquet.is_repository(source):
+        return parquet.open_parquet(parquet.download_shards(source), name=source, missing=options.missing)
     raise LowRankError(
         f"{source} is no data: give digits, a folder of images (CLASS/* or train/CLASS/*) or of parquet shards, a "
-        f".csv of paths and labels, {cifar_binary.ARCHIVE}, or a Hub repository as owner/name."
-    )
-
-
-def _find_in_folder(path: Path, options: ReadOptions) -> Data | LabelledImages:
-    if cifar_binary.is_inside(path):
-        return cifar_binary.open_cifar_folder(path)
-    if parquet.find_shards(path):
-        return _find_shards(path, options, name=path.resolve().name)
-    return _find_images(path)
-
-
-def _find_shards(path: Path, options: ReadOptions, *, name: str) -> LabelledImages:
-    shards = parquet.find_shards(path)
-    problems = {"train": Problems(), "test": Problems()}
-    stores: dict[str, Any] = {}
-    names: list[str] = []
-    tested = tuple(parquet.labelled_splits(shards))
-    for split, files in (("train", shards.get("train")), ("test", shards[tested[0]] if tested else None)):
-        stores[split] = None
-        if files:
-            missing = options.missing
-            stores[split], named = parquet.open_shards(files, missing=missing, problems=problems[split])
-            if names and named and named != names:  # the test shards number their classes otherwise
-                stores[split] = _matched(stores[split], named, names, problems[split])
-            names = names or named
-    labelled = stores["train"] or stores["test"]
-    if labelled is None:
-        raise LowRankError(f"{name} needs shards train-* with labels; it has {', '.join(shards) or 'none'}.")
-    classes = tuple(names) or parquet.numbered_classes(labelled.labels, name)
-    return LabelledImages(name, classes, stores["train"], stores["test"], tested, problems)
-
-
-def _find_images(path: Path) -> LabelledImages:
-    """A folder with train and test folders, or one with the classes themselves."""
-    train, tested = folder.training_folder(path), folder.evaluation_folders(path)
-    test = next(iter(tested), None)
-    name, problems = path.resolve().name, {"train": Problems(), "test": Problems()}
-    if train is None and test is None:
-        if not (flat := tuple(folder.flat_classes(path, problems["train"]))):
-            raise LowRankError(_no_images(path))
-        store = folder.open_folder(path, flat, problems["train"], others=True)
-        return LabelledImages(name, flat, store, None, (), problems)
-    classes = tuple(folder.class_folders(train or test))  # type: ignore[arg-type]
-    stores = {
-        split: folder.open_folder(place, classes, problems[split]) if place else None
-        for split, place in (("train", train), ("test", test))
-    }
-    names = tuple(place.name for place in tested)
-    unlabelled = tuple(folder.unlabelled_folders(path))
-    return LabelledImages(name, classes, stores["train"], stores["test"], names, problems, unlabelled=unlabelled)
-
-
-def _no_images(path: Path) -> str:
-    if folder.holds_images(path):
-        return f"{path} holds images without classes: put those of each class into a folder of its own."
-    return (
-        f"{path} holds neither parquet shards (train-00000-of-...) nor images as CLASS/* or train/CLASS/*: "
-        "each class needs a folder with its images."
+        f".csv of paths and labels, {small_sets.ARCHIVE}, or a Hub repository as owner/name."
     )
 
 
@@ -360,7 +280,7 @@ def _tested_elsewhere(found: LabelledImages, options: ReadOptions) -> LabelledIm
         )
     _check_apart(found, tested)
     problems = other.problems["test" if other.test else "train"]
-    store = _matched(tested, other.classes, found.classes, problems)
+    store = with_classes(tested, other.classes, found.classes, problems)
     chosen = {"test": store, "tested": other.tested, "unlabelled": other.unlabelled}
     return replace(found, **chosen, problems={**found.problems, "test": problems})
 
@@ -373,17 +293,6 @@ def _check_apart(found: LabelledImages, tested: ImageStore) -> None:
             f"{counted(len(both), 'file')} with images to test on, {both[0]} first, would be trained on as well: "
             "leave --test out, and a share of the images is held out (--val-split)."
         )
-
-
-def _matched(store: Any, theirs: Sequence[str], ours: Sequence[str], problems: Problems) -> ImageStore:
-    """A store whose labels are places among our classes; classes that we do not have are a problem."""
-    labels, found = store.labels, places_by_name(theirs, ours)
-    for number, name in enumerate(theirs):
-        if found[number] is None and (images := int((labels == number).sum())):
-            problems.add("unknown class", f"{name}: {counted(images, 'image')}")
-    places = torch.tensor([UNKNOWN_CLASS if place is None else place for place in found])
-    known = (labels >= 0) & (labels < len(theirs))
-    return replace(store, labels=torch.where(known, places[labels.clamp(0, len(theirs) - 1)], labels))
 
 
 def _splits(found: LabelledImages, options: ReadOptions) -> Data:

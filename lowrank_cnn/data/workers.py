@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.data.decode import UNDECODABLE, BadImageError, Framing, ScaledCrop, frame_image, stack
-from lowrank_cnn.data.store import ImageStore, read_watched
+from lowrank_cnn.data.store import ImageStore, read_watched, shuffled_rows
 from lowrank_cnn.data.types import generator
 
 TOO_MANY = "too many images are bad"
@@ -198,12 +198,7 @@ def lane_count(batch_size: int, world: int, workers: int) -> int:
 def epoch_lanes(store: ImageStore, rows: Tensor, *, lanes: int, used: int, seed: int, epoch: int) -> Tensor:
     """Rows of an epoch as [lanes, used / lanes], mixed further within windows of each lane."""
     draw = generator("shards", seed, epoch)
-    order = store.shuffled(draw)
-    if len(rows) < len(order):
-        wanted = torch.zeros(len(order), dtype=torch.bool)
-        wanted[rows] = True
-        order = order[wanted[order]]
-    cut = order[:used].view(lanes, -1)
+    cut = shuffled_rows(store, rows, draw)[:used].view(lanes, -1)
     window = torch.arange(cut.shape[1]) // WINDOW
     keys = window + torch.rand(cut.shape, generator=draw, dtype=torch.float64)
     return cut.gather(1, keys.argsort(1))
