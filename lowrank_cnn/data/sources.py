@@ -30,9 +30,7 @@ from lowrank_cnn.data.store import (
     with_classes,
 )
 from lowrank_cnn.data.streamed import StreamedSplit
-from lowrank_cnn.data.types import Bad, Data, Decoded, Problems, Size, Split, stratified
-
-# How a source is opened, checked before anything is read.
+from lowrank_cnn.data.types import Bad, Data, Decoded, Problems, Size, Split, split_off, stratified
 
 RESIDENT_BYTES = 2**31
 VAL_SPLIT = 0.2
@@ -105,8 +103,6 @@ def parse_image_size(value: object) -> tuple[int, int] | None:
     )
 
 
-# From stored images to a split: held in memory if they fit and have one size, else streamed.
-
 LARGE_SIDE = 256
 """Images whose shorter side is longer than this are resized to the network's own size by default."""
 
@@ -120,7 +116,7 @@ def make_split(
     channels: int | None = None,
     which: str = "of the set",
 ) -> Split:
-    """Some rows of a store, at most `limit`, as a resident or a streamed split."""
+    """Some rows of a store, at most `limit`: held in memory if they fit and have one size, else streamed."""
     if options.bad == "refuse":
         problems.refuse()
     if options.limit is not None:
@@ -171,9 +167,7 @@ def divided(store: ImageStore, rows: Tensor, share: float, *, seed: int, name: s
             f"{name} has no test images, and {share:g} of its {counted(len(rows), 'image')} leaves none to "
             "train or test on: set another share (--val-split 0.5)."
         )
-    chosen = stratified(store.labels[rows], number, seed=seed)
-    rest = rows.new_ones(len(rows)).bool()
-    rest[chosen] = False
+    rest, chosen = split_off(store.labels[rows], number, seed=seed)
     return rows[rest], rows[chosen]
 
 
