@@ -172,7 +172,10 @@ def open_table(path: Path) -> LabelledImages:
     Paths are relative to the file. Classes are the labels, sorted; missing files are problems, and so are files
     that are to be trained and tested on. Of lines for `test` and for `val`, those for `test` are tested on.
     """
-    rows, problems = _table_rows(path), no_problems()
+    try:
+        rows, problems = _table_rows(path), no_problems()
+    except csv.Error as error:
+        raise LowRankError(f"{path} cannot be read as a table: {error}.") from error
     splits = tuple(name for name in TEST_NAMES if any(row.split == name for row in rows))
     train = [row for row in rows if row.split in TRAIN_NAMES]
     if not train:

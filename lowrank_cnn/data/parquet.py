@@ -148,22 +148,20 @@ def find_shards(folder: Path) -> dict[str, list[Path]]:
 
 
 def absent_shards(files: Sequence[Path]) -> list[str]:
-    """Names of the shards that the others' `-of-` count promises and that are not there."""
+    """Names of the shards that are missing by the `-of-` count of the others."""
     matches = [match for file in files if (match := _SHARD.fullmatch(file.name)) and match["parts"]]
-    counts = {match["parts"] for match in matches}
+    counts = sorted({match["parts"] for match in matches})
+    if not counts:
+        return []
     if len(counts) > 1:
-        raise LowRankError(f"{files[0].parent} mixes shards of {' and '.join(sorted(counts))} in one split.")
-    present = {int(match["part"]) for match in matches}
-    if counts and (promised := int(counts.copy().pop())) > MOST_SHARDS:
+        raise LowRankError(f"{files[0].parent} mixes shards of {' and '.join(counts)} in one split.")
+    if int(counts[0]) > MOST_SHARDS:
         raise LowRankError(
-            f"{files[0]} claims to be one of {promised:,} shards; at most {MOST_SHARDS:,} are read."
+            f"{files[0]} claims to be one of {int(counts[0]):,} shards; at most {MOST_SHARDS:,} are read."
         )
-    return [
-        f"{match['split']}-{part:0{len(match['part'])}d}-of-{match['parts']}.parquet"
-        for match in matches[:1]
-        for part in range(int(match["parts"]))
-        if part not in present
-    ]
+    present, width = {int(match["part"]) for match in matches}, len(matches[0]["part"])
+    absent = (part for part in range(int(counts[0])) if part not in present)
+    return [f"{matches[0]['split']}-{part:0{width}d}-of-{counts[0]}.parquet" for part in absent]
 
 
 def open_shards(files: Sequence[Path], *, missing: Missing, problems: Problems) -> tuple[ParquetStore, list[str]]:

@@ -74,7 +74,7 @@ def open_cifar_folder(path: Path, *, content_sums: Mapping[str, str] = CONTENT, 
 
 
 def is_inside(path: Path) -> bool:
-    """Whether the folder looks like CIFAR-10 in one of its official forms, the refused one too."""
+    """Whether the folder looks like CIFAR-10, in its binary or its pickled form."""
     return _place(path) is not None or any((path / name).exists() for name in _PICKLED)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -226,10 +227,8 @@ def open_source(source: str | Path, options: ReadOptions) -> Data:
     if options.class_names is not None:  # last: classes are matched by the names of their folders
         path = Path(options.class_names)
         found = replace(found, classes=folders.renamed(found.classes, folders.read_class_names(path), path))
-    if len(found.tested) > 1:
-        warnings.warn(_unused_in_words(found, source, options), LowRankWarning, stacklevel=3)
-    if found.unlabelled:
-        warnings.warn(_unlabelled_in_words(found), LowRankWarning, stacklevel=3)
+    for text in _ignored_images(found, source, options):
+        warnings.warn(text, LowRankWarning, stacklevel=3)
     return _splits(found, options)
 
 
@@ -333,23 +332,20 @@ def _only_tested(found: LabelledImages, options: ReadOptions) -> Data:
     return Data(found.name, found.classes, tested.subset(torch.arange(0)), tested, _unused(found))
 
 
-def _unused_in_words(found: LabelledImages, source: str | Path, options: ReadOptions) -> str:
-    """Which split is tested on and which are not, and how to test on one of these where it is a folder."""
-    tested, *unused = found.tested
-    place = Path(source if options.test is None else options.test, unused[0])
-    hint = f" ({'--data' if options.only_test else '--test'} {place} tests on {unused[0]})"
-    verb = "is" if len(unused) == 1 else "are"
-    told = f"{found.name} is tested on {tested}; {' and '.join(unused)} {verb} not used"
-    return f"{told}{hint if place.is_dir() else ''}."
-
-
-def _unlabelled_in_words(found: LabelledImages) -> str:
-    """Which folders of test images have no classes, and what is tested on instead."""
-    verb = "has" if len(found.unlabelled) == 1 else "have"
-    instead = f"{found.tested[0]} is" if found.tested else "other images are"
-    return (
-        f"{' and '.join(found.unlabelled)} of {found.name} {verb} no class folders: {instead} tested on instead."
-    )
+def _ignored_images(found: LabelledImages, source: str | Path, options: ReadOptions) -> Iterator[str]:
+    """Sentences about test images that are not used, with the option that uses them, and about unlabelled ones."""
+    if len(found.tested) > 1:
+        tested, *unused = found.tested
+        place = Path(source if options.test is None else options.test, unused[0])
+        hint = f" ({'--data' if options.only_test else '--test'} {place} tests on {unused[0]})"
+        verb = "is" if len(unused) == 1 else "are"
+        told = f"{found.name} is tested on {tested}; {' and '.join(unused)} {verb} not used"
+        yield f"{told}{hint if place.is_dir() else ''}."
+    if found.unlabelled:
+        verb = "has" if len(found.unlabelled) == 1 else "have"
+        instead = f"{found.tested[0]} is" if found.tested else "other images are"
+        names = " and ".join(found.unlabelled)
+        yield f"{names} of {found.name} {verb} no class folders: {instead} tested on instead."
 
 
 def _unused(found: LabelledImages) -> dict[str, Any]:

@@ -283,7 +283,7 @@ def _fill(preprocess: Preprocess | None, channels: int) -> tuple[int, ...]:
 def decode_rate(split: StreamedSplit, n: int, workers: int, *, augment: Augment | None = None) -> float:
     """Images per second and core: read, decoded and framed.
 
-    The first batch only warms up; what the workers prefetch meanwhile is small beside a few thousand images.
+    The first batch is not timed. The images that workers prefetch meanwhile are few compared with thousands.
     """
     batch = max(1, min(64, n // 4))
     some = split.subset(torch.arange(min(n, len(split))))

@@ -229,7 +229,7 @@ class Split(Protocol):
         ...
 
     def contents(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps to tell whether images were changed since; empty where nothing can."""
+        """For a checkpoint: stamps and digests that tell whether images were changed since; may be empty."""
         ...
 
     def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:

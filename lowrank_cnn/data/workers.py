@@ -176,13 +176,6 @@ class EpochParts(Dataset):
         return frame_image(data, self.framing, self.channels, draws), None
 
 
-# The order in which a streamed set is read: a pure function of the seed and the epoch.
-#
-# An epoch's rows, in a random order that keeps shards together, are cut into lanes. Every global batch takes the
-# same number of images from each lane. A process owns neighbouring lanes, and so reads shards of its own; its
-# workers share these lanes out. As long as all processes together have no more workers than lanes, the global
-# batches depend neither on the number of processes nor on that of workers.
-
 _LANES = 16
 WINDOW = 256
 
@@ -196,7 +189,13 @@ def lane_count(batch_size: int, world: int, workers: int) -> int:
 
 
 def epoch_lanes(store: ImageStore, rows: Tensor, *, lanes: int, used: int, seed: int, epoch: int) -> Tensor:
-    """Rows of an epoch as [lanes, used / lanes], mixed further within windows of each lane."""
+    """Rows of an epoch as [lanes, used / lanes]: a pure function of the seed and the epoch.
+
+    The rows, in a random order that keeps shards together, are cut into lanes, and mixed further within windows of
+    each lane. Every global batch takes the same number of images from each lane. A process owns neighbouring
+    lanes, and so reads its own shards; its workers share these lanes. While all processes together have no more
+    workers than lanes, the global batches depend neither on the number of processes nor on that of workers.
+    """
     draw = generator("shards", seed, epoch)
     cut = shuffled_rows(store, rows, draw)[:used].view(lanes, -1)
     window = torch.arange(cut.shape[1]) // WINDOW

@@ -19,6 +19,7 @@ from lowrank_cnn.data.folders import open_table, read_class_names, renamed
         ("path,label\nx.png,\n", "line 2 of .* has no path or no label"),
         ("path,label,split\nx.png,a,test\n", "lists no image to train on"),
         ("path,label\n\ufeff", "line 2"),
+        (f"path,label\n{'x' * 2**18},a\n", "cannot be read as a table: field larger than field limit"),
         ("path,label,split\nx.png,a,train\ny.png,a,trian\n", "line 3 of .* the split 'trian': did you mean train"),
     ],
 )
