@@ -38,6 +38,7 @@ from lowrank_cnn.data.types import (
     fingerprint_of_subset,
     fingerprint_of_tensors,
     generator,
+    rank_range,
 )
 
 MOST_PREPARED_BYTES = 2**32
@@ -244,8 +245,9 @@ class ResidentLoader(DeviceLoader):
     def _in_order(self, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         for first in range(start * self.batch_size, len(self._labels), self.batch_size):
             count = min(self.batch_size, len(self._labels) - first)
-            mine = slice(first + count * self.rank // self.world, first + count * (self.rank + 1) // self.world)
-            if mine.stop > mine.start:
+            begin, end = rank_range(count, self.rank, self.world)
+            if end > begin:
+                mine = slice(first + begin, first + end)
                 images = self._images[mine]
                 images = self._scale(images) if self._scale else images
                 yield self._batch(images.permute(0, 3, 1, 2)), self._labels[mine]

@@ -117,12 +117,18 @@ def make_split(
     channels: int | None = None,
     which: str = "of the set",
 ) -> Split:
-    """Some rows of a store, at most `limit`: held in memory if they fit and have one size, else streamed."""
+    """Some rows of a store, at most `limit`: held in memory if they fit and have one size, else streamed.
+
+    They are grey if all images of a sample are, unless `channels` or the options say otherwise.
+    """
     if options.bad == "refuse":
         problems.refuse()
     if options.limit is not None:
         rows = rows[stratified(store.labels[rows], options.limit, seed=0)]
-    size, channels = survey_images(store, rows, options, channels, which)
+    headers = read_headers(store, rows) or [first_readable(store, rows, which)]
+    channels = options.channels or channels or (1 if all(header.grey for header in headers) else 3)
+    sizes = {options.image_size} if options.image_size else {(header.height, header.width) for header in headers}
+    size: Size | None = (channels, *sizes.pop()) if len(sizes) == 1 else None
     if size is None or len(rows) * size[0] * size[1] * size[2] > options.resident_bytes:
         return StreamedSplit(store, rows, size, channels, problems, options.bad)
     decode = partial(
@@ -136,19 +142,6 @@ def make_split(
         what=f"Decoding images {which}" if options.progress else "",
     )
     return ResidentSplit(decode, size, partial(fingerprint_of_rows, store, rows), store)
-
-
-def survey_images(
-    store: ImageStore, rows: Tensor, options: ReadOptions, channels: int | None, which: str
-) -> tuple[Size | None, int]:
-    """The common size or None, and the number of channels: 1 only if all sampled images are grey."""
-    headers = read_headers(store, rows) or [first_readable(store, rows, which)]
-    grey = all(header.grey for header in headers)
-    channels = options.channels or channels or (1 if grey else 3)
-    if options.image_size is not None:
-        return (channels, *options.image_size), channels
-    sizes = {(header.height, header.width) for header in headers}
-    return (channels, *sizes.pop()) if len(sizes) == 1 else None, channels
 
 
 def with_default_size(store: ImageStore, rows: Tensor, options: ReadOptions) -> ReadOptions:

@@ -23,7 +23,7 @@ from lowrank_cnn.data.gpu_decode import check_framing, decode_parts, find_decode
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten
 from lowrank_cnn.data.resident import DeviceLoader
 from lowrank_cnn.data.store import ImageStore, changed_images, fingerprint_of_rows, note_contents, sample_rows
-from lowrank_cnn.data.types import Bad, Decode, Problems, Size, generator
+from lowrank_cnn.data.types import Bad, Decode, Problems, Size, generator, rank_range
 from lowrank_cnn.data.workers import (
     WINDOW,
     BatchPart,
@@ -31,7 +31,6 @@ from lowrank_cnn.data.workers import (
     Trouble,
     epoch_lanes,
     lane_count,
-    rank_range,
     trouble_of,
 )
 
@@ -207,7 +206,7 @@ class StreamedLoader(DeviceLoader):
         lanes = lane_count(self.batch_size, self.world, self.workers)
         used = self._batches * self.batch_size
         rows = epoch_lanes(self.split.store, self.split.rows, lanes=lanes, used=used, seed=self.seed, epoch=epoch)
-        mine = range(lanes * self.rank // self.world, lanes * (self.rank + 1) // self.world)
+        mine = range(*rank_range(lanes, self.rank, self.world))
         return self._parts(rows, mine, self.batch_size // lanes, draw=("crops", self.seed, epoch))
 
     def _evaluation_parts(self) -> EpochParts:

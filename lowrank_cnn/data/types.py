@@ -366,6 +366,11 @@ def _told_apart(names: Sequence[str]) -> list[tuple[str, int]]:
     return found
 
 
+def rank_range(n: int, rank: int, world: int) -> tuple[int, int]:
+    """The stretch of n things that is one process's, or one worker's: together they are all, each once."""
+    return n * rank // world, n * (rank + 1) // world
+
+
 def check_workers(workers: int) -> None:
     """Refuse a number of processes that cannot be meant: thousands would bring the machine down."""
     if not 0 <= workers <= _MOST_WORKERS:

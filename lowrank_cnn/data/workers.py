@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.data.decode import UNDECODABLE, BadImageError, Framing, ScaledCrop, frame_image, stack
 from lowrank_cnn.data.store import ImageStore, read_watched, shuffled_rows
-from lowrank_cnn.data.types import generator
+from lowrank_cnn.data.types import generator, rank_range
 
 TOO_MANY = "too many images are bad"
 _TRIES = 64
@@ -140,8 +140,8 @@ class EpochParts(Dataset):
 
     def _places(self, batch: int, part: int) -> Iterator[tuple[int, int, int]]:
         """The lane, the place in it, and the number in the global batch, of each image of a part."""
-        count, first = len(self.mine), batch * self.per_lane
-        for lane in self.mine[count * part // self.parts : count * (part + 1) // self.parts]:
+        first = batch * self.per_lane
+        for lane in self.mine[slice(*rank_range(len(self.mine), part, self.parts))]:
             for place in range(first, min(first + self.per_lane, self.lanes.shape[1])):
                 yield lane, place, lane * self.per_lane + place - first
 
@@ -201,8 +201,3 @@ def epoch_lanes(store: ImageStore, rows: Tensor, *, lanes: int, used: int, seed:
     window = torch.arange(cut.shape[1]) // WINDOW
     keys = window + torch.rand(cut.shape, generator=draw, dtype=torch.float64)
     return cut.gather(1, keys.argsort(1))
-
-
-def rank_range(n: int, rank: int, world: int) -> tuple[int, int]:
-    """The stretch of n images that a process evaluates: together they are all, each once."""
-    return n * rank // world, n * (rank + 1) // world
