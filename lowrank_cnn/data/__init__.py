@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
 import torch
-from torch import Tensor
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data.augment import Augment
-from lowrank_cnn.data.own import AsGiven, DatasetLoader, DatasetSplit
+from lowrank_cnn.data.own import DatasetLoader, DatasetSplit
 from lowrank_cnn.data.parquet import Missing
-from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten, fit_preprocess
-from lowrank_cnn.data.preprocess import preprocess_from_dict as _preprocess_from_dict
+from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten, fit_preprocess, preprocess_from_dict
 from lowrank_cnn.data.resident import ResidentLoader, ResidentSplit
 from lowrank_cnn.data.sources import RESIDENT_BYTES, ReadOptions, open_source, parse_image_size
 from lowrank_cnn.data.streamed import StreamedLoader, StreamedSplit, decode_rate
@@ -39,11 +36,6 @@ __all__ = [
     "open_data",
     "preprocess_from_dict",
 ]
-
-
-def preprocess_from_dict(tensors: Mapping[str, Tensor]) -> Preprocess:
-    """The preprocessing that a checkpoint holds, the inverse of `to_dict`."""
-    return AsGiven() if tensors.keys() == {"as_given"} else _preprocess_from_dict(tensors)
 
 
 def open_data(
@@ -84,7 +76,7 @@ def open_data(
     - `missing`: whether an absent shard is refused, or counted and done without.
     - `resident_bytes`: splits that take no more than this as uint8, all of one size, are held in memory.
     - `only_test`: for evaluation alone. A set without test images is one to test on, and needs none to train on.
-    - `progress`: show a bar on standard error while images are decoded.
+    - `progress`: count the decoded images on standard error.
     """
     options = ReadOptions(
         bad=bad,

@@ -85,7 +85,7 @@ class Moves:
 class ByteScale:
     """How images that are held as bytes become what the network sees: less the mean, over the deviation.
 
-    Of each image `pad` pixels at every border are padding, which is zero afterwards.
+    The outer `pad` pixels of each image are padding and become zero.
     """
 
     mean: Tensor
@@ -118,7 +118,7 @@ def draw_moves(
 
 
 def alternating(rows: Tensor, *, images: int, seed: int, epoch: int) -> Tensor:
-    """Which of these rows are mirrored in an epoch: a random half of the images, then the other half."""
+    """Whether to mirror each of these rows: a random half of the images, then the other half, by turns."""
     coins = torch.randint(0, 2, (images,), generator=generator("mirror", seed)).bool()
     return coins[rows] ^ bool(epoch % 2)
 
@@ -166,7 +166,7 @@ def cut_out(images: Tensor, moves: Moves, *, cutout: int) -> Tensor:
 
 
 def _holes(moves: Moves, window: tuple[int, int], length: int) -> Tensor:
-    """Where [n, h, w] the cut squares lie; one centred near a border is clipped by it."""
+    """A mask [n, h, w] of the cut squares, clipped at the borders."""
 
     def near(centre: Tensor, places: int) -> Tensor:
         offset = torch.arange(places, device=centre.device) - (centre[:, None] - length // 2)

@@ -27,7 +27,7 @@ _GREY = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "F"}
 _DEEP = {"I", "I;16", "I;16B", "I;16L"}
 
 _ORIENTATION, _TURNED = 0x0112, range(5, 9)
-"""The EXIF tag for how a camera was held, and its values for images that lie on their side."""
+"""The EXIF tag of the orientation, and its values for images that are stored on their side."""
 
 UNDECODABLE = "undecodable image"
 
@@ -38,7 +38,7 @@ class BadImageError(Exception):
 
 @dataclass(frozen=True)
 class ImageHeader:
-    """What the header of an image file tells: its height and width and whether it is grey."""
+    """The size of an image and whether it is grey, from its header."""
 
     height: int
     width: int
@@ -53,7 +53,7 @@ def image_header(data: bytes) -> ImageHeader:
 
 
 def decode_image(data: bytes, *, channels: int, at_least: int | None = None) -> Image:
-    """A grey (one channel) or RGB (three) image, upright; a JPEG may come smaller, of this size or more."""
+    """A grey (one channel) or RGB (three) image, upright. A JPEG may be decoded smaller, down to `at_least`."""
     image = open_image(data)
     try:
         if at_least is not None:
@@ -132,7 +132,7 @@ def open_image(data: bytes) -> Image:
 
 
 def orientation(image: Image) -> int:
-    """How a camera was held, by the EXIF tag of a photograph: 1 for upright images and those that do not say."""
+    """The EXIF orientation of a photograph; 1 if it is upright or has no such tag."""
     if image.format == "TIFF" or (image.format == "JPEG" and "exif" not in image.info):
         return 1  # Pillow turns a TIFF itself
     try:
@@ -177,12 +177,6 @@ def _reason(error: Exception) -> str:
     text = lines[0] if lines else type(error).__name__
     return "not a known image format" if text.startswith("cannot identify") else text
 
-
-# From an encoded image to the window that a network sees: decode, scale by the shorter side, crop, mirror.
-#
-# Pillow decodes, and scales only the part that the window shows. A colour JPEG that is stored at the right scale
-# already, as `lowrank shrink` writes them, is decoded by simplejpeg if that is installed: the same pixels, a
-# third faster (`benchmarks/input_pipeline.py`).
 
 LARGEST = 2**26
 """Pixels of the largest image that a GPU is given to decode: fewer than Pillow refuses."""
@@ -264,14 +258,19 @@ class Framing:
 
 
 def frame_image(data: bytes, framing: Framing, channels: int, draws: list[float] | None) -> bytes:
-    """The window of an encoded image as bytes [h, w, C]."""
+    """The window of an encoded image as bytes [h, w, C].
+
+    Pillow decodes, and scales only the part that the window shows. A colour JPEG that is stored at the right scale
+    already, as `lowrank shrink` writes them, is decoded by simplejpeg if that is installed: the same pixels, a
+    third faster (`benchmarks/input_pipeline.py`).
+    """
     if channels == 3 and (window := _cut_by_simplejpeg(data, framing, draws)) is not None:
         return window
     return framing(decode_image(data, channels=channels, at_least=framing.at_least), draws).tobytes()
 
 
 def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Height and width of a whole, upright baseline JPEG in YCbCr of 8 bits, by its header; None for all others.
+    """Height and width of a complete, upright baseline JPEG in 8-bit YCbCr, from its header; else None.
 
     Progressive JPEGs do not count: hardware decodes none, and many workers decode them faster than nvJPEG's one
     thread.
@@ -299,9 +298,9 @@ def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
 
 
 def _cut_by_simplejpeg(data: bytes, framing: Framing, draws: list[float] | None) -> bytes | None:
-    """The window of a JPEG that has the right scale; None for others, and where simplejpeg is missing or fails.
+    """The window of a JPEG that has the right scale; None for others, and if simplejpeg is missing or fails.
 
-    One with EXIF data may have to be turned upright, which Pillow does.
+    Pillow decodes JPEGs with EXIF data, as they may have to be turned upright.
 
     To mirror the window, all bytes of a row are reversed, so the colours are decoded in reverse order.
     """
@@ -315,7 +314,7 @@ def _cut_by_simplejpeg(data: bytes, framing: Framing, draws: list[float] | None)
         if space in ("CMYK", "YCCK") or framing.size not in (None, (height, width)) or not right_scale:
             return None
         pixels = jpeg.decode_jpeg(data, "BGR" if mirrored else "RGB")
-    except ValueError:  # Pillow decodes what is only odd, and says what is wrong with the rest
+    except ValueError:  # Pillow decodes more, and says what is wrong with the rest
         return None
     top, left = framing.corner(height, width, draws)
     rows = pixels.reshape(height, 3 * width)
@@ -334,8 +333,6 @@ def _simplejpeg() -> ModuleType | None:
 def _offset(margin: int, draw: float | None) -> int:
     return margin // 2 if draw is None else int(draw * (margin + 1))
 
-
-# Small pictures of images, for records and reports.
 
 SIDE = 96
 _QUALITY = 80

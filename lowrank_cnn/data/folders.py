@@ -1,4 +1,4 @@
-"""Image folders: `CLASS/*`, or `train/CLASS/*` beside `val/CLASS/*` or `test/CLASS/*`."""
+"""Image files: `CLASS/*`, `train/CLASS/*` beside `val/CLASS/*` or `test/CLASS/*`, or the paths in a .csv."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +16,8 @@ from torch import Tensor
 from lowrank_cnn.core.errors import LowRankError, nearest
 from lowrank_cnn.core.files import is_regular, read_regular, read_text
 from lowrank_cnn.data.decode import BadImageError
-from lowrank_cnn.data.types import Contents, Problems, fingerprint_of_files, version_of_files
+from lowrank_cnn.data.store import ImageStore, LabelledImages, no_problems
+from lowrank_cnn.data.types import Problems
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 TRAIN_NAMES = ("train", "training")
@@ -25,25 +25,12 @@ TEST_NAMES = ("test", "testing", "val", "valid", "validation", "eval", "evaluati
 _LARGEST_FILE = 2**29
 
 
-@dataclass
-class FolderStore:
-    """The image files below one folder, sorted, and the class of each."""
-
-    root: Path
-    files: list[str]
-    labels: Tensor
-    contents: Contents = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.contents = Contents(self.files, len(self.files))
-
-    @property
-    def paths(self) -> Sequence[str]:
-        return self.files
+class FolderStore(ImageStore):
+    """Image files, each a row. The places in `paths` are the rows."""
 
     def read(self, row: int) -> bytes:
         try:
-            return read_image(self.files[row])
+            return read_image(self.paths[row])
         except OSError as error:
             raise BadImageError(error.strerror or "unreadable") from error
 
@@ -51,19 +38,10 @@ class FolderStore:
         return row
 
     def where(self, row: int) -> str:
-        return os.path.relpath(self.files[row], self.root.parent)
+        return os.path.relpath(self.paths[row], self.root.parent)
 
     def shuffled(self, draw: torch.Generator) -> Tensor:
-        return torch.randperm(len(self.files), generator=draw)
-
-    def fingerprint(self) -> str:
-        return fingerprint_of_files(self.root, self.files)
-
-    def version(self) -> str:
-        return version_of_files(self.files)
-
-    def keep(self, places: int, rows: int) -> None:
-        """Files are read one by one: nothing is kept."""
+        return torch.randperm(len(self.paths), generator=draw)
 
 
 def read_image(path: str | Path) -> bytes:
@@ -71,53 +49,35 @@ def read_image(path: str | Path) -> bytes:
     return read_regular(path, most=_LARGEST_FILE)
 
 
-def class_folders(folder: Path) -> list[str]:
-    """Names of the folders within, hidden ones apart."""
-    if not folder.is_dir():
-        return []
-    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != ".")
+def open_images(path: Path) -> LabelledImages:
+    """A folder with train and test folders, or one with the classes themselves."""
+    name, problems = path.resolve().name, no_problems()
+    train, tested = next(iter(_named(path, TRAIN_NAMES)), None), _named(path, TEST_NAMES)
+    if train is None and not tested:
+        if not (flat := _flat_classes(path, problems["train"])):
+            raise LowRankError(_no_images(path))
+        return LabelledImages(name, flat, open_folder(path, flat, problems["train"]), problems=problems)
+    classes = _class_folders(train or tested[0])
+    stores = {}
+    for split, folder in (("train", train), ("test", next(iter(tested), None))):
+        if folder:
+            stores[split] = open_folder(folder, classes, problems[split])
+            for other in sorted(set(_class_folders(folder)) - set(classes)):
+                problems[split].add("unknown class folder", f"{folder.name}/{other}: not in train")
+    named = [path / folder for folder in _class_folders(path) if folder.lower() in TEST_NAMES]
+    return LabelledImages(
+        name,
+        classes,
+        stores.get("train"),
+        stores.get("test"),
+        tested=tuple(folder.name for folder in tested),
+        unlabelled=tuple(f.name for f in named if not _class_folders(f) and _holds_images(f)),
+        problems=problems,
+    )
 
 
-def training_folder(root: Path) -> Path | None:
-    """`train` or `training`, in any case of letters, where it has class folders."""
-    return next(iter(_named(root, TRAIN_NAMES)), None)
-
-
-def evaluation_folders(root: Path) -> list[Path]:
-    """Those of test, val, ... that have class folders: a test folder of unnamed images does not count."""
-    return _named(root, TEST_NAMES)
-
-
-def unlabelled_folders(root: Path) -> list[str]:
-    """Names of those of test, val, ... that hold images and no class folders."""
-    named = [root / name for name in class_folders(root) if name.lower() in TEST_NAMES]
-    return [folder.name for folder in named if not class_folders(folder) and holds_images(folder)]
-
-
-def flat_classes(root: Path, problems: Problems) -> list[str]:
-    """The class folders of a root without train and test folders: those with images in them.
-
-    A folder `train` of images may be a class, of vehicles say, or hold images without classes: it is a problem.
-    """
-    names = [name for name in class_folders(root) if next(image_files(root / name, Problems()), None)]
-    classes = [name for name in names if name.lower() not in TRAIN_NAMES + TEST_NAMES]
-    for name in sorted(set(names) - set(classes)) if classes else ():
-        problems.add(
-            "folder", f"{root.resolve().name}/{name}: if it is a class, put all class folders into train/"
-        )
-    return classes
-
-
-def holds_images(folder: Path) -> bool:
-    """Whether image files lie directly in the folder."""
-    return any(entry.suffix.lower() in SUFFIXES for entry in folder.iterdir())
-
-
-def open_folder(folder: Path, classes: Sequence[str], problems: Problems, *, others: bool = False) -> FolderStore:
-    """The images of these classes; a class without images, or a folder that is no class, is a problem.
-
-    With `others`, further folders are no problem: those beside the classes of a flat folder are not asked about.
-    """
+def open_folder(folder: Path, classes: Sequence[str], problems: Problems) -> FolderStore:
+    """The images of these classes; a class without images is a problem."""
     files: list[str] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
@@ -126,16 +86,45 @@ def open_folder(folder: Path, classes: Sequence[str], problems: Problems, *, oth
         labels += [label] * len(found)
         if not found:
             problems.add("empty class folder", f"{folder.name}/{name}")
-    for name in () if others else sorted(set(class_folders(folder)) - set(classes)):
-        problems.add("unknown class folder", f"{folder.name}/{name}: not in train")
     return FolderStore(folder, files, torch.tensor(labels, dtype=torch.int64))
 
 
+def _class_folders(folder: Path) -> tuple[str, ...]:
+    """Names of the folders within, without hidden ones."""
+    return tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."))
+
+
 def _named(root: Path, names: Sequence[str]) -> list[Path]:
-    """The folders of these names that have class folders, in the order of the names."""
-    by_name = {name.lower(): root / name for name in reversed(class_folders(root))}
-    found = (by_name[name] for name in names if name in by_name)
-    return [folder for folder in found if class_folders(folder)]
+    """The folders of these names, in any case of letters, that have class folders, in the order of the names."""
+    by_name = {name.lower(): root / name for name in reversed(_class_folders(root))}
+    return [by_name[name] for name in names if name in by_name and _class_folders(by_name[name])]
+
+
+def _flat_classes(root: Path, problems: Problems) -> tuple[str, ...]:
+    """The class folders of a root without train and test folders: those with images in them.
+
+    A folder `train` of images may be a class, of vehicles say, or hold images without classes: it is a problem.
+    """
+    names = [name for name in _class_folders(root) if next(image_files(root / name, Problems()), None)]
+    classes = tuple(name for name in names if name.lower() not in TRAIN_NAMES + TEST_NAMES)
+    for name in sorted(set(names) - set(classes)) if classes else ():
+        problems.add(
+            "folder", f"{root.resolve().name}/{name}: if it is a class, put all class folders into train/"
+        )
+    return classes
+
+
+def _holds_images(folder: Path) -> bool:
+    return any(entry.suffix.lower() in SUFFIXES for entry in folder.iterdir())
+
+
+def _no_images(path: Path) -> str:
+    if _holds_images(path):
+        return f"{path} holds images without classes: put those of each class into a folder of its own."
+    return (
+        f"{path} holds neither parquet shards (train-00000-of-...) nor images as CLASS/* or train/CLASS/*: "
+        "each class needs a folder with its images."
+    )
 
 
 def image_files(folder: Path, problems: Problems) -> Iterator[str]:
@@ -161,59 +150,91 @@ def image_files(folder: Path, problems: Problems) -> Iterator[str]:
                 problems.add("special file", str(path.relative_to(folder.parent)))
 
 
-# A CSV file of image paths and labels, and files of class names.
-
 _PATH_COLUMNS = ("path", "file", "filename", "image")
 _LABEL_COLUMNS = ("label", "class", "category")
 _SPLIT_COLUMNS = ("split", "set", "subset")
 _DELIMITERS = (",", ";", "\t")
-"""Spreadsheets write semicolons where a comma parts decimals."""
+"""Spreadsheets write semicolons if a comma is the decimal mark."""
 _MOST_BYTES = 2**28
 
 
 class TableRow(NamedTuple):
-    """A line of the table: where the image lies, what it shows, and the split that it is of."""
+    """A line of a table of images."""
 
     path: str
     label: str
     split: str
 
-    @property
-    def train(self) -> bool:
-        return self.split in TRAIN_NAMES
 
-
-class LabelTable(NamedTuple):
-    """The images of a table: a store for each split; None if no line is for testing.
-
-    `tested` names the split to test on, and then others that could be.
-    """
-
-    classes: tuple[str, ...]
-    train: FolderStore
-    test: FolderStore | None
-    tested: tuple[str, ...]
-
-
-def open_table(path: Path, problems: dict[str, Problems]) -> LabelTable:
+def open_table(path: Path) -> LabelledImages:
     """The images that a CSV file lists: a column path, a column label, and perhaps a column split.
 
     Paths are relative to the file. Classes are the labels, sorted; missing files are problems, and so are files
     that are to be trained and tested on. Of lines for `test` and for `val`, those for `test` are tested on.
     """
-    rows = _read(path)
+    try:
+        rows, problems = _table_rows(path), no_problems()
+    except csv.Error as error:
+        raise LowRankError(f"{path} cannot be read as a table: {error}.") from error
     splits = tuple(name for name in TEST_NAMES if any(row.split == name for row in rows))
-    classes = tuple(sorted({row.label for row in rows}))
-    train = _store(path, [row for row in rows if row.train], classes, problems["train"])
-    trained = {os.path.normpath(row.path) for row in rows if row.train}
-    tested = []
+    train = [row for row in rows if row.split in TRAIN_NAMES]
+    if not train:
+        raise LowRankError(f"{path} lists no image to train on.")
+    trained = {os.path.normpath(row.path) for row in train}
+    test = []
     for row in (row for row in rows if row.split in splits[:1]):
         if os.path.normpath(row.path) in trained:
             problems["test"].add("file to train on", row.path)
         else:
-            tested.append(row)
-    test = _store(path, tested, classes, problems["test"]) if tested else None
-    return LabelTable(classes, train, test, splits)
+            test.append(row)
+    classes = sorted({row.label for row in rows})
+    return LabelledImages(
+        f"{path.resolve().parent.name}/{path.name}",
+        tuple(classes),
+        _store(path.parent, train, classes, problems["train"]),
+        _store(path.parent, test, classes, problems["test"]) if test else None,
+        tested=splits,
+        problems=problems,
+    )
+
+
+def _table_rows(path: Path) -> list[TableRow]:
+    text = _text(path)
+    first = text.partition("\n")[0]
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=max(_DELIMITERS, key=first.count))
+    header = [name.strip().lower() for name in next(lines, [])]
+    columns = (_PATH_COLUMNS, _LABEL_COLUMNS, _SPLIT_COLUMNS)
+    places = [next((header.index(name) for name in names if name in header), None) for names in columns]
+    at_path, at_label, at_split = places
+    if at_path is None or at_label is None:
+        raise LowRankError(
+            f"{path} needs a first line that names the columns path and label (and split, if you like), "
+            f"not {', '.join(header) or 'nothing'}."
+        )
+    rows = []
+    for line in lines:
+        if not any(line):
+            continue
+        where = f"line {lines.line_num} of {path}"
+        if len(line) <= max(place for place in places if place is not None) or not line[at_label].strip():
+            raise LowRankError(f"{where} has no path or no label.")
+        split = (line[at_split].strip().lower() if at_split is not None else "") or TRAIN_NAMES[0]
+        if split not in TRAIN_NAMES + TEST_NAMES:
+            raise LowRankError(f"{where} has the split {split!r}: {nearest(split, TRAIN_NAMES + TEST_NAMES)}")
+        rows.append(TableRow(line[at_path].strip(), line[at_label].strip(), split))
+    return rows
+
+
+def _store(folder: Path, rows: Sequence[TableRow], classes: Sequence[str], problems: Problems) -> FolderStore:
+    there = []
+    for row in rows:
+        if (folder / row.path).is_file():
+            there.append(row)
+        else:
+            problems.add("missing file", row.path)
+    number = {name: index for index, name in enumerate(classes)}
+    labels = torch.tensor([number[row.label] for row in there], dtype=torch.int64)
+    return FolderStore(folder, [str(folder / row.path) for row in there], labels)
 
 
 def read_class_names(path: Path) -> dict[str, str]:
@@ -242,50 +263,6 @@ def renamed(classes: Sequence[str], names: dict[str, str], path: Path) -> tuple[
     if shown == tuple(classes):
         raise LowRankError(f"{path} names none of the classes, such as {classes[0]!r}.")
     return shown
-
-
-def _read(path: Path) -> list[TableRow]:
-    text = _text(path)
-    first = text.partition("\n")[0]
-    lines = csv.reader(io.StringIO(text, newline=""), delimiter=max(_DELIMITERS, key=first.count))
-    header = [name.strip().lower() for name in next(lines, [])]
-    places = [_column(header, names) for names in (_PATH_COLUMNS, _LABEL_COLUMNS, _SPLIT_COLUMNS)]
-    at_path, at_label, at_split = places
-    if at_path is None or at_label is None:
-        raise LowRankError(
-            f"{path} needs a first line that names the columns path and label (and split, if you like), "
-            f"not {', '.join(header) or 'nothing'}."
-        )
-    rows = []
-    for line in lines:
-        if not any(line):
-            continue
-        where = f"line {lines.line_num} of {path}"
-        if len(line) <= max(place for place in places if place is not None) or not line[at_label].strip():
-            raise LowRankError(f"{where} has no path or no label.")
-        split = (line[at_split].strip().lower() if at_split is not None else "") or TRAIN_NAMES[0]
-        if split not in TRAIN_NAMES + TEST_NAMES:
-            raise LowRankError(f"{where} has the split {split!r}: {nearest(split, TRAIN_NAMES + TEST_NAMES)}")
-        rows.append(TableRow(line[at_path].strip(), line[at_label].strip(), split))
-    if not any(row.train for row in rows):
-        raise LowRankError(f"{path} lists no image to train on.")
-    return rows
-
-
-def _column(header: Sequence[str], names: Iterable[str]) -> int | None:
-    return next((header.index(name) for name in names if name in header), None)
-
-
-def _store(path: Path, rows: list[TableRow], classes: Sequence[str], problems: Problems) -> FolderStore:
-    number = {name: index for index, name in enumerate(classes)}
-    there = []
-    for row in rows:
-        if (path.parent / row.path).is_file():
-            there.append(row)
-        else:
-            problems.add("missing file", row.path)
-    labels = torch.tensor([number[row.label] for row in there], dtype=torch.int64)
-    return FolderStore(path.parent, [str(path.parent / row.path) for row in there], labels)
 
 
 def _text(path: Path) -> str:

@@ -43,7 +43,7 @@ def find_decoder(device: torch.device) -> Decoder:
         device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
         decode = partial(_by_nvjpeg, vision, device)
         decode([_probe()])
-    except (RuntimeError, OSError, AttributeError) as error:  # a build that does not fit torch's fails as it likes
+    except (RuntimeError, OSError, AttributeError) as error:  # a build for another torch fails in various ways
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise LowRankError(f"decode='gpu' (--decode gpu) does not work with this torchvision: {reason}") from error
     return decode
@@ -98,7 +98,7 @@ def decode_windows(jpegs: list[Jpeg], size: tuple[int, int], decode: Decoder) ->
 
 
 def _bounds(pixels: list[int]) -> list[int]:
-    """Where images are parted so that all between two bounds can be held at once; mostly there are two bounds."""
+    """Bounds of runs of images, each small enough to be decoded at once."""
     bounds, held = [0], 0
     for index, one in enumerate(pixels):
         held += one

@@ -1,7 +1,7 @@
-"""Random zooms, colour jitter, TrivialAugment and RandAugment for a whole batch on the device, in plain torch.
+"""Zooms, colour jitter, TrivialAugment, RandAugment, mixup and CutMix for a whole batch on the device.
 
-torchvision's transforms draw from the global generator and treat a batch as one image. Here every image has draws
-of its own, made on the CPU from the seed, the epoch and the batch: a stopped run goes on with the same images.
+torchvision's transforms draw from the global generator and treat a batch as one image. Here each image has its own
+draws, made on the CPU from the seed, the epoch and the batch: a resumed run sees the same images.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _zooms(n: int, least: float, draw: torch.Generator) -> Tensor:
 
 
 def _warp(pixels: Tensor, maps: Tensor) -> Tensor:
-    """Sample images at affine maps of their coordinates; beyond the border, the border goes on."""
+    """Sample images at affine maps of their coordinates; the border is repeated beyond it."""
     grid = functional.affine_grid(maps, list(pixels.shape), align_corners=False)
     return functional.grid_sample(pixels, grid, padding_mode="border", align_corners=False)
 
@@ -189,9 +189,6 @@ OPERATIONS: dict[str, Operation] = {
     "equalize": _equalize,
 }
 """TrivialAugment's set (Mueller and Hutter, 2021), each image's strength from -1 to 1."""
-
-
-# Mixup and CutMix: batches whose images are blends of two, with the labels of both.
 
 
 class Mixer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -132,9 +132,17 @@ class DatasetSplit:
         found, size = replace(self, classes=classes), self.size
         if self.collate is None:
             image, target = self.dataset[0]
-            if size:
-                _check_image(image)
-            _check_target(target)
+            if size and (kind := torch.as_tensor(image).dtype) != torch.float32:
+                raise LowRankError(
+                    f"images of your own go to the network as they are, in float32, not {kind}: image.float() "
+                    "converts one, and image.float() / 255 pixels."
+                )
+            number = torch.as_tensor(target) if isinstance(target, int) or hasattr(target, "shape") else None
+            if number is None or number.ndim or number.is_floating_point() or number.is_complex():
+                raise LowRankError(
+                    f"the target of an image is its class number, not {target!r:.60}: take the argmax() of "
+                    "one-hot targets, and a loss of your own for another task (fit(..., loss=...))."
+                )
         check_labels(found.labels)
         return found
 
@@ -162,7 +170,7 @@ class DatasetSplit:
         return fingerprint_of_parts("dataset", type(self.dataset).__name__, str(len(self)), *some)
 
     def contents(self) -> dict[str, Tensor]:
-        """Nothing: only reading all items would tell, and the user's code may change them at random."""
+        """Nothing: all items would have to be read, and the user's code may change them at random."""
         return {}
 
     def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
@@ -189,36 +197,35 @@ class DatasetSplit:
         raise LowRankError("a data set of your own is prepared by your code: there is nothing to fit to it.")
 
 
+@dataclass(eq=False, repr=False)
 class DatasetLoader:
     """Batches of a user's data set on the device. The order of training is a function of seed and epoch.
 
-    Where the user's DataLoader has a sampler of its own, its batches are taken as they come.
+    If the user's DataLoader has a sampler of its own, its batches are taken as they come.
     """
 
-    def __init__(
-        self,
-        split: DatasetSplit,
-        *,
-        batch_size: int,
-        seed: int,
-        device: torch.device | str,
-        rank: int = 0,
-        world: int = 1,
-        train: bool,
-        workers: int = 0,
-    ) -> None:
-        self.split, self.batch_size, self.seed, self.train = split, batch_size, seed, train
-        self.device, self.workers = torch.device(device), workers or split.workers
-        self.own = split.own_loader
-        if world > 1:
+    split: DatasetSplit
+    _: KW_ONLY
+    batch_size: int
+    seed: int
+    device: torch.device | str
+    rank: int = 0
+    world: int = 1
+    train: bool
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.world > 1:
             raise LowRankError("a data set of your own is trained on by one process; use open_data for several.")
-        self._batches = check_batches(len(split), batch_size=batch_size, rank=rank, world=world, train=train)
-        self._batches = len(self.own) if self.own is not None else self._batches
+        size, rank, world, train = self.batch_size, self.rank, self.world, self.train
+        batches = check_batches(len(self.split), batch_size=size, rank=rank, world=world, train=train)
+        self._batches = batches if self.split.own_loader is None else len(self.split.own_loader)
 
     def __len__(self) -> int:
         return self._batches
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Any]]:
+        device = torch.device(self.device)
         for number, batch in enumerate(self._loader(epoch)):
             if number < start:
                 continue
@@ -227,19 +234,19 @@ class DatasetLoader:
             if not isinstance(batch, tuple | list) or len(batch) != 2:
                 raise LowRankError(f"a batch of a DataLoader is (images, targets), not {in_short(batch)}.")
             images, targets = batch[0], self.split.class_numbers(batch[1], train=self.train)
-            yield move(images, self.device), move(targets, self.device)
+            yield move(images, device), move(targets, device)
 
     def _loader(self, epoch: int) -> DataLoader:
-        if self.own is not None:
-            return self.own
+        if self.split.own_loader is not None:
+            return self.split.own_loader
         return DataLoader(
             self.split.dataset,
             batch_size=self.batch_size,
             shuffle=self.train,
             drop_last=self.train,
             collate_fn=self.split.collate or stacked,
-            num_workers=self.workers,
-            pin_memory=self.device.type == "cuda",
+            num_workers=self.workers or self.split.workers,
+            pin_memory=torch.device(self.device).type == "cuda",
             generator=generator("dataset", self.seed, epoch),
         )
 
@@ -289,25 +296,8 @@ def move(value: Any, device: torch.device) -> Any:
     return value
 
 
-def _check_image(image: Any) -> None:
-    if (kind := torch.as_tensor(image).dtype) != torch.float32:
-        raise LowRankError(
-            f"images of your own go to the network as they are, in float32, not {kind}: image.float() converts "
-            "one, and image.float() / 255 pixels."
-        )
-
-
-def _check_target(target: Any) -> None:
-    number = torch.as_tensor(target) if isinstance(target, int) or hasattr(target, "shape") else None
-    if number is None or number.ndim or number.is_floating_point() or number.is_complex():
-        raise LowRankError(
-            f"the target of an image is its class number, not {target!r:.60}: take the argmax() of one-hot "
-            "targets, and a loss of your own for another task (fit(..., loss=...))."
-        )
-
-
 def in_short(value: Any) -> str:
-    """What a value is, in a few words.
+    """The type and shape of a value.
 
     >>> in_short((torch.zeros(3, 8, 8), 1))
     '(Tensor [3, 8, 8], int)'
@@ -327,9 +317,6 @@ def _summary(item: Any) -> Any:
     if isinstance(item, dict):
         return {key: _summary(part) for key, part in item.items()}
     return f"{item!r:.80}"
-
-
-# The user's own Datasets and DataLoaders as a `Data`, with what their samplers choose.
 
 
 def named_classes(dataset: Dataset) -> Sequence[Any]:
@@ -419,7 +406,7 @@ def _tested(part: Any) -> DatasetSplit:
 
 
 def _one_epoch(loader: DataLoader) -> Iterator[Any]:
-    """The item numbers of one epoch, in batches; a sampler may go on for ever, and say how long an epoch is."""
+    """The item numbers of one epoch, in batches. A sampler may never end; its length is then that of an epoch."""
     if loader.batch_size is None:
         return islice(iter(loader.batch_sampler or ()), len(loader))
     return iter([islice(loader.sampler, len(loader.sampler))])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Parquet shards in the Hugging Face image layout: finding them, their classes, and reading rows."""
+"""Parquet shards in the Hugging Face image layout, in a folder or on the Hub: their classes, and reading rows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -21,68 +22,44 @@ from lowrank_cnn.core.errors import LowRankError, nearest, require
 from lowrank_cnn.core.files import is_regular, regular
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.data.decode import BadImageError
-from lowrank_cnn.data.store import NO_LABEL
-from lowrank_cnn.data.types import Contents, Problems, fingerprint_of_files, version_of_files
+from lowrank_cnn.data.store import NO_LABEL, ImageStore, LabelledImages, no_problems, with_classes
+from lowrank_cnn.data.types import Problems
 
-# Read columns of parquet files within a memory limit, whatever the files claim.
-#
-# A few hundred bytes of parquet can stand for gigabytes: equal values are stored once. Labels are therefore
-# decoded piece by piece, and images are left in the form in which the file stores them.
-
+Missing = Literal["skip", "refuse"]
 MOST_ROWS = 3 * 10**7
 """Images of one split: twice those of ImageNet-21k."""
 MOST_SHARDS = 10**5
 LARGEST_GROUP = 2**30
 """Bytes of the images in one row group, as the file states them."""
 READ_ERRORS = (OSError, ValueError, NotImplementedError, LookupError, TypeError)
-"""What pyarrow's errors derive from, but for those of memory."""
-_BATCH_ROWS = 2**16
-
-
-def check_rows(rows: int, path: Path) -> None:
-    """Refuse more rows than any set of images has."""
-    if not 0 <= rows <= MOST_ROWS:
-        raise LowRankError(f"{path} claims {rows:,} rows; at most {MOST_ROWS:,} images of a split are read.")
-
-
-def read_integers(file: Any, name: str, *, missing: int) -> Tensor:
-    """A column of integers as int64, `missing` where a row has none."""
-    rows = file.metadata.num_rows
-    found = torch.empty(rows, dtype=torch.int64)
-    done = 0
-    for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=[name], use_threads=False):
-        values = batch.column(0).cast("int64").fill_null(missing).to_numpy(zero_copy_only=False)
-        if done + len(values) > rows:
-            raise ValueError("it has more rows than it says")
-        found[done : done + len(values)] = torch.from_numpy(values.copy())
-        done += len(values)
-    return found[:done]
-
-
-def read_binaries(path: Path, name: str, group: int) -> Any:
-    """The images of a row group as an array of bytes; None where they exceed the bound.
-
-    Values that are stored once stay so: as a dictionary, they take the memory that the file says they take.
-    """
-    pq = require("pyarrow.parquet", extra="data", purpose="reading parquet")
-    with pq.ParquetFile(regular(path), read_dictionary=[name]) as file:
-        metadata = file.metadata.row_group(group)
-        columns = [metadata.column(index) for index in range(metadata.num_columns)]
-        sizes = [column.total_uncompressed_size for column in columns if column.path_in_schema == name]
-        if not sizes or sizes[0] > LARGEST_GROUP:
-            return None
-        column = file.read_row_group(group, columns=[name], use_threads=False).column(0).combine_chunks()
-    return column.field("bytes") if hasattr(column, "field") else column
-
-
-Missing = Literal["skip", "refuse"]
+"""The bases of pyarrow's errors, except those of memory."""
 _SHARD = re.compile(
     r"(?P<split>train|test|validation|valid|val)(-(?P<part>\d+)-of-(?P<parts>\d+)(-[0-9a-f]+)?)?\.parquet"
 )
 _IMAGE_COLUMNS = ("image", "img")
 _LABEL_COLUMNS = ("label", "fine_label")
-_NAMED = 5
 _TEST_SPLITS = ("test", "validation", "valid", "val")
+_BATCH_ROWS = 2**16
+_NAMED = 5
+
+
+def open_parquet(folder: Path, *, name: str, missing: Missing) -> LabelledImages:
+    """The images of the shards in a folder. Test shards may number their classes in another order."""
+    shards, problems = find_shards(folder), no_problems()
+    # `test` first, unless its labels are withheld, that is, all negative.
+    tested = tuple(split for split in _TEST_SPLITS if split in shards and not _withheld(shards[split][0]))
+    stores: dict[str, ImageStore] = {}
+    names: list[str] = []
+    for split, files in (("train", shards.get("train")), ("test", shards[tested[0]] if tested else None)):
+        if files:
+            stores[split], named = open_shards(files, missing=missing, problems=problems[split])
+            if names and named and named != names:
+                stores[split] = with_classes(stores[split], named, names, problems[split])
+            names = names or named
+    if not stores:
+        raise LowRankError(f"{name} needs shards train-* with labels; it has {', '.join(shards) or 'none'}.")
+    classes = tuple(names) or _numbered_classes(next(iter(stores.values())).labels, name)
+    return LabelledImages(name, classes, stores.get("train"), stores.get("test"), tested, problems=problems)
 
 
 @dataclass(frozen=True)
@@ -96,24 +73,17 @@ class RowGroup:
 
 
 @dataclass
-class ParquetStore:
+class ParquetStore(ImageStore):
     """The rows of several shards, numbered through; row groups in use are kept, the oldest dropped."""
 
-    shards: tuple[Path, ...]
-    groups: tuple[RowGroup, ...]
-    labels: Tensor
+    groups: Sequence[RowGroup]
     image_column: str
-    _starts: list[int] = field(repr=False)
     _held: OrderedDict[int, Any] = field(default_factory=OrderedDict, repr=False)
     _capacity: int = 2
-    contents: Contents = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.contents = Contents(self.shards, len(self.labels))
-
-    @property
-    def paths(self) -> Sequence[Path]:
-        return self.shards
+    @cached_property
+    def _starts(self) -> list[int]:
+        return list(accumulate((group.rows for group in self.groups[:-1]), initial=0))
 
     def read(self, row: int) -> bytes:
         index, offset = self._find(row)
@@ -131,22 +101,16 @@ class ParquetStore:
     def where(self, row: int) -> str:
         index, offset = self._find(row)
         group = self.groups[index]
-        return f"{self.shards[group.shard].name}:{group.first + offset}"
+        return f"{Path(self.paths[group.shard]).name}:{group.first + offset}"
 
     def shuffled(self, draw: torch.Generator) -> Tensor:
         """Shards in random order, each whole, its row groups in random order within it."""
         shard_of = torch.tensor([group.shard for group in self.groups])
-        place = torch.randperm(len(self.shards), generator=draw)[shard_of]
+        place = torch.randperm(len(self.paths), generator=draw)[shard_of]
         mixed = torch.randperm(len(self.groups), generator=draw)
         order = mixed[torch.argsort(place[mixed], stable=True)].tolist()
         starts = self._starts
         return torch.cat([torch.arange(starts[i], starts[i] + self.groups[i].rows) for i in order])
-
-    def fingerprint(self) -> str:
-        return fingerprint_of_files(self.shards[0].parent, self.shards)
-
-    def version(self) -> str:
-        return version_of_files(self.shards)
 
     def keep(self, places: int, rows: int) -> None:
         mean = max(1, len(self.labels) // len(self.groups))
@@ -157,19 +121,17 @@ class ParquetStore:
         return index, row - self._starts[index]
 
     def _load(self, index: int) -> Any:
+        """The image bytes of a row group, or None if the shard is damaged there."""
         if index not in self._held:
             while len(self._held) >= self._capacity:
                 self._held.popitem(last=False)
-            self._held[index] = self._read_group(self.groups[index])
+            group = self.groups[index]
+            try:
+                self._held[index] = read_binaries(self.paths[group.shard], self.image_column, group.number)
+            except READ_ERRORS:
+                self._held[index] = None
         self._held.move_to_end(index)
         return self._held[index]
-
-    def _read_group(self, group: RowGroup) -> Any:
-        """The column of image bytes, or None where the shard is damaged there."""
-        try:
-            return read_binaries(self.shards[group.shard], self.image_column, group.number)
-        except READ_ERRORS:
-            return None
 
 
 def find_shards(folder: Path) -> dict[str, list[Path]]:
@@ -186,22 +148,20 @@ def find_shards(folder: Path) -> dict[str, list[Path]]:
 
 
 def absent_shards(files: Sequence[Path]) -> list[str]:
-    """Names of the shards that the others' `-of-` count promises and that are not there."""
+    """Names of the shards that are missing by the `-of-` count of the others."""
     matches = [match for file in files if (match := _SHARD.fullmatch(file.name)) and match["parts"]]
-    counts = {match["parts"] for match in matches}
+    counts = sorted({match["parts"] for match in matches})
+    if not counts:
+        return []
     if len(counts) > 1:
-        raise LowRankError(f"{files[0].parent} mixes shards of {' and '.join(sorted(counts))} in one split.")
-    present = {int(match["part"]) for match in matches}
-    if counts and (promised := int(counts.copy().pop())) > MOST_SHARDS:
+        raise LowRankError(f"{files[0].parent} mixes shards of {' and '.join(counts)} in one split.")
+    if int(counts[0]) > MOST_SHARDS:
         raise LowRankError(
-            f"{files[0]} claims to be one of {promised:,} shards; at most {MOST_SHARDS:,} are read."
+            f"{files[0]} claims to be one of {int(counts[0]):,} shards; at most {MOST_SHARDS:,} are read."
         )
-    return [
-        f"{match['split']}-{part:0{len(match['part'])}d}-of-{match['parts']}.parquet"
-        for match in matches[:1]
-        for part in range(int(match["parts"]))
-        if part not in present
-    ]
+    present, width = {int(match["part"]) for match in matches}, len(matches[0]["part"])
+    absent = (part for part in range(int(counts[0])) if part not in present)
+    return [f"{matches[0]['split']}-{part:0{width}d}-of-{counts[0]}.parquet" for part in absent]
 
 
 def open_shards(files: Sequence[Path], *, missing: Missing, problems: Problems) -> tuple[ParquetStore, list[str]]:
@@ -220,7 +180,7 @@ def open_shards(files: Sequence[Path], *, missing: Missing, problems: Problems) 
             with pq.ParquetFile(regular(path)) as file:
                 schemas.append(file.schema_arrow)
                 groups += _groups(file.metadata, shard)
-                check_rows(sum(group.rows for group in groups), path)
+                _check_rows(sum(group.rows for group in groups), path)
                 labels.append(_read_labels(file, path))
         except READ_ERRORS as error:
             if isinstance(error, LowRankError):
@@ -230,26 +190,17 @@ def open_shards(files: Sequence[Path], *, missing: Missing, problems: Problems) 
     for path, schema in zip(files, schemas, strict=True):
         if (named := _class_names(schema)) and named != names:
             raise LowRankError(f"{path} names other classes than {files[0].name}, or in another order.")
-    store = ParquetStore(tuple(files), tuple(groups), torch.cat(labels), image, _starts(groups))
-    return store, names
+    return ParquetStore(files[0].parent, files, torch.cat(labels), groups, image), names
 
 
-def numbered_classes(labels: Tensor, name: str) -> tuple[str, ...]:
-    """Class names where the schema has none: the label numbers."""
+def _numbered_classes(labels: Tensor, name: str) -> tuple[str, ...]:
+    """The label numbers, as class names if the schema has none."""
     if not len(labels):
         raise LowRankError(f"{name} holds no images to train on.")
     highest = int(labels.max())
     if highest >= len(labels):
         raise LowRankError(f"{name} names no classes, and its labels go up to {highest}: one of them is wrong.")
     return tuple(str(label) for label in range(highest + 1))
-
-
-def labelled_splits(shards: dict[str, list[Path]]) -> list[str]:
-    """The splits that can be tested on, the one to take first: `test`, unless its labels are withheld.
-
-    Withheld labels are all negative.
-    """
-    return [name for name in _TEST_SPLITS if name in shards and not _withheld(shards[name][0])]
 
 
 def _withheld(path: Path) -> bool:
@@ -268,10 +219,6 @@ def _groups(metadata: Any, shard: int) -> list[RowGroup]:
     return [RowGroup(shard, number, first, rows) for number, (first, rows) in numbered if rows]
 
 
-def _starts(groups: Sequence[RowGroup]) -> list[int]:
-    return list(accumulate((group.rows for group in groups[:-1]), initial=0))
-
-
 def _read_labels(file: Any, path: Path) -> Tensor:
     name = next((name for name in _LABEL_COLUMNS if name in file.schema_arrow.names), None)
     if name is None:
@@ -279,7 +226,7 @@ def _read_labels(file: Any, path: Path) -> Tensor:
     kind = file.schema_arrow.field(name).type
     if not str(kind).startswith(("int", "uint")):
         raise LowRankError(f"the column {name} of {path} holds {kind}, not class numbers.")
-    check_rows(file.metadata.num_rows, path)
+    _check_rows(file.metadata.num_rows, path)
     return read_integers(file, name, missing=NO_LABEL)
 
 
@@ -303,7 +250,44 @@ def _class_names(schema: Any) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-# Sets of the Hugging Face Hub, fetched as parquet shards into its own cache.
+def _check_rows(rows: int, path: Path) -> None:
+    """Refuse more rows than any set of images has."""
+    if not 0 <= rows <= MOST_ROWS:
+        raise LowRankError(f"{path} claims {rows:,} rows; at most {MOST_ROWS:,} images of a split are read.")
+
+
+def read_integers(file: Any, name: str, *, missing: int) -> Tensor:
+    """A column of integers as int64, `missing` where a row has none.
+
+    It is decoded in pieces: parquet stores equal values once, so a few hundred bytes can stand for gigabytes.
+    """
+    rows = file.metadata.num_rows
+    found = torch.empty(rows, dtype=torch.int64)
+    done = 0
+    for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=[name], use_threads=False):
+        values = batch.column(0).cast("int64").fill_null(missing).to_numpy(zero_copy_only=False)
+        if done + len(values) > rows:
+            raise ValueError("it has more rows than it says")
+        found[done : done + len(values)] = torch.from_numpy(values.copy())
+        done += len(values)
+    return found[:done]
+
+
+def read_binaries(path: str | Path, name: str, group: int) -> Any:
+    """The images of a row group as an array of bytes; None where they exceed the bound.
+
+    Values that are stored once stay so: as a dictionary, they take the memory that the file says they take.
+    """
+    pq = require("pyarrow.parquet", extra="data", purpose="reading parquet")
+    with pq.ParquetFile(regular(Path(path)), read_dictionary=[name]) as file:
+        metadata = file.metadata.row_group(group)
+        columns = [metadata.column(index) for index in range(metadata.num_columns)]
+        sizes = [column.total_uncompressed_size for column in columns if column.path_in_schema == name]
+        if not sizes or sizes[0] > LARGEST_GROUP:
+            return None
+        column = file.read_row_group(group, columns=[name], use_threads=False).column(0).combine_chunks()
+    return column.field("bytes") if hasattr(column, "field") else column
+
 
 STALL_SECONDS = 60.0
 """A download that receives nothing for this long is stopped; its total time is not limited."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from lowrank_cnn.core.cache import cached_tensors, tensor_key
 from lowrank_cnn.core.errors import LowRankError, nearest
 from lowrank_cnn.core.text import counted
+from lowrank_cnn.data.own import AsGiven
 from lowrank_cnn.data.types import Split
 
 _CHUNK = 4096
@@ -166,7 +167,9 @@ def fit_preprocess(
 
 
 def preprocess_from_dict(tensors: Mapping[str, Tensor]) -> Preprocess:
-    """The inverse of `to_dict`, for checkpoints."""
+    """The preprocessing that a checkpoint holds, the inverse of `to_dict`."""
+    if tensors.keys() == {"as_given"}:
+        return AsGiven()
     if tensors.keys() == {"mean", "std"}:
         return Standardize(tensors["mean"], tensors["std"])
     if tensors.keys() == {"mean", "matrix", "scale", "epsilon"}:

@@ -7,7 +7,7 @@ each crop, which gives the same batches: ILSVRC at 160 pixels is 98 GB as bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -38,6 +38,7 @@ from lowrank_cnn.data.types import (
     fingerprint_of_subset,
     fingerprint_of_tensors,
     generator,
+    rank_range,
 )
 
 MOST_PREPARED_BYTES = 2**32
@@ -46,15 +47,9 @@ _CHUNK_BYTES = 2**29
 _PREPARE_IMAGES = 4096
 
 
-
-
 def _as_tensor(value: Any) -> Any:
     """An array as a tensor; any other value unchanged."""
     return torch.as_tensor(value) if hasattr(value, "__array_interface__") else value
-
-
-
-
 
 
 class ResidentSplit:
@@ -101,7 +96,7 @@ class ResidentSplit:
         _ = self._decoded  # takes the digests of all images
         if self._store is None:
             return {"pixels": self._pixels}
-        return {"stamps": self._store.contents.stamps, "digests": self._store.contents.digests}
+        return self._store.contents.to_dict()
 
     def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
         if "pixels" in before:  # a set that was sent to another process has no files any more
@@ -165,48 +160,67 @@ def _unpickled(images: Any, labels: Any, problems: Problems, fingerprint: str) -
     return split
 
 
-class ResidentLoader:
-    """Batches of a resident split: the same global batches for every device and number of processes."""
+@dataclass(eq=False, repr=False)
+class DeviceLoader:
+    """The options that loaders of resident and of streamed splits share.
 
-    def __init__(
-        self,
-        split: ResidentSplit,
-        *,
-        batch_size: int,
-        preprocess: Preprocess | None,
-        augment: Augment,
-        seed: int,
-        device: torch.device | str,
-        rank: int = 0,
-        world: int = 1,
-        train: bool,
-        dtype: torch.dtype = torch.float32,
-        channels_last: bool = True,
-    ) -> None:
-        self._batches = check_batches(len(split), batch_size=batch_size, rank=rank, world=world, train=train)
-        self.batch_size, self.rank, self.world, self.train = batch_size, rank, world, train
-        self.augment, self.seed, self.channels_last = augment, seed, channels_last
-        self.device = torch.device(device)
-        self._window = augment.window(*split.size[1:], train=train)
-        self._preprocess, self._dtype = (preprocess.to(self.device) if preprocess else to_unit), dtype
-        as_bytes = holds_bytes(split, preprocess, augment, dtype)
-        self._scale = self._byte_scale(preprocess, split.channels) if as_bytes else None
-        self._images = self._hold(split.images)
-        self._labels = split.labels.to(self.device)
+    `batch_size` is that of all processes together. `channels_last` is the layout of the images.
+    """
+
+    split: Any
+    _: KW_ONLY
+    batch_size: int
+    preprocess: Preprocess | None
+    augment: Augment
+    seed: int
+    device: torch.device | str
+    rank: int = 0
+    world: int = 1
+    train: bool
+    dtype: torch.dtype = torch.float32
+    channels_last: bool = True
+
+    def __post_init__(self) -> None:
+        self._batches = check_batches(
+            len(self.split), batch_size=self.batch_size, rank=self.rank, world=self.world, train=self.train
+        )
+        self._device = torch.device(self.device)
+        self._prepare = self.preprocess.to(self._device) if self.preprocess else to_unit
 
     def __len__(self) -> int:
         return self._batches
 
+    def _batch(self, images: Tensor) -> Tensor:
+        """Images [n, C, h, w] in the layout that was chosen."""
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        return images.contiguous(memory_format=layout)
+
+
+@dataclass(eq=False, repr=False)
+class ResidentLoader(DeviceLoader):
+    """Batches of a resident split: the same global batches for every device and number of processes."""
+
+    split: ResidentSplit
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        split, augment = self.split, self.augment
+        self._window = augment.window(*split.size[1:], train=self.train)
+        self._pad = augment.pad if self.train else 0
+        as_bytes = holds_bytes(split, self.preprocess, augment, self.dtype)
+        self._scale = self._byte_scale() if as_bytes else None
+        self._images = self._hold(split.images)
+        self._labels = split.labels.to(self._device)
+
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         return self._augmented(epoch, start) if self.train else self._in_order(start)
 
-    def _byte_scale(self, preprocess: Preprocess | None, channels: int) -> ByteScale:
+    def _byte_scale(self) -> ByteScale:
         mean, std = torch.zeros(1), torch.full((1,), 255.0)
-        if isinstance(preprocess, Standardize):
-            preprocess.check(channels)
-            mean, std = preprocess.mean, preprocess.std
-        pad = self.augment.pad if self.train else 0
-        return ByteScale(mean.to(self.device), std.to(self.device), pad, self._dtype)
+        if isinstance(self.preprocess, Standardize):
+            self.preprocess.check(self.split.channels)
+            mean, std = self.preprocess.mean, self.preprocess.std
+        return ByteScale(mean.to(self._device), std.to(self._device), self._pad, self.dtype)
 
     @torch.no_grad()
     def _hold(self, images: Tensor) -> Tensor:
@@ -214,27 +228,29 @@ class ResidentLoader:
 
         They are preprocessed, or bytes that are scaled with each crop.
         """
-        pad = self.augment.pad if self.train else 0
+        pad = self._pad
         height, width = scaled(images.shape[2], images.shape[3], self.augment.resize)
         inner = (height, width) if self.train else self._window
         shape = (len(images), inner[0] + 2 * pad, inner[1] + 2 * pad, images.shape[1])
-        dtype = torch.uint8 if self._scale else self._dtype
-        held = torch.zeros(shape, dtype=dtype, device=self.device)
+        dtype = torch.uint8 if self._scale else self.dtype
+        held = torch.zeros(shape, dtype=dtype, device=self._device)
         for first in range(0, len(images), _PREPARE_IMAGES):
             part = slice(first, first + _PREPARE_IMAGES)
-            done = images[part].to(self.device)
+            done = images[part].to(self._device)
             if not self._scale:
-                done = resize_shorter(self._preprocess(done), self.augment.resize)
+                done = resize_shorter(self._prepare(done), self.augment.resize)
             held[part, pad : pad + inner[0], pad : pad + inner[1]] = centre_crop(done, inner).permute(0, 2, 3, 1)
         return held
 
     def _in_order(self, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         for first in range(start * self.batch_size, len(self._labels), self.batch_size):
             count = min(self.batch_size, len(self._labels) - first)
-            mine = slice(first + count * self.rank // self.world, first + count * (self.rank + 1) // self.world)
-            if mine.stop > mine.start:
+            begin, end = rank_range(count, self.rank, self.world)
+            if end > begin:
+                mine = slice(first + begin, first + end)
                 images = self._images[mine]
-                yield self._batch(self._scale(images) if self._scale else images), self._labels[mine]
+                images = self._scale(images) if self._scale else images
+                yield self._batch(images.permute(0, 3, 1, 2)), self._labels[mine]
 
     def _augmented(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         draw = generator("epoch", self.seed, epoch)
@@ -245,14 +261,14 @@ class ResidentLoader:
             turned = alternating(order, images=len(order), seed=self.seed, epoch=epoch)
             moves = replace(moves, mirror=turned)
         mine = self._mine(start)
-        rows, moves = send_to_device(order[mine], self.device), moves[mine].to(self.device)
+        rows, moves = send_to_device(order[mine], self._device), moves[mine].to(self._device)
         options = {"window": self._window, "cutout": self.augment.cutout, "scale": self._scale}
         local = self.batch_size // self.world
         for first in range(0, len(rows), self._chunk(local)):
             part = slice(first, first + self._chunk(local))
             images = apply_moves(self._images, rows[part], moves[part], **options)
             labels = self._labels[rows[part]]
-            yield from zip(self._batch(images).split(local), labels.split(local), strict=True)
+            yield from zip(self._batch(images.permute(0, 3, 1, 2)).split(local), labels.split(local), strict=True)
 
     def _mine(self, start: int) -> Tensor:
         """Positions in the epoch's order that this rank sees, from batch `start` on."""
@@ -261,12 +277,8 @@ class ResidentLoader:
 
     def _chunk(self, local: int) -> int:
         """Images per pass: whole batches, and the whole epoch if it is small."""
-        per_image = self._window[0] * self._window[1] * self._images.shape[3] * self._dtype.itemsize
+        per_image = self._window[0] * self._window[1] * self._images.shape[3] * self.dtype.itemsize
         return max(1, _CHUNK_BYTES // (per_image * local)) * local
-
-    def _batch(self, images: Tensor) -> Tensor:
-        layout = torch.channels_last if self.channels_last else torch.contiguous_format
-        return images.permute(0, 3, 1, 2).contiguous(memory_format=layout)
 
 
 def holds_bytes(

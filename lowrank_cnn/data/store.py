@@ -1,4 +1,4 @@
-"""The interface that parquet shards and image folders share: numbered rows of encoded images."""
+"""Rows of encoded images, as parquet shards and image folders both give them, and decoding many of them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import hashlib
 import json
 import multiprocessing
 import os
-import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import NamedTuple
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lowrank_cnn.core.cache import cache_folder, read_cached, write_cached
-from lowrank_cnn.core.errors import LowRankError, require
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.numbers import ceil_div
-from lowrank_cnn.core.processes import first_process
+from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.data.decode import (
     UNDECODABLE,
@@ -38,57 +41,12 @@ from lowrank_cnn.data.types import (
     Problems,
     Size,
     digest_of,
+    fingerprint_of_files,
     fingerprint_of_parts,
     fingerprint_of_subset,
+    places_by_name,
+    version_of_files,
 )
-
-# A progress bar on standard error for work that takes more than a moment.
-
-QUIET_SECONDS = 1.0
-
-
-class ImageProgress:
-    """Shows nothing for a moment, then a bar on a terminal, or elsewhere one line.
-
-    Of several processes, the first alone shows it.
-    """
-
-    def __init__(self, what: str, total: int, *, enabled: bool = True) -> None:
-        self.what, self.total, self.done = what, total, 0
-        self.enabled = enabled and first_process()
-        self.began = time.monotonic()
-        self.bar: Any = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if hasattr(self.bar, "stop"):
-            self.bar.stop()
-
-    def advance(self, images: int) -> None:
-        """Count some more images as done."""
-        self.done += images
-        if not self.enabled or time.monotonic() - self.began < QUIET_SECONDS:
-            return
-        if self.bar is None:
-            self.bar = self._start()
-        if hasattr(self.bar, "update"):
-            self.bar.update(self.bar.task_ids[0], completed=self.done)
-
-    def _start(self) -> Any:
-        if not sys.stderr.isatty():
-            print(f"{self.what}: {counted(self.total, 'image')} ...", file=sys.stderr, flush=True)
-            return "said"
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        bar = Progress(*columns, console=Console(stderr=True), transient=True)
-        bar.add_task(self.what, total=self.total)
-        bar.start()
-        return bar
-
 
 NO_LABEL = torch.iinfo(torch.int64).min
 UNKNOWN_CLASS = NO_LABEL + 1
@@ -96,51 +54,90 @@ UNKNOWN_CLASS = NO_LABEL + 1
 WRONG_LABEL = "wrong label"
 MOST_WRONG = 10**5
 """More wrong labels than this mean a wrong column, and naming each would take more memory than the images."""
+OTHER_SIZE = "resized image"
 
 
-class ImageStore(Protocol):
-    """Numbered rows of encoded images with their labels (NO_LABEL if a row has none)."""
+@dataclass
+class ImageStore(ABC):
+    """Numbered rows of encoded images below one folder, with their labels (NO_LABEL if a row has none)."""
 
-    @property
-    def labels(self) -> Tensor: ...
+    root: Path
+    paths: Sequence[str | Path]
+    """The files that hold the images."""
+    labels: Tensor
 
-    @property
-    def paths(self) -> Sequence[str | Path]:
-        """The files that hold the images."""
-        ...
-
-    def read(self, row: int) -> bytes:
-        """The bytes of an image file; raises `BadImageError` if they cannot be read."""
-        ...
-
-    @property
+    @cached_property
     def contents(self) -> Contents:
-        """What tells whether images were changed since they were listed."""
-        ...
-
-    def file_of(self, row: int) -> int:
-        """The place in `paths` of the file that holds a row."""
-        ...
-
-    def where(self, row: int) -> str:
-        """A name by which the user finds the row."""
-        ...
-
-    def shuffled(self, draw: torch.Generator) -> Tensor:
-        """All rows in a random order that is still cheap to read."""
-        ...
+        """Tells whether images were changed since they were listed."""
+        return Contents(self.paths, len(self.labels))
 
     def fingerprint(self) -> str:
-        """The identity of all images (`data.fingerprint`), without decoding any."""
-        ...
+        """The identity of all images, without decoding any."""
+        return fingerprint_of_files(self.root, self.paths)
 
     def version(self) -> str:
         """A text that changes whenever a file is written again, for caches."""
-        ...
+        return version_of_files(self.paths)
 
-    def keep(self, places: int, rows: int) -> None:
+    def keep(self, places: int, rows: int) -> None:  # noqa: B027  files that are read one by one need none of it
         """Announce that rows will be read at this many places, each mixing this many neighbours."""
-        ...
+
+    @abstractmethod
+    def read(self, row: int) -> bytes:
+        """The bytes of an image file; raises `BadImageError` if they cannot be read."""
+
+    @abstractmethod
+    def file_of(self, row: int) -> int:
+        """The place in `paths` of the file that holds a row."""
+
+    @abstractmethod
+    def where(self, row: int) -> str:
+        """A name by which the user finds the row."""
+
+    @abstractmethod
+    def shuffled(self, draw: torch.Generator) -> Tensor:
+        """All rows in a random order that is still cheap to read."""
+
+
+def no_problems() -> dict[str, Problems]:
+    """Counts of problems for both splits."""
+    return {"train": Problems(), "test": Problems()}
+
+
+@dataclass(frozen=True)
+class LabelledImages:
+    """The images of a source before they become splits; None for a split that it lacks.
+
+    `tested` names the split to test on (test, val, ...), and then others that could be; `unlabelled` those whose
+    images have no class folders.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    train: ImageStore | None
+    test: ImageStore | None = None
+    tested: tuple[str, ...] = ()
+    unlabelled: tuple[str, ...] = ()
+    problems: dict[str, Problems] = field(default_factory=no_problems)
+
+
+def with_classes(store: ImageStore, theirs: Sequence[str], ours: Sequence[str], problems: Problems) -> ImageStore:
+    """A store whose labels are places among our classes; classes that we do not have are a problem."""
+    labels, found = store.labels, places_by_name(theirs, ours)
+    for number, name in enumerate(theirs):
+        if found[number] is None and (images := int((labels == number).sum())):
+            problems.add("unknown class", f"{name}: {counted(images, 'image')}")
+    places = torch.tensor([UNKNOWN_CLASS if place is None else place for place in found])
+    known = (labels >= 0) & (labels < len(theirs))
+    return replace(store, labels=torch.where(known, places[labels.clamp(0, len(theirs) - 1)], labels))
+
+
+def shuffled_rows(store: ImageStore, rows: Tensor, draw: torch.Generator) -> Tensor:
+    """Some rows of a store in a random order that is cheap to read."""
+    wanted = torch.zeros(len(store.labels), dtype=torch.bool)
+    wanted[rows] = True
+    order = store.shuffled(draw)
+    return order[wanted[order]]
 
 
 def labelled_rows(store: ImageStore, classes: int, problems: Problems) -> Tensor:
@@ -163,6 +160,30 @@ def fingerprint_of_rows(store: ImageStore, rows: Tensor) -> str:
     return fingerprint_of_subset(store.fingerprint(), torch.stack([rows, store.labels[rows]]))
 
 
+class ImageProgress:
+    """Counts images on the line of `core.progress`."""
+
+    def __init__(self, what: str, total: int, *, enabled: bool = True) -> None:
+        self.what, self.total, self.enabled = what, total, enabled
+        self.done, self.said = 0, 0.0
+        self.line = ExitStack()
+
+    def __enter__(self) -> ImageProgress:
+        if self.enabled:
+            self.line.enter_context(progress(self.what))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.line.close()
+
+    def advance(self, images: int) -> None:
+        """Count some more images as done."""
+        self.done += images
+        if self.enabled and time.monotonic() - self.said > 0.1:  # a line for each image would slow the work down
+            self.said = time.monotonic()
+            step(f"{self.done:,} of {counted(self.total, 'image')}")
+
+
 def read_watched(store: ImageStore, row: int) -> bytes:
     """The bytes of an image, and its digest among the fresh ones if it may have changed."""
     data = store.read(row)
@@ -183,7 +204,7 @@ def note_contents(store: ImageStore, fresh: Mapping[int, int]) -> None:
 
 
 def changed_images(store: ImageStore, rows: Tensor, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
-    """The images that have other contents than before, and the number of those of which nobody can tell.
+    """The images that have other contents than before, and how many cannot be compared.
 
     Only images whose files have another size or time are compared, by their digests.
     """
@@ -193,15 +214,14 @@ def changed_images(store: ImageStore, rows: Tensor, before: Mapping[str, Tensor]
         return ["some images"], 0
     written = (stamps != now.stamps).tolist()
     suspects = [row for row in rows.tolist() if written[store.file_of(row)]] if any(written) else []
-    unknown = {row for row in suspects if not digests[row]}
     changed = []
-    with ImageProgress("Comparing images that were written since", len(suspects)) as progress:
+    with ImageProgress("Comparing images that were written since", len(suspects)) as shown:
         for row in suspects:
-            if row not in unknown and _digest(store, row) != digests[row]:
+            if digests[row] and _digest(store, row) != digests[row]:
                 changed.append(store.where(row))
-            progress.advance(1)
+            shown.advance(1)
     now.digests = torch.where(now.digests == 0, before["digests"], now.digests)
-    return changed, len(unknown)
+    return changed, sum(not digests[row] for row in suspects)
 
 
 def _digest(store: ImageStore, row: int) -> int:
@@ -211,17 +231,9 @@ def _digest(store: ImageStore, row: int) -> int:
         return 0
 
 
-# Decoded images kept between runs, so that a second start does not decode them again.
-#
-# An entry belongs to the exact files: their paths, sizes and times of change. Anything else counts as another
-# set.
-
-WORTH_SECONDS = 2.0
-"""Sets that take less time to decode are not cached."""
-MOST_BYTES = 2**30
-DECODER = "upright"
-"""How images are decoded: another word where the pixels change, so that what is cached is decoded again."""
-MOST_BYTES_OF_ALL = 2**33
+_CHUNK = 256
+_WORTH_WORKERS = 4096
+_MOST_WORKERS = 16
 
 
 class DecodedRows(NamedTuple):
@@ -233,74 +245,9 @@ class DecodedRows(NamedTuple):
     digests: Tensor
 
 
-def decoded_once(
-    store: ImageStore, rows: Tensor, size: Size, *, any_size: bool, decode: Callable[[], DecodedRows]
-) -> DecodedRows:
-    """These rows from the cache; else from `decode`, and cached if that took long."""
-    key = "decoded-" + fingerprint_of_parts(
-        DECODER, store.version(), hashlib.sha256(rows.numpy().data).hexdigest(), str(size), str(any_size)
-    )
-    path = cache_folder() / "decoded" / f"{key}.safetensors"
-    if (stored := _read(path, key, len(rows), size)) is not None:
-        return stored
-    began = time.monotonic()
-    made = decode()
-    worth = time.monotonic() - began >= WORTH_SECONDS and made.images.nbytes <= MOST_BYTES
-    if worth and not path.parent.is_symlink():  # a link in the cache could lead to any folder of the user's
-        _write(path, key, made)
-    return made
-
-
-def _read(path: Path, key: str, rows: int, size: Size) -> DecodedRows | None:
-    stored = read_cached(path, key) if path.exists() else None
-    if stored is None:
-        return None
-    safetensors = require("safetensors.torch", extra="train", purpose="reading decoded images")
-    try:
-        tensors = safetensors.load(stored)
-        images, good, digests = tensors["images"], tensors["good"].bool(), tensors["digests"]
-        found = [(str(kind), str(where)) for kind, where in json.loads(bytes(tensors["found"].tolist()))]
-    except Exception:  # of safetensors, of JSON, or a missing name: the file is not what was written
-        return None
-    fits = images.shape == (rows, *size) and images.dtype == torch.uint8 and good.shape == digests.shape == (rows,)
-    return DecodedRows(images, good, found, digests) if fits else None
-
-
-def _write(path: Path, key: str, made: DecodedRows) -> None:
-    safetensors = require("safetensors.torch", extra="train", purpose="keeping decoded images")
-    found = torch.tensor(list(json.dumps(made.found).encode()), dtype=torch.uint8)
-    tensors = {"images": made.images.contiguous(), "good": made.good.to(torch.uint8), "found": found}
-    tensors["digests"] = made.digests
-    if write_cached(path, key, safetensors.save(tensors)):
-        _make_room(path)
-
-
-def _make_room(newest: Path) -> None:
-    """Remove the oldest entries where all together take too much."""
-    entries = sorted(newest.parent.glob("decoded-*.safetensors"), key=lambda path: path.lstat().st_mtime_ns)
-    total = sum(path.lstat().st_size for path in entries)
-    for path in entries:
-        if total <= MOST_BYTES_OF_ALL or path == newest:
-            return
-        total -= path.lstat().st_size
-        path.unlink(missing_ok=True)
-
-
-# Decode many rows of a store into one uint8 tensor, by worker processes if there are many.
-
-OTHER_SIZE = "resized image"
-_CHUNK = 256
-_WORTH_WORKERS = 4096
-_MOST_WORKERS = 16
-_SAMPLED_HEADERS = 64
-_RUN = 8
-
-Chunk = tuple[Tensor, Tensor, list[tuple[str, str]], Tensor]
-
-
 @dataclass(frozen=True)
 class Chunks(Dataset):
-    """Rows decoded to one size, in chunks: images, which of them are good, the problems found, and digests."""
+    """Rows decoded to one size, some at a time."""
 
     store: ImageStore
     rows: Tensor
@@ -310,7 +257,7 @@ class Chunks(Dataset):
     def __len__(self) -> int:
         return ceil_div(len(self.rows), _CHUNK)
 
-    def __getitem__(self, chunk: int) -> Chunk:
+    def __getitem__(self, chunk: int) -> DecodedRows:
         rows = self.rows[chunk * _CHUNK : (chunk + 1) * _CHUNK].tolist()
         channels, height, width = self.size
         at_least = max(height, width) if self.any_size else None
@@ -328,10 +275,10 @@ class Chunks(Dataset):
             if image.size != (width, height) and not self.any_size:
                 found.append((OTHER_SIZE, f"{self.store.where(row)}: {image.height}x{image.width}"))
             pixels.append(cover_and_crop(image, height, width).tobytes())
-        images = stack(pixels, height, width, channels)
+        images = stack(pixels, height, width, channels).permute(0, 3, 1, 2).contiguous()
         taken = self.store.contents.take()
         digests = torch.tensor([taken.get(row, 0) for row in rows], dtype=torch.int64)
-        return images.permute(0, 3, 1, 2).contiguous(), good, found, digests
+        return DecodedRows(images, good, found, digests)
 
 
 def decode_rows(
@@ -346,20 +293,18 @@ def decode_rows(
 ) -> Decoded:
     """All these rows as one tensor, without the bad ones, which are added to the problems.
 
-    `what` is the title of a progress bar; an empty one shows none.
+    `what` is the title of a progress line; an empty one shows none.
     """
-    chunks = Chunks(store, rows, size, any_size)
     _ = store.contents.stamps  # sizes and times of all files, listed here and not by each worker
-    refuse = problems.refuse if bad == "refuse" else None
 
-    def decode() -> DecodedRows:
-        return _decode(chunks, what, problems, refuse)
+    def note(found: Iterable[tuple[str, str]]) -> None:
+        problems.add_all(found)
+        if bad == "refuse":
+            problems.refuse()
 
-    images, good, found, digests = decoded_once(store, rows, size, any_size=any_size, decode=decode)
+    images, good, found, digests = _decode_once(Chunks(store, rows, size, any_size), what, note)
     note_contents(store, dict(zip(rows.tolist(), digests.tolist(), strict=True)))
-    problems.add_all(found)
-    if bad == "refuse":
-        problems.refuse()
+    note(found)
     if not good.any():
         raise LowRankError(f"none of {counted(len(rows), 'image')} can be decoded: {problems}.")
     kept = rows[good]
@@ -367,30 +312,75 @@ def decode_rows(
     return Decoded(images, store.labels[kept], problems, lambda place: store.where(int(kept[place])))
 
 
-def _decode(chunks: Chunks, what: str, problems: Problems, refuse: Callable[[], None] | None) -> DecodedRows:
-    """All chunks as one; `refuse` raises at the first bad image."""
+def _decode(chunks: Chunks, what: str, note: Callable[[list[tuple[str, str]]], None]) -> DecodedRows:
+    """All chunks as one; `note` gets the problems as they are found."""
     number = len(chunks.rows)
     images = torch.empty(number, *chunks.size, dtype=torch.uint8)
     good, all_found = torch.ones(number, dtype=torch.bool), []
     digests = torch.zeros(number, dtype=torch.int64)
-    with ImageProgress(what, number, enabled=bool(what)) as progress:
+    with ImageProgress(what, number, enabled=bool(what)) as shown:
         for index, (part, kept, found, read) in enumerate(_each(chunks)):
             place = slice(index * _CHUNK, index * _CHUNK + len(kept))
             images[place], good[place], digests[place] = part, kept, read
-            problems.add_all(found)
+            note(found)
             all_found += found
-            if refuse:
-                refuse()
-            progress.advance(len(kept))
+            shown.advance(len(kept))
     return DecodedRows(images, good, all_found, digests)
 
 
-def _each(chunks: Chunks) -> Iterable[Chunk]:
+def _each(chunks: Chunks) -> Iterable[DecodedRows]:
     """Every chunk in order, by processes for large sets: Pillow holds the interpreter on small images."""
     workers = min(_MOST_WORKERS, os.cpu_count() or 1) if len(chunks.rows) >= _WORTH_WORKERS else 0
     if workers < 2 or "fork" not in multiprocessing.get_all_start_methods():
         return (chunks[number] for number in range(len(chunks)))
     return DataLoader(chunks, batch_size=None, num_workers=workers, multiprocessing_context="fork")
+
+
+WORTH_SECONDS = 2.0
+"""Sets that take less time to decode are not cached."""
+MOST_BYTES, MOST_BYTES_OF_ALL = 2**30, 2**33
+"""The largest set that is cached, and what all cached sets may take together."""
+DECODER = "upright, with digests"
+"""What a cache entry holds: change it with the pixels or the tensors, and old entries are decoded again."""
+
+
+def _decode_once(chunks: Chunks, what: str, note: Callable[[list[tuple[str, str]]], None]) -> DecodedRows:
+    """The rows from the cache; else decoded, and cached if that took long.
+
+    An entry belongs to the exact files: their paths, sizes and times of change. The cache checks its sum.
+    """
+    rows = hashlib.sha256(chunks.rows.numpy().data).hexdigest()
+    described = (DECODER, chunks.store.version(), rows, str(chunks.size), str(chunks.any_size))
+    key = "decoded-" + fingerprint_of_parts(*described)
+    path = cache_folder() / "decoded" / f"{key}.safetensors"
+    if path.exists() and (stored := read_cached(path, key)) is not None:
+        tensors = load(stored)
+        found = [(kind, where) for kind, where in json.loads(bytes(tensors["found"].tolist()))]
+        return DecodedRows(tensors["images"], tensors["good"].bool(), found, tensors["digests"])
+    began = time.monotonic()
+    made = _decode(chunks, what, note)
+    worth = time.monotonic() - began >= WORTH_SECONDS and made.images.nbytes <= MOST_BYTES
+    if worth and not path.parent.is_symlink():  # a link in the cache could lead to any folder of the user's
+        tensors = made._asdict() | {"images": made.images.contiguous(), "good": made.good.to(torch.uint8)}
+        tensors["found"] = torch.tensor(list(json.dumps(made.found).encode()), dtype=torch.uint8)
+        if write_cached(path, key, save(tensors)):
+            _make_room(path)
+    return made
+
+
+def _make_room(newest: Path) -> None:
+    """Remove the oldest entries while all together take too much."""
+    entries = sorted(newest.parent.glob("decoded-*.safetensors"), key=lambda path: path.lstat().st_mtime_ns)
+    total = sum(path.lstat().st_size for path in entries)
+    for path in entries:
+        if total <= MOST_BYTES_OF_ALL or path == newest:
+            return
+        total -= path.lstat().st_size
+        path.unlink(missing_ok=True)
+
+
+_SAMPLED_HEADERS = 64
+_RUN = 8
 
 
 def read_headers(store: ImageStore, rows: Tensor) -> list[ImageHeader]:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -20,9 +20,10 @@ from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.data.augment import Augment, cut_out, draw_moves, send_to_device
 from lowrank_cnn.data.decode import UNDECODABLE, BadImageError, Framing, cover_and_crop, decode_image, stack
 from lowrank_cnn.data.gpu_decode import check_framing, decode_parts, find_decoder
-from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten, to_unit
+from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten
+from lowrank_cnn.data.resident import DeviceLoader
 from lowrank_cnn.data.store import ImageStore, changed_images, fingerprint_of_rows, note_contents, sample_rows
-from lowrank_cnn.data.types import Bad, Decode, Problems, Size, check_batches, generator
+from lowrank_cnn.data.types import Bad, Decode, Problems, Size, generator, rank_range
 from lowrank_cnn.data.workers import (
     WINDOW,
     BatchPart,
@@ -30,11 +31,8 @@ from lowrank_cnn.data.workers import (
     Trouble,
     epoch_lanes,
     lane_count,
-    rank_range,
     trouble_of,
 )
-
-# Prepare the next batches while one is in use: in a thread, and on a GPU in a stream of its own.
 
 DEPTH = 2
 
@@ -47,7 +45,8 @@ def ahead(
 ) -> Generator[Made[Told], None, None]:
     """The same batches, with up to `depth` of them prepared while one is in use.
 
-    An error is raised in the place of its batch. Closed early, the thread ends after the batch that it prepares.
+    A thread prepares them, on a GPU in a stream of its own. An error is raised in the place of its batch. Closed
+    early, the thread ends after the batch that it prepares.
     """
     thread = ThreadPoolExecutor(1, thread_name_prefix="batches ahead")
     try:
@@ -107,7 +106,7 @@ class StreamedSplit:
         return fingerprint_of_rows(self.store, self.rows)
 
     def contents(self) -> dict[str, Tensor]:
-        return {"stamps": self.store.contents.stamps, "digests": self.store.contents.digests}
+        return self.store.contents.to_dict()
 
     def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
         return changed_images(self.store, self.rows, before)
@@ -146,48 +145,33 @@ class StreamedSplit:
         return stack([image.tobytes()], image.height, image.width, self.channels)[0].permute(2, 0, 1)
 
 
-class StreamedLoader:
+@dataclass(eq=False, repr=False)
+class StreamedLoader(DeviceLoader):
     """Batches of a streamed split, each process reading its own part through its own workers.
 
     With `decode="gpu"` these only read, and the device decodes (`gpu_decode`): the same crops of the same images,
     but not bit for bit the same pixels.
     """
 
-    def __init__(
-        self,
-        split: StreamedSplit,
-        *,
-        batch_size: int,
-        preprocess: Preprocess | None,
-        augment: Augment,
-        seed: int,
-        device: torch.device | str,
-        rank: int = 0,
-        world: int = 1,
-        train: bool,
-        dtype: torch.dtype = torch.float32,
-        channels_last: bool = True,
-        workers: int = 0,
-        decode: Decode = "cpu",
-    ) -> None:
-        if isinstance(preprocess, Whiten):
-            raise LowRankError("whitening needs a set held in memory, and this one is streamed.")
-        self._batches = check_batches(len(split), batch_size=batch_size, rank=rank, world=world, train=train)
-        _ = split.store.contents.stamps  # sizes and times of all files, listed here and not by each worker
-        self.split, self.augment, self.seed, self.train = split, augment, seed, train
-        self.batch_size, self.rank, self.world, self.workers = batch_size, rank, world, workers
-        self.device, self.dtype, self.channels_last = torch.device(device), dtype, channels_last
-        self._preprocess = preprocess.to(self.device) if preprocess else to_unit
-        size = None if split.size is None else split.size[1:]
-        self._framing = frame(size, augment, train=train, fill=_fill(preprocess, split.channels))
-        self._decoder = find_decoder(self.device) if decode == "gpu" else None
-        if self._decoder:
-            check_framing(self._framing, split.channels, train=train)
-        # One for all epochs: memory that was freed in one stream serves no other.
-        self._stream = torch.cuda.Stream(self.device) if self._decoder and self.device.type == "cuda" else None
+    split: StreamedSplit
+    _: KW_ONLY
+    workers: int = 0
+    decode: Decode = "cpu"
 
-    def __len__(self) -> int:
-        return self._batches
+    def __post_init__(self) -> None:
+        if isinstance(self.preprocess, Whiten):
+            raise LowRankError("whitening needs a set held in memory, and this one is streamed.")
+        super().__post_init__()
+        split, device = self.split, self._device
+        _ = split.store.contents.stamps  # sizes and times of all files, listed here and not by each worker
+        size = None if split.size is None else split.size[1:]
+        fill = _fill(self.preprocess, split.channels)
+        self._framing = frame(size, self.augment, train=self.train, fill=fill)
+        self._decoder = find_decoder(device) if self.decode == "gpu" else None
+        if self._decoder:
+            check_framing(self._framing, split.channels, train=self.train)
+        # One for all epochs: memory that was freed in one stream serves no other.
+        self._stream = torch.cuda.Stream(device) if self._decoder and device.type == "cuda" else None
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         parts = self._training_parts(epoch) if self.train else self._evaluation_parts()
@@ -208,21 +192,21 @@ class StreamedLoader:
             for part in read:
                 note_contents(parts.store, part.digests)
             if self._decoder:
-                read = [decode_parts(parts, batch, read, self._decoder, self.device)]
+                read = [decode_parts(parts, batch, read, self._decoder, self._device)]
             trouble = trouble_of(read)
             labels = torch.tensor([label for part in read for label in part.labels], dtype=torch.int64)
             if trouble[1] or not len(labels):
                 yield trouble, ()
                 continue
             images = self._finish(self._send([part.images for part in read]), epoch, batch)
-            yield trouble, (images, send_to_device(labels, self.device))
+            yield trouble, (images, send_to_device(labels, self._device))
 
     def _training_parts(self, epoch: int) -> EpochParts:
         """The parts that this process reads in an epoch: its lanes, divided among its workers."""
         lanes = lane_count(self.batch_size, self.world, self.workers)
         used = self._batches * self.batch_size
         rows = epoch_lanes(self.split.store, self.split.rows, lanes=lanes, used=used, seed=self.seed, epoch=epoch)
-        mine = range(lanes * self.rank // self.world, lanes * (self.rank + 1) // self.world)
+        mine = range(*rank_range(lanes, self.rank, self.world))
         return self._parts(rows, mine, self.batch_size // lanes, draw=("crops", self.seed, epoch))
 
     def _evaluation_parts(self) -> EpochParts:
@@ -244,7 +228,7 @@ class StreamedLoader:
         workers = min(self.workers, parts.parts) if self.train else self.workers
         if not workers or not keys:
             return (parts[key] for key in keys)
-        pin = self.device.type == "cuda"
+        pin = self._device.type == "cuda"
         return DataLoader(
             parts,
             batch_size=None,
@@ -258,7 +242,7 @@ class StreamedLoader:
 
     def _send(self, tensors: list[Tensor]) -> Tensor:
         """One tensor on the device, joined there from pieces in pinned memory."""
-        sent = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
+        sent = [tensor.to(self._device, non_blocking=True) for tensor in tensors]
         return torch.cat(sent) if len(sent) > 1 else sent[0]
 
     def _note(self, found: list[tuple[str, str]], failure: str) -> None:
@@ -271,14 +255,13 @@ class StreamedLoader:
     @torch.no_grad()
     def _finish(self, images: Tensor, epoch: int, batch: int) -> Tensor:
         """uint8 [n, h, w, C] on the device, preprocessed and cut out."""
-        ready = self._preprocess(images.permute(0, 3, 1, 2))
+        ready = self._prepare(images.permute(0, 3, 1, 2))
         if self.train and self.augment.cutout:
             window, draw = self._framing.window, generator("cutouts", self.seed, epoch, batch)
             moves = draw_moves(self.batch_size, padded=window, window=window, mirror=False, draw=draw)
             mine = slice(self.rank * len(images), (self.rank + 1) * len(images))
-            ready = cut_out(ready, moves[mine].to(self.device), cutout=self.augment.cutout)
-        layout = torch.channels_last if self.channels_last else torch.contiguous_format
-        return ready.to(self.dtype).contiguous(memory_format=layout)
+            ready = cut_out(ready, moves[mine].to(self._device), cutout=self.augment.cutout)
+        return self._batch(ready.to(self.dtype))
 
 
 def frame(size: tuple[int, int] | None, augment: Augment, *, train: bool, fill: tuple[int, ...]) -> Framing:
@@ -299,7 +282,7 @@ def _fill(preprocess: Preprocess | None, channels: int) -> tuple[int, ...]:
 def decode_rate(split: StreamedSplit, n: int, workers: int, *, augment: Augment | None = None) -> float:
     """Images per second and core: read, decoded and framed.
 
-    The first batch only warms up; what the workers prefetch meanwhile is small beside a few thousand images.
+    The first batch is not timed. The images that workers prefetch meanwhile are few compared with thousands.
     """
     batch = max(1, min(64, n // 4))
     some = split.subset(torch.arange(min(n, len(split))))

@@ -19,12 +19,6 @@ from lowrank_cnn.core.files import open_regular
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.text import counted
 
-# Fingerprints of image sets: names, sizes and a sample of the content, cheap on a million files.
-#
-# Two sets with one fingerprint are taken for the same set. A fingerprint does not depend on where a folder lies
-# or on file dates: a copy on another machine has the same one. Content is sampled: a run that continues
-# therefore compares `Contents` as well, which tell of every single image whether it was changed.
-
 MOST_SIZES = 2**16
 """File sizes are read for this many files at most: each costs a request to a network file system."""
 SAMPLED_FILES = 64
@@ -41,7 +35,11 @@ def fingerprint_of_parts(*parts: str) -> str:
 
 
 def fingerprint_of_files(root: Path, files: Sequence[str | Path]) -> str:
-    """From the names below `root`, the sizes, and pieces of some of the files."""
+    """From the names below `root`, the sizes, and pieces of some of the files: cheap on a million files.
+
+    A copy of a set in another place, with other dates, has the same fingerprint. As content is only sampled, a run
+    that continues compares `Contents` as well.
+    """
     names = [os.path.relpath(file, root) for file in files]
     sizes = [_state(files[index])[0] for index in evenly_spaced(len(files), MOST_SIZES)]
     pieces = [_pieces(files[index]) for index in evenly_spaced(len(files), SAMPLED_FILES)]
@@ -68,6 +66,10 @@ class Contents:
     def stamps(self) -> Tensor:
         """The size and time of each file as one number, as they are when they are first asked for."""
         return torch.tensor([_stamp(file) for file in self.files], dtype=torch.int64)
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """For a checkpoint."""
+        return {"stamps": self.stamps, "digests": self.digests}
 
     def look(self, row: int, file: int, data: bytes) -> None:
         """Take the digest of an image that is read for the first time, or whose file was written since."""
@@ -227,7 +229,7 @@ class Split(Protocol):
         ...
 
     def contents(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps to tell whether images were changed since; empty where nothing can."""
+        """For a checkpoint: stamps and digests that tell whether images were changed since; may be empty."""
         ...
 
     def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
@@ -295,10 +297,8 @@ class Data:
             raise LowRankError(
                 f"cannot hold out {n} of the {counted(len(self.train), 'training image')} of {self.name}."
             )
-        chosen = stratified(self.train.labels, n, seed=seed)
-        rest = torch.ones(len(self.train), dtype=torch.bool)
-        rest[chosen] = False
-        return replace(self, train=self.train.subset(rest.nonzero()[:, 0]), test=self.train.subset(chosen))
+        rest, chosen = split_off(self.train.labels, n, seed=seed)
+        return replace(self, train=self.train.subset(rest), test=self.train.subset(chosen))
 
 
 class Loader(Protocol):
@@ -336,6 +336,14 @@ def stratified(labels: Tensor, n: int, *, seed: int) -> Tensor:
     return by_class[place_in_class < torch.repeat_interleave(taken, sizes)].sort().values
 
 
+def split_off(labels: Tensor, n: int, *, seed: int) -> tuple[Tensor, Tensor]:
+    """The positions of the other labels and of n chosen ones, each class in proportion."""
+    chosen = stratified(labels, n, seed=seed)
+    rest = torch.ones(len(labels), dtype=torch.bool)
+    rest[chosen] = False
+    return rest.nonzero()[:, 0], chosen
+
+
 def places_by_name(theirs: Sequence[str], ours: Sequence[str]) -> list[int | None]:
     """The place of each of their classes among ours; None for one that we do not have.
 
@@ -356,6 +364,11 @@ def _told_apart(names: Sequence[str]) -> list[tuple[str, int]]:
         found.append((name, seen[name]))
         seen[name] += 1
     return found
+
+
+def rank_range(n: int, rank: int, world: int) -> tuple[int, int]:
+    """The stretch of n things that is one process's, or one worker's: together they are all, each once."""
+    return n * rank // world, n * (rank + 1) // world
 
 
 def check_workers(workers: int) -> None:

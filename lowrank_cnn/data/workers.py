@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.data.decode import UNDECODABLE, BadImageError, Framing, ScaledCrop, frame_image, stack
-from lowrank_cnn.data.store import ImageStore, read_watched
-from lowrank_cnn.data.types import generator
+from lowrank_cnn.data.store import ImageStore, read_watched, shuffled_rows
+from lowrank_cnn.data.types import generator, rank_range
 
 TOO_MANY = "too many images are bad"
 _TRIES = 64
@@ -140,8 +140,8 @@ class EpochParts(Dataset):
 
     def _places(self, batch: int, part: int) -> Iterator[tuple[int, int, int]]:
         """The lane, the place in it, and the number in the global batch, of each image of a part."""
-        count, first = len(self.mine), batch * self.per_lane
-        for lane in self.mine[count * part // self.parts : count * (part + 1) // self.parts]:
+        first = batch * self.per_lane
+        for lane in self.mine[slice(*rank_range(len(self.mine), part, self.parts))]:
             for place in range(first, min(first + self.per_lane, self.lanes.shape[1])):
                 yield lane, place, lane * self.per_lane + place - first
 
@@ -176,13 +176,6 @@ class EpochParts(Dataset):
         return frame_image(data, self.framing, self.channels, draws), None
 
 
-# The order in which a streamed set is read: a pure function of the seed and the epoch.
-#
-# An epoch's rows, in a random order that keeps shards together, are cut into lanes. Every global batch takes the
-# same number of images from each lane. A process owns neighbouring lanes, and so reads shards of its own; its
-# workers share these lanes out. As long as all processes together have no more workers than lanes, the global
-# batches depend neither on the number of processes nor on that of workers.
-
 _LANES = 16
 WINDOW = 256
 
@@ -196,19 +189,15 @@ def lane_count(batch_size: int, world: int, workers: int) -> int:
 
 
 def epoch_lanes(store: ImageStore, rows: Tensor, *, lanes: int, used: int, seed: int, epoch: int) -> Tensor:
-    """Rows of an epoch as [lanes, used / lanes], mixed further within windows of each lane."""
+    """Rows of an epoch as [lanes, used / lanes]: a pure function of the seed and the epoch.
+
+    The rows, in a random order that keeps shards together, are cut into lanes, and mixed further within windows of
+    each lane. Every global batch takes the same number of images from each lane. A process owns neighbouring
+    lanes, and so reads its own shards; its workers share these lanes. While all processes together have no more
+    workers than lanes, the global batches depend neither on the number of processes nor on that of workers.
+    """
     draw = generator("shards", seed, epoch)
-    order = store.shuffled(draw)
-    if len(rows) < len(order):
-        wanted = torch.zeros(len(order), dtype=torch.bool)
-        wanted[rows] = True
-        order = order[wanted[order]]
-    cut = order[:used].view(lanes, -1)
+    cut = shuffled_rows(store, rows, draw)[:used].view(lanes, -1)
     window = torch.arange(cut.shape[1]) // WINDOW
     keys = window + torch.rand(cut.shape, generator=draw, dtype=torch.float64)
     return cut.gather(1, keys.argsort(1))
-
-
-def rank_range(n: int, rank: int, world: int) -> tuple[int, int]:
-    """The stretch of n images that a process evaluates: together they are all, each once."""
-    return n * rank // world, n * (rank + 1) // world

@@ -257,10 +257,6 @@ def _check_hooks(root: nn.Module) -> None:
         raise CaptureError("hooks are registered on the network as a whole")
 
 
-
-
-
-
 def layer_kind(module: nn.Module | None) -> str | None:
     """The kind of a layer; None for any other module.
 
@@ -284,14 +280,6 @@ def layer_kind(module: nn.Module | None) -> str | None:
     if isinstance(module, CONVS):
         return "own conv" if _ends_in_conv(module) else None
     return "linear" if is_plain(module, nn.Linear) else None
-
-
-
-
-
-
-
-
 
 
 _CONVOLVE = (torch.conv1d, torch.conv2d, torch.conv3d)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.data import Problems
 from lowrank_cnn.data.folders import open_table, read_class_names, renamed
 
 
@@ -20,13 +19,14 @@ from lowrank_cnn.data.folders import open_table, read_class_names, renamed
         ("path,label\nx.png,\n", "line 2 of .* has no path or no label"),
         ("path,label,split\nx.png,a,test\n", "lists no image to train on"),
         ("path,label\n\ufeff", "line 2"),
+        (f"path,label\n{'x' * 2**18},a\n", "cannot be read as a table: field larger than field limit"),
         ("path,label,split\nx.png,a,train\ny.png,a,trian\n", "line 3 of .* the split 'trian': did you mean train"),
     ],
 )
 def test_damaged_tables(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(LowRankError, match=says):
-        open_table(tmp_path / "t.csv", {"train": Problems(), "test": Problems()})
+        open_table(tmp_path / "t.csv")
 
 
 @pytest.mark.parametrize("mark", [",", ";", "\t"])
@@ -35,8 +35,8 @@ def test_spreadsheets_part_columns_by_other_marks(tmp_path: Path, mark: str) -> 
         (tmp_path / name).touch()
     lines = [("path", "label", "split"), ("x.png", '"a\nb"', "train"), ("y.png", "c", "val")]
     (tmp_path / "t.csv").write_text("\n".join(map(mark.join, lines)))
-    found = open_table(tmp_path / "t.csv", {"train": Problems(), "test": Problems()})
-    assert (found.classes, len(found.train.files)) == (("a\nb", "c"), 1)
+    found = open_table(tmp_path / "t.csv")
+    assert (found.classes, len(found.train.paths)) == (("a\nb", "c"), 1)
     assert found.test is not None
 
 
@@ -44,17 +44,16 @@ def test_a_file_to_train_on_is_not_tested_on(tmp_path: Path) -> None:
     for name in ("x.png", "y.png"):
         (tmp_path / name).touch()
     (tmp_path / "t.csv").write_text("path,label,split\nx.png,a,train\n./x.png,a,test\ny.png,b,test\n")
-    problems = {"train": Problems(), "test": Problems()}
-    found = open_table(tmp_path / "t.csv", problems)
+    found = open_table(tmp_path / "t.csv")
     assert found.test is not None
-    assert [Path(file).name for file in found.test.files] == ["y.png"]
-    assert problems["test"].examples == {"file to train on": ["./x.png"]}
+    assert [Path(file).name for file in found.test.paths] == ["y.png"]
+    assert found.problems["test"].examples == {"file to train on": ["./x.png"]}
 
 
 def test_text_in_another_encoding(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_bytes(b"path,label\n\xff.png,a\n")
     with pytest.raises(LowRankError, match="is not UTF-8 text"):
-        open_table(tmp_path / "t.csv", {"train": Problems(), "test": Problems()})
+        open_table(tmp_path / "t.csv")
 
 
 def test_class_names_from_json_and_lines(tmp_path: Path) -> None:
@@ -87,7 +86,7 @@ def test_of_test_and_val_lines_the_test_lines_are_tested_on(tmp_path: Path) -> N
     for name in ("x.png", "y.png", "z.png"):
         (tmp_path / name).touch()
     (tmp_path / "t.csv").write_text("path,label,split\nx.png,a,train\ny.png,a,val\nz.png,a,test\n")
-    found = open_table(tmp_path / "t.csv", {"train": Problems(), "test": Problems()})
+    found = open_table(tmp_path / "t.csv")
     assert found.test is not None
-    assert [Path(file).name for file in found.test.files] == ["z.png"]
+    assert [Path(file).name for file in found.test.paths] == ["z.png"]
     assert found.tested == ("test", "val")

@@ -40,7 +40,7 @@ def test_a_limit_takes_classes_in_proportion(store: FolderStore) -> None:
 
 
 def test_images_of_many_sizes_have_no_common_one(store: FolderStore, photo: Photo) -> None:
-    Path(store.files[0]).write_bytes(photo(0, size=(9, 9)))
+    Path(store.paths[0]).write_bytes(photo(0, size=(9, 9)))
     split = make_split(store, ROWS, Problems(), ReadOptions())
     assert (split.size, split.channels) == (None, 3)
     assert make_split(store, ROWS, Problems(), ReadOptions(image_size=(8, 6))).size == (3, 8, 6)
@@ -50,7 +50,7 @@ def test_images_of_many_sizes_have_no_common_one(store: FolderStore, photo: Phot
 def test_the_default_size_is_for_large_images_alone(store: FolderStore, photo: Photo) -> None:
     options = ReadOptions(default_size=(8, 8))
     assert with_default_size(store, ROWS, options) is options
-    Path(store.files[0]).write_bytes(photo(0, size=(LARGE_SIDE + 1, LARGE_SIDE + 1)))
+    Path(store.paths[0]).write_bytes(photo(0, size=(LARGE_SIDE + 1, LARGE_SIDE + 1)))
     assert with_default_size(store, torch.tensor([0]), options).image_size == (8, 8)
     chosen = ReadOptions(default_size=(8, 8), image_size=(4, 4))
     assert with_default_size(store, torch.tensor([0]), chosen) is chosen

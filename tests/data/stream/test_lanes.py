@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowrank_cnn.data.store import NO_LABEL, labelled_rows
-from lowrank_cnn.data.types import Problems
-from lowrank_cnn.data.workers import WINDOW, epoch_lanes, lane_count, rank_range
+from lowrank_cnn.data.types import Problems, rank_range
+from lowrank_cnn.data.workers import WINDOW, epoch_lanes, lane_count
 
 
 class Numbers:
