@@ -11,14 +11,11 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
-import torch
-
 from lowrank_cnn.core.errors import LowRankError, MissingExtra
 from lowrank_cnn.core.numbers import pooled_deviation, student_t
 from lowrank_cnn.core.text import counted, si
-from lowrank_cnn.method.count import count
-from lowrank_cnn.models import create_model, family_of, list_models
-from lowrank_cnn.models.build import baseline_of
+from lowrank_cnn.models import family_of, list_models
+from lowrank_cnn.models.build import baseline_of, count_by_name
 from lowrank_cnn.paper.audit import Accuracies, LayerTimes
 from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.report.reading import settings_of
@@ -159,9 +156,7 @@ def _counted_twin(entry: NetworkResult) -> dict[str, int] | None:
         return None
     options = {"norm": built.norm, "stride": built.stride, "num_classes": entry.runs[0].config.get("num_classes")}
     try:
-        with torch.device("meta"):
-            model = create_model(built.name, in_channels=built.image[0], width=built.width, **options)
-            cost = count(model, built.image)
+        cost = count_by_name(built.name, built.image, in_channels=built.image[0], width=built.width, **options)
     except (LowRankError, TypeError, ValueError, RuntimeError, OverflowError):
         return None
     return {"macs": cost.macs, "params": cost.params}
