@@ -26,7 +26,7 @@ from lowrank_cnn.report.network_figures import (
     receptive_field_figure,
     spectra_figure,
 )
-from lowrank_cnn.report.records import data_label
+from lowrank_cnn.report.records import NetworkResult, data_label
 from lowrank_cnn.report.results import comparable, gather
 from lowrank_cnn.report.style import Spec, check_format, save_charts
 from lowrank_cnn.report.trade import TradePoint, our_point, published_point, trade_chart, trade_spec
@@ -91,13 +91,17 @@ def _ours(figure: TradeFigure, options: FigureOptions) -> dict[str, list[TradePo
 
 def curves_figure(name: str, options: FigureOptions) -> list[Spec]:
     """A chart for each data set and recipe."""
-    if options.records is None:
-        raise LowRankError(f"the figure {name} is of runs: give their folder (--runs runs).")
-    curves = training_curves(gather(options.records))
+    curves = training_curves(_results(name, options))
     if not curves:
         raise LowRankError("no run among these has an epoch to show.")
     panels = groupby(curves, key=lambda curve: (curve["recipe"], curve["data"]))
     return [curves_spec(f"{recipe} on {data}", list(panel)) for (recipe, data), panel in panels]
+
+
+def _results(name: str, options: FigureOptions) -> list[NetworkResult]:
+    if options.records is None:
+        raise LowRankError(f"the figure {name} is of runs: give their folder (--runs runs).")
+    return gather(options.records)
 
 
 def shapes_figure(_name: str, options: FigureOptions) -> list[Spec]:
@@ -119,9 +123,7 @@ def timings_figure(_name: str, options: FigureOptions) -> list[Spec]:
 
 def details_figure(name: str, options: FigureOptions) -> list[Spec]:
     """A chart of test images for each network of the records."""
-    if options.records is None:
-        raise LowRankError(f"the figure {name} is of runs: give their folder (--runs runs).")
-    charts = [chart for chart in details_charts(gather(options.records)) if chart[NEEDED[name]]]
+    charts = [chart for chart in details_charts(_results(name, options)) if chart[NEEDED[name]]]
     if not charts:
         raise LowRankError(f"no record among these has what {name} shows: train or evaluate with this version.")
     return [DETAILS[name](chart) for chart in charts]

@@ -33,8 +33,6 @@ from lowrank_cnn.report.reading import read_records, require_records
 from lowrank_cnn.report.records import CPU, GPU, NetworkId, NetworkResult, Records, data_label, text, trained_label
 from lowrank_cnn.report.results import accuracies, comparable, gather, is_twin, layer_times, twin_id, twin_known
 
-# The cards at the top of the page: low-rank networks beside their dense twins, with costs and certainty.
-
 MOST_CARDS = 4
 MOST_ACCURATE, CHEAPEST = "Most accurate low-rank network", f"Cheapest within {COMPARABLE:g} point"
 COSTS = {GPU: "GPU time", CPU: "CPU time", "macs": "MACs", "params": "parameters"}
@@ -129,8 +127,6 @@ def certainty(gap: float, reach: float | None) -> tuple[str, str]:
         return "surely less accurate", "bad"
     return "the seeds do not decide", "quiet"
 
-
-# The tables of the page, as rows of cells that the template writes.
 
 VERDICT_COLOURS = {
     CONTRADICTED: "bad",

@@ -44,8 +44,6 @@ from lowrank_cnn.report.records import (
 from lowrank_cnn.train.record import Epoch
 from lowrank_cnn.train.score import TOP_FIVE
 
-# Read the untrusted record of a training run; missing and impossible values are left out.
-
 _NO_SETTING = ("name", "evaluate_every")
 """Fields of a recipe that teach nothing."""
 
@@ -159,8 +157,6 @@ def _own_stride(name: str) -> int:
     """The stride of the first conv that a network has by itself."""
     return family_of(name).VARIANTS[name].stride if name in list_models() else 1
 
-
-# Read timings of networks, by `lowrank time` and by our own benchmarks, from untrusted records.
 
 _GPU_WORDS = ("cuda", "gpu", "nvidia", "mps", "amd instinct")
 

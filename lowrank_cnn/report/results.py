@@ -1,4 +1,4 @@
-"""What was gained: runs of one network gathered over their seeds, with their timings and their dense twin."""
+"""Group the runs of each network over their seeds, with its timings, and compare it with its dense twin."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ from lowrank_cnn.report.records import (
 )
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recipes import get_recipe
-
-# Compare a low-rank network with its dense twin: find the twin, and the share of its cost that is left.
 
 OWN = {
     "epochs": "for another number of epochs",
@@ -234,7 +232,7 @@ def _images_in_words(run: Run) -> str:
 def comparable(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
     """Those trained by a recipe that trained other networks too; all of a data set that has no such recipe.
 
-    What a single network was put through, an ablation say, is no choice between accuracy and cost.
+    Ablations are excluded: a recipe of a single network shows no choice between accuracy and cost.
     """
     networks: dict[tuple[str, str], set[str]] = {}
     for entry in entries:
@@ -362,8 +360,6 @@ def _timed_only(timings: Sequence[TimedNetwork], entries: Sequence[NetworkResult
     groups = (list(group) for _, group in groupby(rest, key=key))
     return [NetworkResult(group[0].network, timings=tuple(group)) for group in groups]
 
-
-# Which runs tell of a published accuracy: the same network, images and recipe.
 
 RECIPES = {
     "vgg-ilsvrc": "vgg-paper",

@@ -1,4 +1,9 @@
-"""How all figures look: colours that colour-blind readers can tell apart, marks, type and sizes."""
+"""What all charts share: colours, the look of axes, placing labels, and writing a chart to a file.
+
+A chart is a Vega-Lite specification with its data. The page hands it to Vega in the browser; figures go through
+vl-convert, which runs the same Vega without a browser. Vega-Lite cannot keep labels from overlapping, Vega can:
+`with_labels` adds that to the compiled chart, as the page's script does.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +17,6 @@ from typing import Any
 
 from lowrank_cnn.core.errors import LowRankError, require
 from lowrank_cnn.core.files import write_atomically
-
-# What all charts share: the look of axes, placing labels, and writing a chart to a file.
-#
-# A chart is written down once, as a Vega-Lite specification with its data. The page hands it to Vega in the
-# browser; figures go through vl-convert, which runs the same Vega without a browser. Vega-Lite cannot keep
-# labels from overlapping, Vega can: `with_labels` adds that to the compiled chart (the page's script does the
-# same).
 
 Spec = dict[str, Any]
 
@@ -216,17 +214,15 @@ def _stacked(pictures: Sequence[str]) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(inner)}</svg>'
 
 
-# The colours of networks, the same in every chart: dense networks are orange, low-rank ones blue.
-#
-# Where a chart has several networks of a kind, the first has the colour of its kind and the others are of its
-# hue: warm for dense networks, cool for low-rank ones. All are distinct to readers with any of the common colour
-# deficiencies, and stand out from the page.
-
 Look = dict[str, str | list[int]]
 """How a network is drawn: its colour on light and on dark pages, and its dash."""
 
 DENSE, LOW_RANK, LEARNED = ("#d55e00", "#ff9a52"), ("#0072b2", "#56b4e9"), ("#009e73", "#35d3a3")
-"""Of each kind of network trained here, on light and on dark pages."""
+"""Of each kind of network trained here, on light and on dark pages.
+
+Other networks of a kind in the same chart are of its hue: warm for dense, cool for low-rank. All are distinct to
+readers with any of the common colour deficiencies.
+"""
 WARM = (DENSE, ("#403500", "#a64f32"), ("#a6896c", "#f2b39d"))
 COOL = (LOW_RANK, ("#3019a6", "#9326ff"), ("#203a40", "#a6f8ff"), ("#0000ff", "#3966bf"), ("#000040", "#46818c"))
 DASHES = ([1, 0], [7, 4], [2, 3], [9, 3, 2, 3], [12, 4], [1, 5])
