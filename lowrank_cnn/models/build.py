@@ -8,6 +8,7 @@ from math import prod
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
@@ -17,7 +18,7 @@ from lowrank_cnn.core.notes import notes
 from lowrank_cnn.core.version import __version__
 from lowrank_cnn.method.branches import fold_branches
 from lowrank_cnn.method.convert import rows_of
-from lowrank_cnn.method.count import LayerCount, count
+from lowrank_cnn.method.count import Count, LayerCount, count
 from lowrank_cnn.method.init import INITIALISATIONS
 from lowrank_cnn.method.rewrite import Change, changes_of, low_rank_layers, rewrite
 from lowrank_cnn.method.schemes import Scheme, parse_scheme
@@ -79,6 +80,17 @@ def build_network(
     model.settle()
     model.config = {"name": name, **vars(options), "init": init}
     return model
+
+
+def count_by_name(name: str, image: InputSize | None = None, **options: Any) -> Count:
+    """Count a network without its weights; by default for images of the size that it is made for.
+
+    >>> count_by_name("nin-c3-lr").input
+    (3, 30, 30)
+    """
+    with torch.device("meta"):
+        model = build_network(name, **options)
+        return count(model, image or model.input_size)
 
 
 # Describe how to build a network again, including its conversions, in JSON values.

@@ -33,8 +33,6 @@ from lowrank_cnn.paper.claims import (
 )
 from lowrank_cnn.paper.published import Published, published, rows, timings
 
-# Count the network behind each published row, in the paper's convention.
-#
 # The rivals of the two "big picture" plots are tables from which their cost is counted: AlexNet (Krizhevsky et
 # al. 2012), VGG A to E (Simonyan and Zisserman 2015) and the PReLU networks A to C (He et al. 2015, "Delving
 # deep into rectifiers"). Only convs, pools and fully connected layers are built: nothing else costs.

@@ -36,11 +36,6 @@ from lowrank_cnn.train.record import Record, load_record
 from lowrank_cnn.train.run_folder import RunDirectory
 from lowrank_cnn.train.trained import load_checkpoint
 
-# The table of an experiment, built from the records of finished runs alone.
-#
-# Several processes may train into one directory at the same time: each run writes its own record, and whoever
-# looks sees all that have finished so far.
-
 MEASURES = ("top1", "top5", "overfit")
 NOT_BEGUN = "not begun"
 

@@ -1,4 +1,7 @@
-"""Training curves: one line per network, the mean over its runs, in a band from the lowest run to the highest."""
+"""Charts of the page and of figures: training curves, test images, times of layers and shapes of filters.
+
+Each is made in two steps: plain data for the page's script, and a Vega-Lite specification for a file.
+"""
 
 from __future__ import annotations
 
@@ -104,8 +107,6 @@ def curves_spec(title: str, curves: Sequence[dict[str, Any]]) -> Spec:
     subtitle = "Lines: mean over runs; bands: lowest to highest run; dots: test accuracy of each run"
     return {**spec, "title": {"text": title, "subtitle": subtitle}, "datasets": {"curves": rows, "ends": ends}}
 
-
-# Test images in pictures: accuracy by class, the confusion matrix, the most confused pairs, calibration.
 
 MOST_BARS = 25
 """Of more classes, those that are recognised least."""
@@ -249,15 +250,13 @@ def details_data(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
     return found
 
 
-# MACs beside time, layer by layer, as shares of their totals: equal bars mean that time follows MACs.
-
 LAYERS_SPEC = template("layers")
 LAYER_COLOURS = {"MACs": "#7d8792", "CPU time": "#a94fd0", "GPU time": "#6aa121"}
 """None is a colour of a network."""
 
 
 def layer_charts(measured: Sequence[TimedNetwork]) -> list[dict[str, Any]]:
-    """The networks timed here, then the paper's own, as plain data."""
+    """MACs beside time as shares of their totals: the networks timed here, then the paper's own, as plain data."""
     detailed = sorted((timing for timing in measured if len(timing.layers) > 1), key=_same_layers)
     return [*(_layers_of(list(group)) for _, group in groupby(detailed, key=_same_layers)), _published_layers()]
 
@@ -332,8 +331,6 @@ def _layer_bars(
     return found
 
 
-# The shapes of a network's filters, layer by layer, as stacked bars; removed filters leave their part empty.
-
 SHAPES_SPEC = template("shapes")
 SHAPE_COLOURS = {
     "columns": ("#009e73", "#00664b", "#7fcfb9"),
@@ -345,7 +342,7 @@ SHAPE_COLOURS = {
 
 
 def shape_bars(network: nn.Module) -> list[dict[str, Any]]:
-    """A bar for each layer and shape, with its share of the filters that the dense layer had."""
+    """A bar for each layer and shape, with its share of the dense layer's filters; removed filters have none."""
     changed = {change.name: change.before for change in changes_of(network)}
     spatial = {name for name, before in changed.items() if not before.startswith("1x1,")}
     layers = {

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lowrank_cnn.core.errors import LowRankError, nearest
 from lowrank_cnn.paper.published import rows
@@ -22,20 +21,15 @@ from lowrank_cnn.report.charts import (
 )
 from lowrank_cnn.report.network_figures import (
     FigureOptions,
-    draw_connections,
-    draw_filters,
-    draw_receptive_field,
-    draw_spectra,
+    connections_figure,
+    filters_figure,
+    receptive_field_figure,
+    spectra_figure,
 )
-from lowrank_cnn.report.records import data_label
+from lowrank_cnn.report.records import NetworkResult, data_label
 from lowrank_cnn.report.results import comparable, gather
-from lowrank_cnn.report.style import Spec, check_format, save, save_charts, style
+from lowrank_cnn.report.style import Spec, check_format, save_charts
 from lowrank_cnn.report.trade import TradePoint, our_point, published_point, trade_chart, trade_spec
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-# Figures that are charts of the page too: error against cost, training curves, MACs beside time.
 
 
 @dataclass(frozen=True)
@@ -97,13 +91,17 @@ def _ours(figure: TradeFigure, options: FigureOptions) -> dict[str, list[TradePo
 
 def curves_figure(name: str, options: FigureOptions) -> list[Spec]:
     """A chart for each data set and recipe."""
-    if options.records is None:
-        raise LowRankError(f"the figure {name} is of runs: give their folder (--runs runs).")
-    curves = training_curves(gather(options.records))
+    curves = training_curves(_results(name, options))
     if not curves:
         raise LowRankError("no run among these has an epoch to show.")
     panels = groupby(curves, key=lambda curve: (curve["recipe"], curve["data"]))
     return [curves_spec(f"{recipe} on {data}", list(panel)) for (recipe, data), panel in panels]
+
+
+def _results(name: str, options: FigureOptions) -> list[NetworkResult]:
+    if options.records is None:
+        raise LowRankError(f"the figure {name} is of runs: give their folder (--runs runs).")
+    return gather(options.records)
 
 
 def shapes_figure(_name: str, options: FigureOptions) -> list[Spec]:
@@ -125,9 +123,7 @@ def timings_figure(_name: str, options: FigureOptions) -> list[Spec]:
 
 def details_figure(name: str, options: FigureOptions) -> list[Spec]:
     """A chart of test images for each network of the records."""
-    if options.records is None:
-        raise LowRankError(f"the figure {name} is of runs: give their folder (--runs runs).")
-    charts = [chart for chart in details_charts(gather(options.records)) if chart[NEEDED[name]]]
+    charts = [chart for chart in details_charts(_results(name, options)) if chart[NEEDED[name]]]
     if not charts:
         raise LowRankError(f"no record among these has what {name} shows: train or evaluate with this version.")
     return [DETAILS[name](chart) for chart in charts]
@@ -138,32 +134,31 @@ class FigureKind:
     """A figure: its subject, the options it takes, and the function that draws it."""
 
     shows: str
+    chart: Callable[[str, FigureOptions], list[Spec]]
     takes: str = ""
-    chart: Callable[[str, FigureOptions], list[Spec]] | None = None
-    draw: Callable[[str, FigureOptions], Figure] | None = None
 
 
 _NETWORK = "model, pretrained, checkpoint"
 FIGURES = {
-    "vgg": FigureKind("VGG-11 on ILSVRC, error against MACs", "runs", trade_figure),
-    "places": FigureKind("VGG-11 on Places, error against MACs", "runs", trade_figure),
-    "googlenet": FigureKind("GoogLeNet on ILSVRC, error against MACs", "runs", trade_figure),
-    "nin": FigureKind("Network-in-Network on CIFAR-10, error against MACs", "runs", trade_figure),
+    "vgg": FigureKind("VGG-11 on ILSVRC, error against MACs", trade_figure, "runs"),
+    "places": FigureKind("VGG-11 on Places, error against MACs", trade_figure, "runs"),
+    "googlenet": FigureKind("GoogLeNet on ILSVRC, error against MACs", trade_figure, "runs"),
+    "nin": FigureKind("Network-in-Network on CIFAR-10, error against MACs", trade_figure, "runs"),
     "big-picture-macs": FigureKind(
-        "single networks on ILSVRC, error against MACs of all crops", "runs", trade_figure
+        "single networks on ILSVRC, error against MACs of all crops", trade_figure, "runs"
     ),
-    "big-picture-params": FigureKind("single networks on ILSVRC, error against parameters", "runs", trade_figure),
-    "timings": FigureKind("MACs beside time, layer by layer", "runs", timings_figure),
-    "curves": FigureKind("accuracy by epoch, every network of a recipe", "runs", curves_figure),
-    "classes": FigureKind("accuracy by class on the test images", "runs", details_figure),
-    "confusion": FigureKind("which classes are taken for which, as a matrix", "runs", details_figure),
-    "pairs": FigureKind("the classes that are confused most", "runs", details_figure),
-    "calibration": FigureKind("confidence against the share of right answers", "runs", details_figure),
-    "shapes": FigureKind("the shapes of a network's filters, layer by layer", _NETWORK, shapes_figure),
-    "filters": FigureKind("the filters of a first layer and their combinations", _NETWORK, draw=draw_filters),
-    "connections": FigureKind("which input pixel reaches which output pixel", draw=draw_connections),
-    "receptive-field": FigureKind("what dense and low-rank twins see", _NETWORK, draw=draw_receptive_field),
-    "spectra": FigureKind("singular values of dense filters", _NETWORK, draw=draw_spectra),
+    "big-picture-params": FigureKind("single networks on ILSVRC, error against parameters", trade_figure, "runs"),
+    "timings": FigureKind("MACs beside time, layer by layer", timings_figure, "runs"),
+    "curves": FigureKind("accuracy by epoch, every network of a recipe", curves_figure, "runs"),
+    "classes": FigureKind("accuracy by class on the test images", details_figure, "runs"),
+    "confusion": FigureKind("which classes are taken for which, as a matrix", details_figure, "runs"),
+    "pairs": FigureKind("the classes that are confused most", details_figure, "runs"),
+    "calibration": FigureKind("confidence against the share of right answers", details_figure, "runs"),
+    "shapes": FigureKind("the shapes of a network's filters, layer by layer", shapes_figure, _NETWORK),
+    "filters": FigureKind("the filters of a first layer and their combinations", filters_figure, _NETWORK),
+    "connections": FigureKind("which input pixel reaches which output pixel", connections_figure),
+    "receptive-field": FigureKind("what dense and low-rank twins see", receptive_field_figure, _NETWORK),
+    "spectra": FigureKind("singular values of dense filters", spectra_figure, _NETWORK),
 }
 
 
@@ -181,11 +176,7 @@ def draw_figure(name: str, out: str | Path, options: FigureOptions | None = None
     if (options.model or options.checkpoint or options.pretrained) and "model" not in kind.takes:
         raise LowRankError(f"the figure {name} takes no model, checkpoint or weights.")
     check_format(out)
-    if kind.chart is not None:
-        return save_charts(kind.chart(name, options), out)
-    assert kind.draw is not None
-    with style():
-        return save(kind.draw(name, options), out)
+    return save_charts(kind.chart(name, options), out)
 
 
 __all__ = ["FIGURES", "FigureKind", "FigureOptions", "draw_figure"]

@@ -1,18 +1,21 @@
-"""The filters of a first layer, in colour: each group, and the full filters that a join makes of them."""
+"""Figures of a network: its first filters, singular values, connections and receptive fields."""
 
 from __future__ import annotations
 
+import base64
 import math
-from collections.abc import Iterator
+import struct
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowrank_cnn.core.errors import LowRankError, require
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import note, notes
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.text import TIMES, counted
@@ -22,25 +25,7 @@ from lowrank_cnn.models import create_model, list_models, list_pretrained
 from lowrank_cnn.models.network import Network
 from lowrank_cnn.report.records import NetworkId, Records, data_label
 from lowrank_cnn.report.results import twin_id
-from lowrank_cnn.report.style import (
-    BLUE,
-    COLUMN,
-    CYCLE,
-    GREEN,
-    GRID,
-    INK,
-    ORANGE,
-    SOFT,
-    image_axes,
-    new_figure,
-    title_over,
-)
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-# What a figure may be given: records, or a network from its name, its shipped weights or a checkpoint.
+from lowrank_cnn.report.style import GRID, Spec, filled, template
 
 
 @dataclass(frozen=True)
@@ -96,6 +81,64 @@ def network_name(network: nn.Module) -> str:
     return str(network.config["name"]) if isinstance(network, Network) else type(network).__name__
 
 
+WIDTH = 660
+"""Pixels that a figure of several panels is wide, roughly."""
+FINE = 1000
+"""A picture has at least so many pixels across: viewers blur small pictures that they enlarge."""
+CIVIDIS = ("#00224e", "#213d6e", "#4c556c", "#6c6e72", "#8e8978", "#b2a570", "#dac55c", "#fee838")
+VIRIDIS = ("#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da39", "#fde725")
+_BARE = {"grid": False, "labels": False, "ticks": False, "domain": False}
+
+
+def picture(pixels: Tensor, width: float, x: Spec | None = None, y: Spec | None = None) -> Spec:
+    """A panel that shows an RGB image [height, width, 3] with values from 0 to 1; x and y are Vega-Lite axes."""
+    down, across = pixels.shape[:2]
+    height = width * down / across
+    image = {"type": "image", "url": _png(pixels), "width": width, "height": height, "aria": False}
+    return {
+        "width": width,
+        "height": height,
+        "data": {"values": [{}]},
+        "mark": {**image, "align": "left", "baseline": "top"},
+        "encoding": {
+            "x": {"datum": 0, "type": "quantitative", "scale": {"domain": [0, across], "nice": False}, "axis": x},
+            "y": {
+                "datum": 0,
+                "type": "quantitative",
+                "scale": {"domain": [0, down], "nice": False, "reverse": True},
+                "axis": y,
+            },
+        },
+    }
+
+
+def _png(pixels: Tensor) -> str:
+    rgb = (255 * pixels.clamp(0, 1)).round().to(torch.uint8)
+    rgb = _enlarged(rgb, ceil_div(FINE, rgb.shape[1]))
+    lines = b"".join(b"\0" + bytes(line.flatten().tolist()) for line in rgb)
+    header = struct.pack(">IIBBBBB", rgb.shape[1], rgb.shape[0], 8, 2, 0, 0, 0)
+    written = b"\x89PNG\r\n\x1a\n"
+    for kind, part in ((b"IHDR", header), (b"IDAT", zlib.compress(lines, 9)), (b"IEND", b"")):
+        written += struct.pack(">I", len(part)) + kind + part + struct.pack(">I", zlib.crc32(kind + part))
+    return "data:image/png;base64," + base64.b64encode(written).decode()
+
+
+def _enlarged(pixels: Tensor, times: int) -> Tensor:
+    return pixels.repeat_interleave(times, 0).repeat_interleave(times, 1)
+
+
+def _rgb(colours: Sequence[str]) -> Tensor:
+    return torch.tensor([[int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)] for colour in colours])
+
+
+def _shaded(values: Tensor, colours: Sequence[str]) -> Tensor:
+    """Values from 0 to 1 as shades between these colours."""
+    place = values.clamp(0, 1) * (len(colours) - 1)
+    below = place.long().clamp_max(len(colours) - 2)
+    table = _rgb(colours)
+    return table[below].lerp(table[below + 1], (place - below).unsqueeze(-1).expand(*place.shape, 3))
+
+
 ZERO = 0.45
 """The grey of a zero: the largest weight then stays darker than the white between the filters."""
 MOST_FILTERS = 96
@@ -109,25 +152,22 @@ class Bank:
     weight: Tensor
 
 
-def draw_filters(_name: str, options: FigureOptions) -> Figure:
+def filters_figure(_name: str, options: FigureOptions) -> list[Spec]:
     """A mosaic per group of the first conv, and one of the filters that the join makes of them."""
     label, network = options.network("vgg11-gmp-lr-join")
     banks = filter_banks(first_conv(network))
-    mosaics = [mosaic(bank.weight[:MOST_FILTERS]) for bank in banks]
-    figure = new_figure(COLUMN, 0.8 + min(4.0, COLUMN / len(banks)))
-    title_over(figure, f"First layer of {label}")
-    for place, (bank, image) in enumerate(zip(banks, mosaics, strict=True)):
-        axes = figure.add_subplot(1, len(banks), place + 1)
-        axes.imshow(image, interpolation="nearest")
-        axes.set_anchor("N")
-        shown, total = min(len(bank.weight), MOST_FILTERS), len(bank.weight)
-        some = counted(total, "filter")
-        axes.set_title(
-            f"({'abcdef'[place]}) {bank.title}", fontsize=9 if len(banks) < 4 else 7.5, fontweight="normal"
-        )
-        axes.set_xlabel(some if shown == total else f"{shown} of {some}", fontsize=8)
-        image_axes(axes)
-    return figure
+    panels = []
+    for letter, bank in zip("abcdef", banks, strict=False):
+        shown, some = min(len(bank.weight), MOST_FILTERS), counted(len(bank.weight), "filter")
+        title = {
+            "text": f"({letter}) {bank.title}",
+            "subtitle": some if shown == len(bank.weight) else f"{shown} of {some}",
+            "fontSize": 12,
+            "fontWeight": "normal",
+        }
+        panels.append(picture(mosaic(bank.weight[:shown]), min(400, WIDTH / len(banks))) | {"title": title})
+    title = {"text": f"First layer of {label}", "offset": 16}
+    return [{"title": title, "hconcat": panels, "spacing": 24}]
 
 
 def first_conv(network: nn.Module) -> nn.Module:
@@ -142,10 +182,9 @@ def first_conv(network: nn.Module) -> nn.Module:
 @torch.no_grad()
 def filter_banks(conv: nn.Module) -> list[Bank]:
     """The filters that a conv consists of, and the dense filters they are equal to."""
-    if isinstance(conv, CompositeConv2d):
-        return list(_groups(conv))
     if not isinstance(conv, FactoredConv2d):
-        return [_single(conv)]
+        weights: Any = conv.weights if isinstance(conv, CompositeConv2d) else [conv.weight]
+        return [Bank(_title(weight), weight.detach()) for weight in weights]
     parts = [bank for stage in conv for bank in filter_banks(stage)]
     spatial = [bank for bank in parts if bank.weight.shape[-2:] != (1, 1)]
     if conv.scheme.name == "separable":
@@ -154,23 +193,13 @@ def filter_banks(conv: nn.Module) -> list[Bank]:
     return [*spatial, Bank("combined by the join", conv.weight.detach())]
 
 
-def _single(conv: nn.Module) -> Bank:
-    weight: Any = conv.weight
-    return Bank(_title(weight), weight.detach())
-
-
-def _groups(conv: CompositeConv2d) -> Iterator[Bank]:
-    for weight in conv.weights:
-        yield Bank(_title(weight), weight.detach())
-
-
 def _title(weight: Tensor) -> str:
     height, width = weight.shape[-2:]
     kind = "vertical " if height > width else "horizontal " if width > height else ""
     return f"{kind}{height}{TIMES}{width}"
 
 
-def mosaic(weight: Tensor) -> Any:
+def mosaic(weight: Tensor) -> Tensor:
     """Filters side by side as an RGB image, each at its own contrast; zero is grey, missing pixels are white."""
     filters = _colours(weight.detach().float())
     n, height, width, _ = filters.shape
@@ -181,7 +210,7 @@ def mosaic(weight: Tensor) -> Any:
     for i, tile in enumerate(filters):
         top, left = (i // columns) * (height + 1), (i % columns) * (width + 1)
         image[top : top + height, left : left + width] = tile
-    return image.numpy()
+    return image
 
 
 def _colours(weight: Tensor) -> Tensor:
@@ -193,28 +222,48 @@ def _colours(weight: Tensor) -> Tensor:
     return torch.where(absent, torch.ones_like(colours), colours).permute(0, 2, 3, 1)
 
 
-# How low-rank dense filters become by themselves: the singular values of each layer's filters.
-
 MOST_KERNELS = 10_000
 """Kernels of a layer that are looked at: a share of them tells the mean."""
-
 MOST_NAMED = 12
-
 SHADES = ("#303841", "#6a7480", "#9aa4af", "#c3cad2", "#e2e6ea", "#f0f2f4")
 """Of singular values, from the largest: greys, since colours tell the layers apart beside them."""
-ORDINALS = ("1st", "2nd", "3rd", "4th", "5th")
+RANKS = ("1st", "2nd", "3rd", "4th", "5th", "others")
 
 
-def draw_spectra(_name: str, options: FigureOptions) -> Figure:
+def spectra_figure(_name: str, options: FigureOptions) -> list[Spec]:
     """Left, in space: how much of a k x k kernel one column times one row holds. Right, over the channels."""
     label, network = options.network("nin")
     layers = dense_layers(network)
-    figure = new_figure(COLUMN, max(3.8, 1.8 + 0.22 * len(layers)))
-    title_over(figure, f"Singular values of the dense filters of {label}")
-    space, channels = figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)
-    _draw_space(space, layers)
-    _draw_channels(channels, layers)
-    return figure
+    random = {name: torch.randn(w.shape, generator=torch.Generator().manual_seed(0)) for name, w in layers.items()}
+    space = [
+        {"layer": name, "rank": RANKS[min(rank, 5)], "place": rank, "share": share}
+        for name, weight in layers.items()
+        for rank, share in enumerate(spatial_energy(weight).tolist())
+    ]
+    chance = [{"layer": name, "share": float(spatial_energy(weight)[0])} for name, weight in random.items()]
+    held = [
+        {"layer": name, "filters": kind, "kept": n / len(energy), "energy": share}
+        for kind, weights in (("", layers), ("random filters", random))
+        for name, weight in weights.items()
+        for energy in [singular_energy(weight).tolist()]
+        for n, share in enumerate(energy, 1)
+    ]
+    names, ranks = list(layers), RANKS[: max(row["place"] for row in space) + 1]
+    # Few layers each have a colour; of many, the shade tells the depth, and some are named.
+    colours = {"range": CYCLE} if len(names) <= len(CYCLE) else {"scheme": "viridis"}
+    named = names if len(names) <= MOST_NAMED else [names[0], names[len(names) // 2], names[-1]]
+    parts = {
+        "{space}": space,
+        "{chance}": chance,
+        "{held}": held,
+        "{height}": max(200, 22 * len(names)),
+        "{ranks}": {"domain": [*ranks, "1st of random filters"], "range": [*SHADES[: len(ranks)], CYCLE[1]]},
+        "{layers}": {"domain": names, **colours},
+        "{named}": named,
+        "{kernel}": f"In space: each k{TIMES}k kernel",
+    }
+    spec: Spec = filled(template("spectra"), parts)
+    return [{**spec, "title": {"text": f"Singular values of the dense filters of {label}", "offset": 16}}]
 
 
 def dense_layers(network: nn.Module) -> dict[str, Tensor]:
@@ -253,100 +302,43 @@ def singular_energy(weight: Tensor) -> Tensor:
     return energy.cumsum(0) / energy.sum()
 
 
-def _draw_space(axes: Axes, layers: dict[str, Tensor]) -> None:
-    spectra = {name: spatial_energy(weight) for name, weight in layers.items()}
-    for rank in range(max(map(len, spectra.values()))):
-        shares = [float(s[rank]) if rank < len(s) else 0.0 for s in spectra.values()]
-        below = [float(s[:rank].sum()) for s in spectra.values()]
-        colour, name = (SHADES[rank], ORDINALS[rank]) if rank < len(ORDINALS) else (SHADES[-1], "_")
-        axes.barh(list(spectra), shares, left=below, color=colour, height=0.62, label=name)
-    for place, weight in enumerate(layers.values()):
-        level = float(spatial_energy(_random_like(weight))[0])
-        ends, name = [place - 0.42, place + 0.42], "_" if place else "1st of random filters"
-        axes.plot([level, level], ends, color=ORANGE, linewidth=1.8, label=name)
-    axes.invert_yaxis()
-    axes.grid(False, axis="y")
-    axes.set_title(f"In space: each k{TIMES}k kernel", fontsize=9)
-    axes.set_xlabel("Mean share of the energy in singular value")
-    axes.xaxis.set_major_formatter(_percent_tick)
-    axes.set_xlim(0, 1)
-    _legend_below(axes)
-
-
-def _draw_channels(axes: Axes, layers: dict[str, Tensor]) -> None:
-    for place, (name, weight) in enumerate(layers.items()):
-        held = singular_energy(weight)
-        ranks = [(n + 1) / len(held) for n in range(len(held))]
-        look = _look(name, place, len(layers))
-        axes.plot(ranks, held.numpy(), linewidth=1.6, **look)
-        chance = singular_energy(_random_like(weight))
-        axes.plot(ranks, chance.numpy(), linewidth=1.0, color=look["color"], linestyle=":")
-    axes.plot([], [], linewidth=1.0, color=INK, linestyle=":", label="random filters")
-    axes.set_title("Over channels: filters as rows", fontsize=9)
-    axes.set_xlabel("Share of the singular values kept")
-    axes.set_ylabel("Energy held")
-    axes.xaxis.set_major_formatter(_percent_tick)
-    axes.yaxis.set_major_formatter(_percent_tick)
-    axes.set_xlim(0, 1)
-    axes.set_ylim(0, 1.02)
-    _legend_below(axes)
-
-
-def _look(name: str, place: int, count: int) -> dict[str, Any]:
-    """A few layers each have their look; of many, the shade tells the depth, and some are named."""
-    if count <= MOST_NAMED:
-        return {"color": CYCLE[place % 6], "linestyle": "solid" if place < 6 else "dashed", "label": name}
-    shades = require("matplotlib", extra="plots", purpose="drawing a figure").colormaps["viridis"]
-    named = place in (0, count // 2, count - 1)
-    return {"color": shades(0.9 * place / (count - 1)), "label": name if named else "_"}
-
-
-def _legend_below(axes: Axes) -> None:
-    """Under the axis' name, at the same distance however tall the figure is."""
-    drop = 0.4 / (axes.figure.get_figheight() - 1.6)  # type: ignore[union-attr]
-    longest = max(len(str(label)) for label in axes.get_legend_handles_labels()[1])
-    spacing = {
-        "columnspacing": 1.0,
-        "handlelength": 1.4,
-        "ncols": 3 if longest <= 12 else 2 if longest <= 22 else 1,
-    }
-    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -drop), **spacing)
-
-
-def _random_like(weight: Tensor) -> Tensor:
-    """A Gaussian filter bank of the same shape: what no training at all would give."""
-    return torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
-
-
-def _percent_tick(share: float, _place: object = None) -> str:
-    """A percentage on an axis, without digits that say nothing."""
-    return f"{100 * share:.6g}%"
-
-
-# Which input pixel reaches which output pixel: the connections of a dense, a conv and a low-rank layer.
-
 SIDE = 6
 """Pixels along a side of the image: its connections are the square of its square."""
+CYCLE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+"""After Okabe and Ito: distinct to readers with any of the common colour deficiencies."""
+TAPS = {
+    3: CYCLE[:3],
+    9: (CYCLE[0], "#7d8792", CYCLE[5], CYCLE[4], CYCLE[1], "#8c564b", CYCLE[2], "#6a4fb3", CYCLE[3]),
+}
+"""The colours of the weights of a filter."""
 
-NINE = (BLUE, "#7d8792", CYCLE[5], CYCLE[4], ORANGE, "#8c564b", GREEN, "#6a4fb3", CYCLE[3])
 
-
-def draw_connections(_name: str, _options: FigureOptions) -> Figure:
+def connections_figure(_name: str, _options: FigureOptions) -> list[Spec]:
     """A column per layer: the pixels that one output sees, and below it the map of all connections."""
-    figure = new_figure(COLUMN, 3.3)
-    grid = figure.add_gridspec(2, 4, height_ratios=(1, 2.2))
-    for column, (title, matrix) in enumerate(layers().items()):
+    columns = []
+    for letter, (title, matrix) in zip("abcd", layers().items(), strict=True):
         weights, links = int(matrix.unique().count_nonzero()), int(matrix.count_nonzero())
-        above, below = figure.add_subplot(grid[0, column]), figure.add_subplot(grid[1, column])
-        centre = matrix[SIDE * (SIDE // 2) + SIDE // 2].reshape(SIDE, SIDE)
-        above.set_title(f"({'abcd'[column]}) {title}", fontsize=8.5)
-        _paint(above, centre, weights)
-        _paint(below, matrix, weights)
-        below.set_xlabel(f"input pixel\n{weights:,} weights\n{links:,} connections", fontsize=8)
-        if column == 0:
-            above.set_ylabel("seen by\none output", fontsize=8)
-            below.set_ylabel("output pixel", fontsize=8)
-    return figure
+        told = ["input pixel", f"{weights:,} weights", f"{links:,} connections"]
+        seen = matrix[SIDE * (SIDE // 2) + SIDE // 2].reshape(SIDE, SIDE)
+        ups = [{**_BARE, "title": title} for title in (["seen by", "one output"], "output pixel")]
+        up, down = ups if letter == "a" else (None, None)
+        above = picture(_cells(seen, weights, 20), 80, None, up)
+        below = picture(_cells(matrix, weights, 8), 150, {**_BARE, "title": told}, down)
+        heading = {"text": f"({letter}) {title}", "fontSize": 12, "anchor": "middle"}
+        columns.append({"vconcat": [above, below], "title": heading, "center": True, "spacing": 24})
+    return [{"hconcat": columns, "spacing": 16}]
+
+
+def _cells(matrix: Tensor, weights: int, size: int) -> Tensor:
+    """A connection matrix as an image: a square for each cell in the colour of its weight, and lines between."""
+    if weights in TAPS:
+        colours = _rgb(["#ffffff", *TAPS[weights]])[matrix]
+    else:
+        colours = _shaded((matrix - matrix.min()) / (matrix.max() - matrix.min()), VIRIDIS)
+    image = F.pad(_enlarged(colours, size).permute(2, 0, 1), (0, 1, 0, 1)).permute(1, 2, 0)
+    line = _rgb([GRID])[0]
+    image[::size], image[:, ::size] = line, line
+    return image
 
 
 def layers() -> dict[str, Tensor]:
@@ -371,52 +363,56 @@ def connection_matrix(height: int, width: int) -> Tensor:
     return reached.flatten(1).T.round().long()
 
 
-def _paint(axes: Axes, matrix: Tensor, weights: int) -> None:
-    colors: Any = require("matplotlib.colors", extra="plots", purpose="drawing a figure")
-    shown = matrix.float().masked_fill(matrix == 0, float("nan")).numpy()
-    many = weights > len(NINE)
-    taps = NINE if weights == len(NINE) else (BLUE, ORANGE, GREEN)
-    palette: Any = "viridis" if many else colors.ListedColormap(taps)
-    low, high = (int(matrix.min()), int(matrix.max())) if many else (1, len(taps))
-    axes.imshow(shown, cmap=palette, vmin=low, vmax=high, interpolation="nearest")
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.set_xticks([edge - 0.5 for edge in range(1, matrix.shape[1])], minor=True)
-    axes.set_yticks([edge - 0.5 for edge in range(1, matrix.shape[0])], minor=True)
-    axes.grid(False)
-    axes.grid(True, which="minor", color=GRID if not many else "white", linewidth=0.3)
-    axes.tick_params(which="minor", length=0)
-    for spine in axes.spines.values():
-        spine.set(visible=True, color=SOFT, linewidth=0.6)
-
-
-# How much of the image an output really sees: effective receptive fields (Luo et al. 2016), by gradients.
-
 LARGEST_IMAGE = 160
 PIXELS = 3 * LARGEST_IMAGE**2
 """All random images together have this many pixels: more small images are needed to average the noise out."""
 SHARE = 0.9
 
 
-def draw_receptive_field(_name: str, options: FigureOptions) -> Figure:
-    """The mean absolute gradient, over the image, of the centre of the last conv's maps; twins side by side."""
+def receptive_field_figure(_name: str, options: FigureOptions) -> list[Spec]:
+    """Effective receptive fields (Luo et al. 2016) of dense and low-rank twins, side by side.
+
+    They are the mean absolute gradient, over the image, of the centre of the last conv's maps.
+    """
     label, network = options.network("vgg11-gmp-lr")
-    pairs = [*_twin(network, options), (label, network)]
-    fields = [(name, effective_field(net, seed=options.seed)) for name, net in pairs]
-    figure = new_figure(COLUMN, 3.9 if len(fields) > 1 else 5.2)
-    panels = [figure.add_subplot(1, len(fields), place) for place in range(1, len(fields) + 1)]
-    for axes, (name, field) in zip(panels, fields, strict=True):
-        # The square root lifts the faint rim, where the twins differ.
-        image = axes.imshow(field.sqrt().numpy(), cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
+    panels = []
+    for name, net in [*_twin(network, options), (label, network)]:
+        field = effective_field(net, seed=options.seed)
         held = f"{area(field):,} of {field.numel():,} pixels hold {SHARE:.0%}"
-        axes.set_title(f"{name}\n{held}", fontsize=9)
-        axes.set_xlabel("pixels across", fontsize=8)
-        axes.set_ylabel("pixels down" if axes is panels[0] else "", fontsize=8)
-        axes.grid(False)
-        axes.tick_params(labelsize=7.5)
-    bar = figure.colorbar(image, ax=panels, orientation="horizontal", shrink=0.5, aspect=40, pad=0.04)
-    bar.set_label("absolute gradient of the centre output, root scale", fontsize=8)
-    return figure
+        # The square root lifts the faint rim, where the twins differ.
+        image = picture(
+            _shaded(field.sqrt(), CIVIDIS),
+            290,
+            {"title": "pixels across", "grid": False, "tickCount": 4},
+            {"title": None if panels else "pixels down", "grid": False, "tickCount": 4},
+        )
+        layers = [{key: image[key] for key in ("data", "mark", "encoding")}, _SCALE]
+        size = {key: image[key] for key in ("width", "height")}
+        panels.append({**size, "layer": layers, "title": {"text": name, "subtitle": held}})
+    return [{"hconcat": panels, "spacing": 30}]
+
+
+_SCALE: Spec = {
+    "data": {"values": [{"v": 0}, {"v": 1}]},
+    "mark": {"type": "point", "opacity": 0, "aria": False},
+    "encoding": {
+        "x": {"value": 0},
+        "y": {"value": 0},
+        "color": {
+            "field": "v",
+            "type": "quantitative",
+            "title": "absolute gradient of the centre output, root scale",
+            "scale": {"domain": [0, 1], "range": CIVIDIS},
+            "legend": {
+                "gradientOpacity": 1,
+                "gradientLength": 290,
+                "titleLimit": 400,
+                "titleFontWeight": "normal",
+            },
+        },
+    },
+}
+"""Invisible points, for the legend that they have."""
 
 
 def _twin(network: nn.Module, options: FigureOptions) -> list[tuple[str, nn.Module]]:

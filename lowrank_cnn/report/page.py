@@ -28,16 +28,10 @@ from lowrank_cnn.paper.audit import (
 )
 from lowrank_cnn.paper.claims import COMPARABLE
 from lowrank_cnn.paper.published import Published, rows
-from lowrank_cnn.report import charts as curves
-from lowrank_cnn.report import charts as details
-from lowrank_cnn.report import charts as layers
-from lowrank_cnn.report import style as vega
-from lowrank_cnn.report import trade
+from lowrank_cnn.report import charts, style, trade
 from lowrank_cnn.report.reading import read_records, require_records
 from lowrank_cnn.report.records import CPU, GPU, NetworkId, NetworkResult, Records, data_label, text, trained_label
 from lowrank_cnn.report.results import accuracies, comparable, gather, is_twin, layer_times, twin_id, twin_known
-
-# The cards at the top of the page: low-rank networks beside their dense twins, with costs and certainty.
 
 MOST_CARDS = 4
 MOST_ACCURATE, CHEAPEST = "Most accurate low-rank network", f"Cheapest within {COMPARABLE:g} point"
@@ -133,8 +127,6 @@ def certainty(gap: float, reach: float | None) -> tuple[str, str]:
         return "surely less accurate", "bad"
     return "the seeds do not decide", "quiet"
 
-
-# The tables of the page, as rows of cells that the template writes.
 
 VERDICT_COLOURS = {
     CONTRADICTED: "bad",
@@ -378,10 +370,10 @@ def render(records: Records) -> str:
     results, here = gather(records), environment()
     told = cards(results)
     findings = audit(accuracies(records.runs), layer_times(records.timings))
-    style, script = _asset("page.css"), "\n".join(map(_asset, SCRIPTS))
+    css, script = _asset("page.css"), "\n".join(map(_asset, SCRIPTS))
     return _template().render(
-        policy=_policy(style, script),
-        style=style,
+        policy=_policy(css, script),
+        style=css,
         script=script,
         made=f"{str(here['date'])[:16].replace('T', ' ')} UTC by lowrank-cnn {here['lowrank_cnn']}",
         found=found_in(records),
@@ -403,16 +395,16 @@ def _chart_data(records: Records, results: Sequence[NetworkResult]) -> dict[str,
     """The charts' data, and once for all of them their specifications."""
     return {
         "trade": trade.trade_charts(trade.trade_points(results)),
-        "curves": curves.training_curves(results),
-        "layers": layers.layer_charts(records.timings),
-        "details": details.details_data(results),
-        "specs": {"trade": trade.SPEC, "curves": curves.CURVES_SPEC, "layers": layers.LAYERS_SPEC},
-        "labels": {"transform": vega.LABELS, "leaders": vega.LEADERS},
-        "themes": {"light": vega.theme(), "dark": vega.theme(dark=True)},
+        "curves": charts.training_curves(results),
+        "layers": charts.layer_charts(records.timings),
+        "details": charts.details_data(results),
+        "specs": {"trade": trade.SPEC, "curves": charts.CURVES_SPEC, "layers": charts.LAYERS_SPEC},
+        "labels": {"transform": style.LABELS, "leaders": style.LEADERS},
+        "themes": {"light": style.theme(), "dark": style.theme(dark=True)},
         "kinds": {
             kind: dict(zip(("shape", "light", "dark"), look, strict=True)) for kind, look in trade.KINDS.items()
         },
-        "measures": curves.MEASURES,
+        "measures": charts.MEASURES,
         "axes": trade.AXES,
     }
 

@@ -14,14 +14,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lowrank_cnn.choose.frontier import KIND
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.files import BrokenSealError, UnreadableError, is_sealed, read_json, unsealed
 from lowrank_cnn.deploy.timing import LayerTime
-from lowrank_cnn.method.count import Count, count
-from lowrank_cnn.models import create_model, family_of, list_models
+from lowrank_cnn.models import family_of, list_models
+from lowrank_cnn.models.build import count_by_name
 from lowrank_cnn.models.hub import CONFIG, WEIGHTS
 from lowrank_cnn.report.records import (
     CPU,
@@ -45,8 +43,6 @@ from lowrank_cnn.report.records import (
 )
 from lowrank_cnn.train.record import Epoch
 from lowrank_cnn.train.score import TOP_FIVE
-
-# Read the untrusted record of a training run; missing and impossible values are left out.
 
 _NO_SETTING = ("name", "evaluate_every")
 """Fields of a recipe that teach nothing."""
@@ -162,23 +158,19 @@ def _own_stride(name: str) -> int:
     return family_of(name).VARIANTS[name].stride if name in list_models() else 1
 
 
-# Read timings of networks, by `lowrank time` and by our own benchmarks, from untrusted records.
-
 _GPU_WORDS = ("cuda", "gpu", "nvidia", "mps", "amd instinct")
 
 
 def read_timing(values: Mapping[str, Any], path: Path) -> Iterator[TimedNetwork]:
     """A timing, and that of its twin. If the input has four numbers, the MACs are those of a whole batch."""
-    size = sizes(first(values, "input", "size", "image"))
-    batch = whole(first(values, "batch", "batch_size")) or (size[0] if len(size) == 4 else 1)
-    images = batch if len(size) == 4 else 1
-    layers = tuple(layer for row in items(values.get("layers")) if (layer := _layer(row, images)))
-    ms = _milliseconds(values) or _milliseconds(mapping(values.get("total"))) or sum(layer.ms for layer in layers)
+    size = sizes(values.get("input"))
+    batch = size[0] if len(size) == 4 else 1
+    layers = tuple(layer for row in items(values.get("layers")) if (layer := _layer(row, batch)))
+    ms = number(mapping(values.get("total")).get("ms"))
     if not ms:
         raise LowRankError("it is a timing without any time.")
-    macs, twin = whole(values.get("macs")), mapping(values.get("twin"))
-    built = _converted(read_network(first(values, "model", "config", "name"), size[-3:]), values, twin)
-    per_image = macs // images if macs else sum(layer.macs for layer in layers) or None
+    macs, twin = (whole(values.get("macs")) or 0) // batch or None, mapping(values.get("twin"))
+    built = _converted(read_network(values.get("name"), size[-3:]), values, twin)
     yield TimedNetwork(
         path=str(path),
         network=built,
@@ -186,10 +178,10 @@ def read_timing(values: Mapping[str, Any], path: Path) -> Iterator[TimedNetwork]
         runtime=text(values.get("runtime")) or "torch",
         batch=batch,
         ms=ms,
-        macs=per_image,
-        params=whole(values.get("params")),
+        macs=macs,
+        params=None,
         layers=layers,
-        dense=_dense_timed(built, per_image, twin, images),
+        dense=_dense_timed(built, macs, twin, batch),
         environment=mapping(values.get("environment")),
     )
     if twin:
@@ -198,7 +190,7 @@ def read_timing(values: Mapping[str, Any], path: Path) -> Iterator[TimedNetwork]
 
 def _converted(built: NetworkId, values: Mapping[str, Any], twin: Mapping[str, Any]) -> NetworkId:
     """Call a network converted if its twin has the same name but another cost."""
-    if first(twin, "model", "config", "name") != built.name or twin.get("macs") == values.get("macs"):
+    if twin.get("name") != built.name or twin.get("macs") == values.get("macs"):
         return built
     return replace(built, name=f"{built.name}, converted", base=built.name)
 
@@ -264,11 +256,14 @@ def _benchmarked(
     name: str, device: str, runtime: str, batch: int, ms: float, made: Mapping[str, Any], path: Path
 ) -> TimedNetwork:
     """A whole network of ours, timed on images of its own size."""
-    network = read_network({"name": name}, _own_image(name))
-    environment = mapping(made.get("environment"))
-    cost = _own_cost(name)
+    cost = _own_cost(name) if name in list_models() else None
+    network = read_network(name, cost.input if cost else ())
     macs, params = (cost.macs, cost.params) if cost else (None, None)
+    environment = mapping(made.get("environment"))
     return TimedNetwork(str(path), network, device, runtime, batch, ms, macs, params, (), environment=environment)
+
+
+_own_cost = cache(count_by_name)
 
 
 def device_class(device: str) -> str:
@@ -279,31 +274,8 @@ def device_class(device: str) -> str:
 def _layer(row: object, images: int) -> LayerTime | None:
     """A layer that multiplies and was timed; pools and activations have nothing to compare."""
     values = mapping(row)
-    name, macs, ms = text(first(values, "name", "layer")), whole(values.get("macs")), _milliseconds(values)
-    kind = text(values.get("type")) or ""
-    return LayerTime(name, kind, macs // images, ms) if name and macs and ms else None
-
-
-def _milliseconds(values: Mapping[str, Any]) -> float | None:
-    seconds = number(first(values, "seconds", "median_seconds"))
-    ms = number(first(values, "ms", "median_ms", "total_ms", "milliseconds"))
-    return 1000 * seconds if ms is None and seconds is not None else ms
-
-
-@cache
-def _own_cost(name: str) -> Count | None:
-    if name not in list_models():
-        return None
-    with torch.device("meta"):
-        return count(create_model(name), _own_image(name))
-
-
-def _own_image(name: str) -> tuple[int, ...]:
-    """The size of image that a network of ours is made for."""
-    if name not in list_models():
-        return ()
-    with torch.device("meta"):
-        return tuple(create_model(name).input_size)
+    name, macs, ms = text(values.get("name")), whole(values.get("macs")), number(values.get("ms"))
+    return LayerTime(name, text(values.get("type")) or "", macs // images, ms) if name and macs and ms else None
 
 
 FIRST_STEP = "lowrank train nin-c3-lr --data digits --recipe digits --width 0.25 --out runs/first"

@@ -1,4 +1,7 @@
-"""What a report shows: training runs and timings, and what they add up to for each network."""
+"""What a report shows: training runs and timings, and what they add up to for each network.
+
+Records are files that anybody may have edited. A value of the wrong type or out of its range becomes None.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,6 @@ from lowrank_cnn.data.small_sets import CLASSES as CIFAR10_CLASSES
 from lowrank_cnn.deploy.timing import LayerTime
 from lowrank_cnn.models import list_models
 from lowrank_cnn.train.record import Epoch
-
-# Coerce untrusted JSON values to the type they should have; None if that is impossible.
 
 LONGEST_TEXT = 200
 
@@ -39,7 +40,7 @@ def text(value: object) -> str | None:
 
 
 def number(value: object, *, least: float = 0.0, most: float = 1e18) -> float | None:
-    """A finite number within its bounds: NaN, infinities and the impossible are no measurement."""
+    """The number if it is finite and within its bounds, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if not least <= value <= most:  # false for NaN as well
@@ -68,8 +69,6 @@ def first(values: Mapping[str, Any], *names: str) -> Any:
     """The first of several spellings that is there."""
     return next((values[name] for name in names if values.get(name) is not None), None)
 
-
-# How a network answered its test images: by class, which classes it confuses, the worst images, calibration.
 
 MOST_CLASSES = 1000
 MOST_WORST = 20
@@ -430,8 +429,6 @@ class Records:
         else:
             self.timings.append(record)
 
-
-# What data sets are called, however a folder spells them, and whether a run had the whole of one.
 
 _NAMES = {"cifar10": "CIFAR-10", "ilsvrc12": "ILSVRC", "imagenet1k": "ILSVRC", "places205": "Places"}
 _WHOLE = {"CIFAR-10": (50_000, 10_000), "ILSVRC": (1_281_167, 50_000), "Places": (2_448_873, 20_500)}

@@ -1,4 +1,4 @@
-"""What was gained: runs of one network gathered over their seeds, with their timings and their dense twin."""
+"""Group the runs of each network over their seeds, with its timings, and compare it with its dense twin."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
-import torch
-
 from lowrank_cnn.core.errors import LowRankError, MissingExtra
 from lowrank_cnn.core.numbers import pooled_deviation, student_t
 from lowrank_cnn.core.text import counted, si
-from lowrank_cnn.method.count import count
-from lowrank_cnn.models import create_model, family_of, list_models
-from lowrank_cnn.models.build import baseline_of
+from lowrank_cnn.models import family_of, list_models
+from lowrank_cnn.models.build import baseline_of, count_by_name
 from lowrank_cnn.paper.audit import Accuracies, LayerTimes
 from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.report.reading import settings_of
@@ -36,8 +33,6 @@ from lowrank_cnn.report.records import (
 )
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recipes import get_recipe
-
-# Compare a low-rank network with its dense twin: find the twin, and the share of its cost that is left.
 
 OWN = {
     "epochs": "for another number of epochs",
@@ -159,9 +154,7 @@ def _counted_twin(entry: NetworkResult) -> dict[str, int] | None:
         return None
     options = {"norm": built.norm, "stride": built.stride, "num_classes": entry.runs[0].config.get("num_classes")}
     try:
-        with torch.device("meta"):
-            model = create_model(built.name, in_channels=built.image[0], width=built.width, **options)
-            cost = count(model, built.image)
+        cost = count_by_name(built.name, built.image, in_channels=built.image[0], width=built.width, **options)
     except (LowRankError, TypeError, ValueError, RuntimeError, OverflowError):
         return None
     return {"macs": cost.macs, "params": cost.params}
@@ -239,7 +232,7 @@ def _images_in_words(run: Run) -> str:
 def comparable(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
     """Those trained by a recipe that trained other networks too; all of a data set that has no such recipe.
 
-    What a single network was put through, an ablation say, is no choice between accuracy and cost.
+    Ablations are excluded: a recipe of a single network shows no choice between accuracy and cost.
     """
     networks: dict[tuple[str, str], set[str]] = {}
     for entry in entries:
@@ -367,8 +360,6 @@ def _timed_only(timings: Sequence[TimedNetwork], entries: Sequence[NetworkResult
     groups = (list(group) for _, group in groupby(rest, key=key))
     return [NetworkResult(group[0].network, timings=tuple(group)) for group in groups]
 
-
-# Which runs tell of a published accuracy: the same network, images and recipe.
 
 RECIPES = {
     "vgg-ilsvrc": "vgg-paper",

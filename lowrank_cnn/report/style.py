@@ -1,33 +1,26 @@
-"""How all figures look: colours that colour-blind readers can tell apart, marks, type and sizes."""
+"""What all charts share: colours, the look of axes, placing labels, and writing a chart to a file.
+
+A chart is a Vega-Lite specification with its data. The page hands it to Vega in the browser; figures go through
+vl-convert, which runs the same Vega without a browser. Vega-Lite cannot keep labels from overlapping, Vega can:
+`with_labels` adds that to the compiled chart, as the page's script does.
+"""
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowrank_cnn.core.errors import LowRankError, require
 from lowrank_cnn.core.files import write_atomically
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-# What all charts share: the look of axes, placing labels, and writing a chart to a file.
-#
-# A chart is written down once, as a Vega-Lite specification with its data. The page hands it to Vega in the
-# browser; figures go through vl-convert, which runs the same Vega without a browser. Vega-Lite cannot keep
-# labels from overlapping, Vega can: `with_labels` adds that to the compiled chart (the page's script does the
-# same).
-
 Spec = dict[str, Any]
 
+INK, SOFT, GRID = "#16191d", "#4a525c", "#dfe3e8"
 VERSION = "6.4"
 """Of Vega-Lite."""
 HEAT, DARK_HEAT = ("#f4f7fa", "#9ecae1", "#08519c"), ("#1c232b", "#2f6f9f", "#c6e4ff")
@@ -139,7 +132,7 @@ def template(name: str) -> Spec:
 
 def theme(*, dark: bool = False) -> Spec:
     """Vega's config: type, grid and colours that fit the page."""
-    ink, soft, grid = ("#eceff3", "#b3bcc7", "#323a44") if dark else ("#16191d", "#4a525c", "#dfe3e8")
+    ink, soft, grid = ("#eceff3", "#b3bcc7", "#323a44") if dark else (INK, SOFT, GRID)
     text = {"labelColor": soft, "titleColor": soft, "labelFontSize": 12, "titleFontSize": 12}
     lines = {"gridColor": grid, "domainColor": soft, "tickColor": soft}
     axis = {**text, **lines, "titleFontWeight": "normal", "titlePadding": 9}
@@ -221,17 +214,15 @@ def _stacked(pictures: Sequence[str]) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(inner)}</svg>'
 
 
-# The colours of networks, the same in every chart: dense networks are orange, low-rank ones blue.
-#
-# Where a chart has several networks of a kind, the first has the colour of its kind and the others are of its
-# hue: warm for dense networks, cool for low-rank ones. All are distinct to readers with any of the common colour
-# deficiencies, and stand out from the page.
-
 Look = dict[str, str | list[int]]
 """How a network is drawn: its colour on light and on dark pages, and its dash."""
 
 DENSE, LOW_RANK, LEARNED = ("#d55e00", "#ff9a52"), ("#0072b2", "#56b4e9"), ("#009e73", "#35d3a3")
-"""Of each kind of network trained here, on light and on dark pages."""
+"""Of each kind of network trained here, on light and on dark pages.
+
+Other networks of a kind in the same chart are of its hue: warm for dense, cool for low-rank. All are distinct to
+readers with any of the common colour deficiencies.
+"""
 WARM = (DENSE, ("#403500", "#a64f32"), ("#a6896c", "#f2b39d"))
 COOL = (LOW_RANK, ("#3019a6", "#9326ff"), ("#203a40", "#a6f8ff"), ("#0000ff", "#3966bf"), ("#000040", "#46818c"))
 DASHES = ([1, 0], [7, 4], [2, 3], [9, 3, 2, 3], [12, 4], [1, 5])
@@ -258,61 +249,6 @@ def network_looks(networks: Mapping[str, bool]) -> dict[str, Look]:
 
 
 FORMATS = ("svg", "pdf", "png")
-COLUMN = 6.6
-"""The width of a figure that spans the text, in inches."""
-
-INK, SOFT, GRID = "#16191d", "#4a525c", "#dfe3e8"
-BLUE, ORANGE, GREEN, PINK, YELLOW, SKY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
-CYCLE = (BLUE, ORANGE, GREEN, PINK, YELLOW, SKY)
-"""After Okabe and Ito: distinct to readers with any of the common colour deficiencies."""
-
-_STYLE = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans", "Arial", "Helvetica"],
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.labelsize": 9,
-    "axes.labelcolor": SOFT,
-    "axes.edgecolor": SOFT,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.7,
-    "text.color": INK,
-    "xtick.color": SOFT,
-    "ytick.color": SOFT,
-    "xtick.labelsize": 8.5,
-    "ytick.labelsize": 8.5,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    "savefig.dpi": 200,
-    "figure.dpi": 100,
-    "svg.fonttype": "none",  # text stays text: it can be searched, read aloud and set in another type
-    "svg.hashsalt": "lowrank-cnn",
-    "pdf.fonttype": 42,
-}
-
-
-@contextmanager
-def style() -> Iterator[None]:
-    """Draw in the style of our figures, and restore the user's style afterwards."""
-    matplotlib = require("matplotlib", extra="plots", purpose="drawing a figure")
-    with matplotlib.rc_context(_STYLE):
-        yield
-
-
-def new_figure(width: float = COLUMN, height: float = 3.2) -> Figure:
-    """An empty figure that belongs to no window."""
-    module = require("matplotlib.figure", extra="plots", purpose="drawing a figure")
-    agg = require("matplotlib.backends.backend_agg", extra="plots", purpose="drawing a figure")
-    figure = module.Figure(figsize=(width, height), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.09, h_pad=0.09)
-    agg.FigureCanvasAgg(figure)  # a canvas that can measure text, whatever format is written in the end
-    return figure
 
 
 def check_format(out: Path) -> str:
@@ -321,28 +257,3 @@ def check_format(out: Path) -> str:
     if kind not in FORMATS:
         raise LowRankError(f"a figure is written as {', '.join(FORMATS)}: {out} ends in none of them.")
     return kind
-
-
-def save(figure: Figure, out: Path) -> Path:
-    """Write a figure in the format of its name, in one move and the same bytes every time."""
-    kind = check_format(out)
-    dateless = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-    drawn = io.BytesIO()
-    with style():
-        figure.savefig(drawn, format=kind, metadata=dateless)
-    write_atomically(out, drawn.getvalue())
-    return out
-
-
-def title_over(figure: Figure, title: str) -> None:
-    """A title over several panels, where a single one would have its own."""
-    figure.suptitle(title, x=0.015, ha="left", fontsize=10, fontweight="bold")
-
-
-def image_axes(axes: Axes) -> None:
-    """Leave an image without ticks, grid and frame."""
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.grid(False)
-    for spine in axes.spines.values():
-        spine.set_visible(False)

@@ -267,11 +267,8 @@ def trade_spec(chart: dict[str, Any]) -> Spec:
     return spec
 
 
-# The picture of a frontier: accuracy against time, multiply-accumulates and parameters, dense beside low-rank.
-
-
 def draw_frontier(found: Frontier, out: str | Path) -> Path:
-    """Draw a record into a file whose name says the format: svg, pdf or png."""
+    """Draw accuracy against time, MACs and parameters into a file whose name says the format: svg, pdf or png."""
     points = [_point(found, row) for row in found.rows if row.runs]
     if not points:
         raise LowRankError(f"nothing in {found.folder} is trained yet: there is nothing to draw.")

@@ -38,7 +38,14 @@ def trained(network: nn.Module, top1: float = 0.5, *, seed: int = 0) -> dict:
 def timed(network: nn.Module, ms: float, twin: dict | None = None) -> dict:
     """A timing, as `lowrank time --json` prints it: a network that is not ours is called by its class."""
     name = str(getattr(network, "config", {}).get("name", type(network).__name__))
-    about = {"kind": "timing", "name": name, "input": [1, *SIZE], "device": "cpu", "ms": ms, "twin": twin}
+    about = {
+        "kind": "timing",
+        "name": name,
+        "input": [1, *SIZE],
+        "device": "cpu",
+        "total": {"ms": ms},
+        "twin": twin,
+    }
     return {**about, "macs": count(network, SIZE).macs}
 
 

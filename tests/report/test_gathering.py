@@ -23,8 +23,14 @@ def run(name: str, top1: float, *, macs: int = 100, seed: int = 0, recipe: dict 
 
 
 def timing(name: str, ms: float, *, batch: int = 1, device: str = "cpu", runtime: str = "torch") -> dict:
-    inside = {"input": SIZE, "batch": batch, "device": device, "runtime": runtime, "ms": ms, "macs": 50}
-    return {"kind": "timing", "model": name, **inside}
+    inside = {
+        "input": [batch, *SIZE],
+        "device": device,
+        "runtime": runtime,
+        "total": {"ms": ms},
+        "macs": 50 * batch,
+    }
+    return {"kind": "timing", "name": name, **inside}
 
 
 def entries_of(*values: dict) -> dict[str, NetworkResult]:

@@ -7,7 +7,7 @@ from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.report.figures import FIGURES, FigureOptions, draw_figure
 from lowrank_cnn.report.records import Records
 
-pytest.importorskip("matplotlib", reason="figures are drawn by matplotlib")
+pytest.importorskip("vl_convert", reason="figures are drawn by vl-convert")
 
 ROOT = Path(__file__).parents[3]
 EXPECTED = {

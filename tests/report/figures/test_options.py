@@ -7,7 +7,7 @@ import torch
 from lowrank_cnn.models import create_model
 from lowrank_cnn.report.figures import FigureOptions, draw_figure
 
-pytest.importorskip("matplotlib", reason="figures are drawn by matplotlib")
+pytest.importorskip("vl_convert", reason="figures are drawn by vl-convert")
 
 
 def test_a_checkpoint_shows_what_was_learned(tmp_path: Path, text_of):
