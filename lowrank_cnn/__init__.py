@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lowrank_cnn.core.graph_files import open_graphs_by
 from lowrank_cnn.core.version import __version__
 
 if TYPE_CHECKING:
@@ -135,5 +134,3 @@ __all__ = [
     "time_model",
     "write_report",
 ]
-
-open_graphs_by(lambda path, *, trusted: __getattr__("load")(path, trusted=trusted))

@@ -7,6 +7,7 @@ answer at once.
 from __future__ import annotations
 
 import contextlib
+import csv
 import errno
 import inspect
 import io
@@ -14,6 +15,7 @@ import os
 import re
 import sys
 import textwrap
+import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -97,7 +99,7 @@ def plain_warnings() -> Iterator[None]:
             from lowrank_cnn.cli.show import errors  # help and completion do without rich
 
             told.add(str(message))
-            errors.print(str(message), markup=False, soft_wrap=True)
+            errors.print(str(message))
 
     with warnings.catch_warnings():
         usual, warnings.showwarning = warnings.showwarning, show
@@ -167,7 +169,7 @@ class LazyGroup(TyperGroup):
             from lowrank_cnn.core.processes import first_process
 
             if str(stopped) and first_process():
-                errors.print(str(stopped), markup=False, soft_wrap=True)
+                errors.print(str(stopped))
             raise typer.Exit(getattr(stopped, "exit_code", INTERRUPTED)) from stopped
 
 
@@ -254,29 +256,46 @@ def _run(arguments: list[str] | None) -> int:
 
 def _explain(error: Exception) -> int:
     """Print an error the user can do something about, and return the exit code. Others are raised again."""
-    if isinstance(error, LowRankError):
-        return _fail(str(error))
-    if isinstance(error, OSError):
-        what = f"{error.filename}: " if error.filename else ""
-        return _fail(f"{what}{error.strerror or error}.")
-    if isinstance(error, MemoryError):
-        return _fail("there is not enough memory: use a smaller --batch-size or --limit.")
-    if hasattr(error, "format_message"):  # only usage errors have it
-        return _show_usage_error(error)
+    if hasattr(error, "format_message"):  # only usage errors have it: an unknown option, say
+        from typer import rich_utils
+
+        rich_utils.rich_format_error(error)  # type: ignore[arg-type]
+        return int(getattr(error, "exit_code", BAD_INPUT))
+    if sentence := _sentence(error):
+        return _fail(sentence)
     raise error
 
 
-def _show_usage_error(error: Any) -> int:
-    """Print an unknown option, say, with the usage of the command, as typer does."""
-    from typer import rich_utils
+def _sentence(error: Exception) -> str:
+    """What to tell the user about an error, wherever it was raised; empty for a fault of this program."""
+    if isinstance(error, LowRankError):
+        return str(error)
+    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in str(error):
+        return "too many files are open: use fewer --workers, or raise the limit with `ulimit -n 4096`."
+    if isinstance(error, OSError):
+        return f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}."
+    if isinstance(error, UnicodeEncodeError):
+        return f"{error.object[:60]!a} holds half of a surrogate pair, which no file can store: rename it."
+    if isinstance(error, csv.Error):
+        return f"a table cannot be read ({error}): check its quotation marks."
+    if isinstance(error, RecursionError) and _raised_in(error) in ("json", "tomllib"):
+        return "a JSON or TOML file is nested too deeply to be read."
+    from lowrank_cnn.core.environment import is_out_of_memory
 
-    rich_utils.rich_format_error(error)
-    return int(getattr(error, "exit_code", BAD_INPUT))
+    if is_out_of_memory(error):
+        return "there is not enough memory: use a smaller --batch-size or --limit."
+    return ""
+
+
+def _raised_in(error: Exception) -> str:
+    """The package whose code raised an error."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 def _fail(sentence: str, *, code: int = BAD_INPUT) -> int:
     from lowrank_cnn.cli.show import console, errors
 
     console.file.flush()
-    errors.print(f"lowrank: {sentence}", markup=False, soft_wrap=True)
+    errors.print(f"lowrank: {sentence}")
     return code

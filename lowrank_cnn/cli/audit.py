@@ -70,11 +70,11 @@ def _audit_runs(runs: Runs) -> list[Finding]:
 def _print_skipped(records: Records, findings: list[Finding]) -> None:
     """Name the files that could not be read, and say if no run tests a published accuracy."""
     for problem in records.skipped:
-        errors.print(f"Skipped {problem.path}: {problem.reason}", markup=False, soft_wrap=True)
+        errors.print(f"Skipped {problem.path}: {problem.reason}")
     if not any(f.computed for f in findings if f.quantity.startswith("top")):
         why = "none finished training a published network by the paper's recipe on its images"
         line = f"No accuracy is tested by what is here, {counted(len(records.runs), 'run')}: {why}."
-        errors.print(line, markup=False, soft_wrap=True)
+        errors.print(line)
 
 
 def _print_counts(title: str, findings: list[Finding]) -> None:

@@ -8,9 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from lowrank_cnn.cli.options import Json, Model, SourceOptions, grouped
+from lowrank_cnn.cli.options import Json, Model, SourceOptions, grouped, option
 from lowrank_cnn.cli.show import print_json, print_table
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
@@ -24,18 +22,14 @@ if TYPE_CHECKING:
     from lowrank_cnn.method.convert import Cost
 
 Where = Annotated[
-    list[str] | None,
-    typer.Option(help="Name, prefix or pattern of the layers, or a kernel as 3x3; repeatable."),
+    list[str] | None, option("Name, prefix or pattern of the layers, or a kernel as 3x3; repeatable.")
 ]
-Stage = Annotated[
-    list[int] | None,
-    typer.Option(help="The convs of one stage, counted from 1 by map size; repeatable."),
-]
-Macs = Annotated[float | None, typer.Option(help="Keep at most this share of the MACs.")]
-Params = Annotated[float | None, typer.Option(help="Keep at most this share of the parameters.")]
-Latency = Annotated[float | None, typer.Option(help="Keep at most this share of the time, measured here.")]
-Costlier = Annotated[bool, typer.Option("--allow-costlier", help="Also rewrite layers that do not get cheaper.")]
-Out = Annotated[Path | None, typer.Option("--out", "-o", help="Write the network: .safetensors, .onnx or .pt2.")]
+Stage = Annotated[list[int] | None, option("The convs of one stage, counted from 1 by map size; repeatable.")]
+Macs = Annotated[float | None, option("Keep at most this share of the MACs.")]
+Params = Annotated[float | None, option("Keep at most this share of the parameters.")]
+Latency = Annotated[float | None, option("Keep at most this share of the time, measured here.")]
+Costlier = Annotated[bool, option("Also rewrite layers that do not get cheaper.", "--allow-costlier")]
+Out = Annotated[Path | None, option("Write the network: .safetensors, .onnx or .pt2.", "--out", "-o")]
 IMAGES = 128
 """Images that `--images` uses: more change little."""
 
@@ -46,9 +40,7 @@ def convert_command(
     named: SourceOptions,
     scheme: Annotated[
         str | None,
-        typer.Option(
-            help="lr, lr-join, separable, mixture(...), with options. Default: lr-join, or what a budget chooses."
-        ),
+        option("lr, lr-join, separable, mixture(...), with options. Default: lr-join, or what a budget chooses."),
     ] = None,
     where: Where = None,
     stage: Stage = None,
@@ -88,21 +80,18 @@ def convert_command(
 def decompose_command(
     model: Model,
     named: SourceOptions,
-    scheme: Annotated[
-        str, typer.Option(help="separable, cp, channel, lr-join, mixture(..., join), with m.")
-    ] = "separable",
+    scheme: Annotated[str, option("separable, cp, channel, lr-join, mixture(..., join), with m.")] = "separable",
     where: Where = None,
     stage: Stage = None,
-    energy: Annotated[float | None, typer.Option(help="Keep this share of each layer's squared weights.")] = None,
+    energy: Annotated[float | None, option("Keep this share of each layer's squared weights.")] = None,
     macs: Macs = None,
     params: Params = None,
     latency: Latency = None,
     images: Annotated[
-        str | None,
-        typer.Option(help="Also fit the layers' outputs on a few training images of this data set."),
+        str | None, option("Also fit the layers' outputs on a few training images of this data set.")
     ] = None,
     by: Annotated[
-        str, typer.Option(help="With --images, layers compete by the network's output or its accuracy there.")
+        str, option("With --images, layers compete by the network's output or its accuracy there.")
     ] = "output",
     allow_costlier: Costlier = False,
     out: Out = None,

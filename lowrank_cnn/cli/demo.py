@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from lowrank_cnn.cli.options import Device, Json, Limit
+from lowrank_cnn.cli.options import Device, Json, Limit, option
 from lowrank_cnn.cli.show import console, continued_by_same_command, print_json, print_table
 from lowrank_cnn.core.text import si
 
@@ -35,10 +33,8 @@ class TwinResult:
 
 
 def demo_command(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Directory of the two runs and the report.")] = Path(
-        "runs/demo"
-    ),
-    epochs: Annotated[int | None, typer.Option(help="Train this many epochs instead of the recipe's.")] = None,
+    out: Annotated[Path, option("Directory of the two runs and the report.", "--out", "-o")] = Path("runs/demo"),
+    epochs: Annotated[int | None, option("Train this many epochs instead of the recipe's.")] = None,
     device: Device = "auto",
     limit: Limit = None,
     as_json: Json = False,
@@ -61,7 +57,7 @@ def demo_command(
     columns = ("Network-in-Network", "accuracy", "MACs", "parameters", "time per image")
     print_table("Dense and low-rank, on digits they were not trained on", columns, lines)
     console.print(f" Accuracy on {dense.n:,} test digits; time on this CPU, measured in turns.")
-    console.print(f" The report: {report}", markup=False, soft_wrap=True)
+    console.print(f" The report: {report}", soft_wrap=True)
     return None
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from lowrank_cnn.cli.convert import Latency, Macs
-from lowrank_cnn.cli.options import Device, Json, Model, SourceOptions, grouped
-from lowrank_cnn.cli.plan import Batch, Threads
+from lowrank_cnn.cli.options import Device, Json, Model, SourceOptions, grouped, option
+from lowrank_cnn.cli.plan import Batch, Threads, random_images
 from lowrank_cnn.cli.show import console, print_json, print_table
 from lowrank_cnn.core.errors import LowRankError
 
@@ -29,15 +27,12 @@ def design_command(
     macs: Macs = None,
     latency: Latency = None,
     data: Annotated[
-        str | None, typer.Option(help="Training images, to weigh what a trained network would lose as well.")
+        str | None, option("Training images, to weigh what a trained network would lose as well.")
     ] = None,
     engine: Annotated[
-        str,
-        typer.Option(help="torch, optimize, an engine (onnx, openvino, ncnn, ...), or auto: the fastest."),
+        str, option("torch, optimize, an engine (onnx, openvino, ncnn, ...), or auto: the fastest.")
     ] = "torch",
-    precision: Annotated[
-        str | None, typer.Option(help="fp32, fp16 or bf16; in an engine fp32, fp16 or int8.")
-    ] = None,
+    precision: Annotated[str | None, option("fp32, fp16 or bf16; in an engine fp32, fp16 or int8.")] = None,
     batch: Batch = 1,
     device: Device = "auto",
     threads: Threads = None,
@@ -52,17 +47,14 @@ def design_command(
       lowrank design vgg11-gmp --macs 0.4
       lowrank design nin --pretrained cifar10 --latency 0.5 --data photos --engine onnx
     """
-    import torch
-
     from lowrank_cnn.choose.design import design
     from lowrank_cnn.core.clock import torch_threads
-    from lowrank_cnn.models.network_file import dtype_of
     from lowrank_cnn.train.distributed import resolve_device
 
     source, size = named.find(model)
     place = resolve_device(device)
     network = source.network.eval().to(place)
-    example = torch.randn(batch, *size).to(place, dtype_of(network))
+    example = random_images(network, size, batch, place)
     batches = None if data is None else _batches(data, source, size, place)
     with torch_threads(threads):
         how = {"macs": macs, "latency": latency, "engine": engine, "precision": precision}
@@ -95,7 +87,7 @@ def _print_advice(name: str, advice: Advice) -> None:
     print_table(f"{name}: layers", ("layer", "dense ms", "strips ms", "thin ms", "<take", "<why"), rows)
     forms = [(f.name, f"{f.macs:.3f}", f"{f.params:.3f}", f"{f.ms:.3f}", f"{f.time:.2f}") for f in advice.forms]
     print_table("Networks within the budget", ("network", "MACs", "params", "ms", "of the time"), forms)
-    console.print(advice.verdict, markup=False, soft_wrap=True)
+    console.print(advice.verdict, soft_wrap=True)
     if advice.device == "cpu" and advice.engine == "torch":
         told = "On a CPU, engines differ, since some have Winograd's algorithm: --engine auto takes the fastest."
-        console.print(told, markup=False, soft_wrap=True)
+        console.print(told, soft_wrap=True)

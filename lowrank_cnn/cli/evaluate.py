@@ -24,6 +24,7 @@ from lowrank_cnn.cli.options import (
     TrainedModel,
     Trusted,
     Workers,
+    option,
 )
 from lowrank_cnn.cli.show import console, errors, print_json, print_problems, print_table
 from lowrank_cnn.core.errors import LowRankError, nearest
@@ -43,7 +44,7 @@ _SHOWN_PAIRS = 5
 def evaluate_command(
     model: TrainedModel,
     data: DataPath,
-    best: Annotated[bool, typer.Option("--best", help="Use the best weights of a run, not the last.")] = False,
+    best: Annotated[bool, option("Use the best weights of a run, not the last.", "--best")] = False,
     pretrained: PackageWeights = None,
     into: Into = None,
     device: Device = "auto",
@@ -52,9 +53,7 @@ def evaluate_command(
     limit: Limit = None,
     image_size: Size = None,
     class_names: ClassNames = None,
-    every_class: Annotated[
-        bool, typer.Option("--per-class", help="Print every class, and the worst images.")
-    ] = False,
+    every_class: Annotated[bool, option("Print every class, and the worst images.", "--per-class")] = False,
     output: Output = None,
     trusted: Trusted = False,
     as_json: Json = False,
@@ -87,7 +86,7 @@ def evaluate_command(
         fits = image_size is None or parse_image_size(image_size) == tuple(trained.image[1:])
         again = held_out_images(trained, data, **shared) if fits else None
         if again is None and (told := changed_set(trained, images)):
-            errors.print(told, markup=False, soft_wrap=True)
+            errors.print(told)
         images = _told_held_out(again, limit) if again else _as_in_training(trained, images, image_size, reading)
     result = evaluate(trained, images, device=device, workers=workers, output=output, progress=not as_json)
     assert result.details is not None
@@ -103,7 +102,7 @@ def evaluate_command(
 def predict_command(
     model: TrainedModel,
     images: Annotated[list[Path], typer.Argument(help="Image files, and folders of them.")],
-    top: Annotated[int, typer.Option(help="How many classes to name for each image.")] = 3,
+    top: Annotated[int, option("How many classes to name for each image.")] = 3,
     pretrained: PackageWeights = None,
     into: Into = None,
     device: Device = "auto",
@@ -140,7 +139,7 @@ def predict_command(
     _print_answers(files, answers, as_json)
     if failed:
         names = ", ".join(map(str, failed[:3])) + (", ..." if len(failed) > 3 else "")
-        errors.print(f"{len(failed)} of {counted(len(files), 'image')} could not be read: {names}", markup=False)
+        errors.print(f"{len(failed)} of {counted(len(files), 'image')} could not be read: {names}")
         raise typer.Exit(1)
 
 
@@ -193,7 +192,7 @@ def _print_details(details: EvaluationDetails, *, every_class: bool) -> None:
         ]
         print_table("Most wrong", ("image", "<class", "<taken for", "probability"), wrong)
     error = details.calibration_error
-    console.print(f"Confidence and accuracy differ by {error:.1%} on average (calibration).", markup=False)
+    console.print(f"Confidence and accuracy differ by {error:.1%} on average (calibration).")
 
 
 def _find(model: str, best: bool, images: Data, into: str | None, trusted: bool) -> Trained | torch.nn.Module:
@@ -206,7 +205,7 @@ def _find(model: str, best: bool, images: Data, into: str | None, trusted: bool)
     from lowrank_cnn.train.trained import load_checkpoint
 
     if is_ours(model):
-        errors.print(_guessing(model), markup=False, soft_wrap=True)
+        errors.print(_guessing(model))
         torch.manual_seed(0)
         return build_for(images, model).network
     if not (is_hub_name(model) or Path(model).exists() or Path(model).with_suffix(".json").exists()):
@@ -226,7 +225,7 @@ def _tell_how_far(model: str, *, best: bool = False) -> None:
 
     if words := how_far(model, best=best):
         line = f"These are the weights of {model} {words}, not those of a finished run."
-        errors.print(line, markup=False, soft_wrap=True)
+        errors.print(line)
 
 
 def _guessing(name: str) -> str:
@@ -243,7 +242,7 @@ def _told_held_out(images: Data, limit: int | None) -> Data:
 
     held_out = counted(len(images.test), "image")
     line = f"The network was trained on {images.name}: these are the {held_out} held out of it."
-    errors.print(line, markup=False, soft_wrap=True)
+    errors.print(line)
     return replace(images, test=fewer(images.test, limit))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from lowrank_cnn.cli.convert import export_source
-from lowrank_cnn.cli.options import Inputs, Json, Model, Scheme, SourceOptions, grouped
+from lowrank_cnn.cli.options import Inputs, Json, Model, Scheme, SourceOptions, grouped, option
 from lowrank_cnn.cli.show import console, print_json
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
@@ -25,32 +25,31 @@ if TYPE_CHECKING:
 class GraphOptions:
     """What the file computes, and in which form."""
 
-    fp16: Annotated[bool, typer.Option("--fp16", help="Compute in half precision.")] = False
-    int8: Annotated[bool, typer.Option("--int8", help="Quantise to int8; needs --calibrate.")] = False
+    fp16: Annotated[bool, option("Compute in half precision.", "--fp16")] = False
+    int8: Annotated[bool, option("Quantise to int8; needs --calibrate.", "--int8")] = False
     calibrate: Annotated[
-        str | None,
-        typer.Option(help="For --int8: a folder or data set; or path.py:function, which gives prepared images."),
+        str | None, option("For --int8: a folder or data set; or path.py:function, which gives prepared images.")
     ] = None
-    merged: Annotated[bool, typer.Option("--merge", help="Fold batch norms into the layers before them.")] = False
+    merged: Annotated[bool, option("Fold batch norms into the layers before them.", "--merge")] = False
     chains: Annotated[
-        bool, typer.Option("--merge-chains", help="Merge basis + join and separable pairs into dense convs too.")
+        bool, option("Merge basis + join and separable pairs into dense convs too.", "--merge-chains")
     ] = False
-    dynamic: Annotated[
-        str, typer.Option(help="Axes of any length: batch, height, width, joined by commas; or none.")
-    ] = "batch"
-    opset: Annotated[int | None, typer.Option(help="Of .onnx.")] = None
+    dynamic: Annotated[str, option("Axes of any length: batch, height, width, joined by commas; or none.")] = (
+        "batch"
+    )
+    opset: Annotated[int | None, option("Of .onnx.")] = None
     strips: Annotated[
-        bool, typer.Option("--strips", help="In .onnx: 1x3 and 3x1 convs by the operator of lowrank-strips.")
+        bool, option("In .onnx: 1x3 and 3x1 convs by the operator of lowrank-strips.", "--strips")
     ] = False
     input_names: Annotated[
-        str | None, typer.Option(help="Names of the inputs, joined by commas; by default those of the forward.")
+        str | None, option("Names of the inputs, joined by commas; by default those of the forward.")
     ] = None
     output_names: Annotated[
-        str | None, typer.Option(help="Names of the outputs, joined by commas; by default their keys.")
+        str | None, option("Names of the outputs, joined by commas; by default their keys.")
     ] = None
     preprocess: Annotated[
         Literal["nchw", "nhwc"] | None,
-        typer.Option(help="Prepare images inside the graph, which then takes uint8 in this layout; not resize."),
+        option("Prepare images inside the graph, which then takes uint8 in this layout; not resize."),
     ] = None
 
     def for_target(self, to: str | None) -> GraphOptions:
@@ -93,18 +92,18 @@ def export_command(
         typer.Argument(help="A file: .onnx, .xml, .param, .mnn, .tflite, .pte, .pt2, .ts or .safetensors."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The file; or with --to the directory, made if needed.")
+        Path | None, option("The file; or with --to the directory, made if needed.", "--out", "-o")
     ] = None,
     to: Annotated[
         str | None,
-        typer.Option(
-            help="onnx, onnx-strips, openvino, ncnn, mnn, litert, executorch, pt2 or torchscript: writes into a "
+        option(
+            "onnx, onnx-strips, openvino, ncnn, mnn, litert, executorch, pt2 or torchscript: writes into a "
             "directory."
         ),
     ] = None,
     scheme: Scheme = None,
     example: Inputs = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
+    overwrite: Annotated[bool, option("Replace a file that exists.", "--overwrite")] = False,
     as_json: Json = False,
 ) -> None:
     """Write a network for ONNX Runtime and other engines, and check the file.
@@ -140,7 +139,7 @@ def export_command(
     if graph.merged or graph.chains:
         _print_merging(rows, macs)
     checked = "" if written.error is None else f", off by {written.error:.0e} at most"
-    console.print(f" {written.path}: {si(written.bytes)}B{checked}.", markup=False)
+    console.print(f" {written.path}: {si(written.bytes)}B{checked}.")
     if to:
         _print_usage(path, source.name, macs=macs["after"], error=written.error, precision=graph.precision)
     return None
@@ -157,7 +156,7 @@ def _print_merging(rows: Any, macs: dict[str, int]) -> None:
             label = "Not merged" if row.error is None else "Noted"
             said.setdefault(f"{label} ({row.reason})", []).append(row.name)
     for what, names in said.items():
-        console.print(f" {what}: {', '.join(names)}.", markup=False)
+        console.print(f" {what}: {', '.join(names)}.")
 
 
 def _place(path: Path | None, out: Path | None, to: str | None, model: str) -> Path:
@@ -207,15 +206,15 @@ def _export_int8(
         )
     if as_json:
         return print_json(found.to_dict())
-    console.print(f" {found.path}: {si(found.bytes)}B.", markup=False)
+    console.print(f" {found.path}: {si(found.bytes)}B.")
     told = "accuracy not measured: the images have no labels"
     if found.before is not None:
         told = (
             f"top-1 {found.before:.2%} before, {found.after:.2%} in int8, on {counted(found.images, 'test image')}"
         )
-    console.print(f" {told}.", markup=False)
+    console.print(f" {told}.")
     kept = ", ".join(found.in_float) or "none"
-    console.print(f" Layers that stay in float: {kept}.", markup=False)
+    console.print(f" Layers that stay in float: {kept}.")
     macs = count(network, size).macs
     return _print_usage(path, source.name, macs=macs, error=found.error, precision="int8", accuracy=told)
 
@@ -237,10 +236,10 @@ def _print_usage(path: Path, name: str, **about: Any) -> None:
     from lowrank_cnn.deploy.engines.targets import open_engine, usage, write_export_card
 
     card = write_export_card(path, name, **about)
-    console.print(f" {card} says what it takes. To run it:", markup=False)
+    console.print(f" {card} says what it takes. To run it:")
     runner = open_engine(path, trusted=True)
     for line in usage(runner, path, precision=about["precision"]).splitlines():
-        console.print(f"   {line}", markup=False, soft_wrap=True)
+        console.print(f"   {line}", soft_wrap=True)
 
 
 def _image_for(network: torch.nn.Module, size: tuple[int, ...]) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowrank_cnn.cli.options import Bad, Device, Json, Limit, Settings, Size, grouped
+from lowrank_cnn.cli.options import Bad, Device, Json, Limit, Settings, Size, grouped, option
 from lowrank_cnn.cli.show import console, continued_by_same_command, errors, print_json, print_table
 from lowrank_cnn.core.errors import LowRankError, MissingExtra
 from lowrank_cnn.core.text import p_value, si
@@ -26,39 +26,30 @@ class PlanOptions:
 
     designs: Annotated[
         list[str] | None,
-        typer.Option(
-            "--design", help="A scheme, or a design (lr-late, strips5, ...); @0.75 sets a width. Repeatable."
-        ),
+        option("A scheme, or a design (lr-late, strips5, ...); @0.75 sets a width. Repeatable.", "--design"),
     ] = None
-    widths: Annotated[
-        list[float] | None, typer.Option("--width", help="A width of the dense network; repeatable.")
-    ] = None
+    widths: Annotated[list[float] | None, option("A width of the dense network; repeatable.", "--width")] = None
     widen: Annotated[
-        list[str] | None, typer.Option(help="Also widen designs to the dense network's macs, or time; repeatable.")
+        list[str] | None, option("Also widen designs to the dense network's macs, or time; repeatable.")
     ] = None
     match: Annotated[
-        list[str] | None,
-        typer.Option(help="Add thin dense networks with each design's macs, or time; none for neither."),
+        list[str] | None, option("Add thin dense networks with each design's macs, or time; none for neither.")
     ] = None
-    seeds: Annotated[int, typer.Option(min=0, help="Runs of each network.")] = 8
+    seeds: Annotated[int, option("Runs of each network.", min=0)] = 8
     rates: Annotated[
         list[float] | None,
-        typer.Option("--rate", help="Try this factor of the learning rate, on held-out images; repeatable."),
+        option("Try this factor of the learning rate, on held-out images; repeatable.", "--rate"),
     ] = None
-    tries: Annotated[int, typer.Option(min=1, help="Runs of each factor.")] = 1
-    batch: Annotated[int, typer.Option(min=0, help="Images in a timed batch; 0 times nothing.")] = 256
-    compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Let torch.compile compete.")] = True
-    repeats: Annotated[int, typer.Option(help="Runs per median time.")] = 21
-    base: Annotated[float, typer.Option(help="Width of the family's network to call 1; less for a miniature.")] = (
-        1.0
-    )
-    teacher: Annotated[
-        str, typer.Option(help="A design that teaches all others (distillation), such as dense@1.5.")
-    ] = ""
+    tries: Annotated[int, option("Runs of each factor.", min=1)] = 1
+    batch: Annotated[int, option("Images in a timed batch; 0 times nothing.", min=0)] = 256
+    compile: Annotated[bool, option("Let torch.compile compete.", "--compile/--no-compile")] = True
+    repeats: Annotated[int, option("Runs per median time.")] = 21
+    base: Annotated[float, option("Width of the family's network to call 1; less for a miniature.")] = 1.0
+    teacher: Annotated[str, option("A design that teaches all others (distillation), such as dense@1.5.")] = ""
     processes: Annotated[
-        int, typer.Option(min=1, help="Trainings at a time on the device; their seconds are then not recorded.")
+        int, option("Trainings at a time on the device; their seconds are then not recorded.", min=1)
     ] = 1
-    budget: Annotated[float, typer.Option(help="Start no new run after this many seconds.")] = float("inf")
+    budget: Annotated[float, option("Start no new run after this many seconds.")] = float("inf")
 
     def plan(self) -> FrontierPlan:
         from lowrank_cnn.choose.candidates import FrontierPlan
@@ -73,12 +64,10 @@ class PlanOptions:
 @grouped
 def frontier_command(
     family: Annotated[str, typer.Argument(help="airbench, nin, vgg11 or resnet18.")],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder of record and picture; finished runs are not repeated.")
-    ],
+    out: Annotated[Path, option("Folder of record and picture; finished runs are not repeated.", "--out", "-o")],
     networks: PlanOptions,
-    data: Annotated[str | None, typer.Option(help="The images; without them, show what is finished.")] = None,
-    recipe: Annotated[str | None, typer.Option(help="Another recipe than the family's.")] = None,
+    data: Annotated[str | None, option("The images; without them, show what is finished.")] = None,
+    recipe: Annotated[str | None, option("Another recipe than the family's.")] = None,
     settings: Settings = None,
     device: Device = "auto",
     bad: Bad = "skip",
@@ -117,7 +106,7 @@ def frontier_command(
 
 
 def _say(line: str) -> None:
-    errors.print(line, markup=False, soft_wrap=True)
+    errors.print(line)
 
 
 def _show(found: Frontier, as_json: bool, *, keep: bool = True) -> None:
@@ -138,7 +127,7 @@ def _show(found: Frontier, as_json: bool, *, keep: bool = True) -> None:
         columns = ("design", "<question", "<control", "time", "gap", "99% interval", "p", "<verdict")
         print_table("Questions asked before the runs", columns, [_answer_line(one) for one in answers])
     if picture:
-        console.print(f"The picture: {picture}", markup=False, soft_wrap=True)
+        console.print(f"The picture: {picture}", soft_wrap=True)
     return None
 
 
@@ -151,7 +140,7 @@ def _draw(found: Frontier) -> Path | None:
     try:
         return draw_frontier(found, found.folder / "frontier.svg")
     except MissingExtra as missing:
-        errors.print(f"There is no picture: {missing}", markup=False, soft_wrap=True)
+        errors.print(f"There is no picture: {missing}")
         return None
 
 

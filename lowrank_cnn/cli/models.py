@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from lowrank_cnn.cli.options import Input, Inputs, Into, Json, Model, Norm, Stride, Width
+from lowrank_cnn.cli.options import Input, Inputs, Into, Json, Model, Norm, Stride, Width, option
 from lowrank_cnn.cli.show import console, print_json, print_table
 from lowrank_cnn.core.text import si
 
@@ -43,12 +41,12 @@ def count_command(
     model: Model,
     input_text: Input = None,
     example: Inputs = None,
-    convention: Annotated[str, typer.Option(help="mac, or paper (biases and auxiliary heads count).")] = "mac",
-    scheme: Annotated[str | None, typer.Option(help="A scheme in place of the network's own.")] = None,
+    convention: Annotated[str, option("mac, or paper (biases and auxiliary heads count).")] = "mac",
+    scheme: Annotated[str | None, option("A scheme in place of the network's own.")] = None,
     width: Width = None,
     norm: Norm = None,
     stride: Stride = None,
-    num_classes: Annotated[int | None, typer.Option("--classes", help="Number of classes.")] = None,
+    num_classes: Annotated[int | None, option("Number of classes.", "--classes")] = None,
     into: Into = None,
     as_json: Json = False,
 ) -> None:
@@ -143,7 +141,7 @@ def _print_count(name: str, result: Count) -> None:
     print_table(f"{name}, {size}, convention {result.convention}", columns, [*rows, total])
     if result.unsupported:
         calls = ", ".join(f"{operation} ({times})" for operation, times in result.unsupported)
-        console.print(f" Not counted, because their cost is unknown: {calls}.", markup=False)
+        console.print(f" Not counted, because their cost is unknown: {calls}.")
 
 
 def _mib(item: Any) -> str:

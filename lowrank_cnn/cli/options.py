@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 NETWORK, IMAGES, TRAINING = "Network", "Images", "Training"
 """Panels that group the options in help texts."""
 
+
+def option(text: str, *names: str, panel: str | None = None, **settings: Any) -> Any:
+    """An option with its help text; its name is that of the parameter unless names are given."""
+    return typer.Option(*names, help=text, rich_help_panel=panel, **settings)
+
+
 MODEL_HELP = (
     "A network's name (`lowrank models`), timm:NAME, torchvision:NAME, hf-hub:USER/NAME, an exported "
     ".safetensors, a run's directory, or path.py:function, which runs your file and calls the function."
@@ -33,128 +39,79 @@ Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 TrainedModel = Annotated[str, typer.Argument(help=TRAINED_HELP)]
 Into = Annotated[
     str | None,
-    typer.Option(
-        help="For weights of your own network: that network before conversion, as path.py:function.",
-        rich_help_panel=NETWORK,
-    ),
+    option("For weights of your own network: that network before conversion, as path.py:function.", panel=NETWORK),
 ]
-Input = Annotated[str | None, typer.Option("--input", help="Input size, as 3x224x224.", rich_help_panel=NETWORK)]
+Input = Annotated[str | None, option("Input size, as 3x224x224.", "--input", panel=NETWORK)]
 Inputs = Annotated[
     str | None,
-    typer.Option(
+    option(
+        "For other inputs than one image: path.py:function, which gives them (tensor, tuple or dictionary).",
         "--example",
-        help="For other inputs than one image: path.py:function, which gives them (tensor, tuple or dictionary).",
-        rich_help_panel=NETWORK,
+        panel=NETWORK,
     ),
 ]
 Pretrained = Annotated[
     str | None,
-    typer.Option(
-        help="Trained weights: cifar10 for ours; default or a name for timm and torchvision.",
-        rich_help_panel=NETWORK,
-    ),
+    option("Trained weights: cifar10 for ours; default or a name for timm and torchvision.", panel=NETWORK),
 ]
 PackageWeights = Annotated[
-    str | None,
-    typer.Option(
-        "--pretrained", help="Use the weights that come with the package: cifar10.", rich_help_panel=NETWORK
-    ),
+    str | None, option("Use the weights that come with the package: cifar10.", "--pretrained", panel=NETWORK)
 ]
 Scheme = Annotated[
-    str | None,
-    typer.Option(help="Convert the network by this scheme first, with fresh weights.", rich_help_panel=NETWORK),
+    str | None, option("Convert the network by this scheme first, with fresh weights.", panel=NETWORK)
 ]
-Width = Annotated[
-    float | None, typer.Option(help="Scale the number of filters of one of our networks.", rich_help_panel=NETWORK)
-]
-Norm = Annotated[
-    str | None, typer.Option(help="batch, for batch norm in one of our networks.", rich_help_panel=NETWORK)
-]
-Trusted = Annotated[
-    bool,
-    typer.Option("--trusted", help="Read a .pt2 or .ts, whose code may run.", rich_help_panel=NETWORK),
-]
+Width = Annotated[float | None, option("Scale the number of filters of one of our networks.", panel=NETWORK)]
+Norm = Annotated[str | None, option("batch, for batch norm in one of our networks.", panel=NETWORK)]
+Trusted = Annotated[bool, option("Read a .pt2 or .ts, whose code may run.", "--trusted", panel=NETWORK)]
 Output = Annotated[
-    str | None,
-    typer.Option(help="Name or number of the output with the class scores, of several.", rich_help_panel=NETWORK),
+    str | None, option("Name or number of the output with the class scores, of several.", panel=NETWORK)
 ]
-Stride = Annotated[int | None, typer.Option(help="Stride of the first conv.", rich_help_panel=NETWORK)]
+Stride = Annotated[int | None, option("Stride of the first conv.", panel=NETWORK)]
 Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", help="Change a field of the recipe, as field=value; repeatable.", rich_help_panel=TRAINING
-    ),
+    list[str] | None, option("Change a field of the recipe, as field=value; repeatable.", "--set", panel=TRAINING)
 ]
 
 DataPath = Annotated[
     str,
-    typer.Option(
-        "--data",
-        help="A folder of images (CLASS/* or train/CLASS/*), a .csv of paths and labels, a folder of parquet "
+    option(
+        "A folder of images (CLASS/* or train/CLASS/*), a .csv of paths and labels, a folder of parquet "
         "shards, a Hub repository, or digits.",
-        rich_help_panel=IMAGES,
+        "--data",
+        panel=IMAGES,
     ),
 ]
-TestPath = Annotated[
-    str | None, typer.Option("--test", help="Other images to test on, named as --data is.", rich_help_panel=IMAGES)
-]
+TestPath = Annotated[str | None, option("Other images to test on, named as --data is.", "--test", panel=IMAGES)]
 ValSplit = Annotated[
-    float | None,
-    typer.Option(help="Share of each class to test on, if --data has no test images.", rich_help_panel=IMAGES),
+    float | None, option("Share of each class to test on, if --data has no test images.", panel=IMAGES)
 ]
 ClassNames = Annotated[
     Path | None,
-    typer.Option(
-        help="File with a class folder, a tab or comma, and the name to show for it in each line.",
-        rich_help_panel=IMAGES,
-    ),
+    option("File with a class folder, a tab or comma, and the name to show for it in each line.", panel=IMAGES),
 ]
-Channels = Annotated[
-    int | None, typer.Option(help="Read images as grey (1) or in colour (3).", rich_help_panel=IMAGES)
-]
-Bad = Annotated[
-    Literal["skip", "refuse"],
-    typer.Option(help="What to do with images that cannot be used.", rich_help_panel=IMAGES),
-]
-Missing = Annotated[
-    Literal["skip", "refuse"], typer.Option(help="What to do if a shard is missing.", rich_help_panel=IMAGES)
-]
-Hold = Annotated[
-    float,
-    typer.Option("--hold-gb", min=0, help="Hold sets of this size in memory.", rich_help_panel=IMAGES),
-]
-Limit = Annotated[
-    int | None, typer.Option(help="Use at most this many images of each split.", rich_help_panel=IMAGES)
-]
-Size = Annotated[
-    str | None, typer.Option(help="Resize every image to this square (64), or to 48x64.", rich_help_panel=IMAGES)
-]
-Workers = Annotated[int, typer.Option(help="Processes that decode streamed images.", rich_help_panel=IMAGES)]
+Channels = Annotated[int | None, option("Read images as grey (1) or in colour (3).", panel=IMAGES)]
+Bad = Annotated[Literal["skip", "refuse"], option("What to do with images that cannot be used.", panel=IMAGES)]
+Missing = Annotated[Literal["skip", "refuse"], option("What to do if a shard is missing.", panel=IMAGES)]
+Hold = Annotated[float, option("Hold sets of this size in memory.", "--hold-gb", panel=IMAGES, min=0)]
+Limit = Annotated[int | None, option("Use at most this many images of each split.", panel=IMAGES)]
+Size = Annotated[str | None, option("Resize every image to this square (64), or to 48x64.", panel=IMAGES)]
+Workers = Annotated[int, option("Processes that decode streamed images.", panel=IMAGES)]
 Decode = Annotated[
     Literal["cpu", "gpu"],
-    typer.Option(
-        help="Where streamed training images are decoded; gpu needs CUDA and torchvision.", rich_help_panel=IMAGES
-    ),
+    option("Where streamed training images are decoded; gpu needs CUDA and torchvision.", panel=IMAGES),
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")]
+Device = Annotated[str, option("auto, cpu, cuda, cuda:1 or mps.")]
 Compile = Annotated[
     bool | None,
-    typer.Option(
-        "--compile/--no-compile",
-        help="Train through torch.compile; by default where that is faster.",
-        rich_help_panel=TRAINING,
+    option(
+        "Train through torch.compile; by default where that is faster.", "--compile/--no-compile", panel=TRAINING
     ),
 ]
 Recompute = Annotated[
     bool,
-    typer.Option(
-        "--checkpoint-activations",
-        help="Save memory: recompute activations in the backward pass.",
-        rich_help_panel=TRAINING,
-    ),
+    option("Save memory: recompute activations in the backward pass.", "--checkpoint-activations", panel=TRAINING),
 ]
-Runs = Annotated[list[Path] | None, typer.Option("--runs", help="Folders or files of records; repeatable.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Runs = Annotated[list[Path] | None, option("Folders or files of records; repeatable.", "--runs")]
+Json = Annotated[bool, option("Print JSON instead of a table.", "--json")]
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

@@ -1,11 +1,11 @@
-"""Commands for any network: time and plan."""
+"""Commands that measure any network on this machine: time, plan and optimize."""
 
 from __future__ import annotations
 
 import os
 import sys
 import warnings
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import correlation
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -23,6 +23,7 @@ from lowrank_cnn.cli.options import (
     SourceOptions,
     Trusted,
     grouped,
+    option,
 )
 from lowrank_cnn.cli.show import console, print_json, print_table
 from lowrank_cnn.core.errors import LowRankError, LowRankWarning
@@ -32,15 +33,12 @@ from lowrank_cnn.core.text import counted, si
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from lowrank_cnn.cli.source import Source
     from lowrank_cnn.core.clock import Sample
 
-Batch = Annotated[int, typer.Option(min=1, max=10**6, help="Images per batch.")]
-Budget = Annotated[float, typer.Option(help="Seconds after which no further form is tried.")]
-Repeats = Annotated[int, typer.Option(help="Runs per median.")]
-Tries = Annotated[int, typer.Option("--repeats", help="Runs per median of each way that is tried.")]
+Batch = Annotated[int, option("Images per batch.", min=1, max=10**6)]
 
 
 def limit_threads(threads: int | None) -> int | None:
@@ -50,22 +48,64 @@ def limit_threads(threads: int | None) -> int | None:
     return threads
 
 
-Threads = Annotated[
-    int | None, typer.Option(max=1024, callback=limit_threads, help="CPU threads; by default all cores.")
-]
+Threads = Annotated[int | None, option("CPU threads; by default all cores.", max=1024, callback=limit_threads)]
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What a network is run on, and how its fastest form is searched for."""
+
+    scheme: Scheme = None
+    example: Inputs = None
+    batch: Batch = 1
+    device: Device = "auto"
+    threads: Threads = None
+    compile_: Annotated[bool, option("Try torch.compile too.", "--compile")] = False
+    cache: Annotated[bool, option("Keep measured times for the next time.")] = True
+    repeats: Annotated[int, option("Runs per median of each way that is tried.")] = 11
+    budget: Annotated[float, option("Seconds after which no further form is tried.")] = 30.0
+
+    def place(self, network: nn.Module, size: tuple[int, ...] | None, given: Any) -> tuple[str, nn.Module, Any]:
+        """The device, the network on it, and its inputs there: those of --example, or random images."""
+        from torch import Tensor
+        from torch.utils._pytree import tree_map_only
+
+        from lowrank_cnn.train.distributed import resolve_device
+
+        place = resolve_device(self.device)
+        network = network.eval().to(place)
+        if size is not None:
+            return place, network, random_images(network, size, self.batch, place)
+        return place, network, tree_map_only(Tensor, lambda tensor: tensor.to(place), given)
+
+    def search(self, network: nn.Module, inputs: Any) -> Any:
+        """The fastest form of a network."""
+        from lowrank_cnn.deploy.optimize import optimize
+
+        how: dict[str, Any] = {"compile": self.compile_, "cache": self.cache}
+        return optimize(network, inputs, repeats=self.repeats, budget=self.budget, **how)
+
+
+def random_images(network: nn.Module, size: tuple[int, ...], batch: int, place: str) -> Tensor:
+    """Random images on a device, in the network's precision."""
+    import torch
+
+    from lowrank_cnn.models.network_file import dtype_of
+
+    return torch.randn(batch, *size).to(place, dtype_of(network))
 
 
 @grouped
 def time_command(
     models: Annotated[list[str], typer.Argument(help=MODEL_HELP)],
     named: SourceOptions,
-    scheme: Annotated[str | None, typer.Option(help="Convert first; compare with the network as it was.")] = None,
+    scheme: Annotated[str | None, option("Convert first; compare with the network as it was.")] = None,
     example: Inputs = None,
     batch: Batch = 1,
     device: Device = "auto",
     threads: Threads = None,
-    runtime: Annotated[Literal["torch", "onnx"], typer.Option(help="torch, or onnx (on the CPU).")] = "torch",
-    repeats: Repeats = 15,
+    runtime: Annotated[Literal["torch", "onnx"], option("torch, or onnx (on the CPU).")] = "torch",
+    repeats: Annotated[int, option("Runs per median.")] = 15,
     trusted: Trusted = False,
     as_json: Json = False,
 ) -> None:
@@ -115,24 +155,15 @@ def time_command(
 def plan_command(
     model: Model,
     named: SourceOptions,
-    scheme: Scheme = None,
-    example: Inputs = None,
-    batch: Batch = 1,
-    device: Device = "auto",
-    threads: Threads = None,
-    compile_: Annotated[bool, typer.Option("--compile", help="Try torch.compile too.")] = False,
-    cache: Annotated[bool, typer.Option(help="Keep measured times for the next plan.")] = True,
-    repeats: Tries = 11,
-    budget: Budget = 30.0,
+    how: SearchOptions,
     twin: Annotated[
-        bool, typer.Option(help="Compare with the dense network; with --engine, thinned to the same MACs.")
+        bool, option("Compare with the dense network; with --engine, thinned to the same MACs.")
     ] = True,
     engine: Annotated[
-        str | None,
-        typer.Option(help="auto: time the installed engines (ONNX Runtime, OpenVINO, ncnn, ...); or one by name."),
+        str | None, option("auto: time the installed engines (ONNX Runtime, OpenVINO, ncnn, ...); or one by name.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="With --engine: a directory for the fastest engine's file.")
+        Path | None, option("With --engine: a directory for the fastest engine's file.", "--out", "-o")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -148,28 +179,24 @@ def plan_command(
       lowrank plan model.py:make --example model.py:inputs
     """
     from lowrank_cnn.core.clock import torch_threads
-    from lowrank_cnn.deploy.optimize import optimize
     from lowrank_cnn.models.build import dense_twin
-    from lowrank_cnn.train.distributed import resolve_device
 
-    source, size, given = named.find_inputs(model, example, scheme=scheme, batch=batch)
+    source, size, given = named.find_inputs(model, how.example, scheme=how.scheme, batch=how.batch)
     if engine is not None:
-        if batch != 1:
+        if how.batch != 1:
             raise LowRankError("--engine times one image at a time: leave --batch out.")
-        return plan_engines(source, size or _size_of_one(given), engine, out, threads, twin=twin, as_json=as_json)
-    place = resolve_device(device)
-    network = source.network.eval().to(place)
-    inputs = inputs_on(place, network, size, given, batch=batch)
-    how: dict[str, Any] = {"compile": compile_, "cache": cache, "repeats": repeats, "budget": budget}
-    with torch_threads(threads):
-        fast = optimize(network, inputs, **how)
+        size = size or _size_of_one(given)
+        return plan_engines(source, size, engine, out, how.threads, twin=twin, as_json=as_json)
+    place, network, inputs = how.place(source.network, size, given)
+    with torch_threads(how.threads):
+        fast = how.search(network, inputs)
         held = None
         if twin and (dense := source.dense or dense_twin(network)) is not None:
-            rival = optimize(dense.eval().to(place), inputs, **how)
+            rival = how.search(dense.eval().to(place), inputs)
             held = _beside(fast, rival, inputs, place) | {"macs": _macs(dense, inputs)}
     _show_plan(source.name, fast, inputs, held, macs=_macs(network, inputs), as_json=as_json)
     if place == "cpu" and size is not None and not as_json:
-        _print_cpu_advice(named.words(model, scheme=scheme))
+        _print_cpu_advice(named.words(model, scheme=how.scheme))
     return None
 
 
@@ -183,20 +210,6 @@ def _size_of_one(given: Any) -> tuple[int, ...]:
         "--engine times one input at a time: let --example give one tensor, in floating point and with a batch of "
         "1, or leave --engine out."
     )
-
-
-def inputs_on(
-    place: str, network: torch.nn.Module, size: tuple[int, ...] | None, given: Any, *, batch: int
-) -> Any:
-    """Inputs on a device: those of --example, or random images in the network's own precision."""
-    import torch
-    from torch.utils._pytree import tree_map_only
-
-    from lowrank_cnn.models.network_file import dtype_of
-
-    if size is not None:
-        return torch.randn(batch, *size).to(place, dtype_of(network))
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(place), given)
 
 
 def input_shapes(inputs: Any) -> list[Any]:
@@ -254,29 +267,16 @@ def _print_cpu_advice(network: str) -> None:
     """Name the command that measures what torch alone cannot tell: engines, precisions, and the thin rival."""
     told = " Other engines, in fp16 and int8, may be faster, and so may a thinner dense network. Measure them by"
     console.print(told)
-    console.print(f"   lowrank plan {network} --engine auto", markup=False, soft_wrap=True)
+    console.print(f"   lowrank plan {network} --engine auto", soft_wrap=True)
 
 
 def _print_timing(timing: Any) -> None:
-    rows = [
-        (
-            layer.name,
-            layer.type,
-            si(layer.macs) if layer.macs else "",
-            f"{layer.ms:.3f}",
-            _rate(layer.macs, layer.ms),
-        )
-        for layer in timing.layers
-    ]
-    rows.append(
-        (
-            "total",
-            "",
-            si(timing.macs) if timing.macs else "",
-            _ms(timing.total),
-            _rate(timing.macs, timing.total.ms),
-        )
-    )
+    def line(name: str, kind: str, macs: int, ms: float, shown: str) -> tuple[str, ...]:
+        rate = f"{macs / ms / 1e6:.1f}" if macs and ms else ""
+        return name, kind, si(macs) if macs else "", shown, rate
+
+    rows = [line(layer.name, layer.type, layer.macs, layer.ms, f"{layer.ms:.3f}") for layer in timing.layers]
+    rows.append(line("total", "", timing.macs, timing.total.ms, _ms(timing.total)))
     threads = "" if timing.device != "cpu" else f", {counted(timing.threads, 'thread')}"
     sizes = " and ".join("x".join(map(str, shape)) for shape in (timing.input, *timing.more_inputs))
     title = f"{timing.name}, {sizes}, {timing.runtime} on {timing.device}{threads}"
@@ -295,13 +295,13 @@ def print_variants(report: Any) -> None:
     rows = [(name, _ms(time), _spread(time)) for name, time in report.times.items()]
     print_table("The whole network", ("variant", "ms", "quartiles"), rows)
     for name, why in report.failed.items():
-        console.print(f" Left out: {name} ({why}).", markup=False)
+        console.print(f" Left out: {name} ({why}).")
     console.print(f" Fastest: {report.choice}.")
 
 
 def _print_plan(name: str, plan: Any) -> None:
     if plan.reason:
-        return console.print(f" Not planned: {plan.reason}.", markup=False)
+        return console.print(f" Not planned: {plan.reason}.")
     rows = []
     for decision in plan.decisions:
         times = "\n".join(f"{ms:.2f} {way}" for way, ms in decision.times.items())
@@ -309,7 +309,7 @@ def _print_plan(name: str, plan: Any) -> None:
     print_table(f"{name} on {plan.device}", ("layer", "MACs", "<ms each way", "<chosen"), rows)
     for decision in plan.decisions:
         for way, why in decision.failed.items():
-            console.print(f" {decision.name}, {way}: {why}", markup=False)
+            console.print(f" {decision.name}, {way}: {why}")
     return None
 
 
@@ -319,13 +319,6 @@ def _ms(sample: Any) -> str:
 
 def _spread(sample: Any) -> str:
     return f"{sample.low:.2f}-{sample.high:.2f}"
-
-
-def _rate(macs: int, ms: float) -> str:
-    return f"{macs / ms / 1e6:.1f}" if macs and ms else ""
-
-
-# `lowrank plan --engine`: which of the installed engines runs a network fastest on this machine.
 
 
 def plan_engines(
@@ -361,22 +354,20 @@ def plan_engines(
         told = {"fastest": found.fastest, "verdict": found.verdict}
         print_json({"model": source.name, "input": [1, *size], **told, **asdict(found)})
         return
+    shown = 5 if found.rival else 3
+    columns = ("engine", "ms", "quartiles", "thin dense ms", "quartiles")[:shown]
     names = dict.fromkeys([*found.times, *found.rival])
-    rows = [(name, *_cells(found.times.get(name)), *_cells(found.rival.get(name))) for name in names]
-    columns = ("engine", "ms", "quartiles", "thin dense ms", "quartiles")
-    print_table(f"{source.name}, 1x{'x'.join(map(str, size))}", columns if found.rival else columns[:3],
-                rows if found.rival else [row[:3] for row in rows])  # fmt: skip
+    rows = [(name, *_cells(found.times.get(name)), *_cells(found.rival.get(name)))[:shown] for name in names]
+    print_table(f"{source.name}, 1x{'x'.join(map(str, size))}", columns, rows)
     for name, why in found.failed.items():
-        console.print(f" Left out: {name} ({why}).", markup=False)
-    console.print(f" {found.verdict}", markup=False, soft_wrap=True)
+        console.print(f" Left out: {name} ({why}).")
+    console.print(f" {found.verdict}", soft_wrap=True)
     if found.path is not None:
-        console.print(f" Written: {found.path}.", markup=False)
+        console.print(f" Written: {found.path}.")
 
 
 def _cells(time: Sample | None) -> tuple[str, str]:
-    if time is None:
-        return "", ""
-    return f"{time.ms:.2f}", f"{'' if time.steady else 'unsteady, '}{time.low:.2f}-{time.high:.2f}"
+    return ("", "") if time is None else (_ms(time), f"{'' if time.steady else 'unsteady, '}{_spread(time)}")
 
 
 def _thin_rival(source: Source, size: tuple[int, ...]) -> nn.Module | None:
@@ -405,24 +396,13 @@ def _thin_rival(source: Source, size: tuple[int, ...]) -> nn.Module | None:
     return None
 
 
-# The command `lowrank optimize`.
-
-
 @grouped
 def optimize_command(
     model: Model,
-    out: Annotated[Path, typer.Option("--out", "-o", help="A file ending in .safetensors, .onnx, .pt2 or .ts.")],
+    out: Annotated[Path, option("A file ending in .safetensors, .onnx, .pt2 or .ts.", "--out", "-o")],
     named: SourceOptions,
-    scheme: Scheme = None,
-    example: Inputs = None,
-    batch: Batch = 1,
-    device: Device = "auto",
-    threads: Threads = None,
-    compile_: Annotated[bool, typer.Option("--compile", help="Try torch.compile too.")] = False,
-    cache: Annotated[bool, typer.Option(help="Keep measured times for the next time.")] = True,
-    repeats: Tries = 11,
-    budget: Budget = 30.0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
+    how: SearchOptions,
+    overwrite: Annotated[bool, option("Replace a file that exists.", "--overwrite")] = False,
     as_json: Json = False,
 ) -> None:
     """Find the fastest form of a network, and write it to a file.
@@ -438,24 +418,17 @@ def optimize_command(
     """
     from lowrank_cnn.core.clock import torch_threads
     from lowrank_cnn.core.environment import environment
-    from lowrank_cnn.deploy.optimize import optimize
-    from lowrank_cnn.train.distributed import resolve_device
 
     if out.exists() and not overwrite:
         raise LowRankError(f"{out} exists; --overwrite replaces it.")
-    source, size, given = named.find_inputs(model, example, scheme=scheme, batch=batch)
-    place = resolve_device(device)
-    network = source.network.eval().to(place)
-    inputs = inputs_on(place, network, size, given, batch=batch)
-    how: dict[str, Any] = {"compile": compile_, "cache": cache, "repeats": repeats, "budget": budget}
-    with torch_threads(threads):
-        fast = optimize(network, inputs, **how)
-        written = export_source(
-            replace(source, network=fast), fast, out, size, example_input=given, overwrite=overwrite
-        )
+    source, size, given = named.find_inputs(model, how.example, scheme=how.scheme, batch=how.batch)
+    _, network, inputs = how.place(source.network, size, given)
+    with torch_threads(how.threads):
+        fast = how.search(network, inputs)
+        written = export_source(source, fast, out, size, example_input=given, overwrite=overwrite)
     if as_json:
         where = {"environment": environment(), "model": source.name, "input": input_shapes(inputs)}
         return print_json({**where, **fast.report.to_dict(), **written.to_dict()})
     print_variants(fast.report)
-    console.print(f" {written.path}: {si(written.bytes)}B.", markup=False)
+    console.print(f" {written.path}: {si(written.bytes)}B.")
     return None

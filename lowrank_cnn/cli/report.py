@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowrank_cnn.cli.options import Into, Json, PackageWeights, Runs
+from lowrank_cnn.cli.options import Into, Json, PackageWeights, Runs, option
 from lowrank_cnn.cli.show import console, errors, print_json, print_table
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.files import followed
@@ -22,9 +22,7 @@ def report_command(
     runs: Annotated[
         list[Path] | None, typer.Argument(help="Folders or files of records; by default the folder runs.")
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write; - is standard output.")] = Path(
-        "report.html"
-    ),
+    out: Annotated[Path, option("The page to write; - is standard output.", "--out", "-o")] = Path("report.html"),
     as_json: Json = False,
 ) -> None:
     """Write one HTML page about training runs and timings.
@@ -44,9 +42,9 @@ def report_command(
     records = read_records(paths)
     if not as_json:
         for problem in records.skipped:
-            errors.print(f"Skipped {problem.path}: {problem.reason}", markup=False, soft_wrap=True)
+            errors.print(f"Skipped {problem.path}: {problem.reason}")
         for sentence in shown_elsewhere(records) if records else ():
-            errors.print(f"{sentence}.", markup=False, soft_wrap=True)
+            errors.print(f"{sentence}.")
     require_records(paths, records)
     write_page(records, followed(out))
     if as_json:
@@ -55,23 +53,21 @@ def report_command(
         elsewhere = [vars(file) for file in records.elsewhere]
         return print_json({"page": str(out), **found, "skipped": skipped, "elsewhere": elsewhere})
     if not printed:
-        console.print(f"Wrote {out}: {found_in(records)}. Open it in a browser.", markup=False, soft_wrap=True)
+        console.print(f"Wrote {out}: {found_in(records)}. Open it in a browser.", soft_wrap=True)
     return None
 
 
 def figure_command(
     name: Annotated[str | None, typer.Argument(help="Which figure; without a name, all are listed.")] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The file: .svg, .pdf or .png; - prints SVG; else NAME.svg.")
+        Path | None, option("The file: .svg, .pdf or .png; - prints SVG; else NAME.svg.", "--out", "-o")
     ] = None,
     runs: Runs = None,
-    model: Annotated[
-        str | None, typer.Option(help="A network by name; untrained unless --pretrained is given.")
-    ] = None,
+    model: Annotated[str | None, option("A network by name; untrained unless --pretrained is given.")] = None,
     pretrained: PackageWeights = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="A run's folder or one of its checkpoints.")] = None,
+    checkpoint: Annotated[Path | None, option("A run's folder or one of its checkpoints.")] = None,
     into: Into = None,
-    seed: Annotated[int, typer.Option(help="Seed of an untrained network and of random images.")] = 0,
+    seed: Annotated[int, option("Seed of an untrained network and of random images.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Draw a figure of the paper.
@@ -104,7 +100,7 @@ def figure_command(
     if as_json:
         return print_json({"figure": name, "file": str(place)})
     if not printed:
-        console.print(f"Wrote {place}.", markup=False, soft_wrap=True)
+        console.print(f"Wrote {place}.", soft_wrap=True)
     if records is not None and name in TRADE_FIGURES:
         _print_left_out(records)
     return None
@@ -126,7 +122,7 @@ def _print_left_out(records: Records) -> None:
     left = dict.fromkeys(f"{entry.label} by {entry.recipe}" for entry in entries if entry not in shown)
     if left:
         why = "no other network was trained by the same recipe"
-        errors.print(f"Left out, since {why}: {'; '.join(left)}.", markup=False, soft_wrap=True)
+        errors.print(f"Left out, since {why}: {'; '.join(left)}.")
 
 
 def _list_figures(as_json: bool) -> None:

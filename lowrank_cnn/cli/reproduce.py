@@ -20,6 +20,7 @@ from lowrank_cnn.cli.options import (
     Recompute,
     Settings,
     Workers,
+    option,
 )
 from lowrank_cnn.cli.show import (
     console,
@@ -41,16 +42,12 @@ MEASURES = {"top1": "top-1", "top5": "top-5", "overfit": "over-fitting"}
 
 def reproduce_command(
     experiment: Annotated[str, typer.Argument(help="cifar10, tiny-imagenet, ilsvrc or places.")],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="Directory of the runs; finished runs are not repeated.")
-    ],
-    data: Annotated[str | None, typer.Option(help="The images, named as for `lowrank train`.")] = None,
-    table: Annotated[bool, typer.Option("--table", help="Only print the table of finished runs.")] = False,
-    parts: Annotated[list[str] | None, typer.Option("--part", help="Only this part; repeatable.")] = None,
-    networks: Annotated[list[str] | None, typer.Option("--network", help="Only this network; repeatable.")] = None,
-    seeds: Annotated[
-        int | None, typer.Option(min=1, help="Runs of each network; by default as in the experiment.")
-    ] = None,
+    out: Annotated[Path, option("Directory of the runs; finished runs are not repeated.", "--out", "-o")],
+    data: Annotated[str | None, option("The images, named as for `lowrank train`.")] = None,
+    table: Annotated[bool, option("Only print the table of finished runs.", "--table")] = False,
+    parts: Annotated[list[str] | None, option("Only this part; repeatable.", "--part")] = None,
+    networks: Annotated[list[str] | None, option("Only this network; repeatable.", "--network")] = None,
+    seeds: Annotated[int | None, option("Runs of each network; by default as in the experiment.", min=1)] = None,
     settings: Settings = None,
     device: Device = "auto",
     compile_: Compile = None,
@@ -60,8 +57,8 @@ def reproduce_command(
     limit: Limit = None,
     bad: Bad = "skip",
     missing: Missing = "refuse",
-    weights: Annotated[bool, typer.Option(help="Keep the weights of finished runs.")] = True,
-    progress: Annotated[bool, typer.Option("--progress", help="Print a line for every epoch.")] = False,
+    weights: Annotated[bool, option("Keep the weights of finished runs.")] = True,
+    progress: Annotated[bool, option("Print a line for every epoch.", "--progress")] = False,
     as_json: Json = False,
 ) -> None:
     """Train the paper's networks and compare their accuracy.
@@ -111,7 +108,7 @@ def _reproduce(experiment: str, images: Data, out: Path, **options: Any) -> Expe
 
     def say(line: str) -> None:
         if first_process():
-            errors.print(line, markup=False, soft_wrap=True)
+            errors.print(line)
 
     for name, split in (("train", images.train), ("test", images.test)):
         if split.problems:
@@ -130,12 +127,12 @@ def _show(table: ExperimentTable, out: Path, as_json: bool) -> None:
     for part in dict.fromkeys(row.part for row in table.rows):
         _print_rows(f"{table.experiment}: {part}", [row for row in table.rows if row.part == part])
         if part in table.notes:
-            console.print(f" {table.notes[part]}", markup=False)
+            console.print(f" {table.notes[part]}")
     for comparison in table.comparisons():
         _print_comparison(comparison)
     _print_missing(table)
     if page:
-        console.print(f" The report: {page}", markup=False, soft_wrap=True)
+        console.print(f" The report: {page}", soft_wrap=True)
     return None
 
 
@@ -145,11 +142,9 @@ def _print_missing(table: ExperimentTable) -> None:
     waiting = [run for run, state in table.missing.items() if state == NOT_BEGUN]
     for run, state in table.missing.items():
         if run not in waiting:
-            errors.print(f"{run}: {state}", markup=False, soft_wrap=True)
+            errors.print(f"{run}: {state}")
     if waiting:
-        errors.print(
-            f"Not begun: {counted(len(waiting), 'run')}, the first {waiting[0]}.", markup=False, soft_wrap=True
-        )
+        errors.print(f"Not begun: {counted(len(waiting), 'run')}, the first {waiting[0]}.")
 
 
 def _print_rows(title: str, rows: Iterable[AccuracyRow]) -> None:
@@ -182,7 +177,7 @@ def _print_comparison(comparison: Comparison) -> None:
     if agreed["pairs"]:
         rank = "" if agreed["rank_correlation"] is None else f"; rank correlation {agreed['rank_correlation']:.2f}"
         told = f"{agreed['alike']} of {counted(agreed['pairs'], 'pair')} of networks in the published order"
-        console.print(f" {name}, {measure}: {told}{rank}.", markup=False, soft_wrap=True)
+        console.print(f" {name}, {measure}: {told}{rank}.", soft_wrap=True)
 
 
 def _gap_line(gap: dict[str, Any]) -> tuple[object, ...]:

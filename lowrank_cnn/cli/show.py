@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 
 
 class SafeConsole(Console):
-    """A console that escapes control characters, which names of classes and files may contain."""
+    """A console for plain text. Names of classes and files may contain control characters, which are escaped."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*(printable(each) if isinstance(each, str) else each for each in objects), **options)
 
 
-console = SafeConsole(highlight=False)
-errors = SafeConsole(stderr=True, highlight=False)
+console, errors = SafeConsole(), SafeConsole(stderr=True, soft_wrap=True)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -69,4 +71,4 @@ def print_problems(data: Data) -> None:
     """Print which images were left out, and why."""
     for name, split in (("train", data.train), ("test", data.test)):
         if split.problems:
-            console.print(f"Left out of {name}: {split.problems}", markup=False)
+            console.print(f"Left out of {name}: {split.problems}")

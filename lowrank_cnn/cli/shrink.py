@@ -7,15 +7,15 @@ from typing import Annotated
 
 import typer
 
-from lowrank_cnn.cli.options import Json, Missing, Workers
+from lowrank_cnn.cli.options import Json, Missing, Workers, option
 from lowrank_cnn.cli.show import console, print_json
 
 
 def shrink_command(
     source: Annotated[str, typer.Argument(help="A folder of images or shards, or a Hub repository.")],
     out: Annotated[Path, typer.Argument(help="Folder of the new shards; shards that exist are kept.")],
-    side: Annotated[int, typer.Option(help="The shorter side of the stored images.")] = 256,
-    quality: Annotated[int, typer.Option(help="JPEG quality, up to 100.")] = 95,
+    side: Annotated[int, option("The shorter side of the stored images.")] = 256,
+    quality: Annotated[int, option("JPEG quality, up to 100.")] = 95,
     workers: Workers = 0,
     missing: Missing = "refuse",
     as_json: Json = False,
@@ -38,8 +38,6 @@ def shrink_command(
         return print_json({"out": str(out), "bytes": size, "problems": counts})
     for name, found in problems.items():
         if found:
-            console.print(f"Left out of {name}: {found}", markup=False)
-    console.print(
-        f"{size / 1e9:.2f} GB in {out}: `lowrank train NETWORK --data {out}`", markup=False, soft_wrap=True
-    )
+            console.print(f"Left out of {name}: {found}")
+    console.print(f"{size / 1e9:.2f} GB in {out}: `lowrank train NETWORK --data {out}`", soft_wrap=True)
     return None

@@ -38,9 +38,10 @@ from lowrank_cnn.cli.options import (
     Width,
     Workers,
     grouped,
+    option,
 )
 from lowrank_cnn.cli.show import console, print_json, print_problems, print_table
-from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.core.errors import LowRankError, first_line, nearest
 from lowrank_cnn.core.files import read_text
 from lowrank_cnn.core.processes import first_process
 from lowrank_cnn.core.text import counted, first_few, si
@@ -63,25 +64,19 @@ class NetworkOptions:
     """How the network is built."""
 
     scheme: Annotated[
-        str | None,
-        typer.Option(help="A scheme for one of our networks; any other is converted.", rich_help_panel=NETWORK),
+        str | None, option("A scheme for one of our networks; any other is converted.", panel=NETWORK)
     ] = None
     macs: Annotated[
-        float | None,
-        typer.Option(help="Share of the MACs that --scheme 'learned(...)' keeps.", rich_help_panel=NETWORK),
+        float | None, option("Share of the MACs that --scheme 'learned(...)' keeps.", panel=NETWORK)
     ] = None
     latency: Annotated[
-        float | None,
-        typer.Option(help="Share of the time that --scheme 'learned(...)' keeps.", rich_help_panel=NETWORK),
+        float | None, option("Share of the time that --scheme 'learned(...)' keeps.", panel=NETWORK)
     ] = None
     shapes: Annotated[
-        Path | None,
-        typer.Option(help="A shapes.json of learned shapes, to train from scratch.", rich_help_panel=NETWORK),
+        Path | None, option("A shapes.json of learned shapes, to train from scratch.", panel=NETWORK)
     ] = None
     width: Width = None
-    norm: Annotated[
-        str | None, typer.Option(help="batch or none; by default as in the recipe.", rich_help_panel=NETWORK)
-    ] = None
+    norm: Annotated[str | None, option("batch or none; by default as in the recipe.", panel=NETWORK)] = None
     stride: Stride = None
     pretrained: Pretrained = None
     into: Into = None
@@ -106,20 +101,13 @@ class NetworkOptions:
 class RecipeOptions:
     """The recipe, and the fields of it that are set."""
 
-    recipe: Annotated[
-        str, typer.Option(help="A training recipe: `lowrank recipes` lists them.", rich_help_panel=TRAINING)
-    ] = "modern"
-    epochs: Annotated[int | None, typer.Option(help="Epochs to train at most.", rich_help_panel=TRAINING)] = None
-    batch_size: Annotated[
-        int | None, typer.Option(help="Images per step, over all processes.", rich_help_panel=TRAINING)
-    ] = None
-    lr: Annotated[float | None, typer.Option(help="Learning rate at the start.", rich_help_panel=TRAINING)] = None
-    precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.", rich_help_panel=TRAINING)] = (
-        None
-    )
+    recipe: Annotated[str, option("A training recipe: `lowrank recipes` lists them.", panel=TRAINING)] = "modern"
+    epochs: Annotated[int | None, option("Epochs to train at most.", panel=TRAINING)] = None
+    batch_size: Annotated[int | None, option("Images per step, over all processes.", panel=TRAINING)] = None
+    lr: Annotated[float | None, option("Learning rate at the start.", panel=TRAINING)] = None
+    precision: Annotated[str | None, option("auto, fp32, bf16 or fp16.", panel=TRAINING)] = None
     quantize: Annotated[
-        Literal["int8"] | None,
-        typer.Option(help="Train with rounded layers, for an int8 export.", rich_help_panel=TRAINING),
+        Literal["int8"] | None, option("Train with rounded layers, for an int8 export.", panel=TRAINING)
     ] = None
     settings: Settings = None
 
@@ -141,36 +129,24 @@ class RecipeOptions:
 class RunOptions:
     """Where and how the run is carried out."""
 
-    seed: Annotated[
-        int, typer.Option(help="Seed of weights, data order, and dropout.", rich_help_panel=TRAINING)
-    ] = 0
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory for checkpoints and the record.")] = (
-        None
-    )
-    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --out.")] = False
+    seed: Annotated[int, option("Seed of weights, data order, and dropout.", panel=TRAINING)] = 0
+    out: Annotated[Path | None, option("Directory for checkpoints and the record.", "--out", "-o")] = None
+    resume: Annotated[bool, option("Resume the run in --out.", "--resume")] = False
     device: Device = "auto"
     teacher: Annotated[
-        Path | None,
-        typer.Option(
-            help="Run directory of a network to distil from, as well as labels.", rich_help_panel=TRAINING
-        ),
+        Path | None, option("Run directory of a network to distil from, as well as labels.", panel=TRAINING)
     ] = None
     compile_: Compile = None
     recompute: Recompute = False
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="The same as --log tensorboard.")] = False
+    tensorboard: Annotated[bool, option("The same as --log tensorboard.", "--tensorboard")] = False
     log: Annotated[
-        list[str] | None, typer.Option(help="Also log to tensorboard, csv, wandb, mlflow or trackio; repeatable.")
+        list[str] | None, option("Also log to tensorboard, csv, wandb, mlflow or trackio; repeatable.")
     ] = None
-    checkpoint_every: Annotated[float, typer.Option(min=0, help="Seconds between checkpoints.")] = 30.0
+    checkpoint_every: Annotated[float, option("Seconds between checkpoints.", min=0)] = 30.0
     workers: Workers = 0
     decode: Decode = "cpu"
     deterministic: Annotated[
-        bool,
-        typer.Option(
-            "--deterministic",
-            help="Same bits in every run, on the CPU or one GPU; slower.",
-            rich_help_panel=TRAINING,
-        ),
+        bool, option("Same bits in every run, on the CPU or one GPU; slower.", "--deterministic", panel=TRAINING)
     ] = False
 
     def check(self, precision: str, data: str) -> None:
@@ -249,8 +225,7 @@ def _apply(context: typer.Context, value: Path | None) -> Path | None:
 
 
 Config = Annotated[
-    Path | None,
-    typer.Option("--config", callback=_apply, is_eager=True, help="TOML or JSON file with these options."),
+    Path | None, option("TOML or JSON file with these options.", "--config", callback=_apply, is_eager=True)
 ]
 
 
@@ -261,8 +236,8 @@ def read_config(path: Path) -> dict[str, Any]:
         found = json.loads(text) if path.suffix.lower() == ".json" else tomllib.loads(text)
     except OSError as error:
         raise LowRankError(f"{path} cannot be read ({error.strerror}).") from error
-    except ValueError as error:  # of either format, and of text that is not UTF-8
-        raise LowRankError(f"{path} is not TOML or JSON: {str(error).splitlines()[0]}.") from error
+    except (ValueError, RecursionError) as error:  # of either format, and of text that is not UTF-8
+        raise LowRankError(f"{path} is not TOML or JSON: {first_line(error)}.") from error
     if not isinstance(found, dict) or not isinstance(found.get("recipe", {}), dict | str):
         raise LowRankError(f"{path} is to hold options by name, and a table [recipe] with the fields of a recipe.")
     return found
@@ -277,8 +252,8 @@ def _by_parameter(command: Any, values: dict[str, Any], path: Path) -> dict[str,
     """Values by the names of the command's parameters; the file has them as they are typed."""
     named = {}
     for parameter in command.params:
-        for option in (*parameter.opts, parameter.name or ""):
-            named[option.lstrip("-").replace("-", "_")] = parameter.name
+        for word in (*parameter.opts, parameter.name or ""):
+            named[word.lstrip("-").replace("-", "_")] = parameter.name
     given, several = {}, {parameter.name for parameter in command.params if getattr(parameter, "multiple", False)}
     for key, value in values.items():
         name = named.get(key.replace("-", "_"))
@@ -343,7 +318,7 @@ def train_command(
         print_problems(wanted)
     if run.out and not as_json and first_process():
         hint = _next_command(record, run.out, data, network.into or model, images.class_names)
-        console.print(f"The run is in {run.out}: try `{hint}`", markup=False, soft_wrap=True)
+        console.print(f"The run is in {run.out}: try `{hint}`", soft_wrap=True)
 
 
 def _problems_of(data: Data) -> tuple[str, str]:
@@ -373,12 +348,12 @@ def _told(recipe: Recipe) -> str:
 def _print_start(data: Data, recipe: Recipe, out: Path | None, remark: str, *, tuned: bool) -> None:
     if not first_process():
         return
-    console.print(f"Recipe: {_told(recipe)} (the record has every field)", markup=False)
+    console.print(f"Recipe: {_told(recipe)} (the record has every field)")
     counts = f"{len(data.train):,} to train on, {len(data.test):,} to test on"
     size = f"{data.train.size[1]}x{data.train.size[2]} pixels" if data.train.size else "of many sizes"
-    console.print(f"Images: {data.name}, {counts}, {counted(len(data.classes), 'class')}, {size}", markup=False)
+    console.print(f"Images: {data.name}, {counts}, {counted(len(data.classes), 'class')}, {size}")
     if held := data.details.get("val_split"):
-        console.print(_held_out_in_words(data, held["share"]), markup=False)
+        console.print(_held_out_in_words(data, held["share"]))
     if data.train.size and max(data.train.size[1:]) > 512:
         console.print("Images of this size train slowly: --image-size 224 brings them to 224x224.")
     if data.details.get("sized_by"):
@@ -386,10 +361,10 @@ def _print_start(data: Data, recipe: Recipe, out: Path | None, remark: str, *, t
     if tuned and data.train.size:
         console.print("Images are as large as those that the network was trained on; --image-size sets another.")
     if remark:
-        console.print(remark, markup=False)
+        console.print(remark)
     print_problems(data)
     if out is None:
-        console.print("This run is not saved: give --out to keep checkpoints and the record.", markup=False)
+        console.print("This run is not saved: give --out to keep checkpoints and the record.")
 
 
 def _held_out_in_words(data: Data, share: float) -> str:
@@ -453,7 +428,7 @@ def _learn(scheme: Scheme, budget: dict[str, float | None], network: Any, *given
     if options.get("progress") and first_process():
         shares = {"MACs": found.macs, "time": found.time}
         told = ", ".join(f"{share:.3f} of the {of}" for of, share in shares.items() if share is not None)
-        console.print(f"{found.shapes}\n{told}", markup=False, highlight=False)
+        console.print(f"{found.shapes}\n{told}")
     timed = {} if found.time is None else {"time": found.time}
     return replace(found.record, result=found.record.result | timed)
 

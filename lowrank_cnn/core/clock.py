@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.errors import check_number
 
 Key = TypeVar("Key", bound=Hashable)
 TimedCall = Callable[[], object]
@@ -87,16 +87,12 @@ def measure(
 
 def check_repeats(repeats: int) -> None:
     """Refuse fewer runs than a median with quartiles needs, and a number that cannot be meant."""
-    if repeats < _FEWEST:
-        raise LowRankError(f"a median with quartiles needs at least {_FEWEST} runs, not {repeats}.")
-    if repeats > _MOST_REPEATS:
-        raise LowRankError(f"a median is of {_MOST_REPEATS:,} runs at most, not of {repeats:,}.")
+    check_number("repeats, the runs of a median with quartiles,", repeats, least=_FEWEST, most=_MOST_REPEATS)
 
 
 def check_budget(seconds: float) -> None:
     """Refuse a budget that is no time at all."""
-    if not seconds > 0:  # a NaN is refused too
-        raise LowRankError(f"a budget is a number of seconds above 0, not {seconds}.")
+    check_number("budget, in seconds,", seconds, above=0)
 
 
 class OutOfTime(BaseException):
@@ -137,8 +133,8 @@ def deadline(seconds: float) -> Iterator[None]:
 @contextmanager
 def torch_threads(threads: int | None) -> Iterator[None]:
     """Let torch's operations use this number of threads within the block; None keeps the current number."""
-    if threads is not None and not 0 < threads <= _MOST_THREADS:
-        raise LowRankError(f"the number of threads lies between 1 and {_MOST_THREADS}, not at {threads}.")
+    if threads is not None:
+        check_number("threads", threads, least=1, most=_MOST_THREADS)
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:

@@ -80,7 +80,7 @@ def _cpu() -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error is an allocator's, on any device."""
-    words = ("out of memory", "can't allocate memory", "not enough memory")
+    words = ("out of memory", "can't alloc", "cannot allocate memory", "not enough memory", "bad_alloc")
     known = (MemoryError, torch.OutOfMemoryError)
     return isinstance(error, known) or any(word in str(error).lower() for word in words)
 

@@ -8,7 +8,9 @@ import os
 import re
 import sys
 from collections.abc import Iterable
+from operator import ge, gt, le, lt
 from types import ModuleType
+from typing import Any
 
 from lowrank_cnn.core.text import printable
 
@@ -27,7 +29,7 @@ class LowRankError(ValueError):
     >>> import lowrank_cnn as lr
     >>> lr.create_model("nin", width=-1)
     Traceback (most recent call last):
-    lowrank_cnn.core.errors.LowRankError: width must be positive and at most 64, not -1.
+    lowrank_cnn.core.errors.LowRankError: width must be a number above 0 and at most 64, not -1.
     """
 
     def __str__(self) -> str:
@@ -79,6 +81,31 @@ def check_type(name: str, value: object, *kinds: type) -> None:
     if not right:
         wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
         raise LowRankError(f"{name} must be of type {wanted}, not {value!r:.60}.")
+
+
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    whole: bool = False,
+) -> None:
+    """Refuse what is not a number within these limits; True and NaN are not.
+
+    >>> check_number("dropout", 1.5, least=0, below=1)
+    Traceback (most recent call last):
+    lowrank_cnn.core.errors.LowRankError: dropout must be a number of at least 0 and below 1, not 1.5.
+    """
+    limits = (("of at least", least, ge), ("above", above, gt), ("at most", most, le), ("below", below, lt))
+    asked = [(words, limit, holds) for words, limit, holds in limits if limit is not None]
+    right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if not right or not all(holds(value, limit) for _, limit, holds in asked):
+        wanted = " and ".join(f"{words} {limit:,}" for words, limit, _ in asked)
+        shown = f"{value:,}" if right else f"{value!r:.60}"
+        raise LowRankError(f"{name} must be a {'whole ' if whole else ''}number {wanted}, not {shown}.")
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ walk those do not see it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,16 @@ if TYPE_CHECKING:
 
     from lowrank_cnn.core.clock import Sample
 
-# What was done to a network, as data that JSON can hold: conversions, fits, folds, plans, and its training.
-#
-# The rooms that do these things write them to the network's `notes` (`system.provenance`).
-
 GIVEN = "as given"
 """How a block runs that no other way is faster for."""
+
+
+class AsDict:
+    """A dataclass whose values JSON can hold."""
+
+    def to_dict(self) -> dict[str, object]:
+        """In values that JSON can hold."""
+        return asdict(self)  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Conversion:
+class Conversion(AsDict):
     """What was done to a network; `changed` is enough to do it again."""
 
     changed: tuple[Change, ...] = ()
@@ -56,27 +60,22 @@ class Conversion:
 
     def __str__(self) -> str:
         """Line by line what changed, in weights; `conversion_costs` has the multiply-accumulates."""
-        rows = [(c.name, c.before, c.after, c.params_before, c.params_after) for c in self.changed]
-        changed = text_table(("layer", "filters", "now", ">weights", ">now"), rows)
-        kept = text_table(("left", "layer", "why"), [(k.name, k.layer, k.reason) for k in self.kept])
-        return f"{changed}\n\n{kept}" if self.kept else changed
+        return "\n\n".join(text_table(columns, rows) for _, columns, rows in self._tables())
 
     def _repr_html_(self) -> str:
         """The tables that notebooks show."""
-        rows = [(c.name, c.before, c.after, c.params_before, c.params_after) for c in self.changed]
-        changed = html_table(("layer", "filters", "now", ">weights", ">now"), rows, "Rewritten")
-        kept = html_table(
-            ("layer", "type", "why"), [(k.name, k.layer, k.reason) for k in self.kept], "Left as they were"
-        )
-        return changed + kept if self.kept else changed
+        return "".join(html_table(columns, rows, title) for title, columns, rows in self._tables())
 
-    def to_dict(self) -> dict[str, object]:
-        """In values that JSON can hold."""
-        return asdict(self)
+    def _tables(self) -> Iterator[tuple[str, tuple[str, ...], Sequence[Sequence[object]]]]:
+        changed = [(c.name, c.before, c.after, c.params_before, c.params_after) for c in self.changed]
+        kept = [(k.name, k.layer, k.reason) for k in self.kept]
+        yield "Rewritten", ("layer", "filters", "now", ">weights", ">now"), changed
+        if kept:
+            yield "Left as they were", ("left", "layer", "why"), kept
 
 
 @dataclass(frozen=True)
-class Fitted:
+class Fitted(AsDict):
     """A layer: its number of basis filters, and the share of its squared weights that they keep.
 
     `error` is the relative squared error of the layer's output on the images that it was refitted on, if any.
@@ -87,23 +86,15 @@ class Fitted:
     energy: float
     error: float | None = None
 
-    def to_dict(self) -> dict[str, object]:
-        """In values that JSON can hold."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
-class Merging:
+class Merging(AsDict):
     """One layer: what went into it, and the largest error relative to the largest output, or why it stayed."""
 
     name: str
     parts: tuple[str, ...]
     error: float | None = None
     reason: str = ""
-
-    def to_dict(self) -> dict[str, object]:
-        """In values that JSON can hold."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -134,7 +125,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class NetworkPlan:
+class NetworkPlan(AsDict):
     """All decisions, and the whole network before and after.
 
     `used` is False where the network was better as given, and `reason` says why nothing could be planned.
@@ -177,18 +168,15 @@ class NetworkPlan:
     def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         ways = list(dict.fromkeys(way for row in self.decisions for way in row.times))
         rows = [
-            (row.name, si(row.macs), *(_shown(row.times.get(way)) for way in ways), row.choice)
+            (
+                row.name,
+                si(row.macs),
+                *(f"{row.times[way]:.3f}" if way in row.times else "" for way in ways),
+                row.choice,
+            )
             for row in self.decisions
         ]
         return ("block", ">MACs", *(f">{way}" for way in ways), "chosen"), rows
-
-    def to_dict(self) -> dict[str, object]:
-        """In values that JSON can hold."""
-        return asdict(self)
-
-
-def _shown(ms: float | None) -> str:
-    return "" if ms is None else f"{ms:.3f}"
 
 
 _ATTRIBUTE = "_lowrank"
@@ -245,25 +233,9 @@ def notes(module: nn.Module) -> Notes:
     return found if isinstance(found, Notes) else Notes()
 
 
-def note(
-    module: nn.Module,
-    *,
-    name: str | None = None,
-    input_size: tuple[int, ...] | None = None,
-    begun_from: str | None = None,
-    training_card: TrainingCard | None = None,
-    int8_ranges: Mapping[str, tuple[float, float]] | None = None,
-    conversion: Conversion | None = None,
-    decomposition: tuple[Fitted, ...] | None = None,
-    merging: tuple[Merging, ...] | None = None,
-    plan: NetworkPlan | None = None,
-    optimized: bool | None = None,
-    auxiliary: tuple[str, ...] | None = None,
-    unpublished: tuple[str, ...] | None = None,
-    entries: tuple[str, ...] | None = None,
-) -> None:
-    """Write what is known of a module; fields that are not given keep their values."""
-    given = {key: value for key, value in locals().items() if key != "module" and value is not None}
+def note(module: nn.Module, **known: Any) -> None:
+    """Write what is known of a module, by the fields of `Notes`; fields that are not given, or None, stay."""
+    given = {name: value for name, value in known.items() if value is not None}
     module.__dict__[_ATTRIBUTE] = replace(notes(module), **given)
 
 

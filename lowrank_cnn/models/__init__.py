@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from lowrank_cnn.core.errors import LowRankError, check_type
 from lowrank_cnn.core.notes import TrainingCard, note
@@ -14,16 +15,6 @@ from lowrank_cnn.models.network_file import agreed, list_pretrained, load_into, 
 
 # Methods of networks, set here because `hub` builds networks itself.
 Network.save_pretrained, Network.push_to_hub = save_pretrained, push_to_hub
-_DEFAULTS = {
-    **dict.fromkeys(("num_classes", "norm", "stride", "scheme", "dropout", "image_size", "pool")),
-    "in_channels": 3,
-    "width": 1.0,
-    "init": "composite",
-}
-_TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("norm", "pool", "pretrained"), (str, type(None))),
-    "init": (str,),
-}
 
 
 def create_model(
@@ -65,26 +56,21 @@ def create_model(
     >>> net(torch.zeros(1, 3, 64, 64)).shape
     torch.Size([1, 10])
     """
-    _check_types(locals())
-    given = locals()
+    options = {key: value for key, value in locals().items() if key not in ("name", "pretrained")}
+    check_type("a network's name", name, str)
+    check_type("init", init, str)
+    for option, value in {"norm": norm, "pool": pool, "pretrained": pretrained}.items():
+        check_type(option, value, str, type(None))
     if name.startswith("hf-hub:"):
-        return _from_hub(name, {key: given[key] for key in _DEFAULTS} | {"pretrained": pretrained})
-    if pretrained is not None:
-        return _with_weights(name, pretrained, {key: given[key] for key in _DEFAULTS})
-    return build_network(name, **{key: given[key] for key in _DEFAULTS})
+        if changed := [
+            key for key, value in (options | {"pretrained": pretrained}).items() if value != _DEFAULTS[key]
+        ]:
+            raise LowRankError(f"{name} is taken as it was trained: leave out {' and '.join(changed)}.")
+        return from_pretrained(name)  # type: ignore[return-value]
+    return build_network(name, **options) if pretrained is None else _with_weights(name, pretrained, options)
 
 
-def _check_types(given: Mapping[str, object]) -> None:
-    """Refuse arguments of the wrong type here, with a clear message; numbers are checked with their ranges."""
-    check_type("a network's name", given["name"], str)
-    for option, kinds in _TYPES.items():
-        check_type(option, given[option], *kinds)
-
-
-def _from_hub(name: str, options: Mapping[str, object]) -> Network:
-    if changed := [key for key, value in options.items() if value != _DEFAULTS.get(key)]:
-        raise LowRankError(f"{name} is taken as it was trained: leave out {' and '.join(changed)}.")
-    return from_pretrained(name)  # type: ignore[return-value]
+_DEFAULTS: dict[str, Any] = create_model.__kwdefaults__ or {}
 
 
 def _with_weights(name: str, data: str, options: Mapping[str, object]) -> Network:

@@ -47,20 +47,7 @@ def family_of(name: str) -> ModuleType:
     raise LowRankError(f"there is no network {name!r}; {nearest(name, list_models())}")
 
 
-def build_network(
-    name: str,
-    *,
-    num_classes: int | None = None,
-    in_channels: int = 3,
-    width: float = 1.0,
-    norm: str | None = None,
-    stride: int | None = None,
-    scheme: str | Scheme | Mapping[str, object] | None = None,
-    dropout: float | None = None,
-    image_size: int | None = None,
-    pool: str | None = None,
-    init: str = "composite",
-) -> Network:
+def build_network(name: str, *, init: str = "composite", **given: Any) -> Network:
     """A network with fresh weights; the options are those of `create_model`.
 
     >>> build_network("nin", width=0.1, num_classes=10).config["name"]
@@ -69,13 +56,15 @@ def build_network(
     if init not in INITIALISATIONS:
         raise LowRankError(f"there is no initialisation {init!r}; {nearest(init, INITIALISATIONS)}")
     family = family_of(name)
-    if pool is not None and family is not nin:
+    if given.get("pool") is not None and family is not nin:
         raise LowRankError(f"pool is a choice of the nin networks; {name} has none: leave it out (pool=none).")
-    variant, norm = family.VARIANTS[name], norm or getattr(family, "NORM", None)
-    classes = family.CLASSES if num_classes is None else num_classes
-    first = variant.stride if stride is None else stride
-    text = None if scheme is None else str(parse_scheme(scheme))
-    options = Options(classes, in_channels, width, norm, first, text, dropout, image_size, pool)
+    variant = family.VARIANTS[name]
+    own = {"num_classes": family.CLASSES, "norm": getattr(family, "NORM", None), "stride": variant.stride}
+    chosen: dict[str, Any] = {**own}
+    chosen |= {key: value for key, value in given.items() if value is not None or key not in own}
+    if chosen.get("scheme") is not None:
+        chosen["scheme"] = str(parse_scheme(chosen["scheme"]))
+    options = Options(**chosen)
     model: Network = INITIALISATIONS[init](family.build(variant, options))  # type: ignore[assignment]
     model.settle()
     model.config = {"name": name, **vars(options), "init": init}
@@ -93,10 +82,9 @@ def count_by_name(name: str, image: InputSize | None = None, **options: Any) -> 
         return count(model, image or model.input_size)
 
 
-# Describe how to build a network again, including its conversions, in JSON values.
-#
-# Nothing stored is run as code: a description names one of our networks and its options, and lists which layers
-# were rewritten by which scheme. A network that is not ours is built by its owner, and rewritten as listed.
+# A description says in JSON how to build a network again. Nothing stored is run as code: it names one of our
+# networks and its options, and lists which layers were rewritten by which scheme. A network that is not ours is
+# built by its owner, and rewritten as listed.
 
 
 def rebuild_options(model: nn.Module) -> dict[str, Any]:
@@ -128,20 +116,19 @@ def with_classes(network: nn.Module, classes: int) -> nn.Module:
     >>> with_classes(build_network("nin", num_classes=100, width=0.1), 2).config["num_classes"]
     2
     """
-    fresh, other = (_built_for(network, number) for number in (classes, 2 * classes))
+
+    def built_for(number: int) -> nn.Module:
+        description = rebuild_options(network)
+        if isinstance(config := description["model"], dict):
+            config["num_classes"] = number
+        return rebuild(description)
+
+    fresh, other = built_for(classes), built_for(2 * classes)
     new, resized = fresh.state_dict(), other.state_dict()
     # The last layer is what has another shape for another number of classes.
     kept = {name: known for name, known in network.state_dict().items() if new[name].shape == resized[name].shape}
     fresh.load_state_dict(new | kept)
     return fresh
-
-
-def _built_for(network: nn.Module, classes: int) -> nn.Module:
-    """One of our networks built again, with fresh weights."""
-    description = rebuild_options(network)
-    if isinstance(config := description["model"], dict):
-        config["num_classes"] = classes
-    return rebuild(description)
 
 
 def rewrite_again(model: nn.Module, conversion: Mapping[str, object]) -> nn.Module:
@@ -167,7 +154,8 @@ def run_entry(model: nn.Module) -> dict[str, Any]:
         return config or {"name": name, "class": found["class"]}
     schemes = dict.fromkeys(str(row["scheme"]).partition("(")[0] for row in changed)
     told = {"name": "+".join((name, *schemes)), "base": name, "config": config, "class": found["class"]}
-    return told | _only(found)
+    rows = [{"name": row["name"], "scheme": row["scheme"]} for row in changed]  # enough to repeat the conversion
+    return told | {"conversion": {"changed": rows}}
 
 
 def entry_description(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,21 +172,12 @@ def entry_description(entry: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _only(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of each change that repeats it; the rest is for reports."""
-    rows = [{"name": row["name"], "scheme": row["scheme"]} for row in found["conversion"]["changed"]]
-    return {"conversion": {"changed": rows}}
-
-
 def _schemes(conversion: object) -> dict[str, Scheme]:
     changed = conversion.get("changed") if isinstance(conversion, Mapping) else None
-    if not isinstance(changed, Sequence) or not all(_is_change(row) for row in changed):
+    rows: Sequence[Any] = changed if isinstance(changed, Sequence) else [None]
+    if not all(isinstance(row, Mapping) and {"name", "scheme"} <= row.keys() for row in rows):
         raise LowRankError("a stored conversion lists the layers that it changed, each with its scheme.")
-    return {str(row["name"]): parse_scheme(str(row["scheme"])) for row in changed}
-
-
-def _is_change(row: object) -> bool:
-    return isinstance(row, Mapping) and {"name", "scheme"} <= row.keys()
+    return {str(row["name"]): parse_scheme(str(row["scheme"])) for row in rows}
 
 
 def _ours(description: Mapping[str, Any]) -> nn.Module:
@@ -217,8 +196,6 @@ def _ours(description: Mapping[str, Any]) -> nn.Module:
         name = str(config.get("name"))[:60]
         raise LowRankError(f"the stored options of {name} are not those of a network.") from error
 
-
-# Dense twins: the dense network that a low-rank one is compared with, and its cost.
 
 _BASELINES = ("vgg11-gmp", "vgg11", "googlenet", "nin", "resnet18-small", "resnet18", "airbench")
 """Dense networks; where one's name begins with another's, the longer comes first."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError, check_number
 from lowrank_cnn.core.notes import note, notes
 from lowrank_cnn.method.schemes import Scheme, build_conv, parse_scheme
 
@@ -46,20 +46,15 @@ class Options:
 
     def __post_init__(self) -> None:
         for label, most in LARGEST.items():
-            value = getattr(self, label)
-            unset = label == "image_size" and value is None
-            if not unset and (not isinstance(value, int) or value < 1):
-                raise LowRankError(f"{label} must be a positive whole number, not {value!r}.")
-            if value is not None and value > most:
-                raise LowRankError(f"{label} is at most {most:,}, not {value:,}.")
-        if not isinstance(self.width, int | float) or not 0 < self.width <= WIDEST:
-            raise LowRankError(f"width must be positive and at most {WIDEST}, not {self.width!r}.")
+            if label != "image_size" or self.image_size is not None:
+                check_number(label, getattr(self, label), least=1, most=most, whole=True)
+        check_number("width", self.width, above=0, most=WIDEST)
+        if self.dropout is not None:
+            check_number("dropout", self.dropout, least=0, below=1)
         if self.norm not in (None, "batch"):
             raise LowRankError(f"norm is None or 'batch', not {self.norm!r}.")
         if self.pool not in (None, "average"):
             raise LowRankError(f"pool is None (the paper's maximum) or 'average', not {self.pool!r}.")
-        if self.dropout is not None and not (isinstance(self.dropout, int | float) and 0 <= self.dropout < 1):
-            raise LowRankError(f"dropout is a share from 0 to below 1, not {self.dropout!r}.")
         if self.scheme is not None:
             parse_scheme(self.scheme)
 

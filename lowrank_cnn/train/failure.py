@@ -191,15 +191,24 @@ class StopRequest:
             print(f"\n{told}", file=sys.stderr, flush=True)
 
     def _answer(self, signals: socket.socket) -> None:
+        """Read the numbers of signals until the run is over; stay open, since Python writes each of them here."""
+        first = 0
         with signals:
-            number = next((code for code in iter(lambda: signals.recv(1), b"") if code[0] in _STOP_SIGNALS), b"")
-        if not number:
-            return  # the run is over
-        self._announce()
-        while not self._over.wait(PATIENCE_SECONDS) and _MAY_END_PROCESS:
-            if words := self.farewell():
-                print(words, file=sys.stderr, flush=True)
-                os._exit(128 + number[0])
+            while not self._over.is_set():
+                try:
+                    if not (code := signals.recv(1)):
+                        return
+                except TimeoutError:
+                    if _MAY_END_PROCESS and (words := self.farewell()):
+                        print(words, file=sys.stderr, flush=True)
+                        os._exit(128 + first)
+                    continue
+                if first and code[0] == signal.SIGINT and _MAY_END_PROCESS:
+                    os._exit(128 + signal.SIGINT)
+                if not first and code[0] in _STOP_SIGNALS:
+                    first = code[0]
+                    self._announce()
+                    signals.settimeout(PATIENCE_SECONDS)
 
 
 @contextlib.contextmanager

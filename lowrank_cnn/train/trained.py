@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lowrank_cnn.core.environment import is_out_of_memory
 from lowrank_cnn.core.errors import LowRankError, first_line
-from lowrank_cnn.core.graph_files import open_graph
 from lowrank_cnn.core.notes import TrainingCard, note, notes
 from lowrank_cnn.data import Augment, Data, Preprocess, Standardize, preprocess_from_dict
 from lowrank_cnn.data.own import AsGiven
@@ -120,7 +119,9 @@ def load_checkpoint(
     """
     path = resolve(path)
     if path.is_file() and path.suffix not in ("", ".json", ".safetensors"):
-        return _described(carried_by(open_graph(path, trusted=trusted)), path)
+        from lowrank_cnn.deploy.export import load  # deploy builds on train: imported only for such a file
+
+        return _described(carried_by(load(path, trusted=trusted)), path)
     if is_exported(path):
         return _described(trained_of(read_weights(path, into=network)), path)
     checkpoint = _read(path, best)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import inspect
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,6 +48,12 @@ def ending_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
     return app.run([])
 
 
+def raised_by(call: Callable[[], object]) -> Exception:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        call()
+    return caught.value
+
+
 @pytest.mark.parametrize(
     ("error", "code", "told"),
     [
@@ -54,6 +64,13 @@ def ending_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
             "lowrank: there: No such file or directory.",
         ),
         (MemoryError(), 2, "not enough memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 2, "memory"),
+        (OSError(24, "Too many open files", "a.png"), 2, "too many files are open: use fewer --workers"),
+        (RuntimeError("Too many open files. Communication with the workers is no longer possible."), 2, "ulimit"),
+        (raised_by(lambda: json.loads("[" * 100_000)), 2, "nested too deeply"),
+        (raised_by(lambda: tomllib.loads("a = " + "[" * 100_000)), 2, "nested too deeply"),
+        (raised_by(lambda: "cat\ud800".encode()), 2, "'cat\\ud800' holds half of a surrogate pair"),
+        (raised_by(lambda: list(csv.reader(["a" * 200_000]))), 2, "a table cannot be read (field larger than"),
         (KeyboardInterrupt(), 130, ""),
         (typer.Exit(143), 143, ""),
     ],
@@ -63,9 +80,10 @@ def test_how_a_command_ends(error, code, told, monkeypatch, capsys):
     assert told in capsys.readouterr().err
 
 
-def test_a_fault_of_ours_is_not_hidden(monkeypatch):
-    with pytest.raises(ZeroDivisionError):
-        ending_with(ZeroDivisionError(), monkeypatch)
+@pytest.mark.parametrize("fault", [ZeroDivisionError, RecursionError])
+def test_a_fault_of_ours_is_not_hidden(monkeypatch, fault):
+    with pytest.raises(fault):
+        ending_with(fault(), monkeypatch)
 
 
 def test_usage_errors_are_shown_with_code_two(capsys):

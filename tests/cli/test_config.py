@@ -66,6 +66,7 @@ def test_a_recipe_is_named_in_the_file(lowrank, tmp_path, text):
     ("text", "says"),
     [
         ("model = ", "is not TOML or JSON"),
+        ("model = " + "[" * 10_000, "is not TOML or JSON: maximum recursion depth"),
         ("recipe = 3", "a table .recipe."),
         ("widht = 2", "sets 'widht', which is no option: did you mean width"),
         ("config = 'x'", "sets 'config', which is no option"),

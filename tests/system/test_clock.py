@@ -35,9 +35,9 @@ def test_the_least_time_may_be_taken_in_place_of_the_median(monkeypatch):
 
 def test_a_spent_budget_leaves_three_runs():
     assert measure({"a": lambda: None}, repeats=15, budget=0.0)["a"].runs == 3
-    with pytest.raises(LowRankError, match="1,000,000 runs at most, not of 1,000,000,000"):
+    with pytest.raises(LowRankError, match="at most 1,000,000, not 1,000,000,000"):
         measure({"a": lambda: None}, repeats=10**21)
-    with pytest.raises(LowRankError, match="at least 3 runs, not 2"):
+    with pytest.raises(LowRankError, match="at least 3 and at most 1,000,000, not 2"):
         measure({"a": lambda: None}, repeats=2)
 
 
@@ -49,7 +49,10 @@ def test_threads_are_put_back():
     with torch_threads(None):
         assert torch.get_num_threads() == before
     for threads in (0, -1, 10**6, 10**21):
-        with pytest.raises(LowRankError, match=f"between 1 and 1024, not at {threads}"), torch_threads(threads):
+        with (
+            pytest.raises(LowRankError, match=f"threads must be .* at most 1,024, not {threads:,}"),
+            torch_threads(threads),
+        ):
             pytest.fail("entered")
 
 
