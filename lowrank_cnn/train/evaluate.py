@@ -30,10 +30,9 @@ from lowrank_cnn.method.select import check_values
 from lowrank_cnn.train.distributed import resolve_device
 from lowrank_cnn.train.failure import lost_process_as_user_error
 from lowrank_cnn.train.inputs import check_network, evaluation_batch, input_size, open_for, preprocessing
-from lowrank_cnn.train.loop import Position
 from lowrank_cnn.train.objective import ranking
 from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.run_folder import CheckpointStore, DamagedCheckpointError, read_state
+from lowrank_cnn.train.run_folder import CheckpointStore, DamagedCheckpointError, Position, read_state
 from lowrank_cnn.train.score import Evaluation, check_fits, score
 from lowrank_cnn.train.short_runs import averaged_views
 from lowrank_cnn.train.trained import Trained, carried_by, load_checkpoint, load_pretrained

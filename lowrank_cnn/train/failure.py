@@ -25,7 +25,7 @@ from lowrank_cnn.core.text import counted
 from lowrank_cnn.train.distributed import generator_states, restore_generators
 
 if TYPE_CHECKING:
-    from lowrank_cnn.train.loop import Position
+    from lowrank_cnn.train.run_folder import Position
 
 
 PATIENCE_SECONDS = 1.5

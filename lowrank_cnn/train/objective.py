@@ -172,9 +172,3 @@ def balanced_weights(labels: Tensor, classes: int) -> Tensor:
     present = counts > 0
     weights = torch.where(present, len(labels) / (present.sum() * counts.clamp_min(1)), 0.0)
     return weights.float()
-
-
-
-
-
-

@@ -21,7 +21,8 @@ from lowrank_cnn.train.failure import (
     told_out_of_memory,
     way_back,
 )
-from lowrank_cnn.train.loop import Position, RunState
+from lowrank_cnn.train.loop import Trainer
+from lowrank_cnn.train.run_folder import Position
 
 
 class Explode(nn.Module):
@@ -107,14 +108,14 @@ def test_what_was_saved_within_an_epoch_is_not_taken_back_to_its_start(driver, t
 
 
 def test_on_a_full_disk_what_was_saved_before_stands(driver, tmp_path, monkeypatch):
-    write = RunState._write
+    write = Trainer._write
 
     def full(self, directory, tensors):
         if self.epoch_end and tensors is self.epoch_end:
             raise LowRankError("the disk is full")
         write(self, directory, tensors)
 
-    monkeypatch.setattr(RunState, "_write", full)
+    monkeypatch.setattr(Trainer, "_write", full)
     assert "Only the state before any training is saved" in diverge(driver, tmp_path, burns_at=8)
 
 
