@@ -41,7 +41,7 @@ from lowrank_cnn.train.distributed import (
     seed_generators,
     sum_over_processes,
 )
-from lowrank_cnn.train.failure import lost_process_as_user_error, told_out_of_memory
+from lowrank_cnn.train.failure import lost_process_as_user_error, oom_as_user_error
 from lowrank_cnn.train.inputs import Inputs, augmentation, check_network, input_size, make_inputs, open_for
 from lowrank_cnn.train.int8 import ranges_of, trained_in_int8
 from lowrank_cnn.train.loop import Callback, Trainer
@@ -177,7 +177,7 @@ def fit(
         keep_threads(saved.state.get("conditions", {}) if saved else {})
         seed_generators(seed, fabric.global_rank)
         model.to(fabric.device)
-        with told_out_of_memory(recipe.batch_size, fabric.device), batch_norm_over_all(fabric, model, shown.say):
+        with oom_as_user_error(recipe.batch_size, fabric.device), batch_norm_over_all(fabric, model, shown.say):
             size = input_size(data.test, augmentation(recipe))
             # Before images are prepared, which takes memory.
             check_memory(model, data, recipe, size, fabric.device)

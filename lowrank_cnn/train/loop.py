@@ -40,14 +40,14 @@ from lowrank_cnn.train.failure import (
     StoppedWithin,
     StopRequest,
     all_finite,
-    farewell,
     first_not_finite,
+    resume_hint,
+    stop_message,
     stopping_within,
-    way_back,
 )
 from lowrank_cnn.train.inputs import Inputs
 from lowrank_cnn.train.objective import Objective
-from lowrank_cnn.train.optimizers import LevelOff, freeze_parameters, in_evaluation, learning_rate, replayed_drops
+from lowrank_cnn.train.optimizers import LevelOff, freeze_parameters, in_evaluation, learning_rate
 from lowrank_cnn.train.progress import Progress
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.record import Epoch, Record
@@ -159,8 +159,8 @@ class Trainer:
 
     def _rate(self, iteration: int) -> float:
         """The learning rate of an iteration, divided as often as accuracy levelled off or the recipe says."""
-        replayed = replayed_drops(self.recipe.drop_epochs, self.position.epoch)
-        drops = replayed if self.recipe.drop_epochs else len(self.levels.drops)
+        stated = sum(at <= self.position.epoch for at in self.recipe.drop_epochs)
+        drops = stated if self.recipe.drop_epochs else len(self.levels.drops)
         return learning_rate(self.recipe, iteration, per_epoch=self.per_epoch, drops=drops)
 
     def _look_around(self, stop: StopRequest) -> None:
@@ -174,7 +174,7 @@ class Trainer:
         if wish:
             self.save()
         if wish == 2:
-            raise Interrupted(self._farewell())
+            raise Interrupted(self._stop_message())
 
     def _finish_epoch(self) -> None:
         """Evaluate, decide on the learning rate, and move on to the next epoch."""
@@ -272,7 +272,7 @@ class Trainer:
             where = first_not_finite(self.network, images)
         raise NotFiniteError(
             f"the loss is not finite at {place}; the first thing that is not: {where}. "
-            f"{way_back(self.saved, self.recipe.epochs)}"
+            f"{resume_hint(self.saved, self.recipe.epochs)}"
         )
 
     @contextlib.contextmanager
@@ -281,7 +281,7 @@ class Trainer:
         if self.fabric.device.type != "cpu" or self.fabric.world_size > 1:
             yield
             return
-        stop.farewell = self._farewell_if_saved
+        stop.stop_message = self._stop_message_if_saved
         try:
             with stopping_within(self.network, stop):
                 yield
@@ -289,14 +289,14 @@ class Trainer:
             if self.step_start:
                 self.step_start.restore()
             self.save()
-            raise Interrupted(self._farewell()) from stopped
+            raise Interrupted(self._stop_message()) from stopped
 
-    def _farewell(self) -> str:
-        return farewell(self.position, self.directory and self.directory.path)
+    def _stop_message(self) -> str:
+        return stop_message(self.position, self.directory and self.directory.path)
 
-    def _farewell_if_saved(self) -> str | None:
+    def _stop_message_if_saved(self) -> str | None:
         """The last words, if all steps that are done are on disk; an evaluation since then can be repeated."""
-        return self._farewell() if self.saved and self._steps(self.saved) == self.iteration else None
+        return self._stop_message() if self.saved and self._steps(self.saved) == self.iteration else None
 
     def save(self) -> None:
         """Write a checkpoint of all processes. A state that is not finite never replaces one that is."""

@@ -1,4 +1,9 @@
-"""The directory of a run: its recipe, record and checkpoints, and the rules for resuming it."""
+"""The directory of a run: its recipe, record and checkpoints, and the rules for resuming it.
+
+A checkpoint is a pair of files. `step-00000120.safetensors` holds the tensors; `step-00000120.json` holds the
+rest, the checksum of the tensors, and its own. The JSON file is written last, so a complete pair was written to
+the end. The two most recent pairs are kept, and the best one. Reading them runs no code.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +39,6 @@ from lowrank_cnn.data import Data
 from lowrank_cnn.models.build import entry_description
 from lowrank_cnn.train.recipe import Recipe, differences, in_words
 from lowrank_cnn.train.record import Record, load_record
-
-# Checkpoints: written whole or not at all, verified by checksum, read without running code.
-#
-# A checkpoint is a pair of files. `step-00000120.safetensors` holds the tensors; `step-00000120.json` holds
-# everything else, the checksum of the tensors, and its own. The JSON file is written last, so a pair that is
-# complete was written to the end. The two most recent pairs are kept, and the best one.
 
 FORMAT = "lowrank-cnn checkpoint 1"
 KEEP = 2
@@ -315,19 +314,18 @@ def _status(path: Path) -> str | None:
 
 def _is_of_run(record: Record, checkpoint: Checkpoint) -> bool:
     """Whether a record and a checkpoint are of one run: the same network, data and seed, and the same epochs."""
-    same = _differing(vars(record), checkpoint.state) == []
+    same = not _differing(vars(record), checkpoint.state)
     return same and record.history == checkpoint.state["position"]["history"]
 
 
 def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to go on with another network, data set or seed than the run was started with."""
-    then, wanted, differing = _identity(before), _identity(now), _differing(before, now)
-    if IMAGES in differing and len(differing) == 1:
+    differing = _differing(before, now)
+    if list(differing) == [IMAGES]:
         raise _other_images(before["data"]["name"], "their names, sizes or contents have changed")
-    if differing := _telling(differing):
-        started = " and ".join(f"the {what} {_short(_value(then, what))}" for what in differing)
-        offered = " and ".join(_short(_value(wanted, what)) for what in differing)
-        raise _other_run(started, offered)
+    if told := _telling(list(differing)):
+        started = " and ".join(f"the {what} {_short(differing[what][0])}" for what in told)
+        raise _other_run(started, " and ".join(_short(differing[what][1]) for what in told))
 
 
 def check_same_images(data: Data, checkpoint: Checkpoint, say: Callable[[str], None]) -> None:
@@ -353,7 +351,7 @@ def _other_images(name: str, why: str) -> LowRankError:
 
 
 def _telling(differing: list[str]) -> list[str]:
-    """Without what follows from other differences, and with the first of all layers and of all classes."""
+    """The differences to report: none that follows from another, one layer at most, and one class at most."""
     implied = (IMAGES,) if len(differing) > 1 else ()
     implied += ("network's ", _LAYER) if "network" in differing else ()
     implied += (_CLASS,) if CLASSES in differing else ()
@@ -365,12 +363,16 @@ def _telling(differing: list[str]) -> list[str]:
     return list(told.values())
 
 
-def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What the two differ in. Runs of older versions have no digest of their images, and are not judged by it."""
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The facts in which two runs differ, as name: (before, now). A digest that is not known is not compared."""
     then, wanted = _identity(before), _identity(now)
-    found = [what for what in then | wanted if _value(then, what) != _value(wanted, what)]
-    known = then[IMAGES] is not None and wanted[IMAGES] is not None
-    return [what for what in found if what != IMAGES or known]
+    differing: dict[str, tuple[Any, Any]] = {}
+    for what in then | wanted:
+        missing = "dense" if what.startswith(_LAYER) else None  # a layer that was not rewritten is dense
+        pair = then.get(what, missing), wanted.get(what, missing)
+        if pair[0] != pair[1] and not (what == IMAGES and None in pair):
+            differing[what] = pair
+    return differing
 
 
 def _identity(about: Mapping[str, Any]) -> dict[str, Any]:
@@ -393,11 +395,6 @@ def _identity(about: Mapping[str, Any]) -> dict[str, Any]:
         IMAGES: data.get("digest"),
         "seed": about["seed"],
     }
-
-
-def _value(identity: Mapping[str, Any], what: str) -> Any:
-    """A fact; a layer that was not rewritten is dense."""
-    return identity.get(what, "dense" if what.startswith(_LAYER) else None)
 
 
 def _other_run(started: str, offered: str) -> LowRankError:
