@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -125,28 +126,17 @@ def dropout_before_batch_norm(
     def enters(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs.append((first_input(args, kwargs).grad_fn, names[module]))
 
-    hooks = [dropout.register_forward_hook(leaves) for dropout in dropouts]
-    hooks += [norm.register_forward_pre_hook(enters, with_kwargs=True) for norm in norms]
     try:
-        return _first_reached(inputs, outputs) if _runs_in_training(model, size) else []
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _runs_in_training(model: nn.Module, size: InputSize) -> bool:
-    """Run two images as in training, and leave the model and the random generators as they were."""
-    try:
-        with unchanged(model), torch.enable_grad():
+        with contextlib.ExitStack() as hooks, unchanged(model), torch.enable_grad():
+            for dropout in dropouts:
+                hooks.enter_context(dropout.register_forward_hook(leaves))
+            for norm in norms:
+                hooks.enter_context(norm.register_forward_pre_hook(enters, with_kwargs=True))
             # Noise: black images would make batch norms divide by nothing.
             images = blank(size, next(model.parameters()).device, batch=2)
             call(model.train(), images if is_example(size) else torch.rand_like(images, requires_grad=True))
     except (RuntimeError, TypeError, ValueError):  # training says what is wrong with a network that cannot run
-        return False
-    return True
-
-
-def _first_reached(inputs: list[tuple[Any, str]], outputs: dict[Any, str]) -> list[tuple[str, str]]:
+        return []
     found: dict[str, str] = {}
     for node, norm in inputs:
         for dropout in (outputs[past] for past in upstream([node]) if past in outputs):
@@ -160,15 +150,13 @@ def rounding_remarks(model: nn.Module, recipe: Recipe, size: InputSize) -> list[
         return []
     pools = [module for module in model.modules() if isinstance(module, nn.AvgPool2d | nn.AdaptiveAvgPool2d)]
     calls, by_module = _PoolCalls(), []
-    hooks = [pool.register_forward_hook(lambda pool, *_: by_module.append(pool)) for pool in pools]
     try:
-        with unchanged(model, evaluating=True), torch.no_grad(), calls:
+        with contextlib.ExitStack() as hooks, unchanged(model, evaluating=True), torch.no_grad(), calls:
+            for pool in pools:
+                hooks.enter_context(pool.register_forward_hook(lambda pool, *_: by_module.append(pool)))
             call(model, blank(size, next(model.parameters()).device, batch=2))
     except (RuntimeError, ValueError):  # training says what is wrong with a network that cannot run
         return []
-    finally:
-        for hook in hooks:
-            hook.remove()
     if calls.number <= len(by_module):
         return []
     return [
@@ -189,14 +177,12 @@ class _PoolCalls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# Estimate the memory of a run before it starts: a process that takes too much is killed without a message.
-
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 
 
 def check_memory(network: nn.Module, data: Data, recipe: Recipe, size: InputSize, device: torch.device) -> None:
-    """Refuse a run that cannot fit, with the size of its images and what would make it fit."""
+    """Refuse a run that cannot fit: a process that takes too much memory is killed without a message."""
     free = free_memory(device)
     if free is None:
         return
@@ -237,16 +223,14 @@ def map_bytes(network: nn.Module, size: InputSize) -> int:
     channels, height, width = (0, 0, 0) if several else checked_size(size)
     shrink = max(1, min(height, width) // 128)
     layers = [module for module in network.modules() if not list(module.children())]
-    hooks = [layer.register_forward_hook(add) for layer in layers]
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
     try:
-        with unchanged(network, evaluating=True):
+        with contextlib.ExitStack() as hooks, unchanged(network, evaluating=True):
+            for layer in layers:
+                hooks.enter_context(layer.register_forward_hook(add))
             call(network, blank(size if several else (channels, height // shrink, width // shrink), device))
     except Exception:  # a network for one size: the check that follows says what is wrong, if anything
         return 0
-    finally:
-        for hook in hooks:
-            hook.remove()
     return total * shrink * shrink
 
 

@@ -185,18 +185,17 @@ def agree_on(fabric: Fabric, wish: int) -> int:
     return max(int(other) for other in gather_tensors(fabric, torch.tensor([wish])))
 
 
-# What the last bits of a result depend on: random generators, and the order in which numbers are added.
-#
-# Training is bit-identical when it is repeated or resumed on one CPU with the same number of threads. Another
-# number of threads or processes, or another device, adds the same numbers in another order. A run therefore
-# records these conditions, and `repeatable` makes it keep them. Checkpoints hold the state of every generator.
-
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _RANK_STRIDE = 1_000_003  # keeps the processes' streams apart, and apart from those of neighbouring seeds
 
 
 def conditions(fabric: Fabric) -> dict[str, Any]:
-    """The conditions of this process that a result depends on in its last bits, by name."""
+    """The conditions of this process that a result depends on in its last bits, by name.
+
+    Training is bit-identical when it is repeated or resumed on one CPU with the same number of threads. Another
+    number of threads or processes, or another device, adds the same numbers in another order. A run therefore
+    records these conditions, and `repeatable` makes it keep them.
+    """
     device = fabric.device
     return {
         "threads": torch.get_num_threads(),

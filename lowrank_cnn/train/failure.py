@@ -25,7 +25,7 @@ from lowrank_cnn.core.text import counted
 from lowrank_cnn.train.distributed import generator_states, restore_generators
 
 if TYPE_CHECKING:
-    from lowrank_cnn.train.loop import Position
+    from lowrank_cnn.train.run_folder import Position
 
 
 PATIENCE_SECONDS = 1.5
@@ -67,13 +67,11 @@ def first_not_finite(network: nn.Module, images: Any) -> str:
             found.append(f"the output of layer {name!r} ({type(module).__name__})")
 
     # A hook runs when its module is done: an inner layer is named before the block around it.
-    hooks = [module.register_forward_hook(partial(look, name)) for name, module in network.named_modules() if name]
-    try:
-        with torch.no_grad():
-            call(network, images)
-    finally:
-        for handle in hooks:
-            handle.remove()
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for name, module in network.named_modules():
+            if name:
+                hooks.enter_context(module.register_forward_hook(partial(look, name)))
+        call(network, images)
     return found[0] if found else "a gradient, behind layers whose outputs are all finite"
 
 
@@ -84,7 +82,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 @contextlib.contextmanager
-def told_out_of_memory(batch_size: int, device: torch.device) -> Iterator[None]:
+def oom_as_user_error(batch_size: int, device: torch.device) -> Iterator[None]:
     """Turn an out-of-memory error, on any device, into a sentence with the batch size that failed."""
     try:
         yield
@@ -118,7 +116,7 @@ def lost_process_as_user_error() -> Iterator[None]:
         raise
 
 
-def way_back(saved: Position | None, epochs: int) -> str:
+def resume_hint(saved: Position | None, epochs: int) -> str:
     """How to continue a run whose numbers are no longer finite, from what was saved."""
     if saved is None:
         return "Nothing is saved: start anew with a smaller --lr."
@@ -128,7 +126,7 @@ def way_back(saved: Position | None, epochs: int) -> str:
     return f"What is saved is {state}: go on from there with --resume and a smaller --lr."
 
 
-def farewell(position: Position, directory: Path | None) -> str:
+def stop_message(position: Position, directory: Path | None) -> str:
     """The position of a run that was asked to stop, and how to resume it."""
     where = f"Stopped in epoch {position.epoch + 1}, after batch {position.batch}"
     if directory is None:
@@ -141,13 +139,13 @@ class StopRequest:
 
     Python handles signals in the main thread, between two operations, of which one can take many seconds on a CPU.
     Another thread therefore gives the answer. In a process that may end (`may_end_process`) it also ends it, as
-    soon as `farewell` returns the last words: all is saved then. Outside the main thread this does nothing.
+    soon as `stop_message` returns the last words: all is saved then. Outside the main thread this does nothing.
     """
 
     def __init__(self) -> None:
         self.received = False
         self.signal: int = signal.SIGINT
-        self.farewell: Callable[[], str | None] = lambda: None
+        self.stop_message: Callable[[], str | None] = lambda: None
         self._second: Any = signal.default_int_handler
         self._over, self._unannounced = threading.Event(), [True]
 
@@ -169,8 +167,8 @@ class StopRequest:
         threading.Thread(target=self._answer, args=(ours,), name="Ctrl-C", daemon=True).start()
         try:
             yield self
-        except Interrupted as farewell:
-            farewell.signal = self.signal
+        except Interrupted as interrupted:
+            interrupted.signal = self.signal
             raise
         finally:
             for number, handler in before.items():
@@ -199,7 +197,7 @@ class StopRequest:
                     if not (code := signals.recv(1)):
                         return
                 except TimeoutError:
-                    if _MAY_END_PROCESS and (words := self.farewell()):
+                    if _MAY_END_PROCESS and (words := self.stop_message()):
                         print(words, file=sys.stderr, flush=True)
                         os._exit(128 + first)
                     continue
@@ -258,11 +256,9 @@ def stopping_within(network: nn.Module, stop: StopRequest) -> Iterator[None]:
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(check)
 
-    layers = [module for module in network.modules() if not list(module.children())]
-    hooks = [layer.register_forward_pre_hook(check) for layer in layers]
-    hooks += [layer.register_forward_hook(check_backward) for layer in layers]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for layer in network.modules():
+            if not list(layer.children()):
+                hooks.enter_context(layer.register_forward_pre_hook(check))
+                hooks.enter_context(layer.register_forward_hook(check_backward))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

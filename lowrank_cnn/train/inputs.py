@@ -168,7 +168,7 @@ def _check_batch(recipe: Recipe, images: int, all_images: int) -> None:
 
 
 def _check_several(recipe: Recipe) -> None:
-    """Refuse what is done to images where a network takes several inputs: nothing says which of them is one."""
+    """Reject augmentation for multi-input networks."""
     unused = {"mixup": 0, "cutmix": 0, "whiten_first": False, "test_mirror": False, "test_shift": 0}
     for name, value in {**unused, "accumulate": 1, "quantize": "none"}.items():
         if getattr(recipe, name) != value:
@@ -239,9 +239,6 @@ def image_size(split: Split, augment: Augment) -> tuple[int, int, int]:
     if split.size is None:
         raise LowRankError("this is for networks of one image, and an item of the data has several inputs.")
     return split.size
-
-
-# Data as `fit` takes it: a `Data`, a path, or a Dataset or DataLoader of the user's own.
 
 
 def open_for(network: nn.Module, data: Any, recipe: Recipe, *, classes: Sequence[str] = ()) -> Data:

@@ -1,7 +1,8 @@
-"""The training loop. It reads from top to bottom: a run, its epochs, their steps, and what happens between them.
+"""The training loop. It reads from top to bottom: a run, its epochs, their steps, what happens between them, and
+what a run saves to continue later from any step.
 
-`fit` prepares everything that the loop needs: batches (`inputs`), the update of the weights (`step`), and the
-fastest way to run it (`execution`). A run can stop after any step and continue later (`state`).
+`fit` prepares everything that the loop needs: batches (`inputs`), the update of the weights and the fastest way to
+run it (`step`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -21,9 +22,9 @@ from lowrank_cnn.core.compare import tensors_of
 from lowrank_cnn.core.environment import is_out_of_memory, room
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.modules import call
-from lowrank_cnn.core.text import counted
 from lowrank_cnn.train.distributed import (
     agree_on,
+    changed_conditions,
     conditions,
     copy_from_first,
     gather_objects,
@@ -39,18 +40,18 @@ from lowrank_cnn.train.failure import (
     StoppedWithin,
     StopRequest,
     all_finite,
-    farewell,
     first_not_finite,
+    resume_hint,
+    stop_message,
     stopping_within,
-    way_back,
 )
 from lowrank_cnn.train.inputs import Inputs
 from lowrank_cnn.train.objective import Objective
-from lowrank_cnn.train.optimizers import LevelOff, freeze_parameters, in_evaluation, learning_rate, replayed_drops
+from lowrank_cnn.train.optimizers import LevelOff, freeze_parameters, in_evaluation, learning_rate
 from lowrank_cnn.train.progress import Progress
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.record import Epoch, Record
-from lowrank_cnn.train.run_folder import Checkpoint, RunDirectory
+from lowrank_cnn.train.run_folder import Checkpoint, Position, RunDirectory, recipe_changes
 from lowrank_cnn.train.score import Evaluation, LossEvaluation, score, score_by_loss
 from lowrank_cnn.train.short_runs import averaged_views
 from lowrank_cnn.train.step import StepBuilder, Tally, TrainingStep, copy_into, is_optional
@@ -58,163 +59,8 @@ from lowrank_cnn.train.step import StepBuilder, Tally, TrainingStep, copy_into, 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-# The state of a run: how far it is, and everything that a checkpoint saves and restores.
-
 ABOUT = ("model", "recipe", "data", "seed", "processes")
 """Fields of the record that a checkpoint holds too: by them, another run is not resumed from it."""
-
-
-@dataclass
-class Position:
-    """How far a run has come: `epoch` epochs are done, and `batch` batches of the next."""
-
-    epoch: int = 0
-    batch: int = 0
-    stopped: bool = False
-    epoch_seconds: float = 0.0
-    best_epoch: int = 0
-    best_accuracy: float = -1.0
-    history: list[dict[str, Any]] = field(default_factory=list)
-    changes: list[dict[str, Any]] = field(default_factory=list)
-
-    def done(self, epochs: int) -> bool:
-        """Whether a run of this many epochs is complete."""
-        return self.stopped or self.epoch >= epochs
-
-    def told(self, epochs: int) -> str:
-        """The position in words, as in "the state after 3 of 10 epochs"."""
-        batches = counted(self.batch, "batch")
-        if not self.epoch:
-            return (
-                f"after {batches} of the first of {counted(epochs, 'epoch')}"
-                if self.batch
-                else "before any training"
-            )
-        rest = f" and {batches} of the next" if self.batch else ""
-        return f"after {self.epoch} of {counted(epochs, 'epoch')}{rest}"
-
-
-@dataclass
-class RunState:
-    """What a run saves in its directory and restores: position, tensors, generators, best weights, record.
-
-    `saved` is the position of the last checkpoint. `epoch_end` is a copy of the tensors at the end of the last
-    epoch, for a run that fails before its next save. It stays on the device, where copying is fast, and is made
-    only if there is ample memory. Without a directory nothing is saved.
-    """
-
-    fabric: Fabric
-    step: TrainingStep
-    inputs: Inputs
-    record: Record
-    levels: LevelOff
-    directory: RunDirectory | None = None
-    position: Position = field(default_factory=Position)
-    saved: Position | None = None
-    unsaved_best: dict[str, Tensor] = field(default_factory=dict)
-    epoch_end: dict[str, Tensor] = field(default_factory=dict)
-
-    def iteration(self, position: Position | None = None) -> int:
-        """Steps taken so far, or up to another position."""
-        at = position or self.position
-        return at.epoch * len(self.inputs.train) + at.batch
-
-    def hold_best(self) -> None:
-        """Remember the weights as they are now; the next save writes them."""
-        if self.directory is not None:
-            self.unsaved_best = {name: t.clone() for name, t in self.step.weights.items()}
-
-    def hold_epoch(self) -> None:
-        """Remember the state of all processes at the end of an epoch; writing it each time would take too long."""
-        if self.directory is None:
-            return
-        self.epoch_end = {}  # free the copy of the epoch before
-        tensors = self._tensors()
-        if self.fabric.is_global_zero and sum(t.nbytes for t in tensors.values()) < room(self.fabric.device) / 4:
-            try:
-                self.epoch_end = {name: t.detach().clone() for name, t in tensors.items()}
-            except RuntimeError as error:  # fragmented memory, for example: a run can do without the copy
-                if not is_out_of_memory(error):
-                    raise
-
-    def save(self) -> None:
-        """Write the state of all processes."""
-        if self.directory is not None:
-            self.share_findings()
-            self._write(self.directory, self._tensors())
-
-    def save_epoch_end(self) -> None:
-        """Write the state at the end of the last epoch, which was finite, unless something newer is saved."""
-        if self.directory is None or self.saved is None or self.saved.epoch == self.position.epoch:
-            return
-        if self.fabric.is_global_zero and not self.epoch_end:  # there was no memory for it
-            return
-        self.position.batch, self.position.epoch_seconds = 0, 0.0
-        with contextlib.suppress(LowRankError):  # on a full disk, the checkpoint before stays the last
-            self._write(self.directory, self.epoch_end)
-
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint, with the generators of this process."""
-        # A run that goes on in another precision starts with a fresh loss scale, or fresh ranges of int8.
-        known = [name for name in self.step.tensors() if name in checkpoint.tensors or not is_optional(name)]
-        copy_into(self.step.tensors(), {name: checkpoint.tensors[name] for name in known})
-        if self.fabric.global_rank:
-            self.step.sums.zero_()  # the first process continues with the sums of all
-        if states := checkpoint.part(f"random.{self.fabric.global_rank}"):
-            restore_generators(states, self.fabric.device)
-        self.position = Position(**checkpoint.state["position"])
-        self.levels.restore(checkpoint.state["levels"])
-        self.saved = replace(self.position)
-
-    def update_record(self) -> None:
-        """Bring the record up to date."""
-        data = self.inputs.data
-        self.record.history, self.record.changes = self.position.history, self.position.changes
-        problems = {"train": data.train.problems.counts, "test": data.test.problems.counts}
-        self.record.data["problems"] = problems
-
-    def share_findings(self) -> None:
-        """Tell every process of the bad images that any has found, and of the digests that it has taken."""
-        for split in (self.inputs.data.train, self.inputs.data.test):
-            if (digests := split.contents().get("digests")) is not None:
-                digests.copy_(torch.stack(gather_tensors(self.fabric, digests)).amax(0))
-            for found in gather_objects(self.fabric, split.problems.found):
-                split.problems.add_all(found)
-
-    def _write(self, directory: RunDirectory, tensors: dict[str, Tensor]) -> None:
-        self.update_record()
-        if self.fabric.is_global_zero:
-            state = {key: getattr(self.record, key) for key in (*ABOUT, "execution")}
-            state |= {"position": asdict(self.position), "levels": self.levels.state()}
-            state["conditions"] = conditions(self.fabric)
-            preprocess = {f"preprocess.{name}": t for name, t in self.inputs.preprocess.to_dict().items()}
-            # The best first: the state that names it is written only once it is there.
-            if self.unsaved_best:
-                weights = {f"model.{name}": t for name, t in self.unsaved_best.items()}
-                at = self.iteration(Position(self.position.best_epoch))
-                best = Checkpoint(weights | preprocess | self.step.ranges, state)
-                directory.store.save(best, at, kind="best", keep=1)
-            directory.store.save(Checkpoint(tensors | preprocess | self._images(), state), self.iteration())
-            directory.write_record(self.record)
-        self.unsaved_best = {}
-        self.saved = replace(self.position)
-
-    def _images(self) -> dict[str, Tensor]:
-        """What tells later whether images were changed since."""
-        splits = {"train": self.inputs.data.train, "test": self.inputs.data.test}
-        return {f"images.{name}.{key}": t for name, split in splits.items() for key, t in split.contents().items()}
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """Everything that changes during training, gathered over all processes."""
-        shared = self._random_states() | {"tally.sums": sum_over_processes(self.fabric, self.step.sums)}
-        return self.step.tensors() | shared
-
-    def _random_states(self) -> dict[str, Tensor]:
-        states = generator_states(self.fabric.device)
-        gathered = {name: gather_tensors(self.fabric, state) for name, state in states.items()}
-        return {f"random.{r}.{name}": t for name, tensors in gathered.items() for r, t in enumerate(tensors)}
-
-
 Callback = Callable[[Epoch, nn.Module], object]
 """Called after every epoch with its figures and the network; if it returns True, the run ends.
 
@@ -252,7 +98,10 @@ class Trainer:
         self.step = TrainingStep(network, forward, fabric.backward, recipe, fabric.device, **options)
         patience = recipe.patience if recipe.levels else max(1, recipe.early_stop)
         self.levels = LevelOff(patience, recipe.levels, recipe.min_delta)
-        self.state = RunState(fabric, self.step, inputs, record, self.levels, directory)
+        self.position = Position()
+        self.saved: Position | None = None  # the position of the last checkpoint
+        self.unsaved_best: dict[str, Tensor] = {}
+        self.epoch_end: dict[str, Tensor] = {}
         self.update: Callable[[Tensor, Tensor], None] | None = None
         self.progress, self.per_epoch = Progress(), len(inputs.train)
         self.saved_at = self.epoch_began = time.monotonic()
@@ -263,12 +112,12 @@ class Trainer:
         self.may_change = None in changes  # a callback that tells nothing may change weights after any epoch
 
     @property
-    def position(self) -> Position:
-        return self.state.position
-
-    @property
     def iteration(self) -> int:
-        return self.state.iteration()
+        """Steps taken so far."""
+        return self._steps(self.position)
+
+    def _steps(self, position: Position) -> int:
+        return position.epoch * self.per_epoch + position.batch
 
     def run(self) -> Evaluation | LossEvaluation:
         """Train to the end of the run, then evaluate the network on the test set."""
@@ -281,7 +130,7 @@ class Trainer:
             self.save()
         copy_into(self.step.weights, self.step.averages)
         evaluation = self.tested or self._evaluate(self.inputs.test, details=True)
-        self.state.share_findings()
+        self._share_findings()
         return evaluation
 
     def _train_epoch(self, stop: StopRequest) -> None:
@@ -310,8 +159,8 @@ class Trainer:
 
     def _rate(self, iteration: int) -> float:
         """The learning rate of an iteration, divided as often as accuracy levelled off or the recipe says."""
-        replayed = replayed_drops(self.recipe.drop_epochs, self.position.epoch)
-        drops = replayed if self.recipe.drop_epochs else len(self.levels.drops)
+        stated = sum(at <= self.position.epoch for at in self.recipe.drop_epochs)
+        drops = stated if self.recipe.drop_epochs else len(self.levels.drops)
         return learning_rate(self.recipe, iteration, per_epoch=self.per_epoch, drops=drops)
 
     def _look_around(self, stop: StopRequest) -> None:
@@ -325,7 +174,7 @@ class Trainer:
         if wish:
             self.save()
         if wish == 2:
-            raise Interrupted(self._farewell())
+            raise Interrupted(self._stop_message())
 
     def _finish_epoch(self) -> None:
         """Evaluate, decide on the learning rate, and move on to the next epoch."""
@@ -356,7 +205,7 @@ class Trainer:
         self.epoch_began = time.monotonic()
         self.step.sums.zero_()
         if not self.position.done(self.recipe.epochs):
-            self.state.hold_epoch()
+            self._hold_epoch()
 
     def _watch(self, done: int) -> Evaluation | LossEvaluation | None:
         """Evaluate on the watched images, if this epoch is to be evaluated, and remember the best weights."""
@@ -371,7 +220,8 @@ class Trainer:
             better = not self.position.best_epoch or found.rank > self.position.best_accuracy
             if better and done > self.changes_until:
                 self.position.best_epoch, self.position.best_accuracy = done, found.rank
-                self.state.hold_best()
+                if self.directory is not None:  # the next save writes them
+                    self.unsaved_best = {name: t.clone() for name, t in self.step.weights.items()}
         return found
 
     def _judge(self, watched: Evaluation | LossEvaluation | None, done: int) -> None:
@@ -405,14 +255,6 @@ class Trainer:
             split=data.test if alone else None,  # only a process alone sees the images in their order
         )
 
-    def save(self) -> None:
-        """Write a checkpoint. A state that is not finite never replaces one that is."""
-        self.saved_at = time.monotonic()
-        if self.directory is not None:
-            self._check_finite(self._tally())
-            self.position.epoch_seconds = time.monotonic() - self.epoch_began
-            self.state.save()
-
     def _tally(self) -> Tally:
         return self.step.read_tally(partial(sum_over_processes, self.fabric))
 
@@ -422,7 +264,7 @@ class Trainer:
             return
         epoch, batch = self.position.epoch, min(tally.steps, self.per_epoch - 1)
         images, _ = next(iter(self.inputs.batches(epoch, batch)))
-        self.state.save_epoch_end()
+        self._save_epoch_end()
         place = f"epoch {epoch + 1}, batch {batch + 1}"
         if not all_finite(tensors_of(images)):
             raise NotFiniteError(f"an image of {place} has NaN or infinity in it: leave such images out.")
@@ -430,7 +272,7 @@ class Trainer:
             where = first_not_finite(self.network, images)
         raise NotFiniteError(
             f"the loss is not finite at {place}; the first thing that is not: {where}. "
-            f"{way_back(self.state.saved, self.recipe.epochs)}"
+            f"{resume_hint(self.saved, self.recipe.epochs)}"
         )
 
     @contextlib.contextmanager
@@ -439,7 +281,7 @@ class Trainer:
         if self.fabric.device.type != "cpu" or self.fabric.world_size > 1:
             yield
             return
-        stop.farewell = self._farewell_if_saved
+        stop.stop_message = self._stop_message_if_saved
         try:
             with stopping_within(self.network, stop):
                 yield
@@ -447,12 +289,118 @@ class Trainer:
             if self.step_start:
                 self.step_start.restore()
             self.save()
-            raise Interrupted(self._farewell()) from stopped
+            raise Interrupted(self._stop_message()) from stopped
 
-    def _farewell(self) -> str:
-        return farewell(self.position, self.directory and self.directory.path)
+    def _stop_message(self) -> str:
+        return stop_message(self.position, self.directory and self.directory.path)
 
-    def _farewell_if_saved(self) -> str | None:
+    def _stop_message_if_saved(self) -> str | None:
         """The last words, if all steps that are done are on disk; an evaluation since then can be repeated."""
-        saved = self.state.saved
-        return self._farewell() if saved and self.state.iteration(saved) == self.iteration else None
+        return self._stop_message() if self.saved and self._steps(self.saved) == self.iteration else None
+
+    def save(self) -> None:
+        """Write a checkpoint of all processes. A state that is not finite never replaces one that is."""
+        self.saved_at = time.monotonic()
+        if self.directory is not None:
+            self._check_finite(self._tally())
+            self.position.epoch_seconds = time.monotonic() - self.epoch_began
+            self._share_findings()
+            self._write(self.directory, self._tensors())
+
+    def _hold_epoch(self) -> None:
+        """Copy the state at the end of an epoch, for a run that fails before its next save.
+
+        Writing it each time would take too long. The copy stays on the device, and is made only if there is ample
+        memory.
+        """
+        if self.directory is None:
+            return
+        self.epoch_end = {}  # free the copy of the epoch before
+        tensors = self._tensors()
+        if self.fabric.is_global_zero and sum(t.nbytes for t in tensors.values()) < room(self.fabric.device) / 4:
+            try:
+                self.epoch_end = {name: t.detach().clone() for name, t in tensors.items()}
+            except RuntimeError as error:  # fragmented memory, for example: a run can do without the copy
+                if not is_out_of_memory(error):
+                    raise
+
+    def _save_epoch_end(self) -> None:
+        """Write the state at the end of the last epoch, which was finite, unless something newer is saved."""
+        if self.directory is None or self.saved is None or self.saved.epoch == self.position.epoch:
+            return
+        if self.fabric.is_global_zero and not self.epoch_end:  # there was no memory for it
+            return
+        self.position.batch, self.position.epoch_seconds = 0, 0.0
+        with contextlib.suppress(LowRankError):  # on a full disk, the checkpoint before stays the last
+            self._write(self.directory, self.epoch_end)
+
+    def _write(self, directory: RunDirectory, tensors: dict[str, Tensor]) -> None:
+        self.update_record()
+        if self.fabric.is_global_zero:
+            state = {key: getattr(self.record, key) for key in (*ABOUT, "execution")}
+            state |= {"position": asdict(self.position), "levels": self.levels.state()}
+            state["conditions"] = conditions(self.fabric)
+            preprocess = {f"preprocess.{name}": t for name, t in self.inputs.preprocess.to_dict().items()}
+            # The best first: the state that names it is written only once it is there.
+            if self.unsaved_best:
+                weights = {f"model.{name}": t for name, t in self.unsaved_best.items()}
+                best = Checkpoint(weights | preprocess | self.step.ranges, state)
+                at = self._steps(Position(self.position.best_epoch))
+                directory.store.save(best, at, kind="best", keep=1)
+            splits = {"train": self.inputs.data.train, "test": self.inputs.data.test}
+            # By these, a resumed run knows whether images were changed since.
+            images = {
+                f"images.{name}.{key}": t for name, split in splits.items() for key, t in split.contents().items()
+            }
+            directory.store.save(Checkpoint(tensors | preprocess | images, state), self.iteration)
+            directory.write_record(self.record)
+        self.unsaved_best = {}
+        self.saved = replace(self.position)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Everything that changes during training, gathered over all processes."""
+        random: dict[str, Tensor] = {}
+        for name, state in generator_states(self.fabric.device).items():
+            gathered = gather_tensors(self.fabric, state)
+            random |= {f"random.{rank}.{name}": t for rank, t in enumerate(gathered)}
+        return self.step.tensors() | random | {"tally.sums": sum_over_processes(self.fabric, self.step.sums)}
+
+    def restore(self, checkpoint: Checkpoint, say: Callable[[str], None]) -> None:
+        """Continue from a checkpoint, with the generators of this process, and say which settings have changed."""
+        changes = recipe_changes(checkpoint.state["recipe"], self.recipe)
+        changes |= changed_conditions(checkpoint.state.get("conditions", {}), conditions(self.fabric))
+        # A run that goes on in another precision starts with a fresh loss scale, or fresh ranges of int8.
+        known = [name for name in self.step.tensors() if name in checkpoint.tensors or not is_optional(name)]
+        copy_into(self.step.tensors(), {name: checkpoint.tensors[name] for name in known})
+        if self.fabric.global_rank:
+            self.step.sums.zero_()  # the first process continues with the sums of all
+        if states := checkpoint.part(f"random.{self.fabric.global_rank}"):
+            restore_generators(states, self.fabric.device)
+        self.position = Position(**checkpoint.state["position"])
+        self.levels.restore(checkpoint.state["levels"])
+        self.saved = replace(self.position)
+        for field, (before, now) in changes.items():
+            say(f"From here on, {field} is {now}; it was {before}.")
+            self.position.changes.append({"epoch": self.position.epoch, "field": field, "from": before, "to": now})
+        say(f"Going on in epoch {self.position.epoch + 1}, after batch {self.position.batch}.")
+
+    def _share_findings(self) -> None:
+        """Tell every process of the bad images that any has found, and of the digests that it has taken."""
+        for split in (self.inputs.data.train, self.inputs.data.test):
+            if (digests := split.contents().get("digests")) is not None:
+                digests.copy_(torch.stack(gather_tensors(self.fabric, digests)).amax(0))
+            for found in gather_objects(self.fabric, split.problems.found):
+                split.problems.add_all(found)
+
+    def update_record(self) -> None:
+        """Bring the record up to date."""
+        data = self.inputs.data
+        self.record.history, self.record.changes = self.position.history, self.position.changes
+        self.record.data["problems"] = {"train": data.train.problems.counts, "test": data.test.problems.counts}
+
+    def close(self, status: str) -> None:
+        """Write the record, with how the run ended."""
+        self.update_record()
+        self.record.status = status
+        if self.directory and self.fabric.is_global_zero:
+            self.directory.write_record(self.record)

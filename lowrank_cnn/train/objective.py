@@ -16,8 +16,6 @@ from lowrank_cnn.data import Split
 from lowrank_cnn.data.own import DatasetSplit, in_short, listed_labels
 from lowrank_cnn.train.recipe import Recipe
 
-# Find the class scores among the outputs of a network: one tensor, several in a row, or several by name.
-
 LOGITS = "logits"
 """The usual name of class scores, which needs no choice."""
 _NUMBERED = re.compile(r"output_(\d+)")

@@ -274,11 +274,6 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return (x.T if tall else x).to(matrix.dtype)
 
 
-# Learning rates as pure functions of the iteration, and the rule that divides them by ten.
-#
-# The authors divided the learning rate by hand each time validation accuracy levelled off; `LevelOff` does it
-# for them. It is fed the accuracy on held-out training images, never on the test set.
-
 Verdict = Literal["go", "drop", "stop"]
 _STATE = ("best", "waited", "gained", "drops")
 
@@ -299,50 +294,27 @@ def learning_rate(recipe: Recipe, iteration: int, *, per_epoch: int, drops: int 
 
 def _base_rate(recipe: Recipe, iteration: int, warmup: int, total: int) -> float:
     match recipe.schedule:
-        case "paper":
-            return paper_rate(recipe.lr, recipe.weight_decay, iteration)
-        case "poly":
-            return poly_rate(recipe.lr, iteration, total, recipe.power)
-        case "cosine":
-            return cosine_rate(recipe.lr, max(0, iteration - warmup), total - warmup)
+        case "paper":  # g_t = g_0 / (1 + g_0 lambda t), lambda the weight decay
+            return recipe.lr / (1 + recipe.lr * recipe.weight_decay * iteration)
+        case "poly":  # GoogLeNet's polynomial decay to zero
+            return recipe.lr * (1 - min(iteration, total) / max(total, 1)) ** recipe.power
+        case "cosine":  # half a cosine wave after the warm-up
+            done, steps = max(0, iteration - warmup), total - warmup
+            return recipe.lr * (1 + math.cos(math.pi * min(done, steps) / max(steps, 1))) / 2
+        case "triangle" if iteration < warmup:  # up in a straight line, and down in another
+            return recipe.lr * (recipe.lr_start + (1 - recipe.lr_start) * iteration / warmup)
         case "triangle":
-            return triangle_rate(recipe, iteration, warmup, total)
+            left = (total - iteration) / max(total - warmup, 1)
+            return recipe.lr * (recipe.lr_end + (1 - recipe.lr_end) * max(left, 0.0))
         case _:
             return recipe.lr
-
-
-def paper_rate(initial: float, decay: float, iteration: int) -> float:
-    """The paper's g_t = g_0 / (1 + g_0 lambda t), lambda the weight decay."""
-    return initial / (1 + initial * decay * iteration)
-
-
-def poly_rate(initial: float, iteration: int, total: int, power: float) -> float:
-    """GoogLeNet's polynomial decay to zero at `total`."""
-    return initial * (1 - min(iteration, total) / max(total, 1)) ** power
-
-
-def cosine_rate(initial: float, iteration: int, total: int) -> float:
-    """Half a cosine wave from `initial` to zero at `total`."""
-    return initial * (1 + math.cos(math.pi * min(iteration, total) / max(total, 1))) / 2
-
-
-def triangle_rate(recipe: Recipe, iteration: int, peak: int, total: int) -> float:
-    """Up in a straight line to the rate at `peak`, and down in another; both ends are shares of the rate."""
-    if iteration < peak:
-        return recipe.lr * (recipe.lr_start + (1 - recipe.lr_start) * iteration / peak)
-    left = (total - iteration) / max(total - peak, 1)
-    return recipe.lr * (recipe.lr_end + (1 - recipe.lr_end) * max(left, 0.0))
-
-
-def replayed_drops(drop_epochs: tuple[int, ...], epoch: int) -> int:
-    """How many of the given drops lie at or before the start of this epoch."""
-    return sum(at <= epoch for at in drop_epochs)
 
 
 @dataclass
 class LevelOff:
     """Drop when `patience` evaluations in a row bring no gain over the best; stop when a drop has not helped.
 
+    The paper's authors did so by hand. The accuracy is that on held-out training images, never on the test set.
     A gain is more than `min_delta`. At most `levels` drops are made; levelling off after the last one stops.
     """
 

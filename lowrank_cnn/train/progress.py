@@ -1,4 +1,4 @@
-"""What a run shows: a moving bar on a terminal or in a notebook, one line per epoch elsewhere."""
+"""What a run shows, a moving bar or one line per epoch, and the loggers that get the figures of each epoch."""
 
 from __future__ import annotations
 
@@ -149,11 +149,6 @@ def epoch_line(row: Epoch, epochs: int) -> str:
     )
 
 
-# Send the figures of every epoch elsewhere: TensorBoard, a CSV file, Weights & Biases, MLflow or Trackio.
-#
-# A client is imported when its logger is used. A run that is resumed continues the run of the client, whose
-# identity is kept in `.loggers` beside the record.
-
 PROJECT = "lowrank-cnn"
 IDENTITIES = ".loggers"
 _SHOWN = ("lr", "train_loss", "train_accuracy", "accuracy", "images_per_second")
@@ -161,7 +156,11 @@ _RESULT = ("top1", "top5", "loss", "macs", "params", "seconds")
 
 
 class Logger:
-    """Receives the figures of a run. `folder` is the run's directory, None where it has none."""
+    """Receives the figures of a run. `folder` is the run's directory, None where it has none.
+
+    A client is imported when its logger is used. A run that is resumed continues the run of the client, whose
+    identity is kept in `.loggers` beside the record.
+    """
 
     def __init__(self, record: Record, folder: Path | None, identity: str | None) -> None:
         """`identity` is the id that the logger gave this run before it was interrupted."""

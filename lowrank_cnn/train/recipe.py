@@ -13,8 +13,6 @@ from lowrank_cnn.core.errors import LowRankError, check_type, nearest
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.data.mixes import AUTO_AUGMENTS
 
-# Settings as the command line writes them, `lr=0.05`, and their values as the types of fields want them.
-
 
 def parse_settings(settings: list[str]) -> dict[str, str]:
     """Settings of the command line, `["lr=0.05", "crop=none"]`, as overrides for `get_recipe`."""

@@ -1,4 +1,9 @@
-"""The directory of a run: its recipe, record and checkpoints, and the rules for resuming it."""
+"""The directory of a run: its recipe, record and checkpoints, and the rules for resuming it.
+
+A checkpoint is a pair of files. `step-00000120.safetensors` holds the tensors; `step-00000120.json` holds the
+rest, the checksum of the tensors, and its own. The JSON file is written last, so a complete pair was written to
+the end. The two most recent pairs are kept, and the best one. Reading them runs no code.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +37,8 @@ from lowrank_cnn.core.files import (
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.data import Data
 from lowrank_cnn.models.build import entry_description
-from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.recipe import Recipe, differences, in_words
 from lowrank_cnn.train.record import Record, load_record
-
-# Checkpoints: written whole or not at all, verified by checksum, read without running code.
-#
-# A checkpoint is a pair of files. `step-00000120.safetensors` holds the tensors; `step-00000120.json` holds
-# everything else, the checksum of the tensors, and its own. The JSON file is written last, so a pair that is
-# complete was written to the end. The two most recent pairs are kept, and the best one.
 
 FORMAT = "lowrank-cnn checkpoint 1"
 KEEP = 2
@@ -63,6 +62,36 @@ class Checkpoint:
         """The tensors whose names begin with `prefix.`, without it."""
         start = prefix + "."
         return {name.removeprefix(start): t for name, t in self.tensors.items() if name.startswith(start)}
+
+
+@dataclass
+class Position:
+    """How far a run has come: `epoch` epochs are done, and `batch` batches of the next."""
+
+    epoch: int = 0
+    batch: int = 0
+    stopped: bool = False
+    epoch_seconds: float = 0.0
+    best_epoch: int = 0
+    best_accuracy: float = -1.0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    changes: list[dict[str, Any]] = field(default_factory=list)
+
+    def done(self, epochs: int) -> bool:
+        """Whether a run of this many epochs is complete."""
+        return self.stopped or self.epoch >= epochs
+
+    def told(self, epochs: int) -> str:
+        """The position in words, as in "the state after 3 of 10 epochs"."""
+        batches = counted(self.batch, "batch")
+        if not self.epoch:
+            return (
+                f"after {batches} of the first of {counted(epochs, 'epoch')}"
+                if self.batch
+                else "before any training"
+            )
+        rest = f" and {batches} of the next" if self.batch else ""
+        return f"after {self.epoch} of {counted(epochs, 'epoch')}{rest}"
 
 
 @dataclass(frozen=True)
@@ -206,8 +235,8 @@ class RunDirectory:
         if self.holds_run():
             raise LowRankError(f"{self.path} already holds a run: go on with --resume, or choose another --out.")
 
-    def finished(self, recipe: Recipe, say: Callable[[str], None]) -> Record | None:
-        """The record of a run that is complete; None for a run that goes on from its checkpoints.
+    def finished(self, recipe: Recipe, about: Mapping[str, Any], say: Callable[[str], None]) -> Record | None:
+        """The record of this run if it is complete; None for a run that goes on from its checkpoints.
 
         A run goes on if its record is damaged or is that of another run, or if its last checkpoint is damaged.
         """
@@ -215,22 +244,40 @@ class RunDirectory:
             return None
         try:
             record = load_record(self.path)
-            more = recipe.epochs > Recipe.from_dict(record.recipe).epochs
+            epochs = Recipe.from_dict(record.recipe).epochs
         except LowRankError as damage:
             say(f"{damage} The run goes on from its checkpoints.")
             return None
-        if record.status != "finished" or more:
+        if record.status != "finished" or recipe.epochs > epochs:
             return None
         damages: list[str] = []
         last = self.store.latest(damages.append)
-        if last and not damages and not _is_of_run(record, last):
+        if damages:
+            return None
+        if last and not _is_of_run(record, last):
             say(f"{self.path / RECORD} is not the record of the checkpoint beside it, which is used instead.")
             return None
-        return None if damages else record
+        check_same_run(vars(record), about)
+        differ = differences(record.recipe, recipe.to_dict())
+        fewer = f" its {counted(epochs, 'epoch')}" if differ.pop("epochs", None) else ""
+        if differ:
+            raise LowRankError(f"the run in {self.path} has finished with {in_words(differ)}.")
+        say(f"The run in {self.path} has finished{fewer}: nothing is left to do.")
+        return record
 
-    def resume(self, say: Callable[[str], None]) -> Checkpoint | None:
+    def resume(self, data: Data, about: Mapping[str, Any], say: Callable[[str], None]) -> Checkpoint | None:
         """The newest whole checkpoint, or None where the run never came to write one."""
-        return self.store.latest(lambda damage: say(f"{damage} The one before it is used."))
+        checkpoint = self.store.latest(lambda damage: say(f"{damage} The one before it is used."))
+        if checkpoint:
+            check_same_run(checkpoint.state, about)
+            check_same_images(data, checkpoint, say)
+            return checkpoint
+        if _status(self.path) == "finished":  # a new run would overwrite the record
+            raise LowRankError(
+                f"the run in {self.path} has finished and kept no weights to go on from: choose another --out."
+            )
+        say(f"There is nothing to resume in {self.path} yet: the run starts anew.")
+        return None
 
     def check_apart_from(self, data: str | Path) -> None:
         """Refuse the folder of the images as the directory of the run, whose files would lie among them."""
@@ -239,13 +286,6 @@ class RunDirectory:
                 f"{self.path} holds the images to train on: choose another directory for the run, such as "
                 "runs/first."
             )
-
-    def kept_nothing(self) -> bool:
-        """Whether a run has finished here and its weights are gone: a new run would overwrite its record."""
-        try:
-            return load_record(self.path).status == "finished"
-        except LowRankError:
-            return False
 
     def begin(self, recipe: Recipe) -> None:
         """Remove leftovers of a killed process, move obstacles aside, and write the resolved recipe."""
@@ -260,33 +300,32 @@ class RunDirectory:
         """Rename a record that cannot be read, and whatever has the name of a run's file but is none."""
         for name in (RECIPE, RECORD, "step-*.json", "step-*.safetensors", "best-*.json", "best-*.safetensors"):
             for path in self.path.glob(name):
-                if not is_regular(path) or (name == RECORD and not _is_readable(path)):
+                if not is_regular(path) or (name == RECORD and _status(path) is None):
                     set_aside(path)
 
 
-def _is_readable(path: Path) -> bool:
+def _status(path: Path) -> str | None:
+    """The status of the record at a path; None if there is none that can be read."""
     try:
-        load_record(path)
+        return load_record(path).status
     except LowRankError:
-        return False
-    return True
+        return None
 
 
 def _is_of_run(record: Record, checkpoint: Checkpoint) -> bool:
     """Whether a record and a checkpoint are of one run: the same network, data and seed, and the same epochs."""
-    same = _differing(vars(record), checkpoint.state) == []
+    same = not _differing(vars(record), checkpoint.state)
     return same and record.history == checkpoint.state["position"]["history"]
 
 
 def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to go on with another network, data set or seed than the run was started with."""
-    then, wanted, differing = _identity(before), _identity(now), _differing(before, now)
-    if IMAGES in differing and len(differing) == 1:
+    differing = _differing(before, now)
+    if list(differing) == [IMAGES]:
         raise _other_images(before["data"]["name"], "their names, sizes or contents have changed")
-    if differing := _telling(differing):
-        started = " and ".join(f"the {what} {_short(_value(then, what))}" for what in differing)
-        offered = " and ".join(_short(_value(wanted, what)) for what in differing)
-        raise _other_run(started, offered)
+    if told := _telling(list(differing)):
+        started = " and ".join(f"the {what} {_short(differing[what][0])}" for what in told)
+        raise _other_run(started, " and ".join(_short(differing[what][1]) for what in told))
 
 
 def check_same_images(data: Data, checkpoint: Checkpoint, say: Callable[[str], None]) -> None:
@@ -312,7 +351,7 @@ def _other_images(name: str, why: str) -> LowRankError:
 
 
 def _telling(differing: list[str]) -> list[str]:
-    """Without what follows from other differences, and with the first of all layers and of all classes."""
+    """The differences to report: none that follows from another, one layer at most, and one class at most."""
     implied = (IMAGES,) if len(differing) > 1 else ()
     implied += ("network's ", _LAYER) if "network" in differing else ()
     implied += (_CLASS,) if CLASSES in differing else ()
@@ -324,12 +363,16 @@ def _telling(differing: list[str]) -> list[str]:
     return list(told.values())
 
 
-def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What the two differ in. Runs of older versions have no digest of their images, and are not judged by it."""
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The facts in which two runs differ, as name: (before, now). A digest that is not known is not compared."""
     then, wanted = _identity(before), _identity(now)
-    found = [what for what in then | wanted if _value(then, what) != _value(wanted, what)]
-    known = then[IMAGES] is not None and wanted[IMAGES] is not None
-    return [what for what in found if what != IMAGES or known]
+    differing: dict[str, tuple[Any, Any]] = {}
+    for what in then | wanted:
+        missing = "dense" if what.startswith(_LAYER) else None  # a layer that was not rewritten is dense
+        pair = then.get(what, missing), wanted.get(what, missing)
+        if pair[0] != pair[1] and not (what == IMAGES and None in pair):
+            differing[what] = pair
+    return differing
 
 
 def _identity(about: Mapping[str, Any]) -> dict[str, Any]:
@@ -354,11 +397,6 @@ def _identity(about: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _value(identity: Mapping[str, Any], what: str) -> Any:
-    """A fact; a layer that was not rewritten is dense."""
-    return identity.get(what, "dense" if what.startswith(_LAYER) else None)
-
-
 def _other_run(started: str, offered: str) -> LowRankError:
     hint = "leave that as it was, or start a new run in another --out"
     return LowRankError(f"this run was started with {started}, and cannot go on with {offered}: {hint}.")
@@ -374,9 +412,9 @@ def _short(value: object) -> str:
 def recipe_changes(saved: dict[str, Any], recipe: Recipe) -> dict[str, tuple[Any, Any]]:
     """Fields that differ from the saved recipe, as field: (before, now); refuses a change of a fixed field."""
     before, now = Recipe.from_dict(saved).to_dict(), recipe.to_dict()  # an older one may lack a field
-    changes = {field: (before[field], now[field]) for field in now if before[field] != now[field]}
-    for field in FIXED:
-        if field in changes:
-            then, after = changes[field]
-            raise _other_run(f"{field}={_short(then)}", _short(after))
+    changes = {name: (before[name], now[name]) for name in now if before[name] != now[name]}
+    for name in FIXED:
+        if name in changes:
+            then, after = changes[name]
+            raise _other_run(f"{name}={_short(then)}", _short(after))
     return changes

@@ -23,8 +23,6 @@ from lowrank_cnn.data.decode import thumbnail
 from lowrank_cnn.method.activations import evaluating
 from lowrank_cnn.train.objective import Loss, class_scores, hits, ranking
 
-# Evaluation in detail: accuracy per class, confused classes, worst images, calibration.
-
 BINS = 15
 """Bins of confidence in which calibration is measured."""
 WORST = 20

@@ -247,13 +247,6 @@ def put_back(tensors: dict[str, Tensor], device: torch.device) -> Iterator[None]
         restore_generators(drawn, device)
 
 
-# Choose how the steps of a run execute: compiled by torch or not, as a CUDA graph or kernel by kernel.
-#
-# Every way computes the same step, within rounding. The choice is measured on the run's first batch: each way
-# takes a few steps. The compiled one is tried only if enough training is left to pay for compiling, and used
-# only if its gradients agree. Weights, statistics and random numbers are restored afterwards, so a choice leaves
-# no trace.
-
 Compile = bool | Literal["auto"]
 Update = Callable[[Tensor, Tensor], None]
 Say = Callable[[str], None]
@@ -263,7 +256,7 @@ PAYS_AFTER = 600.0
 """Seconds of training left from which compiling pays: it takes about half a minute, and saves a tenth or more."""
 TIMED_STEPS = 10
 BRIGHTER = 1 + 2**-8
-"""Images so much brighter are the same to a network but for rounding: what changes is the noise of a step."""
+"""Input scale used to estimate rounding noise in the gradients of a step."""
 SURE, NOISES = 0.01, 3
 """Gradients of two ways may differ by this share of their norm, and by this many times that noise."""
 
@@ -285,7 +278,12 @@ Built = tuple[Update, Execution]
 
 @dataclass
 class StepBuilder:
-    """Builds the fastest update from the forwards that a run may use, by name; `graphs` allows CUDA graphs."""
+    """Builds the fastest update from the forwards that a run may use, by name; `graphs` allows CUDA graphs.
+
+    Every way computes the same step, within rounding. The choice is measured on the run's first batch: each way
+    takes a few steps. The compiled one is tried only if enough training is left to pay for compiling, and used
+    only if its gradients agree. Weights, statistics and random numbers are restored afterwards.
+    """
 
     forwards: Mapping[str, nn.Module]
     graphs: bool
@@ -404,8 +402,6 @@ def resolved(compile: Compile, *, able: bool, before: dict[str, Any]) -> Compile
         return compile
     return bool(before["compiled"]) if "compiled" in before else "auto" if able else False
 
-
-# The network that trains on a GPU: a fused copy if its results and gradients agree with the network's own.
 
 TOLERANCE = 1e-3
 IMAGES = 4

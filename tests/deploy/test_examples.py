@@ -100,7 +100,9 @@ def test_an_export_leaves_the_example_as_it_was(tmp_path):
 
 @pytest.mark.parametrize("transform", [plan, optimize])
 def test_too_few_repeats_are_refused_before_anything_runs(transform):
-    with pytest.raises(LowRankError, match=r"^repeats, .*, must be a number of at least 3 and at most 1,000,000, not 2\.$"):
+    with pytest.raises(
+        LowRankError, match=r"^repeats, .*, must be a number of at least 3 and at most .*, not 2\.$"
+    ):
         transform(nn.Conv2d(3, 4, 3).eval(), torch.randn(2, 3, 8, 8), repeats=2)
 
 

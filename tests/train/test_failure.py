@@ -17,11 +17,12 @@ from lowrank_cnn.train.failure import (
     StopRequest,
     first_not_finite,
     lost_process_as_user_error,
+    oom_as_user_error,
+    resume_hint,
     stopping_within,
-    told_out_of_memory,
-    way_back,
 )
-from lowrank_cnn.train.loop import Position, RunState
+from lowrank_cnn.train.loop import Trainer
+from lowrank_cnn.train.run_folder import Position
 
 
 class Explode(nn.Module):
@@ -107,14 +108,14 @@ def test_what_was_saved_within_an_epoch_is_not_taken_back_to_its_start(driver, t
 
 
 def test_on_a_full_disk_what_was_saved_before_stands(driver, tmp_path, monkeypatch):
-    write = RunState._write
+    write = Trainer._write
 
     def full(self, directory, tensors):
         if self.epoch_end and tensors is self.epoch_end:
             raise LowRankError("the disk is full")
         write(self, directory, tensors)
 
-    monkeypatch.setattr(RunState, "_write", full)
+    monkeypatch.setattr(Trainer, "_write", full)
     assert "Only the state before any training is saved" in diverge(driver, tmp_path, burns_at=8)
 
 
@@ -128,8 +129,8 @@ def test_on_a_full_disk_what_was_saved_before_stands(driver, tmp_path, monkeypat
         (Position(epoch=4, batch=2), "is the state after 4 of 9 epochs and 2 batches of the next:"),
     ],
 )
-def test_the_way_back_says_how_far_what_was_saved_has_come(position: Position | None, words: str):
-    assert words in way_back(position, 9)
+def test_the_hint_says_how_far_what_was_saved_has_come(position: Position | None, words: str):
+    assert words in resume_hint(position, 9)
 
 
 def test_divergence_is_met_at_the_end_of_the_epoch_without_a_directory(driver):
@@ -160,7 +161,7 @@ class Fuse(nn.Module):
     ],
 )
 def test_out_of_memory_names_the_batch_size(error):
-    with pytest.raises(OutOfMemoryError, match="512 images"), told_out_of_memory(512, torch.device("cpu")):
+    with pytest.raises(OutOfMemoryError, match="512 images"), oom_as_user_error(512, torch.device("cpu")):
         raise error
 
 
@@ -177,7 +178,7 @@ def test_a_killed_process_is_told_in_a_sentence(error, sentence):
         raise error
 
 
-@pytest.mark.parametrize("told", [told_out_of_memory(512, torch.device("cpu")), lost_process_as_user_error()])
+@pytest.mark.parametrize("told", [oom_as_user_error(512, torch.device("cpu")), lost_process_as_user_error()])
 def test_other_errors_pass(told):
     with pytest.raises(RuntimeError, match="shape"), told:
         raise RuntimeError("shape mismatch")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train import fit, get_recipe, load_record
-from lowrank_cnn.train import fit as fitting
 
 
 def test_it_learns_and_says_so(driver):
@@ -259,14 +259,13 @@ def test_a_finished_run_is_not_taken_for_one_of_another_recipe(driver, tmp_path,
 def test_showing_progress_draws_no_random_numbers_from_the_run(driver, tmp_path, monkeypatch):
     """A library that is imported lazily may draw on import, which a resumed run would do at another step."""
     whole, _ = driver.train(tmp_path / "quiet", driver.PLAIN)
-    quiet, progress = random.getstate(), fitting._progress
+    quiet = random.getstate()
 
-    def drawing_progress(*arguments):
+    def drawing_line() -> None:
         random.random()
         torch.rand(3)
-        return progress(*arguments)
 
-    monkeypatch.setattr(fitting, "_progress", drawing_progress)
-    drawing, _ = driver.train(tmp_path / "drawing", driver.PLAIN)
+    monkeypatch.setattr(import_module("lowrank_cnn.train.fit"), "moving_line", drawing_line)
+    drawing, _ = driver.train(tmp_path / "drawing", driver.PLAIN, progress=True)
     assert random.getstate() == quiet
     assert all(torch.equal(value, drawing.state_dict()[name]) for name, value in whole.state_dict().items())

@@ -1,5 +1,7 @@
 """The network that trains on a GPU is the user's own, fused or as it is."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,7 +9,7 @@ from torch import Tensor, nn
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train import Recipe, Record, fit
-from lowrank_cnn.train.fit import Job
+from lowrank_cnn.train.fit import laid_out
 from lowrank_cnn.train.step import fused_to_train
 
 
@@ -89,10 +91,9 @@ def test_the_look_leaves_no_trace():
 
 def whole_run(name: str, monkeypatch: pytest.MonkeyPatch, *, fused: bool, **options) -> tuple[nn.Module, Record]:
     """A short run with dropout, batch norm and a moving average, its layers fused as they would be on a GPU."""
-    place = Job.laid_out
 
-    def fusing(job: Job, size: tuple[int, int, int]) -> nn.Module:
-        placed = place(job, size)
+    def fusing(model: nn.Module, recipe: Recipe, size: tuple[int, int, int], *args, **kwargs) -> nn.Module:
+        placed = laid_out(model, recipe, size, *args, **kwargs)
         return fused_to_train(placed, size, pytest.fail) if fused else placed
 
     draw = torch.Generator().manual_seed(0)
@@ -102,7 +103,7 @@ def whole_run(name: str, monkeypatch: pytest.MonkeyPatch, *, fused: bool, **opti
     torch.manual_seed(1)
     network = create_model(name, num_classes=4, width=0.1, norm="batch", stride=1)
     with monkeypatch.context() as patch:
-        patch.setattr(Job, "laid_out", fusing)
+        patch.setattr(import_module("lowrank_cnn.train.fit"), "laid_out", fusing)
         record = fit(
             network, Data("noise", tuple("abcd"), split, split), recipe, progress=False, device="cpu", **options
         )

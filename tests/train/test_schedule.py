@@ -8,37 +8,31 @@ from itertools import pairwise
 
 import pytest
 
-from lowrank_cnn.train.optimizers import (
-    LevelOff,
-    cosine_rate,
-    learning_rate,
-    paper_rate,
-    poly_rate,
-    replayed_drops,
-)
+from lowrank_cnn.train.optimizers import LevelOff, learning_rate
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.score import LossEvaluation
 
 
-def test_the_papers_rate():
-    assert paper_rate(0.1, 5e-4, 0) == 0.1
-    # 0.1 / (1 + 0.1 * 0.0005 * 20000) = 0.1 / 2
-    assert paper_rate(0.1, 5e-4, 20_000) == pytest.approx(0.05)
-    assert paper_rate(0.01, 5e-4, 1_000_000) == pytest.approx(0.01 / 6)
-
-
-def test_the_polynomial_rate():
-    assert poly_rate(0.01, 0, 100, 0.5) == 0.01
-    assert poly_rate(0.01, 75, 100, 0.5) == pytest.approx(0.005)
-    assert poly_rate(0.01, 100, 100, 0.5) == 0
-    assert poly_rate(0.01, 101, 100, 0.5) == 0
-
-
-def test_the_cosine_rate():
-    assert cosine_rate(0.4, 0, 100) == 0.4
-    assert cosine_rate(0.4, 50, 100) == pytest.approx(0.2)
-    assert cosine_rate(0.4, 25, 100) == pytest.approx(0.2 * (1 + math.sqrt(0.5)))
-    assert cosine_rate(0.4, 100, 100) == pytest.approx(0)
+@pytest.mark.parametrize(
+    ("schedule", "iteration", "share"),
+    [
+        ("constant", 50, 1),
+        ("paper", 0, 1),
+        ("paper", 20_000, 1 / 2),  # 1 / (1 + 0.1 * 0.0005 * 20000)
+        ("paper", 1_000_000, 1 / 51),
+        ("poly", 0, 1),
+        ("poly", 75, 1 / 2),
+        ("poly", 100, 0),
+        ("poly", 101, 0),
+        ("cosine", 0, 1),
+        ("cosine", 50, 1 / 2),
+        ("cosine", 25, (1 + math.sqrt(0.5)) / 2),
+        ("cosine", 100, 0),
+    ],
+)
+def test_the_rate_follows_its_schedule(schedule, iteration, share):
+    recipe = Recipe(schedule=schedule, lr=0.1, weight_decay=5e-4, power=0.5, epochs=20)
+    assert learning_rate(recipe, iteration, per_epoch=5) == pytest.approx(0.1 * share)
 
 
 def test_warm_up_rises_linearly_and_the_cosine_starts_after_it():
@@ -54,10 +48,6 @@ def test_drops_divide_the_rate():
     recipe = Recipe(lr=0.1, schedule="paper", weight_decay=5e-4, epochs=1)
     assert learning_rate(recipe, 20_000, per_epoch=10, drops=2) == pytest.approx(0.0005)
     assert learning_rate(Recipe(lr=0.1), 7, per_epoch=10) == 0.1
-
-
-def test_replayed_drops_count_from_the_start_of_an_epoch():
-    assert [replayed_drops((2, 4), epoch) for epoch in range(6)] == [0, 0, 1, 1, 2, 2]
 
 
 def test_levelling_off_drops_then_stops_when_a_drop_does_not_help():

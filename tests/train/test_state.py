@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowrank_cnn.train.loop import ABOUT, Position
-from lowrank_cnn.train.run_folder import CheckpointStore
+from lowrank_cnn.train.loop import ABOUT
+from lowrank_cnn.train.run_folder import CheckpointStore, Position
 
 
 @pytest.mark.parametrize(
