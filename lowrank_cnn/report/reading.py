@@ -162,7 +162,10 @@ _GPU_WORDS = ("cuda", "gpu", "nvidia", "mps", "amd instinct")
 
 
 def read_timing(values: Mapping[str, Any], path: Path) -> Iterator[TimedNetwork]:
-    """A timing, and that of its twin. If the input has four numbers, the MACs are those of a whole batch."""
+    """A timing, and that of its twin. If the input has four numbers, the MACs are those of a whole batch.
+
+    `lowrank demo` adds the options of the network as `model`.
+    """
     size = sizes(values.get("input"))
     batch = size[0] if len(size) == 4 else 1
     layers = tuple(layer for row in items(values.get("layers")) if (layer := _layer(row, batch)))
@@ -170,7 +173,7 @@ def read_timing(values: Mapping[str, Any], path: Path) -> Iterator[TimedNetwork]
     if not ms:
         raise LowRankError("it is a timing without any time.")
     macs, twin = (whole(values.get("macs")) or 0) // batch or None, mapping(values.get("twin"))
-    built = _converted(read_network(values.get("name"), size[-3:]), values, twin)
+    built = _converted(read_network(first(values, "model", "name"), size[-3:]), values, twin)
     yield TimedNetwork(
         path=str(path),
         network=built,
