@@ -1,9 +1,8 @@
 """`learn_shapes`: train a network whose filters choose their own shapes, within a budget of MACs or time.
 
-The network starts dense. After each epoch of the first part of training, every filter takes the shape that serves
-it best. Taps outside a shape shrink, more after every epoch, or are dropped within a budget that falls from the
-whole network to the target; they keep their values, so that a filter can take another shape at the next choice.
-Then shapes stay as they are, and the rest of the run trains the filters that are left.
+The network starts dense. After each epoch of the first part of training, every filter chooses its best shape anew,
+and the taps outside it shrink, more after every epoch. The last choice drops them. The rest of the run trains the
+filters with their final shapes.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ from lowrank_cnn.method.shape_costs import (
     time_costs,
     time_share,
 )
-from lowrank_cnn.method.shape_damage import Damage, damage_by_loss, shaped_convs
-from lowrank_cnn.method.shape_gates import add_gates, charge_gates, close_gates, damage_by_gates, learn_gates
+from lowrank_cnn.method.shape_damage import damage_by_loss, shaped_convs
 from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, may_remove
 from lowrank_cnn.train.distributed import generator_states, made_by_first, resolve_device, restore_generators
 from lowrank_cnn.train.fit import fit, recipe_for
@@ -59,25 +57,22 @@ from lowrank_cnn.train.record import Epoch, Record
 from lowrank_cnn.train.run_folder import RunDirectory
 from lowrank_cnn.train.trained import carried_by, load_checkpoint
 
-# When the shapes of filters are chosen while a network trains, and within which budget.
-
-FALLING, CHOOSING = 0.4, 0.6
-"""Shares of the epochs: until the budget has fallen to the target, and until shapes stay as they are."""
+CHOOSING = 0.6
+"""The share of the epochs after which shapes are final."""
 
 
 @dataclass(frozen=True)
 class ShapeSchedule:
-    """The callback of `fit` that chooses shapes after an epoch, within a budget that falls to its target."""
+    """The callback of `fit` that chooses shapes after each of the first epochs."""
 
     chooser: ShapeChooser
     target: float
     epochs: int
-    by: str = "energy"
-    sample: Callable[[int, nn.Module], Iterator[tuple[Tensor, Any]]] | None = None
-    """Batches after an epoch, to measure the damage of shapes on, or to move gates."""
-    loss: Loss = functional.cross_entropy
+    sample: Callable[[int, nn.Module], Iterator[tuple[Tensor, Any]]]
+    """Batches after an epoch, to measure the damage of shapes on."""
+    loss: Loss
     choose_last: Callable[[Callable[[float], Any], nn.Module], None] | None = None
-    """Makes the last choice, by a function that chooses for a share; the target is that share by default."""
+    """Makes the last choice, with a function that chooses shapes within a share; by default within the target."""
     met: list[int] = field(default_factory=list)
     """The epochs of this process."""
 
@@ -86,42 +81,19 @@ class ShapeSchedule:
         """The epoch after which shapes are chosen for the last time."""
         return max(1, round(CHOOSING * self.epochs))
 
-    def share_after(self, epoch: int) -> float:
-        """The share of the dense cost that is allowed after an epoch: it falls quickly first, then slowly."""
-        falling = max(1, min(self.changes_until, round(FALLING * self.epochs)))
-        left = max(0.0, 1 - epoch / falling)
-        return self.target + (1 - self.target) * left**3
-
     def __call__(self, row: Epoch, network: nn.Module) -> None:
         self.met.append(row.epoch)
         if row.epoch > self.changes_until:
             return
-        if self.by == "proximal" and row.epoch < self.changes_until:
-            self.chooser.choose(network, self.target, self._damage(row.epoch, network, self.target))
+        damage = damage_by_loss(network, self.chooser.routes, self.sample(row.epoch, network), self.loss)
+        last = row.epoch == self.changes_until
+        if last and self.choose_last is not None:
+            self.choose_last(lambda share: self.chooser.choose(network, share, damage), network)
+        else:
+            self.chooser.choose(network, self.target, damage)
+        if not last:
             _shrink(network, (row.epoch / self.changes_until) ** 2)
-        else:
-            self._choose_within(self.share_after(row.epoch), row.epoch, network)
         _agree(network)
-
-    def _choose_within(self, share: float, epoch: int, network: nn.Module) -> None:
-        damage = self._damage(epoch, network, share)
-        if self.by == "gates" and epoch == self.changes_until:
-            close_gates(network)
-        if epoch == self.changes_until and self.choose_last is not None:
-            self.choose_last(lambda allowed: self.chooser.choose(network, allowed, damage), network)
-        else:
-            self.chooser.choose(network, share, damage)
-
-    def _damage(self, epoch: int, network: nn.Module, share: float) -> dict[str, Damage] | None:
-        """What shapes would lose; None for the damage by energy. Gates are moved first."""
-        if self.sample is None:
-            return None
-        batches, loss = self.sample(epoch, network), self.loss
-        if self.by != "gates":
-            return damage_by_loss(network, self.chooser.routes, batches, loss)
-        learn_gates(network, batches, loss)
-        charge_gates(network, self.chooser.costs, share)
-        return damage_by_gates(network)
 
 
 def _shrink(network: nn.Module, share: float) -> None:
@@ -138,10 +110,10 @@ def _agree(network: nn.Module) -> None:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
     for module in network.modules():
-        for name in ("choice", "kept", "inputs", "gates", "charge"):
+        for name in ("choice", "kept", "inputs"):
             buffer = getattr(module, name, None)
             if isinstance(module, ShapedConv2d | GatedLinear) and buffer is not None:
-                value = buffer if buffer.is_floating_point() else buffer.long()
+                value = buffer.long()
                 torch.distributed.broadcast(value, 0)
                 buffer.copy_(value)
 
@@ -295,7 +267,6 @@ class ShapeBudget:
 
 
 SHAPES = ("kx1", "1xk", "1x1", "kxk")
-WAYS = ("proximal", "loss", "energy", "gates")
 SAMPLED, IMAGES, _SEED = 8, 128, 24
 """Batches that the damage of shapes is measured on, the most images in each, and the seed of their order."""
 FOUND = "shapes.json"
@@ -336,7 +307,7 @@ def learn_shapes(
     resume: bool = False,
     device: str = "auto",
     callbacks: Sequence[Any] = (),
-    by: Literal["proximal", "loss", "energy", "gates"] = "proximal",
+    by: Literal["proximal"] = "proximal",
     **options: Any,
 ) -> Learned:
     """Train a copy of a dense network whose filters learn their shapes, within a share of its MACs or time.
@@ -352,11 +323,8 @@ def learn_shapes(
       with "none" among them, filters may be removed as well, so that the width is learned too.
     - `multiple`: filters of one shape come in multiples of this.
     - `where`: the convs that learn, as for `convert`.
-
-    - `by`: how filters come to their shapes. "proximal" shrinks the taps outside each filter's best shape, more
-      after every epoch, and drops them at the last choice; the best shape is found by what the loss on a few
-      batches says of each tap. The others drop taps from the first epoch on: "loss" by the same measure, "energy"
-      by the squared weights. With "gates" filters draw their shapes and learn which draws serve the loss.
+    - `by`: "proximal" is the one mechanism. It shrinks the taps outside each filter's best shape, more after every
+      epoch, and drops them at the last choice. The loss on a few batches says which shape is best.
 
     All else goes to `fit`: `out` and `resume` for a run that survives interruptions, `callbacks`, `seed`.
     Layers whose channels are added to others keep the order of their filters: a shape there has one run of them.
@@ -370,7 +338,7 @@ def learn_shapes(
     fields = {name: options.pop(name, None) for name in ("batch_size", "lr", "quantize")}
     recipe = recipe_for(data, recipe, {**fields, "epochs": epochs})
     scheme = learned_scheme(shapes, multiple)
-    _check_asked(model, recipe, scheme, by)
+    _check_asked(model, recipe, by)
     directory = None if out is None else RunDirectory(Path(out))
     if directory and not resume and isinstance(data, str | Path):
         directory.check_apart_from(data)
@@ -390,14 +358,11 @@ def learn_shapes(
     check_reachable(chooser, shaped, budget.share)
     if first_process():
         plan.keep(chooser.costs)
-    if by == "gates":
-        add_gates(shaped)
-    sample = None if by == "energy" else partial(_sample, data, recipe)
     last = None
     if budget.kind == "latency":
         last = partial(plan.choose_last, blank=copy_with(shaped), model=model, size=size)
     loss = options.get("loss") or partial(_cross_entropy, output=recipe.output)
-    schedule = ShapeSchedule(chooser, budget.share, recipe.epochs, by, sample, loss, last)
+    schedule = ShapeSchedule(chooser, budget.share, recipe.epochs, partial(_sample, data, recipe), loss, last)
     run = {**options, "out": out, "resume": resume, "device": device}
     record = fit(shaped, data, recipe, callbacks=(schedule, *callbacks), **run)
     _check_final(record, schedule)
@@ -409,12 +374,12 @@ def learn_shapes(
     return found
 
 
-def _check_asked(model: nn.Module, recipe: Recipe, scheme: Scheme, by: str) -> None:
+def _check_asked(model: nn.Module, recipe: Recipe, by: str) -> None:
     """Refuse what no run can do, before images are read."""
     if recipe.epochs < 2:
         raise LowRankError("learning shapes takes two epochs at least: one to choose them, one to train them.")
-    if by not in WAYS or (by == "gates" and may_remove(scheme)):
-        raise LowRankError(f"by is {', '.join(WAYS)}, and gates remove no filters: not {by!r} with these shapes.")
+    if by != "proximal":
+        raise LowRankError(f'by={by!r} is not available: shapes are learned by="proximal" alone.')
     check_rewritable(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise LowRankError("there are no weights to train: the network is on the meta device.")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.channels import Route, why_fixed
-from lowrank_cnn.method.shape_damage import Damage, damage_by_energy, shaped_convs
+from lowrank_cnn.method.shape_damage import Damage, damage_by_weights, shaped_convs
 from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, may_remove
 
 # Choose shapes for the filters of one layer, in multiples that run fast in kernels.
@@ -312,7 +312,7 @@ class ShapeChooser:
     def choose(self, network: nn.Module, share: float, damage: Mapping[str, Damage] | None = None) -> float:
         """Set shapes that cost at most this share of the dense network, or the least; the share they cost.
 
-        Without a `damage`, that by energy is taken: then the choice depends on the weights alone.
+        Without a `damage`, the choice depends on the weights alone.
         """
         layers, allowed = self._layers(network, damage), share * self.costs.dense * (1 + 1e-9)
         found = self._pick_all(layers, _CHEAPEST, None)
@@ -412,7 +412,7 @@ class ShapeChooser:
         return gated and may_remove(network.get_submodule(name).scheme)  # type: ignore[arg-type]
 
     def _layers(self, network: nn.Module, damage: Mapping[str, Damage] | None) -> Layers:
-        damage = damage_by_energy(network, self.routes) if damage is None else damage
+        damage = damage_by_weights(network, self.routes) if damage is None else damage
         found = {}
         for name, layer in shaped_convs(network).items():
             cost = torch.tensor(list(self.costs.filters[name]), dtype=torch.float64)

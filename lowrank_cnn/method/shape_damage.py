@@ -1,15 +1,13 @@
 """How much a network would lose if a filter had a smaller shape, or were removed.
 
-There are two estimates. By *energy* a filter loses the share of its squared weights that lies outside the shape,
-times how much passes through the filter. By *loss* each tap is weighed by the squared change of the loss that its
-removal predicts to first order, measured on a few batches (Molchanov et al. 2019). Both also see taps that are
-masked now: these have weights that go on learning.
+Each tap counts by the squared change of the loss that its removal predicts to first order, measured on a few
+batches (Molchanov et al. 2019). The squared weights stand in before training, and where no gradient arrives.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,8 +50,11 @@ def shaped_convs(network: nn.Module) -> dict[str, ShapedConv2d]:
 
 
 @torch.no_grad()
-def damage_by_energy(network: nn.Module, routes: Mapping[str, Route]) -> dict[str, Damage]:
-    """Damage estimated from the weights alone, normalised to one per layer."""
+def damage_by_weights(network: nn.Module, routes: Mapping[str, Route]) -> dict[str, Damage]:
+    """Damage estimated from the weights alone, normalised to one per layer.
+
+    A filter loses the share of its squared weights outside the shape, times how much passes through the filter.
+    """
     found = {}
     for name, layer in shaped_convs(network).items():
         taps = (layer.weight.double().square() * layer.inputs[:, None, None]).sum(1)
@@ -78,7 +79,7 @@ def damage_by_loss(
     readers = {n: m for n, m in network.named_modules() if isinstance(m, ShapedConv2d | GatedLinear)}
     taps = {name: torch.zeros(len(m.weight), *m.kernel_size).double() for name, m in layers.items()}
     channels = {name: torch.zeros(len(module.inputs)).double() for name, module in readers.items()}
-    with undisturbed(network), _regrowing(readers.values()):
+    with _undisturbed(network), _regrowing(readers.values()):
         for images, targets in batches:
             value = loss(network(images), targets)
             weights = [module.weight for module in readers.values()]
@@ -95,7 +96,7 @@ def damage_by_loss(
         passing = whole if name not in routes else _read(routes[name], channels, whole)
         found[name] = _damage(layer, taps[name], torch.maximum(whole, passing))
     silent = [name for name, damage in found.items() if not _TINY < float(damage.removal.sum()) < torch.inf]
-    by_weights = damage_by_energy(network, routes) if silent else {}
+    by_weights = damage_by_weights(network, routes) if silent else {}
     return {**found, **{name: by_weights[name] for name in silent}}
 
 
@@ -145,17 +146,13 @@ def _regrowing(layers: Iterable[ShapedConv2d | GatedLinear]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def undisturbed(network: nn.Module, keep: Sequence[Tensor] = ()) -> Iterator[None]:
-    """Normalise by batch statistics within the block, so that a filter's scale does not count, and restore all.
-
-    The buffers in `keep` stay as the block leaves them; layers that have gates draw by them.
-    """
+def _undisturbed(network: nn.Module) -> Iterator[None]:
+    """Normalise by batch statistics within the block, so that a filter's scale does not count, and restore all."""
     modes = {module: module.training for module in network.modules()}
-    kept = {id(tensor) for tensor in keep}
-    buffers = [(buffer, buffer.clone()) for buffer in network.buffers() if id(buffer) not in kept]
+    buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
     network.eval()
     for module in network.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm | ShapedConv2d) and modes[module]:
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and modes[module]:
             module.train()
     try:
         with torch.enable_grad():
