@@ -35,8 +35,14 @@ from lowrank_cnn.method.rewrite import (
     rewrite,
 )
 from lowrank_cnn.method.schemes import Scheme, parse_scheme
-from lowrank_cnn.method.shape_damage import shaped_convs
-from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, conv_of_form, exact_layer, exact_scheme
+from lowrank_cnn.method.shaped_layers import (
+    GatedLinear,
+    ShapedConv2d,
+    conv_of_form,
+    exact_layer,
+    exact_scheme,
+    shaped_convs,
+)
 from lowrank_cnn.method.spec import Pair
 
 _TOLERANCE = 1e-9

@@ -146,6 +146,11 @@ class GatedLinear(nn.Module):
             self.bias.copy_(bias)
 
 
+def shaped_convs(network: nn.Module) -> dict[str, ShapedConv2d]:
+    """The convs of a network that learn shapes, by name."""
+    return {name: m for name, m in network.named_modules() if isinstance(m, ShapedConv2d)}
+
+
 def shapes_of(scheme: Scheme, kernel: Pair) -> tuple[Pair, ...]:
     """The shapes that a `learned` scheme offers the filters of a kernel, each once, in its order."""
     return tuple(dict.fromkeys(resolve_shape(shape, kernel) for shape, _ in scheme.shapes if shape != NONE))

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import lowrank_cnn as lr
 from lowrank_cnn.choose import learn_shapes as learning_shapes
-from lowrank_cnn.choose import learn_shapes as shape_budget
+from lowrank_cnn.choose import shape_costs as shape_budget
 from lowrank_cnn.choose.learn_shapes import Learned, learn_shapes
+from lowrank_cnn.choose.shape_costs import time_costs
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.method.finalize_shapes import has_learned
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.method.shape_costs import time_costs
 from lowrank_cnn.train import Recipe
 from lowrank_cnn.train.trained import load_checkpoint
 from tests.shapes import driver

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.choose import learn_shapes as shape_budget
-from lowrank_cnn.choose.learn_shapes import COSTS, ShapeBudget, as_optimized, learned_scheme
+from lowrank_cnn.choose import shape_costs as shape_budget
+from lowrank_cnn.choose.learn_shapes import learned_scheme
+from lowrank_cnn.choose.shape_choice import ShapeCosts
+from lowrank_cnn.choose.shape_costs import COSTS, ShapeBudget, as_it_is, as_optimized, shape_network
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.method.shape_choice import ShapeCosts
-from lowrank_cnn.method.shape_costs import as_it_is, shape_network
 from lowrank_cnn.train.run_folder import RunDirectory
 
 SIZE = (1, 8, 8)

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lowrank_cnn.choose.shape_costs import shape_network
+from lowrank_cnn.choose.shape_damage import damage_by_loss, damage_by_weights
 from lowrank_cnn.method.channels import free_routes
 from lowrank_cnn.method.schemes import parse_scheme
-from lowrank_cnn.method.shape_costs import shape_network
-from lowrank_cnn.method.shape_damage import damage_by_loss, damage_by_weights
 
 SIZE = (1, 8, 8)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.method.channels import Route
-from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d
+from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, shaped_convs
 
 _TINY = 1e-30
 _COMMON = 0.05
@@ -42,11 +42,6 @@ class Damage:
     def whole(self) -> float:
         """The total that the layer can lose."""
         return max(float(self.removal.sum()), _TINY)
-
-
-def shaped_convs(network: nn.Module) -> dict[str, ShapedConv2d]:
-    """The convs of a network that learn shapes, by name."""
-    return {name: m for name, m in network.named_modules() if isinstance(m, ShapedConv2d)}
 
 
 @torch.no_grad()

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowrank_cnn.choose.shape_damage import Damage, damage_by_weights
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.channels import Route, why_fixed
-from lowrank_cnn.method.shape_damage import Damage, damage_by_weights, shaped_convs
-from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, may_remove
+from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, may_remove, shaped_convs
 
 # Choose shapes for the filters of one layer, in multiples that run fast in kernels.
 #
