@@ -161,7 +161,7 @@ def learn_shapes(
       from a table that is measured on the device first, with `batch` images at a time: by default one on a CPU,
       and 64 on a GPU, where the time of one image hardly depends on shapes. A GPU runs the network through
       `optimize`.
-    - `shapes`: what a filter may become, in terms of the layer's k x k: "kx1", "1xk", "1x1", "kxk", "5x1"...;
+    - `shapes`: a filter may take these, in terms of the layer's k x k: "kx1", "1xk", "1x1", "kxk", "5x1"...;
       with "none" among them, filters may be removed as well, so that the width is learned too.
     - `multiple`: filters of one shape come in multiples of this.
     - `where`: the convs that learn, as for `convert`.
@@ -207,7 +207,11 @@ def learn_shapes(
     schedule = ShapeSchedule(chooser, budget.share, recipe.epochs, partial(_sample, data, recipe), loss, last)
     run = {**options, "out": out, "resume": resume, "device": device}
     record = fit(shaped, data, recipe, callbacks=(schedule, *callbacks), **run)
-    _check_final(record, schedule)
+    if len(record.history) < schedule.changes_until:  # a callback or `early_stop` ended it
+        raise LowRankError(
+            f"the run was ended after epoch {len(record.history)}, and shapes are final after epoch "
+            f"{schedule.changes_until}: let it go on."
+        )
     if not schedule.met and out is not None:  # the run was finished before
         shaped = load_checkpoint(out, network=shaped).network
     found = _finished(model, shaped, size, record, plan)
@@ -217,7 +221,7 @@ def learn_shapes(
 
 
 def _check_asked(model: nn.Module, recipe: Recipe, by: str) -> None:
-    """Refuse what no run can do, before images are read."""
+    """Refuse impossible requests before images are read."""
     if recipe.epochs < 2:
         raise LowRankError("learning shapes takes two epochs at least: one to choose them, one to train them.")
     if by != "proximal":
@@ -225,15 +229,6 @@ def _check_asked(model: nn.Module, recipe: Recipe, by: str) -> None:
     check_rewritable(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise LowRankError("there are no weights to train: the network is on the meta device.")
-
-
-def _check_final(record: Record, schedule: ShapeSchedule) -> None:
-    """Refuse a run that a callback or `early_stop` ended before shapes were final."""
-    if len(record.history) < schedule.changes_until:
-        raise LowRankError(
-            f"the run was ended after epoch {len(record.history)}, and shapes are final after epoch "
-            f"{schedule.changes_until}: let it go on."
-        )
 
 
 def _shaped(model: nn.Module, scheme: Scheme, size: tuple[int, ...], where: Where, recipe: Recipe) -> nn.Module:

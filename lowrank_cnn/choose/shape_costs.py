@@ -77,7 +77,7 @@ def _running(model: nn.Module, names: Sequence[str], input_size: Sequence[int]) 
 def _narrowed(
     model: nn.Module, chosen: Mapping[str, Scheme], scheme: Scheme, routes: Mapping[str, Route], *, widen: bool
 ) -> dict[str, Scheme]:
-    """The layers besides those chosen that gates are for: readers, and convs of 1x1 whose channels are free."""
+    """More layers that ignore or lose channels: readers of chosen ones, and 1x1 convs whose channels are free."""
     one = (("1x1", Fraction(1)),)
     own = replace(scheme, shapes=(*one, (NONE, Fraction(1))))
     more = {name: own for name in routes if widen and name not in chosen and _is_pointwise(model, name)}
@@ -118,7 +118,7 @@ def mac_costs(network: nn.Module, dense: nn.Module, input_size: Sequence[int]) -
 
 
 def layer_inputs(network: nn.Module, names: Sequence[str], image: Tensor) -> dict[str, Tensor]:
-    """What each layer reads when the network runs on an image."""
+    """The input of each layer when the network runs on an image; layers that do not run are left out."""
     seen: dict[str, Tensor] = {}
 
     def keep(name: str) -> Any:
@@ -155,9 +155,8 @@ def time_costs(
     """Milliseconds, measured on the device of `dense`: each conv with filters of one shape, and with all shapes.
 
     Several shapes take longer than their shares of the time, because each is a conv of its own: the measured
-    difference is divided among the shapes beyond the first. Between shares of shapes the time is interpolated, and
-    so it is for fewer input channels. What lies between the layers is the time of the whole dense network less
-    that of its layers.
+    difference is divided among the shapes beyond the first. The time is linear in the number of filters and of
+    input channels. The rest is the time of the whole dense network less that of its layers.
     """
     like = next(dense.parameters())
     dtype = torch.bfloat16 if like.is_cuda else like.dtype
@@ -193,8 +192,8 @@ def corrected(
 ) -> ShapeCosts:
     """The costs with those of several shapes in a layer scaled, so that whole networks cost what they take.
 
-    Groups of few filters take longer than their share of a large one. So a network within the budget is built, by
-    the weights as they are, and timed as a whole.
+    Groups of few filters take longer than their share of a large one. So we choose shapes within the budget by the
+    present weights, build that network and time it as a whole.
     """
     routes = free_routes(network, input_size)
     for _ in range(_ROUNDS):
@@ -316,11 +315,11 @@ class ShapeBudget:
         model: nn.Module,
         size: tuple[int, ...],
     ) -> None:
-        """Choose for the last time: within less than the budget if the network that is found takes longer.
+        """Choose for the last time, within less than the budget if the network is measured to take longer.
 
-        If no try is within the budget, the fastest is taken.
-        `blank` is a copy of the network from before training: layers have hooks while they train, which take time.
-        The share that was taken is kept: a run that is killed before its next checkpoint then chooses the same.
+        If no try is within the budget, the fastest is taken. `blank` is a copy of the network from before
+        training: layers that train have hooks, which take time. The share is written down, so that a run that is
+        killed before its next checkpoint chooses the same again.
         """
         share = made_by_first(self._last_share, self.device)
         if share is not None:
@@ -363,7 +362,7 @@ class ShapeBudget:
         return {"batch": self.batch or (1 if device == "cpu" else BATCH), "prepare": prepare}
 
     def keep(self, costs: ShapeCosts) -> None:
-        """Write the costs of a run that begins, for when it is resumed."""
+        """Write the costs of a run that begins, to be read when it is resumed."""
         if self.directory is None:
             return
         path = self.directory.path / COSTS
@@ -371,7 +370,7 @@ class ShapeBudget:
             write_json(path, {"asked": dict(self.asked), "costs": costs.to_dict()})
 
     def _kept(self, shaped: nn.Module) -> ShapeCosts | None:
-        """The costs of the run that goes on, which has to ask for the same; None if it has not begun."""
+        """The costs of the run that is resumed, which must ask for the same; None if it has not begun."""
         if self.directory is None or not self.directory.holds_run():
             return None
         path = self.directory.path / COSTS

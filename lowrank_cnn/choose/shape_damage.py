@@ -24,14 +24,14 @@ _COMMON = 0.05
 
 @dataclass(frozen=True)
 class Damage:
-    """What a layer loses, filter by filter, and what it keeps.
+    """The loss and the rest of one layer, filter by filter.
 
-    - `shapes`: what is lost with each shape at once, [filters, shapes].
-    - `removal`: what is lost if the filter is removed.
-    - `views`: what a filter keeps with each shape once the network has adapted, [filters, shapes, views]. A view
-      is a row or a column of the kernel, and half of each tap belongs to either. A filter keeps a row if its shape
-      reaches it: an upright filter sees the rows above and below, and the corners with a lying one of the next
-      layer. The last view stands for what does not depend on the shape.
+    - `shapes`: the immediate loss with each shape, [filters, shapes].
+    - `removal`: the loss if the filter is removed, [filters].
+    - `views`: the part that a filter keeps with each shape once the network has adapted, [filters, shapes, views].
+      A view is a row or a column of the kernel, and half of each tap belongs to either. A filter keeps the rows
+      and columns that its shape reaches: an upright filter keeps all rows and, followed by a lying one in the next
+      layer, the corners too. The last view is the part that does not depend on the shape.
     """
 
     shapes: Tensor
@@ -67,8 +67,8 @@ def damage_by_loss(
 ) -> dict[str, Damage]:
     """Damage estimated from gradients on batches of (images, targets). The network is not changed.
 
-    A layer that no gradient reaches is judged by its weights: that of an output without a loss, or any of a
-    network whose outputs are all dead.
+    A layer that no gradient reaches is judged by its weights: it leads to an output without a loss, or all outputs
+    of the network are dead.
     """
     layers = shaped_convs(network)
     readers = {n: m for n, m in network.named_modules() if isinstance(m, ShapedConv2d | GatedLinear)}
@@ -96,7 +96,7 @@ def damage_by_loss(
 
 
 def _damage(layer: ShapedConv2d, taps: Tensor, removal: Tensor) -> Damage:
-    """From what is lost without each tap ([filters, height, width]) and without each filter."""
+    """The damage, from the loss without each tap ([filters, height, width]) and without each filter."""
     masks = layer.masks[: len(layer.shapes)].to(taps)
     lost = taps.sum((1, 2))[:, None] - torch.einsum("ohw,shw->os", taps, masks)
     always = (removal - taps.sum((1, 2))).clamp_min(0)[:, None, None].expand(-1, len(masks), 1)
@@ -120,7 +120,7 @@ def _passing(network: nn.Module, route: Route | None, energy: Tensor) -> Tensor:
 
 
 def _read(route: Route, channels: Mapping[str, Tensor], whole: Tensor) -> Tensor:
-    """What the layers that read each channel would lose without it; only gated ones measure it."""
+    """The loss without each channel, summed over the layers that read it and measure this."""
     gated = [reader for reader in route.readers if reader.name in channels]
     return sum((channels[r.name].unflatten(0, (len(whole), -1)).sum(1) for r in gated), torch.zeros_like(whole))
 

@@ -1,14 +1,11 @@
 """Layers whose filters choose their shapes while they train.
 
 A `ShapedConv2d` has one weight, in the kernel that encloses every shape. Each filter has a shape, and computes
-with the taps inside it alone. Taps outside keep the value that they had, less weight decay, so that a filter can
-take them back at a later choice. While damage is measured, and in training if `regrow` is set, gradients reach all
-taps as if no mask were there (a straight-through estimate, as in dynamic pruning with feedback, Lin et al. 2020).
+with the taps inside it alone. While damage is measured (`regrow`), gradients reach all taps as if no mask were
+there (a straight-through estimate, as in dynamic pruning with feedback, Lin et al. 2020).
 
-A filter can also be removed: the layers that read its channel then ignore it, by a gate on their inputs. Reading
-layers hold the gate, not the norm between, so that removing the channel is exact whatever activation follows.
-
-Shapes are buffers: a checkpoint holds them.
+A filter can also be removed: the layers that read its channel then ignore it, by a mask on their inputs. Reading
+layers hold that mask, not the norm between, so that removing the channel is exact whatever activation follows.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ class ShapedConv2d(nn.Module):
     """
 
     regrow = False
-    """Whether gradients reach masked taps. In training they drift, because the loss does not depend on them."""
+    """Whether gradients reach masked taps: only while damage is measured."""
     choice: Tensor
     kept: Tensor
     inputs: Tensor
