@@ -10,9 +10,6 @@ the learning rate first, each as often, on held-out training images; then it tra
 - strips: a fixed share of kx1, 1xk and kxk filters in every layer; points: of 1x1 and kxk filters;
 - proximal: shapes learned by `learn_shapes`, the taps outside them shrunk after every epoch; again: those shapes,
   trained from scratch;
-- loss: masks from the first epoch on, the damage of shapes measured on batches;
-- regrowth: as `loss`, and masked taps go on learning; energy: as `loss`, by the energy of the weights;
-- gates: filters draw their shapes by Gumbel-softmax, and learn which draws serve the loss;
 - strips-kxk: as `proximal`, without 1x1 filters;
 - none: as `proximal`, and filters may be removed;
 - latency:0.75: as `proximal`, within a share of the time in place of the MACs. It needs the device to itself.
@@ -39,7 +36,6 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -60,7 +56,6 @@ from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.finalize_shapes import LearnedShapes
 from lowrank_cnn.method.schemes import Scheme, parse_scheme
-from lowrank_cnn.method.shaped_layers import ShapedConv2d
 from lowrank_cnn.method.thin import thin
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train import Recipe, fit, get_recipe
@@ -164,9 +159,8 @@ class ShapeBench:
         data = self.held_out if key["phase"] == TRY else self.data
         recipe = replace(self.recipe, lr=key["rate"] * self.recipe.lr)
         if way in LEARNING:
-            with mock.patch.object(ShapedConv2d, "regrow", way == "regrowth"):
-                share = {"latency" if way == "latency" else "macs": macs}
-                network, shapes, record = self.learned(seed, data, recipe, **share, **LEARNING[way])
+            share = {"latency" if way == "latency" else "macs": macs}
+            network, shapes, record = self.learned(seed, data, recipe, **share, **LEARNING[way])
         else:
             network, shapes = self.built(key)
             record = fit(network, data, recipe, seed=seed, **self.how)

@@ -23,19 +23,17 @@ SHAPES = ("kx1", "1xk", "1x1", "kxk")
 FIXED = {"strips": ("kx1", "1xk"), "points": ("1x1",)}
 """Fixed shares: the filters beside kxk ones."""
 LEARNING: dict[str, dict[str, Any]] = {
-    "proximal": {"by": "proximal"},
-    "loss": {"by": "loss"},
-    "energy": {"by": "energy"},
-    "gates": {"by": "gates"},
-    "regrowth": {"by": "loss"},
+    "proximal": {},
     "strips-kxk": {"shapes": ("kx1", "1xk", "kxk")},
     "none": {"shapes": (*SHAPES, "none")},
     "latency": {"batch": 256},
 }
 """What `learn_shapes` is asked for."""
-WAYS = ("dense", "thin", *FIXED, "proximal", "again", "loss", "energy", "gates", "regrowth")
-WAYS += ("strips-kxk", "none", "latency")
-LEARNED, MECHANISMS = WAYS[4:], ("gates", "loss", "energy", "regrowth")
+MECHANISMS = ("gates", "loss", "energy", "regrowth")
+"""Mechanisms that lost to `proximal`: records have runs of them, and the code to train them is gone."""
+LEARNED = ("proximal", "again", *MECHANISMS, "strips-kxk", "none", "latency")
+RECORDED = ("dense", "thin", *FIXED, *LEARNED)
+WAYS = tuple(way for way in RECORDED if way not in MECHANISMS)
 _TITLES = {"answers": "At equal MACs", "equal_time": "At equal time", "mechanisms": "Ways to learn shapes"}
 
 Runs = Mapping[str, Sequence[Row]]
@@ -71,7 +69,7 @@ def judged(book: RunBook) -> dict[str, Answers]:
 
     - `answers`: each learned way against each rival, at equal MACs.
     - `equal_time`: the same at equal time; empty before the networks are timed.
-    - `mechanisms`: the default mechanism against the others, by any gap. These pairs were not asked beforehand.
+    - `mechanisms`: the mechanism that was kept against the others, by any gap. These pairs were not asked before.
     """
     asked, runs = read_questions(), full_runs(book)
     own = asked["learned_shapes"]
@@ -93,7 +91,7 @@ def judged(book: RunBook) -> dict[str, Answers]:
 
 def full_runs(book: RunBook) -> dict[str, list[Row]]:
     """The runs of each way that did not diverge, in the order of the ways."""
-    ways = sorted({row["way"] for row in book.of(FULL)}, key=lambda way: (WAYS.index(base_way(way)), way))
+    ways = sorted({row["way"] for row in book.of(FULL)}, key=lambda way: (RECORDED.index(base_way(way)), way))
     return {way: [row for row in book.of(FULL, way=way) if row["top1"] is not None] for way in ways}
 
 

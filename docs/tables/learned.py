@@ -118,7 +118,7 @@ def _all(verdicts: Iterable[str]) -> str:
 
 
 def _mechanisms(found: dict[str, Any]) -> str:
-    """The default against the other ways to learn shapes."""
+    """The mechanism that was kept against the other ways to learn shapes."""
     gaps = [f"`{one['theirs']}` by {_gap(one)}{_p(one)}" for one in found.get("mechanisms", [])]
     return f"\n`proximal` is ahead of, in points with 99 % intervals: {'; '.join(gaps)}.\n" if gaps else ""
 

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lowrank_cnn.choose.shape_costs import layer_inputs, shape_network
+from lowrank_cnn.choose.shape_damage import Damage, damage_by_loss
 from lowrank_cnn.core.clock import Sample, measure
 from lowrank_cnn.core.compare import copied, unchanged
 from lowrank_cnn.core.errors import LowRankError, LowRankWarning, first_line, nearest
@@ -38,8 +40,6 @@ from lowrank_cnn.method.count import count
 from lowrank_cnn.method.rewrite import copy_with, in_channels_last
 from lowrank_cnn.method.schemes import build_conv, parse_scheme
 from lowrank_cnn.method.select import check_rewritable, select
-from lowrank_cnn.method.shape_costs import layer_inputs, shape_network
-from lowrank_cnn.method.shape_damage import Damage, damage_by_loss
 from lowrank_cnn.method.thin import thin
 from lowrank_cnn.train.objective import class_scores
 

@@ -1,15 +1,14 @@
 """`learn_shapes`: train a network whose filters choose their own shapes, within a budget of MACs or time.
 
-The network starts dense. After each epoch of the first part of training, every filter takes the shape that serves
-it best. Taps outside a shape shrink, more after every epoch, or are dropped within a budget that falls from the
-whole network to the target; they keep their values, so that a filter can take another shape at the next choice.
-Then shapes stay as they are, and the rest of the run trains the filters that are left.
+The network starts dense. After each epoch of the first part of training, every filter chooses its best shape anew,
+and the taps outside it shrink, more after every epoch. The last choice drops them. The rest of the run trains the
+filters with their final shapes.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -20,13 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lowrank_cnn.choose.shape_choice import ShapeChooser, check_reachable, check_removable
+from lowrank_cnn.choose.shape_costs import ShapeBudget, shape_network
+from lowrank_cnn.choose.shape_damage import damage_by_loss
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.core.files import UnreadableError, read_json, write_json
 from lowrank_cnn.core.processes import first_process
 from lowrank_cnn.data import Data, make_loader
 from lowrank_cnn.data.own import for_classes
 from lowrank_cnn.data.types import generator
-from lowrank_cnn.deploy.optimize import optimize
 from lowrank_cnn.method.budget import Budget
 from lowrank_cnn.method.channels import free_routes
 from lowrank_cnn.method.count import count
@@ -35,49 +35,34 @@ from lowrank_cnn.method.init import weight_layers
 from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.method.schemes import Scheme, parse_scheme
 from lowrank_cnn.method.select import Where, check_rewritable
-from lowrank_cnn.method.shape_choice import ShapeChooser, ShapeCosts, check_reachable, check_removable
-from lowrank_cnn.method.shape_costs import (
-    Prepare,
-    as_it_is,
-    corrected,
-    mac_costs,
-    shape_network,
-    time_costs,
-    time_share,
-)
-from lowrank_cnn.method.shape_damage import Damage, damage_by_loss, shaped_convs
-from lowrank_cnn.method.shape_gates import add_gates, charge_gates, close_gates, damage_by_gates, learn_gates
 from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, may_remove
-from lowrank_cnn.train.distributed import generator_states, made_by_first, resolve_device, restore_generators
+from lowrank_cnn.train.distributed import generator_states, restore_generators
 from lowrank_cnn.train.fit import fit, recipe_for
 from lowrank_cnn.train.inputs import augmentation, image_size, open_for
 from lowrank_cnn.train.objective import Loss, class_scores
 from lowrank_cnn.train.optimizers import flags_restored, freeze_parameters
 from lowrank_cnn.train.progress import Lines, Progress
-from lowrank_cnn.train.recipe import Recipe, in_words
+from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.record import Epoch, Record
 from lowrank_cnn.train.run_folder import RunDirectory
 from lowrank_cnn.train.trained import carried_by, load_checkpoint
 
-# When the shapes of filters are chosen while a network trains, and within which budget.
-
-FALLING, CHOOSING = 0.4, 0.6
-"""Shares of the epochs: until the budget has fallen to the target, and until shapes stay as they are."""
+CHOOSING = 0.6
+"""The share of the epochs after which shapes are final."""
 
 
 @dataclass(frozen=True)
 class ShapeSchedule:
-    """The callback of `fit` that chooses shapes after an epoch, within a budget that falls to its target."""
+    """The callback of `fit` that chooses shapes after each of the first epochs."""
 
     chooser: ShapeChooser
     target: float
     epochs: int
-    by: str = "energy"
-    sample: Callable[[int, nn.Module], Iterator[tuple[Tensor, Any]]] | None = None
-    """Batches after an epoch, to measure the damage of shapes on, or to move gates."""
-    loss: Loss = functional.cross_entropy
+    sample: Callable[[int, nn.Module], Iterator[tuple[Tensor, Any]]]
+    """Batches after an epoch, to measure the damage of shapes on."""
+    loss: Loss
     choose_last: Callable[[Callable[[float], Any], nn.Module], None] | None = None
-    """Makes the last choice, by a function that chooses for a share; the target is that share by default."""
+    """Makes the last choice, with a function that chooses shapes within a share; by default within the target."""
     met: list[int] = field(default_factory=list)
     """The epochs of this process."""
 
@@ -86,42 +71,19 @@ class ShapeSchedule:
         """The epoch after which shapes are chosen for the last time."""
         return max(1, round(CHOOSING * self.epochs))
 
-    def share_after(self, epoch: int) -> float:
-        """The share of the dense cost that is allowed after an epoch: it falls quickly first, then slowly."""
-        falling = max(1, min(self.changes_until, round(FALLING * self.epochs)))
-        left = max(0.0, 1 - epoch / falling)
-        return self.target + (1 - self.target) * left**3
-
     def __call__(self, row: Epoch, network: nn.Module) -> None:
         self.met.append(row.epoch)
         if row.epoch > self.changes_until:
             return
-        if self.by == "proximal" and row.epoch < self.changes_until:
-            self.chooser.choose(network, self.target, self._damage(row.epoch, network, self.target))
+        damage = damage_by_loss(network, self.chooser.routes, self.sample(row.epoch, network), self.loss)
+        last = row.epoch == self.changes_until
+        if last and self.choose_last is not None:
+            self.choose_last(lambda share: self.chooser.choose(network, share, damage), network)
+        else:
+            self.chooser.choose(network, self.target, damage)
+        if not last:
             _shrink(network, (row.epoch / self.changes_until) ** 2)
-        else:
-            self._choose_within(self.share_after(row.epoch), row.epoch, network)
         _agree(network)
-
-    def _choose_within(self, share: float, epoch: int, network: nn.Module) -> None:
-        damage = self._damage(epoch, network, share)
-        if self.by == "gates" and epoch == self.changes_until:
-            close_gates(network)
-        if epoch == self.changes_until and self.choose_last is not None:
-            self.choose_last(lambda allowed: self.chooser.choose(network, allowed, damage), network)
-        else:
-            self.chooser.choose(network, share, damage)
-
-    def _damage(self, epoch: int, network: nn.Module, share: float) -> dict[str, Damage] | None:
-        """What shapes would lose; None for the damage by energy. Gates are moved first."""
-        if self.sample is None:
-            return None
-        batches, loss = self.sample(epoch, network), self.loss
-        if self.by != "gates":
-            return damage_by_loss(network, self.chooser.routes, batches, loss)
-        learn_gates(network, batches, loss)
-        charge_gates(network, self.chooser.costs, share)
-        return damage_by_gates(network)
 
 
 def _shrink(network: nn.Module, share: float) -> None:
@@ -138,164 +100,15 @@ def _agree(network: nn.Module) -> None:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
     for module in network.modules():
-        for name in ("choice", "kept", "inputs", "gates", "charge"):
+        for name in ("choice", "kept", "inputs"):
             buffer = getattr(module, name, None)
             if isinstance(module, ShapedConv2d | GatedLinear) and buffer is not None:
-                value = buffer if buffer.is_floating_point() else buffer.long()
+                value = buffer.long()
                 torch.distributed.broadcast(value, 0)
                 buffer.copy_(value)
 
 
-# The budget of a run that learns shapes: what each shape costs, found when the run starts and kept with it.
-#
-# A run that is resumed reads the costs again, because times measured twice differ. It has to ask for the same.
-
-BATCH = 64
-"""Images at a time that a GPU is timed with, unless the user says how many."""
-COSTS, _LAST = "shape_costs.json", "last_share"
-"""The file in the directory of a run, and in it the share that the last choice was made for."""
-_TRIES, _CLOSE, _FURTHEST = 4, 0.02, 0.8
-"""Tries of the last choice, the excess that is no reason for another, and the least factor of one."""
-
-
-def as_optimized(network: nn.Module, image: Tensor) -> Callable[[], object]:
-    """A network that is timed as it is deployed on a GPU: norms folded, kernels chosen, one CUDA graph."""
-    fast = optimize(network, image, compile=False)
-    return lambda: fast(image)
-
-
-@dataclass(frozen=True)
-class ShapeBudget:
-    """What a run was asked for, such as `{"macs": 0.4, "by": "proximal"}`, and its directory, if it has one.
-
-    Times are measured on `device`, with `batch` images at a time.
-    """
-
-    asked: Mapping[str, Any]
-    directory: RunDirectory | None
-    device: str = "auto"
-    batch: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.batch is not None and (not isinstance(self.batch, int) or self.batch < 1):
-            raise LowRankError(f"batch is the number of images at a time, one or more, not {self.batch!r}.")
-
-    def costs(self, shaped: nn.Module, model: nn.Module, size: tuple[int, ...], *, resume: bool) -> ShapeCosts:
-        """The cost of each shape in every layer. The first process finds it for all, and keeps it by `keep`."""
-
-        def find() -> ShapeCosts:
-            if self.directory and not resume:
-                self.directory.check_free()
-            known = self._kept(shaped) if resume else None
-            if known is not None:
-                return known
-            if "macs" in self.asked:
-                return mac_costs(shaped, model, size)
-            dense = self._placed(model)
-            costs = time_costs(shaped, dense, size, **self._how)
-            return corrected(costs, shaped, dense, size, self.asked["latency"], **self._how)
-
-        return made_by_first(find, self.device)
-
-    def time_of(self, network: nn.Module, model: nn.Module, size: tuple[int, ...]) -> float | None:
-        """The measured time of the result as a share of the dense network's; None for a budget of MACs."""
-        if "latency" not in self.asked:
-            return None
-        device = torch.device(resolve_device(self.device))
-        before = generator_states(device)
-        try:
-            return made_by_first(lambda: self._time_share(settle(network, size), model, size), self.device)
-        finally:
-            restore_generators(before, device)  # a run draws the same numbers whether it is timed or not
-
-    def choose_last(
-        self,
-        choose: Callable[[float], Any],
-        network: nn.Module,
-        *,
-        blank: nn.Module,
-        model: nn.Module,
-        size: tuple[int, ...],
-    ) -> None:
-        """Choose for the last time: within less than the budget if the network that is found takes longer.
-
-        If no try is within the budget, the fastest is taken.
-        `blank` is a copy of the network from before training: layers have hooks while they train, which take time.
-        The share that was taken is kept: a run that is killed before its next checkpoint then chooses the same.
-        """
-        share = made_by_first(self._last_share, self.device)
-        if share is not None:
-            choose(share)
-            return
-        share, tried = self.asked["latency"], {}
-        for _ in range(_TRIES):
-            choose(share)
-            blank.load_state_dict(network.state_dict())
-            tried[share] = taken = self.time_of(blank, model, size) or 0.0
-            if not self.exceeded_by(taken):
-                break
-            share *= max(_FURTHEST, self.asked["latency"] / taken)
-        best = min(tried, key=lambda share: tried[share])
-        if best != share:
-            choose(best)
-        if self.directory and first_process():
-            path = self.directory.path / COSTS
-            write_json(path, {**read_json(path), _LAST: best})
-
-    def exceeded_by(self, time: float) -> bool:
-        """Whether a measured share of the time is above the budget, by more than times differ."""
-        return time > (1 + _CLOSE) * self.asked["latency"]
-
-    def _last_share(self) -> float | None:
-        path = self.directory.path / COSTS if self.directory else None
-        return read_json(path).get(_LAST) if path and path.is_file() else None
-
-    def _time_share(self, network: nn.Module, model: nn.Module, size: tuple[int, ...]) -> float:
-        return time_share(network, self._placed(model), size, **self._how)
-
-    def _placed(self, model: nn.Module) -> nn.Module:
-        return copy_with(model).to(resolve_device(self.device))
-
-    @property
-    def _how(self) -> dict[str, Any]:
-        """How networks are timed: on a GPU through `optimize`, many images at a time."""
-        device = resolve_device(self.device)
-        prepare: Prepare = as_optimized if device.startswith("cuda") else as_it_is
-        return {"batch": self.batch or (1 if device == "cpu" else BATCH), "prepare": prepare}
-
-    def keep(self, costs: ShapeCosts) -> None:
-        """Write the costs of a run that begins, for when it is resumed."""
-        if self.directory is None:
-            return
-        path = self.directory.path / COSTS
-        if not (self.directory.holds_run() and path.is_file()):
-            write_json(path, {"asked": dict(self.asked), "costs": costs.to_dict()})
-
-    def _kept(self, shaped: nn.Module) -> ShapeCosts | None:
-        """The costs of the run that goes on, which has to ask for the same; None if it has not begun."""
-        if self.directory is None or not self.directory.holds_run():
-            return None
-        path = self.directory.path / COSTS
-        if not path.is_file():
-            return None
-        try:
-            found = read_json(path)
-            asked, costs = dict(found["asked"]), ShapeCosts(**found["costs"])
-            known = {name: len(prices) for name, prices in costs.filters.items()}
-        except (UnreadableError, ValueError, TypeError, KeyError, AttributeError) as error:
-            told = f"{path} holds no costs of shapes: remove it, and they are found anew."
-            raise LowRankError(told) from error
-        names = {*asked, *self.asked}
-        differ = {n: (asked.get(n), self.asked.get(n)) for n in names if asked.get(n) != self.asked.get(n)}
-        if differ:
-            raise LowRankError(f"the run in {self.directory.path} learns shapes with {in_words(differ)}.")
-        if known != {name: len(layer.shapes) for name, layer in shaped_convs(shaped).items()}:
-            raise LowRankError(f"{path} holds the costs of another network: choose another --out.")
-        return costs
-
-
 SHAPES = ("kx1", "1xk", "1x1", "kxk")
-WAYS = ("proximal", "loss", "energy", "gates")
 SAMPLED, IMAGES, _SEED = 8, 128, 24
 """Batches that the damage of shapes is measured on, the most images in each, and the seed of their order."""
 FOUND = "shapes.json"
@@ -336,7 +149,7 @@ def learn_shapes(
     resume: bool = False,
     device: str = "auto",
     callbacks: Sequence[Any] = (),
-    by: Literal["proximal", "loss", "energy", "gates"] = "proximal",
+    by: Literal["proximal"] = "proximal",
     **options: Any,
 ) -> Learned:
     """Train a copy of a dense network whose filters learn their shapes, within a share of its MACs or time.
@@ -348,15 +161,12 @@ def learn_shapes(
       from a table that is measured on the device first, with `batch` images at a time: by default one on a CPU,
       and 64 on a GPU, where the time of one image hardly depends on shapes. A GPU runs the network through
       `optimize`.
-    - `shapes`: what a filter may become, in terms of the layer's k x k: "kx1", "1xk", "1x1", "kxk", "5x1"...;
+    - `shapes`: a filter may take these, in terms of the layer's k x k: "kx1", "1xk", "1x1", "kxk", "5x1"...;
       with "none" among them, filters may be removed as well, so that the width is learned too.
     - `multiple`: filters of one shape come in multiples of this.
     - `where`: the convs that learn, as for `convert`.
-
-    - `by`: how filters come to their shapes. "proximal" shrinks the taps outside each filter's best shape, more
-      after every epoch, and drops them at the last choice; the best shape is found by what the loss on a few
-      batches says of each tap. The others drop taps from the first epoch on: "loss" by the same measure, "energy"
-      by the squared weights. With "gates" filters draw their shapes and learn which draws serve the loss.
+    - `by`: "proximal" is the one mechanism. It shrinks the taps outside each filter's best shape, more after every
+      epoch, and drops them at the last choice. The loss on a few batches says which shape is best.
 
     All else goes to `fit`: `out` and `resume` for a run that survives interruptions, `callbacks`, `seed`.
     Layers whose channels are added to others keep the order of their filters: a shape there has one run of them.
@@ -370,7 +180,7 @@ def learn_shapes(
     fields = {name: options.pop(name, None) for name in ("batch_size", "lr", "quantize")}
     recipe = recipe_for(data, recipe, {**fields, "epochs": epochs})
     scheme = learned_scheme(shapes, multiple)
-    _check_asked(model, recipe, scheme, by)
+    _check_asked(model, recipe, by)
     directory = None if out is None else RunDirectory(Path(out))
     if directory and not resume and isinstance(data, str | Path):
         directory.check_apart_from(data)
@@ -390,17 +200,18 @@ def learn_shapes(
     check_reachable(chooser, shaped, budget.share)
     if first_process():
         plan.keep(chooser.costs)
-    if by == "gates":
-        add_gates(shaped)
-    sample = None if by == "energy" else partial(_sample, data, recipe)
     last = None
     if budget.kind == "latency":
         last = partial(plan.choose_last, blank=copy_with(shaped), model=model, size=size)
     loss = options.get("loss") or partial(_cross_entropy, output=recipe.output)
-    schedule = ShapeSchedule(chooser, budget.share, recipe.epochs, by, sample, loss, last)
+    schedule = ShapeSchedule(chooser, budget.share, recipe.epochs, partial(_sample, data, recipe), loss, last)
     run = {**options, "out": out, "resume": resume, "device": device}
     record = fit(shaped, data, recipe, callbacks=(schedule, *callbacks), **run)
-    _check_final(record, schedule)
+    if len(record.history) < schedule.changes_until:  # a callback or `early_stop` ended it
+        raise LowRankError(
+            f"the run was ended after epoch {len(record.history)}, and shapes are final after epoch "
+            f"{schedule.changes_until}: let it go on."
+        )
     if not schedule.met and out is not None:  # the run was finished before
         shaped = load_checkpoint(out, network=shaped).network
     found = _finished(model, shaped, size, record, plan)
@@ -409,24 +220,15 @@ def learn_shapes(
     return found
 
 
-def _check_asked(model: nn.Module, recipe: Recipe, scheme: Scheme, by: str) -> None:
-    """Refuse what no run can do, before images are read."""
+def _check_asked(model: nn.Module, recipe: Recipe, by: str) -> None:
+    """Refuse impossible requests before images are read."""
     if recipe.epochs < 2:
         raise LowRankError("learning shapes takes two epochs at least: one to choose them, one to train them.")
-    if by not in WAYS or (by == "gates" and may_remove(scheme)):
-        raise LowRankError(f"by is {', '.join(WAYS)}, and gates remove no filters: not {by!r} with these shapes.")
+    if by != "proximal":
+        raise LowRankError(f'by={by!r} is not available: shapes are learned by="proximal" alone.')
     check_rewritable(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise LowRankError("there are no weights to train: the network is on the meta device.")
-
-
-def _check_final(record: Record, schedule: ShapeSchedule) -> None:
-    """Refuse a run that a callback or `early_stop` ended before shapes were final."""
-    if len(record.history) < schedule.changes_until:
-        raise LowRankError(
-            f"the run was ended after epoch {len(record.history)}, and shapes are final after epoch "
-            f"{schedule.changes_until}: let it go on."
-        )
 
 
 def _shaped(model: nn.Module, scheme: Scheme, size: tuple[int, ...], where: Where, recipe: Recipe) -> nn.Module:

@@ -1,8 +1,8 @@
 """Turn a network that has learned the shapes of its filters into one of plain convs and composites.
 
-Filters are sorted by shape, removed ones are left out, and norms and reading layers follow. Where the order of
-channels is fixed, filters have been chosen in sorted runs already. Nothing of masks and gates is left; the result
-is compared with the gated network in float64, as a whole.
+Filters are sorted by shape, removed ones are left out, and norms and reading layers follow. If the order of
+channels is fixed, filters were chosen in sorted runs already. No masks are left; the result is compared with the
+masked network in float64, as a whole.
 """
 
 from __future__ import annotations
@@ -35,8 +35,14 @@ from lowrank_cnn.method.rewrite import (
     rewrite,
 )
 from lowrank_cnn.method.schemes import Scheme, parse_scheme
-from lowrank_cnn.method.shape_damage import shaped_convs
-from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, conv_of_form, exact_layer, exact_scheme
+from lowrank_cnn.method.shaped_layers import (
+    GatedLinear,
+    ShapedConv2d,
+    conv_of_form,
+    exact_layer,
+    exact_scheme,
+    shaped_convs,
+)
 from lowrank_cnn.method.spec import Pair
 
 _TOLERANCE = 1e-9
@@ -102,13 +108,13 @@ def load_shapes(path: str | Path) -> LearnedShapes:
 
 
 def has_learned(model: nn.Module) -> bool:
-    """Whether a network still has the masks and gates of learning shapes."""
+    """Whether a network still has the masks of learning shapes."""
     return bool(shaped_convs(model))
 
 
 @torch.no_grad()
 def settle(network: nn.Module, input_size: InputSize | None = None) -> nn.Module:
-    """A copy of plain convs and composites that computes the same; a network without masks is returned itself."""
+    """A copy of plain convs and composites that computes the same; the network itself if it has no masks."""
     if not has_learned(network):
         return network
     size = notes(network).input_size if input_size is None else checked_size(input_size)
@@ -117,7 +123,7 @@ def settle(network: nn.Module, input_size: InputSize | None = None) -> nn.Module
     routes = free_routes(network, size)
     orders = {name: _order(layer, free=name in routes) for name, layer in shaped_convs(network).items()}
     arriving = {
-        reader.name: _features(orders[name], reader.block)
+        reader.name: (orders[name][:, None] * reader.block + torch.arange(reader.block)).flatten()
         for name, route in routes.items()
         if name in orders
         for reader in route.readers
@@ -169,10 +175,6 @@ def _order(layer: ShapedConv2d, *, free: bool) -> Tensor:
     return order[layer.kept.cpu()[order]]
 
 
-def _features(order: Tensor, block: int) -> Tensor:
-    return (order[:, None] * block + torch.arange(block)).flatten()
-
-
 def _settled_conv(layer: ShapedConv2d, order: Tensor, arriving: Tensor | None) -> tuple[nn.Module, Scheme]:
     """A plain conv or composite, with the filters in their order and the inputs in theirs."""
     chosen = layer.choice.cpu()[order].tolist()
@@ -212,11 +214,11 @@ def _change(network: nn.Module, name: str, new: nn.Module, scheme: Scheme) -> Ch
     return replace(change, before=dense.before, params_before=dense.params_before)
 
 
-def _check_equal(gated: nn.Module, settled: nn.Module, size: Sequence[int]) -> None:
+def _check_equal(masked: nn.Module, settled: nn.Module, size: Sequence[int]) -> None:
     """Compare the outputs of both networks in float64."""
     draw = torch.Generator().manual_seed(0)
     images = torch.randn(2, *size, generator=draw, dtype=torch.float64)
-    left, right = (copy_with(net).cpu().double().eval()(images) for net in (settled, gated))
+    left, right = (copy_with(net).cpu().double().eval()(images) for net in (settled, masked))
     error = difference(left, right)
     if not error <= _TOLERANCE:
         raise LowRankError(f"the network without its masks would differ by {error:.1e}: it is not used.")

@@ -1,15 +1,11 @@
 """Layers whose filters choose their shapes while they train.
 
 A `ShapedConv2d` has one weight, in the kernel that encloses every shape. Each filter has a shape, and computes
-with the taps inside it alone. Taps outside keep the value that they had, less weight decay, so that a filter can
-take them back at a later choice. While damage is measured, and in training if `regrow` is set, gradients reach all
-taps as if no mask were there (a straight-through estimate, as in dynamic pruning with feedback, Lin et al. 2020).
+with the taps inside it alone. While damage is measured (`regrow`), gradients reach all taps as if no mask were
+there (a straight-through estimate, as in dynamic pruning with feedback, Lin et al. 2020).
 
-A filter can also be removed: the layers that read its channel then ignore it, by a gate on their inputs. Reading
-layers hold the gate, not the norm between, so that removing the channel is exact whatever activation follows.
-
-Filters may also draw their shapes at every step, by gates (see `shape_gates`). Shapes and gates are buffers: a
-checkpoint holds them.
+A filter can also be removed: the layers that read its channel then ignore it, by a mask on their inputs. Reading
+layers hold that mask, not the norm between, so that removing the channel is exact whatever activation follows.
 """
 
 from __future__ import annotations
@@ -37,19 +33,14 @@ class ShapedConv2d(nn.Module):
       the dense kernel has, which a filter begins with. These have the size of the enclosing kernel.
     - `kept`: False for a filter that was removed.
     - `inputs`: False for an input channel that was removed.
-    - `gates`: None, or logits by filter and shape; `charge` is what each shape pays, and `drawing` says whether
-      filters draw by them.
     """
 
     regrow = False
-    """Whether gradients reach masked taps. In training they drift, because the loss does not depend on them."""
+    """Whether gradients reach masked taps: only while damage is measured."""
     choice: Tensor
     kept: Tensor
     inputs: Tensor
     masks: Tensor
-    gates: Tensor | None
-    charge: Tensor
-    drawing: Tensor
 
     def __init__(self, form: ConvForm, scheme: Scheme) -> None:
         super().__init__()
@@ -71,20 +62,10 @@ class ShapedConv2d(nn.Module):
         masks = torch.stack([self._mask(shape) for shape in self.starts])
         masks[start] = torch.stack([self._mask(shape) for shape in every]).amax(0)
         self.register_buffer("masks", masks, persistent=False)
-        self.register_buffer("gates", None)
-
-    def add_gates(self, start: float) -> None:
-        """Let filters draw their shapes; `start` is the logit of the dense kernel, where it is among them."""
-        gates = torch.zeros(self.out_channels, len(self.shapes), device=self.weight.device)
-        if self.form.kernel in self.shapes:
-            gates[:, self.shapes.index(self.form.kernel)] = start
-        self.gates = gates
-        self.register_buffer("charge", torch.zeros_like(gates[0]))
-        self.register_buffer("drawing", torch.ones((), dtype=torch.bool, device=gates.device))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if self.gates is None and f"{prefix}gates" in state_dict:
-            self.add_gates(0.0)
+        for name in ("gates", "charge", "drawing"):  # of runs that were trained when filters could draw shapes
+            state_dict.pop(f"{prefix}{name}", None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -95,21 +76,8 @@ class ShapedConv2d(nn.Module):
 
     def shaped_weight(self) -> Tensor:
         """The weight with zeros outside the shapes."""
-        mask = self._tap_mask()[:, None] * self.inputs[:, None, None].to(self.masks.dtype)
+        mask = self.masks[self.choice][:, None] * self.inputs[:, None, None].to(self.masks.dtype)
         return _straight_through(self.weight, mask) if self.regrow else self.weight * mask
-
-    def _tap_mask(self) -> Tensor:
-        """The taps of each filter: those of its shape, or of the shape that it draws."""
-        chosen = self.masks[self.choice]
-        if self.gates is None:
-            return chosen
-        logits = self.gates - self.charge
-        if self.training:
-            drawn = F.gumbel_softmax(logits, hard=True)
-        else:
-            drawn = F.one_hot(logits.argmax(1), logits.shape[1]).to(logits.dtype)
-        taps = torch.einsum("os,shw->ohw", drawn, self.masks[: len(self.shapes)])
-        return torch.where(self.drawing, taps, chosen)
 
     def taps_of(self, filters: Tensor, shape: Pair) -> Tensor:
         """The weights of some filters, cut to a shape."""
@@ -173,6 +141,11 @@ class GatedLinear(nn.Module):
         self.weight.copy_(weight)
         if self.bias is not None and bias is not None:
             self.bias.copy_(bias)
+
+
+def shaped_convs(network: nn.Module) -> dict[str, ShapedConv2d]:
+    """The convs of a network that learn shapes, by name."""
+    return {name: m for name, m in network.named_modules() if isinstance(m, ShapedConv2d)}
 
 
 def shapes_of(scheme: Scheme, kernel: Pair) -> tuple[Pair, ...]:

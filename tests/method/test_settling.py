@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import lowrank_cnn as lr
+from lowrank_cnn.choose.shape_choice import ShapeChooser
+from lowrank_cnn.choose.shape_costs import mac_costs, shape_network
 from lowrank_cnn.core.notes import forget
 from lowrank_cnn.method.channels import free_routes
 from lowrank_cnn.method.finalize_shapes import LearnedShapes, has_learned, load_shapes, settle
 from lowrank_cnn.method.schemes import parse_scheme
-from lowrank_cnn.method.shape_choice import ShapeChooser
-from lowrank_cnn.method.shape_costs import mac_costs, shape_network
 from lowrank_cnn.models.build import dense_cost, rebuild, rebuild_options
 
 NETWORKS = [("nin", 16, "batch"), ("vgg11", 32, "batch"), ("vgg11-gmp", 32, None), ("resnet18-small", 16, "batch")]

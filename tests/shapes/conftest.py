@@ -2,7 +2,7 @@
 
 import pytest
 
-from lowrank_cnn.method import shape_costs as shape_times
+from lowrank_cnn.choose import shape_costs as shape_times
 from tests.shapes.driver import counted_times
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from lowrank_cnn.choose import shape_costs as shape_times
 from lowrank_cnn.choose.learn_shapes import Learned, learn_shapes
 from lowrank_cnn.core.clock import Key, Sample, measure
 from lowrank_cnn.data import Data, ResidentSplit
-from lowrank_cnn.method import shape_costs as shape_times
 from lowrank_cnn.train import Recipe
 
 SHORT = Recipe(name="short", batch_size=16, epochs=3, lr=0.05, mirror=False)

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import lowrank_cnn as lr
+from lowrank_cnn.choose.shape_choice import ShapeChooser, check_reachable, check_removable, unit_of
+from lowrank_cnn.choose.shape_costs import mac_costs, shape_network
 from lowrank_cnn.method.channels import free_routes
 from lowrank_cnn.method.schemes import parse_scheme
-from lowrank_cnn.method.shape_choice import ShapeChooser, check_reachable, check_removable, unit_of
-from lowrank_cnn.method.shape_costs import mac_costs, shape_network
-from lowrank_cnn.method.shape_damage import shaped_convs
+from lowrank_cnn.method.shaped_layers import shaped_convs
 
 SIZE = (3, 12, 12)
 

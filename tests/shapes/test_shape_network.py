@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import lowrank_cnn as lr
+from lowrank_cnn.choose.shape_costs import mac_costs, shape_network
 from lowrank_cnn.method.schemes import parse_scheme
-from lowrank_cnn.method.shape_costs import mac_costs, shape_network
 from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d
 
 SIZE = (3, 8, 8)

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lowrank_cnn.choose.shape_costs import shape_network
+from lowrank_cnn.choose.shape_damage import damage_by_loss, damage_by_weights
 from lowrank_cnn.method.channels import free_routes
 from lowrank_cnn.method.schemes import parse_scheme
-from lowrank_cnn.method.shape_costs import shape_network
-from lowrank_cnn.method.shape_damage import damage_by_energy, damage_by_loss
 
 SIZE = (1, 8, 8)
 
@@ -23,13 +23,13 @@ def shaped_net() -> nn.Module:
     return shape_network(net, parse_scheme("learned(kx1, 1xk, kxk, none)"), SIZE)
 
 
-def test_energy_outside_a_shape_is_lost():
+def test_weights_outside_a_shape_are_lost():
     net = shaped_net()
     conv = net.get_submodule("0")
     with torch.no_grad():
         conv.weight.fill_(0)
         conv.weight[:, 0, :, 1] = 1  # upright filters
-    damage = damage_by_energy(net, free_routes(net, SIZE))["0"]
+    damage = damage_by_weights(net, free_routes(net, SIZE))["0"]
     torch.testing.assert_close(damage.shapes[:, 0], torch.zeros(4).double())
     torch.testing.assert_close(damage.shapes[:, 1], damage.removal * 2 / 3)
     torch.testing.assert_close(damage.removal.sum(), torch.ones(()).double())
@@ -82,7 +82,7 @@ def test_a_layer_that_no_gradient_reaches_is_judged_by_its_weights():
     images, targets = torch.randn(16, *SIZE), torch.arange(16) % 2
     routes = free_routes(net, SIZE)
     by_loss = damage_by_loss(net, routes, [(images, targets)], F.cross_entropy)["0.0"]
-    by_weights = damage_by_energy(net, routes)["0.0"]
+    by_weights = damage_by_weights(net, routes)["0.0"]
     assert torch.equal(by_loss.removal, by_weights.removal)
     assert torch.equal(by_loss.shapes, by_weights.shapes)
     assert by_loss.removal.min() > 0
@@ -92,7 +92,7 @@ def test_gradients_too_small_to_compare_do_not_count():
     net = shaped_net()
     routes, batch = free_routes(net, SIZE), (torch.randn(16, *SIZE), torch.arange(16) % 2)
     found = damage_by_loss(net, routes, [batch], lambda *given: 1e-20 * F.cross_entropy(*given))["0"]
-    assert torch.equal(found.views, damage_by_energy(net, routes)["0"].views)
+    assert torch.equal(found.views, damage_by_weights(net, routes)["0"].views)
 
 
 def test_damage_of_frozen_weights_is_measured_and_they_stay_frozen():

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowrank_cnn.method.shape_choice import LayerChoice
-from lowrank_cnn.method.shape_damage import Damage
+from lowrank_cnn.choose.shape_choice import LayerChoice
+from lowrank_cnn.choose.shape_damage import Damage
 
 
 def layer(*, removable: bool) -> LayerChoice:

@@ -1,15 +1,13 @@
 """How much a network would lose if a filter had a smaller shape, or were removed.
 
-There are two estimates. By *energy* a filter loses the share of its squared weights that lies outside the shape,
-times how much passes through the filter. By *loss* each tap is weighed by the squared change of the loss that its
-removal predicts to first order, measured on a few batches (Molchanov et al. 2019). Both also see taps that are
-masked now: these have weights that go on learning.
+Each tap counts by the squared change of the loss that its removal predicts to first order, measured on a few
+batches (Molchanov et al. 2019). The squared weights stand in before training, and where no gradient arrives.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.method.channels import Route
-from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d
+from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, shaped_convs
 
 _TINY = 1e-30
 _COMMON = 0.05
@@ -26,14 +24,14 @@ _COMMON = 0.05
 
 @dataclass(frozen=True)
 class Damage:
-    """What a layer loses, filter by filter, and what it keeps.
+    """The loss and the rest of one layer, filter by filter.
 
-    - `shapes`: what is lost with each shape at once, [filters, shapes].
-    - `removal`: what is lost if the filter is removed.
-    - `views`: what a filter keeps with each shape once the network has adapted, [filters, shapes, views]. A view
-      is a row or a column of the kernel, and half of each tap belongs to either. A filter keeps a row if its shape
-      reaches it: an upright filter sees the rows above and below, and the corners with a lying one of the next
-      layer. The last view stands for what does not depend on the shape.
+    - `shapes`: the immediate loss with each shape, [filters, shapes].
+    - `removal`: the loss if the filter is removed, [filters].
+    - `views`: the part that a filter keeps with each shape once the network has adapted, [filters, shapes, views].
+      A view is a row or a column of the kernel, and half of each tap belongs to either. A filter keeps the rows
+      and columns that its shape reaches: an upright filter keeps all rows and, followed by a lying one in the next
+      layer, the corners too. The last view is the part that does not depend on the shape.
     """
 
     shapes: Tensor
@@ -46,14 +44,12 @@ class Damage:
         return max(float(self.removal.sum()), _TINY)
 
 
-def shaped_convs(network: nn.Module) -> dict[str, ShapedConv2d]:
-    """The convs of a network that learn shapes, by name."""
-    return {name: m for name, m in network.named_modules() if isinstance(m, ShapedConv2d)}
-
-
 @torch.no_grad()
-def damage_by_energy(network: nn.Module, routes: Mapping[str, Route]) -> dict[str, Damage]:
-    """Damage estimated from the weights alone, normalised to one per layer."""
+def damage_by_weights(network: nn.Module, routes: Mapping[str, Route]) -> dict[str, Damage]:
+    """Damage estimated from the weights alone, normalised to one per layer.
+
+    A filter loses the share of its squared weights outside the shape, times how much passes through the filter.
+    """
     found = {}
     for name, layer in shaped_convs(network).items():
         taps = (layer.weight.double().square() * layer.inputs[:, None, None]).sum(1)
@@ -71,14 +67,14 @@ def damage_by_loss(
 ) -> dict[str, Damage]:
     """Damage estimated from gradients on batches of (images, targets). The network is not changed.
 
-    A layer that no gradient reaches is judged by its weights: that of an output without a loss, or any of a
-    network whose outputs are all dead.
+    A layer that no gradient reaches is judged by its weights: it leads to an output without a loss, or all outputs
+    of the network are dead.
     """
     layers = shaped_convs(network)
     readers = {n: m for n, m in network.named_modules() if isinstance(m, ShapedConv2d | GatedLinear)}
     taps = {name: torch.zeros(len(m.weight), *m.kernel_size).double() for name, m in layers.items()}
     channels = {name: torch.zeros(len(module.inputs)).double() for name, module in readers.items()}
-    with undisturbed(network), _regrowing(readers.values()):
+    with _undisturbed(network), _regrowing(readers.values()):
         for images, targets in batches:
             value = loss(network(images), targets)
             weights = [module.weight for module in readers.values()]
@@ -95,12 +91,12 @@ def damage_by_loss(
         passing = whole if name not in routes else _read(routes[name], channels, whole)
         found[name] = _damage(layer, taps[name], torch.maximum(whole, passing))
     silent = [name for name, damage in found.items() if not _TINY < float(damage.removal.sum()) < torch.inf]
-    by_weights = damage_by_energy(network, routes) if silent else {}
+    by_weights = damage_by_weights(network, routes) if silent else {}
     return {**found, **{name: by_weights[name] for name in silent}}
 
 
 def _damage(layer: ShapedConv2d, taps: Tensor, removal: Tensor) -> Damage:
-    """From what is lost without each tap ([filters, height, width]) and without each filter."""
+    """The damage, from the loss without each tap ([filters, height, width]) and without each filter."""
     masks = layer.masks[: len(layer.shapes)].to(taps)
     lost = taps.sum((1, 2))[:, None] - torch.einsum("ohw,shw->os", taps, masks)
     always = (removal - taps.sum((1, 2))).clamp_min(0)[:, None, None].expand(-1, len(masks), 1)
@@ -124,7 +120,7 @@ def _passing(network: nn.Module, route: Route | None, energy: Tensor) -> Tensor:
 
 
 def _read(route: Route, channels: Mapping[str, Tensor], whole: Tensor) -> Tensor:
-    """What the layers that read each channel would lose without it; only gated ones measure it."""
+    """The loss without each channel, summed over the layers that read it and measure this."""
     gated = [reader for reader in route.readers if reader.name in channels]
     return sum((channels[r.name].unflatten(0, (len(whole), -1)).sum(1) for r in gated), torch.zeros_like(whole))
 
@@ -145,17 +141,13 @@ def _regrowing(layers: Iterable[ShapedConv2d | GatedLinear]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def undisturbed(network: nn.Module, keep: Sequence[Tensor] = ()) -> Iterator[None]:
-    """Normalise by batch statistics within the block, so that a filter's scale does not count, and restore all.
-
-    The buffers in `keep` stay as the block leaves them; layers that have gates draw by them.
-    """
+def _undisturbed(network: nn.Module) -> Iterator[None]:
+    """Normalise by batch statistics within the block, so that a filter's scale does not count, and restore all."""
     modes = {module: module.training for module in network.modules()}
-    kept = {id(tensor) for tensor in keep}
-    buffers = [(buffer, buffer.clone()) for buffer in network.buffers() if id(buffer) not in kept]
+    buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
     network.eval()
     for module in network.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm | ShapedConv2d) and modes[module]:
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and modes[module]:
             module.train()
     try:
         with torch.enable_grad():

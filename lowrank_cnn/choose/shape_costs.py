@@ -1,20 +1,24 @@
-"""Make a network learn the shapes of its filters, and find what each shape costs there."""
+"""What each shape of a filter costs in a network, counted or measured; the budget of a run that learns shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lowrank_cnn.choose.shape_choice import ShapeChooser, ShapeCosts
 from lowrank_cnn.core.clock import Key, measure
 from lowrank_cnn.core.compare import copied, unchanged
 from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.files import UnreadableError, read_json, write_json
 from lowrank_cnn.core.modules import first_input
 from lowrank_cnn.core.notes import note
+from lowrank_cnn.core.processes import first_process
+from lowrank_cnn.deploy.optimize import optimize
 from lowrank_cnn.kernels.cuda_graph import captured
 from lowrank_cnn.method.channels import Route, free_routes
 from lowrank_cnn.method.count import count
@@ -23,10 +27,18 @@ from lowrank_cnn.method.geometry import form_of
 from lowrank_cnn.method.rewrite import copy_with, frozen_like, in_channels_last, rewrite
 from lowrank_cnn.method.schemes import NONE, Scheme
 from lowrank_cnn.method.select import Where, select
-from lowrank_cnn.method.shape_choice import ShapeChooser, ShapeCosts
-from lowrank_cnn.method.shape_damage import shaped_convs
-from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, conv_of_form, exact_scheme, may_remove
+from lowrank_cnn.method.shaped_layers import (
+    GatedLinear,
+    ShapedConv2d,
+    conv_of_form,
+    exact_scheme,
+    may_remove,
+    shaped_convs,
+)
 from lowrank_cnn.method.spec import Pair
+from lowrank_cnn.train.distributed import generator_states, made_by_first, resolve_device, restore_generators
+from lowrank_cnn.train.recipe import in_words
+from lowrank_cnn.train.run_folder import RunDirectory
 
 
 def shape_network(
@@ -65,7 +77,7 @@ def _running(model: nn.Module, names: Sequence[str], input_size: Sequence[int]) 
 def _narrowed(
     model: nn.Module, chosen: Mapping[str, Scheme], scheme: Scheme, routes: Mapping[str, Route], *, widen: bool
 ) -> dict[str, Scheme]:
-    """The layers besides those chosen that gates are for: readers, and convs of 1x1 whose channels are free."""
+    """More layers that ignore or lose channels: readers of chosen ones, and 1x1 convs whose channels are free."""
     one = (("1x1", Fraction(1)),)
     own = replace(scheme, shapes=(*one, (NONE, Fraction(1))))
     more = {name: own for name in routes if widen and name not in chosen and _is_pointwise(model, name)}
@@ -105,9 +117,9 @@ def mac_costs(network: nn.Module, dense: nn.Module, input_size: Sequence[int]) -
     return ShapeCosts("macs", filters, linear, float(rest), float(found.macs))
 
 
-def layer_inputs(network: nn.Module, names: Sequence[str], image: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What each layer reads when the network runs on an image."""
-    seen: dict[str, torch.Tensor] = {}
+def layer_inputs(network: nn.Module, names: Sequence[str], image: Tensor) -> dict[str, Tensor]:
+    """The input of each layer when the network runs on an image; layers that do not run are left out."""
+    seen: dict[str, Tensor] = {}
 
     def keep(name: str) -> Any:
         return lambda _, args, kwargs: seen.update({name: first_input(args, kwargs)})
@@ -123,11 +135,7 @@ def layer_inputs(network: nn.Module, names: Sequence[str], image: torch.Tensor) 
     return seen
 
 
-# What the shapes of filters cost in milliseconds, measured on the device.
-#
-# On a GPU layers are timed inside CUDA graphs: there launches take no time, as when a network is deployed.
-
-Prepare = Callable[[nn.Module, torch.Tensor], Callable[[], object]]
+Prepare = Callable[[nn.Module, Tensor], Callable[[], object]]
 """Makes a network in evaluation ready to be timed on a batch."""
 _ROUNDS = 2
 """Networks that are built and timed to correct the cost of several shapes in a layer."""
@@ -135,7 +143,7 @@ _MOST = 4.0
 """The most that one of them changes it by: times are noisy."""
 
 
-def as_it_is(network: nn.Module, image: torch.Tensor) -> Callable[[], object]:
+def as_it_is(network: nn.Module, image: Tensor) -> Callable[[], object]:
     """A network that is timed as torch runs it."""
     return lambda: network(image)
 
@@ -147,9 +155,8 @@ def time_costs(
     """Milliseconds, measured on the device of `dense`: each conv with filters of one shape, and with all shapes.
 
     Several shapes take longer than their shares of the time, because each is a conv of its own: the measured
-    difference is divided among the shapes beyond the first. Between shares of shapes the time is interpolated, and
-    so it is for fewer input channels. What lies between the layers is the time of the whole dense network less
-    that of its layers.
+    difference is divided among the shapes beyond the first. The time is linear in the number of filters and of
+    input channels. The rest is the time of the whole dense network less that of its layers.
     """
     like = next(dense.parameters())
     dtype = torch.bfloat16 if like.is_cuda else like.dtype
@@ -185,8 +192,8 @@ def corrected(
 ) -> ShapeCosts:
     """The costs with those of several shapes in a layer scaled, so that whole networks cost what they take.
 
-    Groups of few filters take longer than their share of a large one. So a network within the budget is built, by
-    the weights as they are, and timed as a whole.
+    Groups of few filters take longer than their share of a large one. So we choose shapes within the budget by the
+    present weights, build that network and time it as a whole.
     """
     routes = free_routes(network, input_size)
     for _ in range(_ROUNDS):
@@ -217,9 +224,7 @@ def time_share(
     return times["ours"] / times["theirs"]
 
 
-def _measured(
-    runs: Mapping[Key, Callable[[], object]], x: torch.Tensor, *, budget: float = 2.0
-) -> dict[Key, float]:
+def _measured(runs: Mapping[Key, Callable[[], object]], x: Tensor, *, budget: float = 2.0) -> dict[Key, float]:
     """Milliseconds: on a CPU the least, because other processes interrupt networks more often than layers."""
     if x.is_cuda:
         times = measure(runs, repeats=15, budget=budget, cuda=True)
@@ -228,7 +233,8 @@ def _measured(
     return {name: one.ms for name, one in times.items()}
 
 
-def _timed(conv: nn.Module, x: torch.Tensor) -> Callable[[], object]:
+def _timed(conv: nn.Module, x: Tensor) -> Callable[[], object]:
+    """A layer to be timed: on a GPU inside a CUDA graph, where launches take no time, as in deployment."""
     return captured(lambda: conv(x)).replay if x.is_cuda else as_it_is(conv, x)
 
 
@@ -239,3 +245,148 @@ def _placed(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Mo
 def _of_shapes(layer: ShapedConv2d, counts: Mapping[Pair, int]) -> nn.Module:
     conv = conv_of_form(layer.form, exact_scheme(list(counts.items())))
     return in_channels_last(conv.eval())
+
+
+BATCH = 64
+"""Images at a time that a GPU is timed with, unless the user says how many."""
+COSTS, _LAST = "shape_costs.json", "last_share"
+"""The file in the directory of a run, and in it the share that the last choice was made for."""
+_TRIES, _CLOSE, _FURTHEST = 4, 0.02, 0.8
+"""Tries of the last choice, the excess that is no reason for another, and the least factor of one."""
+
+
+def as_optimized(network: nn.Module, image: Tensor) -> Callable[[], object]:
+    """A network that is timed as it is deployed on a GPU: norms folded, kernels chosen, one CUDA graph."""
+    fast = optimize(network, image, compile=False)
+    return lambda: fast(image)
+
+
+@dataclass(frozen=True)
+class ShapeBudget:
+    """What a run was asked for, such as `{"macs": 0.4, "by": "proximal"}`, and its directory, if it has one.
+
+    Times are measured on `device`, with `batch` images at a time. A resumed run reads the costs that the run found
+    when it began, because times measured twice differ; it must ask for the same.
+    """
+
+    asked: Mapping[str, Any]
+    directory: RunDirectory | None
+    device: str = "auto"
+    batch: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch is not None and (not isinstance(self.batch, int) or self.batch < 1):
+            raise LowRankError(f"batch is the number of images at a time, one or more, not {self.batch!r}.")
+
+    def costs(self, shaped: nn.Module, model: nn.Module, size: tuple[int, ...], *, resume: bool) -> ShapeCosts:
+        """The cost of each shape in every layer. The first process finds it for all, and keeps it by `keep`."""
+
+        def find() -> ShapeCosts:
+            if self.directory and not resume:
+                self.directory.check_free()
+            known = self._kept(shaped) if resume else None
+            if known is not None:
+                return known
+            if "macs" in self.asked:
+                return mac_costs(shaped, model, size)
+            dense = self._placed(model)
+            costs = time_costs(shaped, dense, size, **self._how)
+            return corrected(costs, shaped, dense, size, self.asked["latency"], **self._how)
+
+        return made_by_first(find, self.device)
+
+    def time_of(self, network: nn.Module, model: nn.Module, size: tuple[int, ...]) -> float | None:
+        """The measured time of the result as a share of the dense network's; None for a budget of MACs."""
+        if "latency" not in self.asked:
+            return None
+        device = torch.device(resolve_device(self.device))
+        before = generator_states(device)
+        try:
+            return made_by_first(lambda: self._time_share(settle(network, size), model, size), self.device)
+        finally:
+            restore_generators(before, device)  # a run draws the same numbers whether it is timed or not
+
+    def choose_last(
+        self,
+        choose: Callable[[float], Any],
+        network: nn.Module,
+        *,
+        blank: nn.Module,
+        model: nn.Module,
+        size: tuple[int, ...],
+    ) -> None:
+        """Choose for the last time, within less than the budget if the network is measured to take longer.
+
+        If no try is within the budget, the fastest is taken. `blank` is a copy of the network from before
+        training: layers that train have hooks, which take time. The share is written down, so that a run that is
+        killed before its next checkpoint chooses the same again.
+        """
+        share = made_by_first(self._last_share, self.device)
+        if share is not None:
+            choose(share)
+            return
+        share, tried = self.asked["latency"], {}
+        for _ in range(_TRIES):
+            choose(share)
+            blank.load_state_dict(network.state_dict())
+            tried[share] = taken = self.time_of(blank, model, size) or 0.0
+            if not self.exceeded_by(taken):
+                break
+            share *= max(_FURTHEST, self.asked["latency"] / taken)
+        best = min(tried, key=lambda share: tried[share])
+        if best != share:
+            choose(best)
+        if self.directory and first_process():
+            path = self.directory.path / COSTS
+            write_json(path, {**read_json(path), _LAST: best})
+
+    def exceeded_by(self, time: float) -> bool:
+        """Whether a measured share of the time is above the budget, by more than times differ."""
+        return time > (1 + _CLOSE) * self.asked["latency"]
+
+    def _last_share(self) -> float | None:
+        path = self.directory.path / COSTS if self.directory else None
+        return read_json(path).get(_LAST) if path and path.is_file() else None
+
+    def _time_share(self, network: nn.Module, model: nn.Module, size: tuple[int, ...]) -> float:
+        return time_share(network, self._placed(model), size, **self._how)
+
+    def _placed(self, model: nn.Module) -> nn.Module:
+        return copy_with(model).to(resolve_device(self.device))
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        """How networks are timed: on a GPU through `optimize`, many images at a time."""
+        device = resolve_device(self.device)
+        prepare: Prepare = as_optimized if device.startswith("cuda") else as_it_is
+        return {"batch": self.batch or (1 if device == "cpu" else BATCH), "prepare": prepare}
+
+    def keep(self, costs: ShapeCosts) -> None:
+        """Write the costs of a run that begins, to be read when it is resumed."""
+        if self.directory is None:
+            return
+        path = self.directory.path / COSTS
+        if not (self.directory.holds_run() and path.is_file()):
+            write_json(path, {"asked": dict(self.asked), "costs": costs.to_dict()})
+
+    def _kept(self, shaped: nn.Module) -> ShapeCosts | None:
+        """The costs of the run that is resumed, which must ask for the same; None if it has not begun."""
+        if self.directory is None or not self.directory.holds_run():
+            return None
+        path = self.directory.path / COSTS
+        if not path.is_file():
+            return None
+        try:
+            found = read_json(path)
+            asked, costs = dict(found["asked"]), ShapeCosts(**found["costs"])
+            known = {name: len(prices) for name, prices in costs.filters.items()}
+        except (UnreadableError, ValueError, TypeError, KeyError, AttributeError) as error:
+            told = f"{path} holds no costs of shapes: remove it, and they are found anew."
+            raise LowRankError(told) from error
+        names = {*asked, *self.asked}
+        differ = {n: (asked.get(n), self.asked.get(n)) for n in names if asked.get(n) != self.asked.get(n)}
+        if differ:
+            raise LowRankError(f"the run in {self.directory.path} learns shapes with {in_words(differ)}.")
+        if known != {name: len(layer.shapes) for name, layer in shaped_convs(shaped).items()}:
+            raise LowRankError(f"{path} holds the costs of another network: choose another --out.")
+        return costs

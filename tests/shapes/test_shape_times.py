@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import lowrank_cnn as lr
+from lowrank_cnn.choose import shape_costs as shape_times
+from lowrank_cnn.choose.shape_choice import ShapeChooser
+from lowrank_cnn.choose.shape_costs import corrected, mac_costs, shape_network, time_costs
 from lowrank_cnn.core import clock
 from lowrank_cnn.core.clock import Sample
-from lowrank_cnn.method import shape_costs as shape_times
 from lowrank_cnn.method.channels import free_routes
 from lowrank_cnn.method.schemes import parse_scheme
-from lowrank_cnn.method.shape_choice import ShapeChooser
-from lowrank_cnn.method.shape_costs import corrected, mac_costs, shape_network, time_costs
 
 SIZE = (3, 8, 8)
 
@@ -42,7 +42,7 @@ def test_several_shapes_cost_what_a_conv_of_all_of_them_takes(monkeypatch):
     dense = net()
     times = {(3, 1): 1.0, (1, 3): 2.0, (3, 3): 4.0, None: 5.0, "": 20.0}
     monkeypatch.setattr(
-        "lowrank_cnn.method.shape_costs.measure",
+        "lowrank_cnn.choose.shape_costs.measure",
         lambda runs, **_: {name: Sample(times[name], 0, 0, 3) for name, run in runs.items() if run() is not None},
     )
     costs = time_costs(shape_network(dense, parse_scheme("learned(kx1, 1xk)"), SIZE), dense, SIZE)
@@ -61,6 +61,7 @@ def test_other_processes_do_not_change_the_shares(monkeypatch):
         taken = run()
         return taken + (4 if taken > 1 and next(turns) % 5 else 0)
 
+    monkeypatch.setattr(shape_times, "measure", clock.measure)
     monkeypatch.setattr(clock, "_clock", busy)
     timed = shape_times.time_share(
         small, large, SIZE, prepare=lambda n, _: lambda: 3.0 if hasattr(n, "slow") else 1.0

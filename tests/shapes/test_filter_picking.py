@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowrank_cnn.method.shape_choice import alike, pick_units, share_out, slope, worth
+from lowrank_cnn.choose.shape_choice import alike, pick_units, share_out, slope, worth
 
 
 def random_kept(seed: int, units: int, shapes: int) -> torch.Tensor:

@@ -1,12 +1,15 @@
 """Choose the shape of every filter, so that the network stays within a budget and loses little.
 
-`shape_damage` estimates what a filter keeps with each shape, and `filter_picking` what a layer of such filters is
-worth. The choice maximises
+`shape_damage` estimates what a filter keeps with each shape. The choice maximises
 
     sum over layers of log(worth of the layer)  -  lambda * cost
 
 with the one lambda, found by bisection, at which the network meets its budget. A filter may also be removed, which
-saves what its channel costs in the layers that read it: low rank and thinner layers compete for the same budget.
+saves the cost of its channel in the layers that read it: low rank and thinner layers compete for the same budget.
+
+A layer has views, the rows and columns of its kernel. Its worth is the sum over views of their importance times a
+concave value of the share that is kept: the first filters that keep a view add most. So a layer of similar filters
+gets some upright and some lying ones, although each filter alone would take the same shape.
 """
 
 from __future__ import annotations
@@ -21,17 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowrank_cnn.choose.shape_damage import Damage, damage_by_weights
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.channels import Route, why_fixed
-from lowrank_cnn.method.shape_damage import Damage, damage_by_energy, shaped_convs
-from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, may_remove
-
-# Choose shapes for the filters of one layer, in multiples that run fast in kernels.
-#
-# A layer has views, the rows and columns of its kernel (`shape_damage`). It is worth the sum, over its views, of
-# what matters there times a value of the share that is kept. The first filters that keep a view add most. So a
-# layer whose filters are all alike gets some upright and some lying ones; by itself, each would take the better
-# shape.
+from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, may_remove, shaped_convs
 
 _TINY = 1e-30
 _CURVE = 2.0
@@ -41,7 +37,7 @@ _GAIN = 1e-9
 
 
 def worth(kept: Tensor, whole: Tensor) -> Tensor:
-    """What layers are worth that keep `kept` of `whole`, both by view; between 0 and 1.
+    """The worth, between 0 and 1, of layers that keep `kept` of `whole`; the last dimension is the view.
 
     >>> whole = torch.tensor([1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
     >>> worth(whole / 2, whole) > worth(torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64), whole)
@@ -51,7 +47,7 @@ def worth(kept: Tensor, whole: Tensor) -> Tensor:
 
 
 def _weighed(kept: Tensor, whole: Tensor, weights: Tensor) -> Tensor:
-    """The worth of layers, where no view is without a whole."""
+    """`worth` for a `whole` above zero in every view."""
     curved = (kept / whole).clamp_(0, 1).mul_(_CURVE).log1p_()
     return curved.mul_(weights).div_(log1p(_CURVE)).sum(-1)
 
@@ -62,11 +58,11 @@ def slope(share: Tensor) -> Tensor:
 
 
 def pick_units(kept: Tensor, whole: Tensor, price: Tensor, split: Tensor | None = None) -> tuple[Tensor, float]:
-    """The shapes with which the log of the layer's worth, less all prices, is largest; and how large it is.
+    """Argmax and maximum of log(worth of the layer) - prices, over the shapes of its units.
 
-    `kept` is [units, shapes, views], `price` that of a unit of each shape, `split` what it costs to use a
-    shape at all. Each unit begins with its own best shape. Then one unit at a time changes its shape, always the
-    one that gains most.
+    `kept` is [units, shapes, views], `price` is per unit of each shape, `split` the price of using a shape at all.
+    The search is greedy: each unit begins with its own best shape, then the one change that gains most is made
+    until none gains.
 
     >>> upright, lying = [1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.9, 0.9]
     >>> kept = torch.tensor([upright, lying], dtype=torch.float64).repeat(4, 1, 1)
@@ -76,7 +72,7 @@ def pick_units(kept: Tensor, whole: Tensor, price: Tensor, split: Tensor | None 
     units, shapes, _ = kept.shape
     choice = (kept.sum(2) / whole.sum().clamp_min(_TINY) - price).argmax(1)
     split = split if split is not None and bool(split.any()) else None
-    # Tensors are small here, so that all operations take about as long: the loop has as few as it can.
+    # The tensors are small, so time goes by the number of operations: the loop has as few as possible.
     whole_of, weights = whole.clamp_min(_TINY), whole / whole.sum().clamp_min(_TINY)
     current, own, best = kept[torch.arange(units), choice], price[choice], -torch.inf
     while True:
@@ -93,7 +89,7 @@ def pick_units(kept: Tensor, whole: Tensor, price: Tensor, split: Tensor | None 
 
 
 def _splits_after(choice: Tensor, split: Tensor) -> Tensor:
-    """What the shapes in use cost if a unit changes to a shape, [units, shapes]; the dearest one costs nothing."""
+    """The price of the shapes in use after a unit changes its shape, [units, shapes]; the dearest one is free."""
     change = torch.eye(len(split), dtype=torch.long)
     others = choice.bincount(minlength=len(split)) - change  # [shapes changed from, shapes]
     used = (others[:, None] + change) > 0  # [shapes changed from, shapes changed to, shapes]
@@ -102,7 +98,7 @@ def _splits_after(choice: Tensor, split: Tensor) -> Tensor:
 
 
 def alike(scores: Tensor) -> Tensor:
-    """The order of filters in which those of one best shape are neighbours, the surest of each first."""
+    """Sort filters by their best shape, and within a shape by the margin over the second best, largest first."""
     best, shape = scores.max(1)
     second = scores.scatter(1, shape[:, None], -torch.inf).amax(1)
     order = (second - best).argsort(stable=True)
@@ -135,12 +131,14 @@ def share_out(scores: Tensor, wanted: Tensor) -> Tensor:
     return choice
 
 
-# Choose the shapes of one layer's filters: what the layer is worth with them, less what they cost.
-
-
 @dataclass(frozen=True)
 class LayerChoice:
-    """What the choice of a conv's shapes depends on: what each shape keeps and costs, and the layer's freedom."""
+    """One conv to choose shapes for.
+
+    - `damage`: of each shape. `cost`: of one filter of each shape. `split`: of each shape beyond the first.
+    - `unit`: filters of one shape come in multiples of this.
+    - `free`: filters may be reordered. `removable`: they may be removed.
+    """
 
     damage: Damage
     cost: Tensor
@@ -155,15 +153,15 @@ class LayerChoice:
         return [*(self.limited_to(pair) for pair in combinations(every, 2)), self]
 
     def limited_to(self, shapes: Sequence[int]) -> LayerChoice:
-        """The layer with these shapes alone: any other costs too much."""
+        """The same layer where all other shapes have an infinite cost."""
         cost = torch.full_like(self.cost, torch.inf)
         cost[list(shapes)] = self.cost[list(shapes)]
         return replace(self, cost=cost)
 
     def pick(self, price: Tensor, split: float) -> LayerPick:
-        """The shapes with which the layer is worth most, less the price of each filter and of every further shape.
+        """The best choice at a price for each filter and for every shape beyond the first.
 
-        Shapes that are not worth their price are given up one by one.
+        Shapes that do not earn their price are dropped one by one.
         """
         best, value = self._pick(price, split)
         while split > 0 and len(used := best.shapes) > 1:
@@ -176,7 +174,7 @@ class LayerChoice:
         return best
 
     def _pick(self, price: Tensor, split: float) -> tuple[LayerPick, float]:
-        """The best choice, and what it is worth. Filters that are removed have a shape of their own, for free."""
+        """The best choice and its value. Removed filters count as one more shape, which costs nothing."""
         kept, whole = self._kept, self._whole
         splits = torch.full_like(price, split)
         if self.removable:
@@ -184,7 +182,8 @@ class LayerChoice:
         ordered = kept[alike(self._score - price)] if self.free else kept
         units = ordered.unflatten(0, (-1, self.unit)).sum(1)
         chosen, value = pick_units(units, whole, self.unit * price, splits)
-        together, stay = _kept_by(units, chosen), chosen[chosen < len(self.cost)]
+        together = units[torch.arange(len(chosen)), chosen].sum(0)
+        stay = chosen[chosen < len(self.cost)]
         shapes = stay.unique()
         found = LayerPick(
             units=chosen,
@@ -211,7 +210,7 @@ class LayerChoice:
 
     @cached_property
     def _kept(self) -> Tensor:
-        """What each filter keeps with each shape, in each view; a filter that is removed keeps nothing."""
+        """`_views`, with one more shape for removed filters, which keep nothing."""
         kept = self._views
         return torch.cat([kept, torch.zeros_like(kept[:, :1])], 1) if self.removable else kept
 
@@ -227,13 +226,8 @@ class LayerChoice:
 
     @cached_property
     def _views(self) -> Tensor:
-        """Each shape keeps a trace: a layer that keeps nothing with any shape would lose all filters."""
+        """The views of the damage, above zero: a layer that keeps nothing at all would lose all filters."""
         return self.damage.views.clamp_min(_TINY)
-
-
-def _kept_by(kept: Tensor, choice: Tensor) -> Tensor:
-    """What all units keep together with the shapes that were chosen, in each view."""
-    return kept[torch.arange(len(choice)), choice].sum(0)
 
 
 @dataclass(frozen=True)
@@ -242,7 +236,7 @@ class LayerPick:
 
     - `units`: the shape of each unit of filters. `shapes`: those in use.
     - `price`: of a filter of each shape, at which it was made.
-    - `share`: what is kept in each view. `worth`: what the layer is still worth.
+    - `share`: the share that is kept of each view. `worth`: of the layer with this choice.
     - `cost`: of the layer with all its input channels.
     - `filters`: of the dense layer. `width`: the share of them that stays.
     """
@@ -263,13 +257,13 @@ _ROUNDS = 3
 """Rounds of the choice where filters may be removed: what a filter costs then depends on other layers."""
 _CHEAPEST, _DEAREST = 1e-6, 1e9
 """Prices of the whole dense network. The least is above zero: of two shapes that keep all, the cheaper wins."""
-_LEFT, _LEAST_GAIN = 0.02, 1e-9
-"""The share of a budget that is not worth spending, and the least gain: smaller ones are rounding."""
+_LEFT = 0.02
+"""The share of a budget that is not worth spending."""
 
 
 @dataclass(frozen=True)
 class ShapeCosts:
-    """What filters cost, in MACs for one image or in milliseconds.
+    """The cost of filters, in MACs for one image or in milliseconds.
 
     - `filters`: for each conv the cost of one filter of each of its shapes, over all input channels.
     - `splits`: for each conv the cost of every shape beyond the first, as each is a conv of its own; none in MACs.
@@ -295,7 +289,7 @@ Picks = dict[str, LayerPick]
 
 
 class ShapeChooser:
-    """Chooses and sets the shapes of one network, whose free channels and costs are known."""
+    """Chooses and sets the shapes of one network, given its free channels and costs."""
 
     def __init__(self, routes: Mapping[str, Route], costs: ShapeCosts) -> None:
         self.routes, self.costs = routes, costs
@@ -312,7 +306,7 @@ class ShapeChooser:
     def choose(self, network: nn.Module, share: float, damage: Mapping[str, Damage] | None = None) -> float:
         """Set shapes that cost at most this share of the dense network, or the least; the share they cost.
 
-        Without a `damage`, that by energy is taken: then the choice depends on the weights alone.
+        Without a `damage`, the choice depends on the weights alone.
         """
         layers, allowed = self._layers(network, damage), share * self.costs.dense * (1 + 1e-9)
         found = self._pick_all(layers, _CHEAPEST, None)
@@ -321,7 +315,7 @@ class ShapeChooser:
             for _ in range(rounds):
                 before, price = found, self._price(layers, found, allowed)
                 found = self._pick_all(layers, price, before)
-                if all(_costs_alike(before[name], found[name]) for name in layers):
+                if _neighbours(before) == _neighbours(found):
                     break  # a further round would begin, and end, as this one did
         if self.total(found) > allowed:
             found = self._pick_all(layers, _DEAREST, found)
@@ -350,23 +344,23 @@ class ShapeChooser:
         return high
 
     def _pick_all(self, layers: Layers, price: float, now: Picks | None) -> Picks:
-        """The best choice of each layer at a price, with what its neighbours cost as they are `now`."""
+        """The best choice of each layer at a price, given the choices `now` of its neighbours."""
         return {name: self._pick_one(name, layer, price, now) for name, layer in layers.items()}
 
     def _pick_one(
         self, name: str, layer: LayerChoice, price: float, now: Picks | None, *, priced: bool = True
     ) -> LayerPick:
-        """The best choice of one layer; shapes beyond the first are free of charge unless they are `priced`."""
+        """The best choice of one layer; shapes beyond the first are free unless they are `priced`."""
         arriving = self._arriving(name, now)
         cost = (layer.cost * arriving + self._reading(name, now)) / self.costs.dense
         split = price * layer.split * arriving / self.costs.dense if priced else 0.0
         return layer.pick(price * cost, split)
 
     def _spend(self, layers: Layers, found: Picks, allowed: float) -> Picks:
-        """Spend what is left: the layers that lost most choose again, each at a price of its own.
+        """Spend the rest of the budget: the layers that lost most choose again, each at a price of its own.
 
-        As the one price falls, choices jump: by a unit of filters and, where shapes beyond the first cost
-        something, from one shape to another, over all mixtures of both.
+        One price for all leaves a rest, because choices jump as it falls: by a unit of filters and, if shapes
+        beyond the first have a cost, from one shape to another without the mixtures between.
         """
         for name in sorted(layers, key=lambda name: found[name].worth):
             for layer in layers[name].pairs():
@@ -376,7 +370,7 @@ class ShapeChooser:
         return found
 
     def _spend_on(self, name: str, layer: LayerChoice, found: Picks, allowed: float) -> Picks:
-        """The choice with the best of this layer's that is allowed, found by bisection of its price."""
+        """Replace one layer's choice with the best that is allowed, by bisection of its price."""
         low, high, best = _CHEAPEST, _DEAREST, found
         for _ in range(_STEPS):
             middle = (low * high) ** 0.5
@@ -386,11 +380,11 @@ class ShapeChooser:
                 low = middle
                 continue
             high = middle
-            best = more if pick.worth > best[name].worth + _LEAST_GAIN else best
+            best = more if pick.worth > best[name].worth + _GAIN else best
         return best
 
     def _reading(self, name: str, picks: Picks | None) -> float:
-        """What one channel of a conv costs in the layers that read it."""
+        """The cost of one channel of a conv in the layers that read it."""
         route = self.routes.get(name)
         if route is None or picks is None:
             return 0.0
@@ -412,7 +406,7 @@ class ShapeChooser:
         return gated and may_remove(network.get_submodule(name).scheme)  # type: ignore[arg-type]
 
     def _layers(self, network: nn.Module, damage: Mapping[str, Damage] | None) -> Layers:
-        damage = damage_by_energy(network, self.routes) if damage is None else damage
+        damage = damage_by_weights(network, self.routes) if damage is None else damage
         found = {}
         for name, layer in shaped_convs(network).items():
             cost = torch.tensor(list(self.costs.filters[name]), dtype=torch.float64)
@@ -435,13 +429,13 @@ class ShapeChooser:
                     module.inputs.copy_(kept.repeat_interleave(reader.block))
 
 
-def _costs_alike(one: LayerPick, other: LayerPick) -> bool:
-    """Whether two choices of a layer mean the same to its neighbours."""
-    return (one.cost, one.width) == (other.cost, other.width)
+def _neighbours(picks: Picks) -> dict[str, tuple[float, float]]:
+    """All that a layer's choice means to its neighbours."""
+    return {name: (pick.cost, pick.width) for name, pick in picks.items()}
 
 
 def unit_of(layer: ShapedConv2d) -> int:
-    """What the filters of each shape are a multiple of: halved until a layer has four units or more."""
+    """The multiple that filters of one shape come in, halved until the layer has four units or more."""
     unit = layer.scheme.multiple or 1
     while unit > 1 and (layer.out_channels % unit or layer.out_channels < 4 * unit):
         unit //= 2
@@ -460,7 +454,7 @@ def check_reachable(chooser: ShapeChooser, network: nn.Module, share: float) -> 
 
 
 def check_removable(chooser: ShapeChooser, network: nn.Module, input_size: Sequence[int]) -> None:
-    """Refuse to remove filters of a network that has none to spare."""
+    """Refuse the shape "none" if no filter of the network can be removed."""
     if not chooser.removable(network):
         why = why_fixed(network, input_size) or "their channels meet others or reach the output"
         raise LowRankError(f'no filters of this network can be removed, because {why}: leave "none" out.')
