@@ -148,9 +148,9 @@ def test_an_exported_file_is_timed_asked_and_evaluated(output_of, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["time", "nin", "--repeats", "1"], "at least 3 runs"),
-        (["time", "nin", "--threads", "0"], "number of threads lies between 1 and"),
-        (["plan", "nin", "--budget", "-1"], "a budget is a number of seconds above 0, not -1.0"),
+        (["time", "nin", "--repeats", "1"], "number of at least 3"),
+        (["time", "nin", "--threads", "0"], "threads must be a number of at least 1"),
+        (["plan", "nin", "--budget", "-1"], "budget, in seconds, must be a number above 0, not -1.0"),
         (["time", "nin", "--device", "gpu"], "no device 'gpu'"),
         (["plan", "nin", "--device", "gpu"], "no device 'gpu'"),
         (["plan", "nin", "--engine", "auto", "--batch", "4"], "one image at a time"),

@@ -45,7 +45,7 @@ def test_one_command_writes_a_record_and_a_picture(tmp_path: Path):
         (("airbensh",), "no family"),
         (("airbench", "--design", "x"), "neither a design"),
         (("nin",), "no record"),
-        (("nin", *SMALL, "--budget", "-1"), "seconds above 0"),
+        (("nin", *SMALL, "--budget", "-1"), "budget, in seconds, must be a number above 0"),
     ],
 )
 def test_bad_input_is_one_sentence(tmp_path: Path, arguments: tuple[str, ...], sentence: str):

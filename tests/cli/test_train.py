@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,9 @@ def test_a_bad_network_is_refused_before_the_images_are_opened(lowrank, tmp_path
 
 def test_activations_are_computed_again_where_that_is_asked_for(train_small, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr("lowrank_cnn.train.fit.recomputed", lambda network: asked.append(network) or network)
+    monkeypatch.setattr(
+        import_module("lowrank_cnn.train.fit"), "recomputed", lambda network: asked.append(network) or network
+    )
     assert train_small().exit_code == 0
     assert not asked
     assert train_small("--checkpoint-activations").exit_code == 0

@@ -12,7 +12,10 @@ from lowrank_cnn.core.errors import LowRankError
         ({"match": ("size",)}, "macs or time"),
         ({"seeds": -1}, "0 or more"),
         ({"rates": (0.0,)}, "learning rate"),
-        *(({"budget": seconds}, "seconds above 0") for seconds in (-1.0, 0.0, float("nan"))),
+        *(
+            ({"budget": seconds}, "budget, in seconds, must be a number above 0")
+            for seconds in (-1.0, 0.0, float("nan"))
+        ),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(wrong: dict, sentence: str):
