@@ -75,7 +75,7 @@ def test_recipes_are_listed_with_every_field_as_json(output_of):
         (["count", "vgg11", "--input", "3x64x64"], "takes 224x224 images"),
         (["count", "nin", "--scheme", "mixture(kx1"], "cannot read the scheme"),
         (["count", "nin", "--convention", "flops"], "convention is mac or paper"),
-        (["count", "nin", "--width", "-1"], "width must be positive"),
+        (["count", "nin", "--width", "-1"], "width must be a number above 0"),
         (["count", "nin", "--input", "3x1x1"], "nin takes images of 4x4 at least"),
         (["convert", __file__], "names no network"),
         (["convert", f"{__file__}:scripted", "--input", "3x8x8"], "the model is scripted"),

@@ -119,7 +119,7 @@ def test_a_bad_network_is_refused_before_the_images_are_opened(lowrank, tmp_path
     named = f"{own_network(tmp_path)}:net"
     mistakes = [
         (["nin", "--scheme", "rl"], "no scheme 'rl'"),
-        (["nin", "--width", "0"], "width must be positive"),
+        (["nin", "--width", "0"], "width must be a number above 0"),
         (["nin", "--norm", "layer"], "norm is None or 'batch'"),
         (["vgg11", "--recipe", "nin-modern"], "vgg11 has none"),
         ([named, "--scheme", "rl"], "no scheme 'rl'"),

@@ -15,7 +15,7 @@ from lowrank_cnn.kernels.reference import composite_reference
 
 @pytest.fixture
 def emulated(monkeypatch, hopper_model):
-    module = hopper_model.emulate(monkeypatch, "window", "window_gradient")
+    module = hopper_model.emulate(monkeypatch, "window")
     module.launch_pad_channels = hopper_model.pad_channels
     return module
 
