@@ -37,8 +37,9 @@ if TYPE_CHECKING:
     from lowrank_cnn.models import Network, create_model, list_models, list_pretrained
     from lowrank_cnn.models.hub import from_pretrained, push_to_hub, save_pretrained
     from lowrank_cnn.report import write_report
-    from lowrank_cnn.train import fit, get_recipe
     from lowrank_cnn.train.evaluate import evaluate, predict
+    from lowrank_cnn.train.fit import fit
+    from lowrank_cnn.train.recipes import get_recipe
     from lowrank_cnn.train.trained import load_pretrained
 
 # Every public name is loaded when it is first used, so that `import lowrank_cnn` does not wait for torch.
@@ -67,7 +68,8 @@ _HOMES = {
     "models": ["Network", "create_model", "list_models", "list_pretrained"],
     "models.hub": ["from_pretrained", "push_to_hub", "save_pretrained"],
     "report": ["write_report"],
-    "train": ["fit", "get_recipe"],
+    "train.fit": ["fit"],
+    "train.recipes": ["get_recipe"],
     "train.evaluate": ["evaluate", "predict"],
     "train.trained": ["load_pretrained"],
 }
