@@ -149,5 +149,6 @@ def test_no_call_changes_the_network_the_generators_or_the_example(name: str, ki
     assert name in FRESH or torch.equal(torch.get_rng_state(), drawn[0])
     assert (random.getstate(), str(numpy.random.get_state())) == drawn[1:]
     if isinstance(result, nn.Module):  # nor does the result start with what trial runs left
-        assert {str(b) for n, b in result.named_buffers() if n.endswith("scale")} == {"tensor(0.)", "tensor(5.)"}
+        scales = {str(b) for n, b in result.named_buffers() if n.endswith("scale")}
+        assert "tensor(5.)" in scales <= {"tensor(0.)", "tensor(5.)"}  # a graph has no buffer that it does not use
         assert not any(isinstance(v, Tensor) and v.is_meta for m in result.modules() for v in vars(m).values())
