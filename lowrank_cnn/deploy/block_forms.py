@@ -116,7 +116,7 @@ def groups_apart(model: nn.Module) -> nn.Module:
     cannot be captured stays as it is.
     """
     try:
-        captured = capture(copy_with(model))
+        captured = capture(copy_with(model)).complete()
     except CaptureError:
         return model
     made: dict[str, nn.Module] = {}

@@ -125,7 +125,7 @@ def in_blocks(model: nn.Module, *inputs: Any) -> tuple[fx.GraphModule, list[Bloc
     cannot be captured.
     """
     copied = copy_with(model)
-    captured = capture(nn.Sequential(copied).eval() if layer_kind(model) else copied, *inputs)
+    captured = capture(nn.Sequential(copied).eval() if layer_kind(model) else copied, *inputs).complete()
     patterns = [
         pattern
         for pattern in find_patterns(captured)

@@ -31,6 +31,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.fx.proxy import TraceError
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._pytree import tree_leaves
 
 from lowrank_cnn.core.compare import copied, unchanged
 from lowrank_cnn.core.errors import first_line
@@ -72,12 +73,20 @@ class NetworkGraph:
     """A captured network.
 
     `calls` are the inputs, all tensors, of the calls that the graph is valid for; None if it is for all calls. An
-    input is described by `kind_of`, or by None if its size and dtype decide nothing.
+    input is described by `kind_of`, or by None if its size and dtype decide nothing. `keeps` names the attributes
+    that the forward sets (`self.last = y`) and the graph does not.
     """
 
     root: nn.Module
     graph: fx.Graph
     calls: tuple[InputKind | None, ...] | None = None
+    keeps: tuple[str, ...] = ()
+
+    def complete(self) -> NetworkGraph:
+        """This graph, if it can run in the network's place; `CaptureError` if it would leave something out."""
+        if self.keeps:
+            raise CaptureError(f"its forward sets attributes ({', '.join(self.keeps)}), which a graph does not")
+        return self
 
     def module(self, node: fx.Node) -> nn.Module | None:
         """The module that a node calls; None if it calls a function."""
@@ -126,16 +135,16 @@ def capture(root: nn.Module, *example: Any) -> NetworkGraph:
         given = list(signature(type(root).forward).parameters)[1 : len(example) + 1]
         more = len(example) > len(given)  # than there are names: these are in `*args`
         left_out = {n: v for n, v in optional.items() if n.strip("*") not in given and not (more and v == ())}
-        graph = _Tracer(left_out).trace(root)
-        return NetworkGraph(root, _finished(root, graph), (None,) * len(example) if optional else None)
+        tracer = _Tracer(left_out)
+        graph = _finished(root, tracer.trace(root))
+        return NetworkGraph(root, graph, (None,) * len(example) if optional else None, tracer.keeps)
     except Exception:  # a forward may fail on symbolic values in any way
         pass
     try:
-        with torch.no_grad(), unchanged(root):
-            graph = _SizedTracer(root, copied(*example)).trace(root)
-            constants = {name: value for name, value in vars(root).items() if name.startswith("_tensor_")}
-        vars(root).update(constants)
-        return NetworkGraph(root, _finished(root, graph), tuple(map(kind_of, example)))
+        tracer = _SizedTracer(root, copied(*example))
+        with torch.no_grad():
+            graph = tracer.trace(root)
+        return NetworkGraph(root, _finished(root, graph), tuple(map(kind_of, example)), tracer.keeps)
     except Exception as error:
         raise _cannot_trace(error) from error
 
@@ -144,7 +153,8 @@ def captures(root: nn.Module) -> list[NetworkGraph]:
     """A graph for each kind of call: first with all inputs, then with some of the optional ones left out."""
     _check_hooks(root)
     try:
-        graphs = [NetworkGraph(root, _finished(root, _Tracer().trace(root)))]
+        tracer = _Tracer()
+        graphs = [NetworkGraph(root, _finished(root, tracer.trace(root)), None, tracer.keeps)]
         optional = _optional_inputs(root)
         values = [[(), (v,), (not v,)] if isinstance(v, bool) else [(), (v,)] for v in optional.values()]
         kinds = list(product(*values)) if len(values) < _MOST_KINDS else []
@@ -324,6 +334,17 @@ class _Tracer(fx.Tracer):
     def __init__(self, left_out: Mapping[str, Any] = MappingProxyType({})) -> None:
         super().__init__()
         self.left_out = left_out
+        self.keeps: tuple[str, ...] = ()
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """Trace a network and leave it as it was, but for the tensors that its forward creates."""
+        before = _attributes(root)
+        with unchanged(root):
+            graph = super().trace(root, concrete_args)
+            self.keeps = tuple(name for name, held in _attributes(root).items() if held != before.get(name))
+            constants = {name: value for name, value in vars(root).items() if name.startswith("_tensor_")}
+        vars(root).update(constants)
+        return graph
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
         """Inputs that a call leaves out have the values given for them."""
@@ -344,6 +365,16 @@ class _Tracer(fx.Tracer):
         ours = layer_kind(m) in ("composite", "chain", "own conv")
         whole = ours or has_hooks(m) or not m._modules or "forward" in vars(m)
         return whole or super().is_leaf_module(m, module_qualified_name)
+
+
+def _attributes(root: nn.Module) -> dict[str, list[int]]:
+    """What the attributes of a network and its parts hold, by identity; not the constants that fx adds."""
+    return {
+        f"{part}.{name}" if part else name: [id(value) for value in tree_leaves(held)]
+        for part, module in root.named_modules()
+        for name, held in vars(module).items()
+        if not name.startswith("_")
+    }
 
 
 class _SizedProxy(_Proxy):

@@ -77,7 +77,7 @@ def _fused(module: nn.Module, say: Callable[[str], None] | None = None) -> nn.Mo
     if not module._modules:
         return module
     try:
-        captured = capture(module)
+        captured = capture(module).complete()
     except CaptureError as error:
         if say is not None:
             say(f"Layers are fused one by one: {error}.")

@@ -302,3 +302,22 @@ def test_the_networks_drawn_are_folded_planned_and_refused(last_wins: None):
         used += planned.used and any(row.choice != "as given" for row in planned.decisions)
         refused += bool(planned.reason)
     assert min(folded, used, 2 * refused) >= 5, (folded, used, refused)
+
+
+class Remembers(nn.Module):
+    """Keeps what a call computed, for whoever wants to read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.last = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = F.relu(self.norm(self.conv(x)))
+        return self.last.mean((2, 3))
+
+
+def test_a_network_that_keeps_a_tensor_still_does(last_wins: None):
+    net = Remembers().double().eval()
+    new = plan(net, EXAMPLE[:, :3], cache=False)
+    new(EXAMPLE[:, :3])
+    assert new.last.shape == (len(EXAMPLE), 8, SIZE - 2, SIZE - 2) and not net.last.shape
