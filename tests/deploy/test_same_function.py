@@ -320,4 +320,5 @@ def test_a_network_that_keeps_a_tensor_still_does(last_wins: None):
     net = Remembers().double().eval()
     new = plan(net, EXAMPLE[:, :3], cache=False)
     new(EXAMPLE[:, :3])
-    assert new.last.shape == (len(EXAMPLE), 8, SIZE - 2, SIZE - 2) and not net.last.shape
+    assert new.last.shape == (len(EXAMPLE), 8, SIZE - 2, SIZE - 2)
+    assert not net.last.shape
