@@ -26,9 +26,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from lowrank_cnn.cli import CTRL_C, INTERRUPTED
+from lowrank_cnn.core import __version__
 from lowrank_cnn.core.errors import LowRankError, LowRankWarning
 from lowrank_cnn.core.processes import first_process
-from lowrank_cnn.core.version import __version__
 
 # Standard output that outlives its reader: `lowrank train ... | head -1` trains to the end. Plain warnings.
 

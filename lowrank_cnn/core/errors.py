@@ -1,4 +1,10 @@
-"""Errors for users: one sentence that says what is wrong and what to do."""
+"""Errors for users: one sentence that says what is wrong and what to do.
+
+Every room validates by `check_type`, `check_number`, `check_choice` and `check_file`:
+
+    check_number("width", width, above=0, most=64)
+    check_choice("bad", bad, ("skip", "refuse"))
+"""
 
 from __future__ import annotations
 
@@ -9,6 +15,7 @@ import re
 import sys
 from collections.abc import Iterable
 from operator import ge, gt, le, lt
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -106,6 +113,29 @@ def check_number(
         wanted = " and ".join(f"{words} {limit:,}" for words, limit, _ in asked)
         shown = f"{value:,}" if right else f"{value!r:.60}"
         raise LowRankError(f"{name} must be a {'whole ' if whole else ''}number {wanted}, not {shown}.")
+
+
+def check_choice(name: str, value: object, known: Iterable[str]) -> None:
+    """Refuse a value that is not one of the known ones; the nearest of these are named.
+
+    >>> check_choice("convention", "papr", ("mac", "paper"))
+    Traceback (most recent call last):
+    lowrank_cnn.core.errors.LowRankError: there is no convention 'papr'; did you mean paper?
+    """
+    known = tuple(known)
+    if not isinstance(value, str) or value not in known:
+        raise LowRankError(f"there is no {name} {value!r:.60}; {nearest(value, known)}")
+
+
+def check_file(path: Path) -> None:
+    """Refuse a path without a file. A file that cannot be read is refused by its reader.
+
+    >>> check_file(Path("absent.onnx"))
+    Traceback (most recent call last):
+    lowrank_cnn.core.errors.LowRankError: there is no file absent.onnx.
+    """
+    if not path.is_file():
+        raise LowRankError(f"there is no file {path}.")
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
