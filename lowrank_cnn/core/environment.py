@@ -65,7 +65,7 @@ def _cpu() -> str:
 
 
 def _printed(*command: str, folder: Path | None = None) -> str | None:
-    """What a program prints; None if it is not installed, fails or takes longer than ten seconds."""
+    """The output of a program; None if it is not installed, fails or takes longer than ten seconds."""
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

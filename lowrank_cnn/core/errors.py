@@ -71,14 +71,14 @@ def require(module: str, *, extra: str, purpose: str = "this") -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        # What is missing may be what the module itself wants: TensorBoard, to write scalars with torch.
+        # The module may lack a package that it imports: torch.utils.tensorboard needs TensorBoard.
         package = (error.name or module).partition(".")[0]
         what = _FOLDERS.get(package, f"'lowrank-cnn[{extra}]'")
         raise MissingExtra(f"{purpose} needs {package}: pip install {what}") from error
 
 
 def check_type(name: str, value: object, *kinds: type) -> None:
-    """Refuse a value of another type; None is a type like others, and True is no number.
+    """Refuse a value of another type. None counts as a type, and True does not count as an int.
 
     >>> check_type("stride", "two", int)
     Traceback (most recent call last):
@@ -100,7 +100,7 @@ def check_number(
     below: float | None = None,
     whole: bool = False,
 ) -> None:
-    """Refuse what is not a number within these limits; True and NaN are not.
+    """Refuse a value that is not a number within these limits, as True and NaN.
 
     >>> check_number("dropout", 1.5, least=0, below=1)
     Traceback (most recent call last):

@@ -316,8 +316,8 @@ def locked(directory: Path) -> Iterator[None]:
     """Hold a directory while the block lasts; `HeldError` if another process or thread holds it.
 
     A directory that is not there is made, and removed again if nothing was put into it. A thread that holds the
-    directory already may enter again. Of the processes that torchrun starts for one run, the first holds it for
-    all. On a file system without locks, nothing is held.
+    directory already may enter again. The first of torchrun's processes holds it for all. On a file system without
+    locks, nothing is held.
 
         with locked(Path("runs/first")):
             train()

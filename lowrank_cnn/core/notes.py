@@ -1,4 +1,4 @@
-"""What the library knows of a module: one typed record, kept in one private attribute of that module.
+"""The library's notes about a module: one typed record, kept in one private attribute of that module.
 
 A user's module may have a child or an attribute of any name, `plan` or `input_size` say, and that one stays the
 user's. The record survives `copy.deepcopy` and `torch.save`. It is no parameter, buffer or child, so tools that
@@ -42,7 +42,7 @@ class Fitted(AsDict):
 
 @dataclass(frozen=True)
 class TrainingCard:
-    """What a trained network carries beside its weights: its recipe and data as JSON, preprocessing as tensors."""
+    """A trained network's recipe and data as JSON, and its preprocessing as tensors."""
 
     card: Mapping[str, Any]
     preprocess: Mapping[str, Tensor]
@@ -53,11 +53,11 @@ _ATTRIBUTE = "_lowrank"
 
 @dataclass(frozen=True)
 class Notes:
-    """What is known of a module; fields that were not set have their defaults.
+    """Notes about a module; fields that were not set have their defaults.
 
-    - `name`: what the user calls a network that is not ours, `torchvision:resnet18` say.
+    - `name`: the user's name for a network that is not ours, such as `torchvision:resnet18`.
     - `input_size`: (channels, height, width) of the images that the network takes.
-    - `begun_from`: the file, run or data set that its trained weights come from; empty where it has none.
+    - `begun_from`: the file, run or data set that its trained weights come from; empty if it has none.
     - `training_card`: recipe, data and preprocessing of the run that trained it.
     - `int8_ranges`: the ranges of layers' inputs that training with `quantize="int8"` found.
     - `conversion`: the layers that `convert` or `decompose` rewrote, and why the others stayed.
@@ -90,7 +90,7 @@ class Notes:
 
 
 def notes(module: nn.Module) -> Notes:
-    """What is known of a module; of one that is not ours and was never worked on, nothing.
+    """The notes about a module; empty for a module that the library never worked on.
 
     >>> from torch import nn
     >>> conv = nn.Conv2d(3, 8, 3)
@@ -103,7 +103,7 @@ def notes(module: nn.Module) -> Notes:
 
 
 def note(module: nn.Module, **known: Any) -> None:
-    """Write what is known of a module, by the fields of `Notes`; fields that are not given, or None, stay."""
+    """Set fields of the notes about a module; fields that are not given, or None, stay."""
     given = {name: value for name, value in known.items() if value is not None}
     module.__dict__[_ATTRIBUTE] = replace(notes(module), **given)
 
