@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lowrank_cnn.deploy.plan import NetworkPlan
     from lowrank_cnn.graph.merge import Merging
     from lowrank_cnn.method.rewrite import Conversion
+    from lowrank_cnn.method.schemes import Fitted
 
 
 class AsDict:
@@ -25,19 +26,6 @@ class AsDict:
     def to_dict(self) -> dict[str, object]:
         """In values that JSON can hold."""
         return asdict(self)  # type: ignore[call-overload]
-
-
-@dataclass(frozen=True)
-class Fitted(AsDict):
-    """A layer: its number of basis filters, and the share of its squared weights that they keep.
-
-    `error` is the relative squared error of the layer's output on the images that it was refitted on, if any.
-    """
-
-    name: str
-    m: int
-    energy: float
-    error: float | None = None
 
 
 @dataclass(frozen=True)
