@@ -10,7 +10,6 @@ from lowrank_cnn.core.text import si
 
 if TYPE_CHECKING:
     from lowrank_cnn.method.count import Count
-    from lowrank_cnn.models.network import Network
 
 
 def models_command(as_json: Json = False) -> None:
@@ -23,8 +22,10 @@ def models_command(as_json: Json = False) -> None:
       lowrank models
       lowrank models --json
     """
+    import torch
+
     from lowrank_cnn.method.count import count
-    from lowrank_cnn.models import list_models
+    from lowrank_cnn.models import create_model, list_models
     from lowrank_cnn.paper.published import published
 
     def percent(share: float | None) -> str:
@@ -32,8 +33,9 @@ def models_command(as_json: Json = False) -> None:
 
     rows = []
     for name in list_models():
-        net, row = _build(name, None), published().get(name)
-        cost = count(net, net.input_size)
+        with torch.device("meta"):
+            net = create_model(name)
+        cost, row = count(net, net.input_size), published().get(name)
         about = {"network": name, "input": "x".join(map(str, net.input_size)), "macs": cost.macs}
         about |= {"params": cost.params, "top1": row.top1 if row else None, "top5": row.top5 if row else None}
         rows.append(about)
@@ -72,19 +74,19 @@ def count_command(
       lowrank count torchvision:resnet18 --scheme lr
       lowrank count model.py:make --example model.py:inputs
     """
-    from lowrank_cnn.cli.source import check_axes, find_example, find_model, is_ours, parse_size
+    import torch
+
+    from lowrank_cnn.cli.source import find_example, find_model, is_ours, parse_size
     from lowrank_cnn.method.count import count
 
-    asked = parse_size(input_text)
+    asked, ours = parse_size(input_text), is_ours(model)
     options = {"width": width, "norm": norm, "stride": stride, "num_classes": num_classes}
-    if is_ours(model):
-        net = _build(model, asked, **options, scheme=scheme)
-        check_axes(asked, net.input_size)
-        size = asked or net.input_size
-    else:
+    if asked and ours:
+        options["in_channels"] = asked[0]
+    with torch.device("meta" if ours else "cpu"):
         source = find_model(model, into=into, scheme=scheme, **options)
-        net, size = source.network, () if example else source.size(asked)
-    result = count(net, find_example(example) if example else size, convention=convention)
+    inputs = find_example(example) if example else source.size(asked)
+    result = count(source.network, inputs, convention=convention)
     if as_json:
         return print_json({"model": model, **result.to_dict()})
     _print_count(model, result)
@@ -112,17 +114,6 @@ def recipes_command(as_json: Json = False) -> None:
     ]
     print_table("Recipes", columns, rows)
     return None
-
-
-def _build(name: str, size: tuple[int, ...] | None, **options: Any) -> Network:
-    """Build a network without storage, with as many input channels as the size has."""
-    import torch
-
-    from lowrank_cnn.models import create_model
-
-    given = {key: value for key, value in options.items() if value is not None}
-    with torch.device("meta"):
-        return create_model(name, in_channels=size[0] if size else 3, **given)
 
 
 def _print_count(name: str, result: Count) -> None:
