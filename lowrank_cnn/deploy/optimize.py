@@ -25,12 +25,12 @@ from lowrank_cnn.core.clock import OutOfTime, Sample, check_budget, check_repeat
 from lowrank_cnn.core.compare import copied, unchanged
 from lowrank_cnn.core.errors import LostDeviceError, LowRankError, first_line
 from lowrank_cnn.core.modules import first_input, has_hooks
-from lowrank_cnn.core.notes import GIVEN, note, notes
+from lowrank_cnn.core.notes import note, notes
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.deploy.block_forms import fused
 from lowrank_cnn.deploy.blocks import as_network, in_blocks
-from lowrank_cnn.deploy.plan import Cache, apply_ways, check_ready, network_key, objection_on, plan
+from lowrank_cnn.deploy.plan import GIVEN, Cache, apply_ways, check_ready, network_key, objection_on, plan
 from lowrank_cnn.graph.capture import CaptureError, layer_kind
 from lowrank_cnn.graph.examples import Example, by_position, in_order
 from lowrank_cnn.graph.fuse import fuse_neighbours

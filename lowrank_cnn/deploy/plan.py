@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from lowrank_cnn.core import __version__
 from lowrank_cnn.core.cache import JsonCache, cache_folder
 from lowrank_cnn.core.clock import Sample, check_repeats, measure
 from lowrank_cnn.core.compare import agree, copied, objection, unchanged
 from lowrank_cnn.core.environment import environment
 from lowrank_cnn.core.errors import LostDeviceError, LowRankError, first_line
-from lowrank_cnn.core.notes import GIVEN, Decision, NetworkPlan, note, notes
+from lowrank_cnn.core.notes import AsDict, note, notes
 from lowrank_cnn.core.progress import progress, step
-from lowrank_cnn.core.version import __version__
+from lowrank_cnn.core.text import html_table, si, text_table
 from lowrank_cnn.deploy.block_forms import CANDIDATES, Candidate
 from lowrank_cnn.deploy.blocks import Block, BlockAsGiven, as_network, in_blocks
 from lowrank_cnn.graph.capture import CaptureError
@@ -41,6 +42,84 @@ from lowrank_cnn.kernels.strips import installed_version
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.method.select import check_rewritable
+
+GIVEN = "as given"
+"""How a block runs that no other way is faster for."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A block: its epilogue, its multiply-accumulates for this input, the milliseconds of each way, the choice.
+
+    `failed` says why other ways were left out.
+    """
+
+    name: str
+    epilogue: str
+    macs: int
+    times: Mapping[str, float]
+    choice: str
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+    def refused(self, reason: str) -> Decision:
+        """The same decision taken back, since with it the whole network fails or differs."""
+        return replace(self, choice=GIVEN, failed={**self.failed, self.choice: reason})
+
+
+@dataclass(frozen=True)
+class NetworkPlan(AsDict):
+    """All decisions, and the whole network before and after.
+
+    `used` is False where the network was better as given, and `reason` says why nothing could be planned.
+    `neighbours` is whether pools and response norms run by kernels too, on a GPU.
+    """
+
+    input: tuple[int, ...]
+    device: str
+    decisions: tuple[Decision, ...]
+    before: Sample
+    after: Sample
+    used: bool
+    reason: str = ""
+    neighbours: bool = False
+
+    @property
+    def ways(self) -> dict[str, str]:
+        """The blocks that run in another way than given, by name; none where the plan is not used."""
+        return {row.name: row.choice for row in self.decisions if row.choice != GIVEN} if self.used else {}
+
+    def __str__(self) -> str:
+        """The decision table: for each block its MACs, the milliseconds of each way, and the one chosen."""
+        if self.reason:
+            return f"not planned: {self.reason}"
+        table = text_table(*self._table())
+        verdict = "the plan is used" if self.used else "nothing gained: as given"
+        whole = f"whole network: {self.before.ms:.3f} ms before, {self.after.ms:.3f} after; {verdict}"
+        notes = [f"{row.name}, {way}: {why}" for row in self.decisions for way, why in row.failed.items()]
+        return "\n".join([table, *notes, whole])
+
+    def _repr_html_(self) -> str:
+        """The decision table that notebooks show."""
+        if self.reason:
+            return html_table(("plan",), [(f"not planned: {self.reason}",)])
+        whole = (
+            f"Milliseconds on {self.device}. Whole network: {self.before.ms:.3f} before, {self.after.ms:.3f} after"
+        )
+        return html_table(*self._table(), whole)
+
+    def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        ways = list(dict.fromkeys(way for row in self.decisions for way in row.times))
+        rows = [
+            (
+                row.name,
+                si(row.macs),
+                *(f"{row.times[way]:.3f}" if way in row.times else "" for way in ways),
+                row.choice,
+            )
+            for row in self.decisions
+        ]
+        return ("block", ">MACs", *(f">{way}" for way in ways), "chosen"), rows
+
 
 # Measured times on disk, found again by everything that they depend on.
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from lowrank_cnn.core.errors import LowRankError, nearest
-from lowrank_cnn.core.notes import Fitted
+from lowrank_cnn.core.notes import AsDict
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.kernels.reference import compose
 from lowrank_cnn.method.branches import branched_conv
@@ -832,6 +832,19 @@ def _along(axes: Sequence[int], both: tuple[Any, Any], otherwise: Any) -> tuple[
     """The values of these axes; the other axes have another value."""
     height, width = (value if axis in axes else otherwise for axis, value in enumerate(both))
     return height, width
+
+
+@dataclass(frozen=True)
+class Fitted(AsDict):
+    """A layer: its number of basis filters, and the share of its squared weights that they keep.
+
+    `error` is the relative squared error of the layer's output on the images that it was refitted on, if any.
+    """
+
+    name: str
+    m: int
+    energy: float
+    error: float | None = None
 
 
 @torch.no_grad()
