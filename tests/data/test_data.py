@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Augment, ResidentLoader, Split, StreamedLoader, make_loader, open_data
 from lowrank_cnn.data import preprocess_from_dict as from_dict
-from lowrank_cnn.data.own import AsGiven, DatasetLoader, DatasetSplit
-from lowrank_cnn.data.preprocess import fit_preprocess
+from lowrank_cnn.data.own import DatasetLoader, DatasetSplit
+from lowrank_cnn.data.preprocess import AsGiven, fit_preprocess
 
 
 def loader(split: Split, **options: Any) -> Any:
