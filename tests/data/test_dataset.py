@@ -23,8 +23,8 @@ from torch.utils.data import (
 )
 
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.data.preprocess import AsGiven
 from lowrank_cnn.data.own import data_of, listed_labels, named_classes
+from lowrank_cnn.data.preprocess import AsGiven
 from lowrank_cnn.train import Recipe, fit
 from lowrank_cnn.train.evaluate import predict
 from lowrank_cnn.train.trained import load_checkpoint
