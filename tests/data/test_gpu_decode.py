@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +15,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lowrank_cnn.core.errors import LowRankError, MissingExtra
-from lowrank_cnn.data import Augment, StreamedLoader, StreamedSplit, gpu_decode, make_loader, open_data, streamed
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.data import Augment, StreamedLoader, StreamedSplit, gpu_decode, open_data, streamed
 from lowrank_cnn.data.decode import ScaledCrop, plain_jpeg_size
-from lowrank_cnn.data.gpu_decode import decode_each, decode_windows, find_decoder
+from lowrank_cnn.data.gpu_decode import decode_windows, find_decoder
 
 Batches = list[tuple[Tensor, Tensor]]
 KINDS: list[dict[str, Any]] = [
@@ -165,21 +166,17 @@ def test_scaled_images_are_those_of_the_cpu_to_one_level(
     assert max(stand_in.calls[6:]) < max(stand_in.calls[:6])
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("start", [1, 5, 6])
-def test_resuming_within_an_epoch_goes_on_where_it_was(
-    mixed: Path, stand_in: StandIn, start: int, workers: int
+@pytest.mark.parametrize(("start", "workers"), [(1, 0), (5, 2), (6, 0)])
+def test_resuming_and_two_ranks_make_the_batches_of_one(
+    mixed, stand_in: StandIn, start: int, workers: int
 ) -> None:
     whole = list(on_gpu(split_of(mixed)).epoch(4))
     assert_same(whole[start:], list(on_gpu(split_of(mixed), workers=workers).epoch(4, start)))
-
-
-def test_two_ranks_make_the_batches_of_one(mixed: Path, stand_in: StandIn) -> None:
-    alone = list(loader(split_of(mixed)).epoch(1))
-    parts = [list(on_gpu(split_of(mixed), rank=rank, world=2).epoch(1)) for rank in range(2)]
+    parts = [list(on_gpu(split_of(mixed), rank=rank, world=2).epoch(4)) for rank in range(2)]
     together = [(torch.cat([a, b]), torch.cat([x, y])) for (a, x), (b, y) in zip(*parts, strict=True)]
-    together = [(images.contiguous(memory_format=torch.channels_last), labels) for images, labels in together]
-    assert_same(alone, together)
+    assert_same(
+        whole, [(images.contiguous(memory_format=torch.channels_last), labels) for images, labels in together]
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -201,6 +198,9 @@ def test_what_nvjpeg_refuses_is_decoded_by_the_cpu(mixed: Path, stand_in: StandI
         stand_in.refused = set(refused)
         assert_same(list(loader(split_of(mixed)).epoch(0)), list(on_gpu(split).epoch(0)))
     assert not split.problems
+    jpeg = torch.frombuffer(bytearray(plain[0]), dtype=torch.uint8)
+    other = ScaledCrop((16, 17), (16, 17), (0, 0), False)  # what the header said is not what came
+    assert decode_windows([(jpeg, other)], (14, 14), StandIn()) == [None]
 
 
 def test_a_stream_of_broken_images_ends_with_a_sentence(tmp_path: Path, write_shards, stand_in: StandIn) -> None:
@@ -240,17 +240,6 @@ def test_an_error_of_the_device_is_the_run_s(mixed: Path, monkeypatch: pytest.Mo
         next(on_gpu(split_of(mixed)).epoch(0))
 
 
-def test_one_refused_image_does_not_fail_the_others() -> None:
-    decoder = StandIn()
-    jpegs = [torch.frombuffer(bytearray(picture(n, (16, 16))), dtype=torch.uint8) for n in range(9)]
-    decoder.refused = {bytes(jpegs[n].numpy()) for n in (2, 7, 8)}
-    found = decode_each(jpegs, decoder)
-    assert [n for n, image in enumerate(found) if image is None] == [2, 7, 8]
-    assert decode_each([], decoder) == []
-    other = ScaledCrop((16, 17), (16, 17), (0, 0), False)  # what the header said is not what came
-    assert decode_windows([(jpegs[0], other)], (14, 14), decoder) == [None]
-
-
 @pytest.mark.parametrize("augment", [Augment(crop=14, pad=2), Augment(crop=14)])
 def test_what_no_gpu_would_decode_is_refused(mixed: Path, stand_in: StandIn, augment: Augment) -> None:
     split = split_of(mixed, image_size=16, channels=None if augment.pad else 1)
@@ -262,27 +251,21 @@ def test_what_no_gpu_would_decode_is_refused(mixed: Path, stand_in: StandIn, aug
 def test_without_a_gpu_or_torchvision_a_sentence_says_so(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LowRankError, match="needs a CUDA device, and this run is on cpu"):
         on_gpu(split_of(mixed))
-    options: dict[str, Any] = {"batch_size": 8, "preprocess": None, "augment": Augment(), "seed": 0, "train": True}
-    with pytest.raises(LowRankError, match="by cpu or gpu, not tpu"):
-        make_loader(split_of(mixed), **options, device="cpu", decode="tpu")  # type: ignore[arg-type]
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(LowRankError, match="needs torchvision"):
+        find_decoder(torch.device("cuda", 0))
 
     def decode_jpeg(jpegs: list[Tensor], **_: Any) -> list[Tensor]:
         raise RuntimeError("compiled without nvJPEG\nmore")
 
-    def missing(module: str, **_: Any) -> Any:
-        raise MissingExtra("decoding needs torchvision") if "vision" in module else ImportError
-
-    found = SimpleNamespace(decode_jpeg=decode_jpeg, ImageReadMode=SimpleNamespace(RGB=3))
-    pillow = SimpleNamespace(new=Image.new)
-    monkeypatch.setattr(gpu_decode, "require", lambda module, **_: found if "vision" in module else pillow)
+    vision = SimpleNamespace(decode_jpeg=decode_jpeg, ImageReadMode=SimpleNamespace(RGB=3))
+    monkeypatch.setitem(sys.modules, "torchvision", SimpleNamespace(io=vision))
+    monkeypatch.setitem(sys.modules, "torchvision.io", vision)
     with pytest.raises(LowRankError, match=r"this torchvision: compiled without nvJPEG$"):
         find_decoder(torch.device("cuda"))
-    monkeypatch.setattr(gpu_decode, "require", missing)
-    with pytest.raises(LowRankError, match="needs torchvision"):
-        find_decoder(torch.device("cuda", 0))
 
 
 needs_nvjpeg = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
