@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lowrank_cnn.data import ResidentSplit, open_data
-from lowrank_cnn.data import store as decoded_cache
-from lowrank_cnn.data import store as decoding
+from lowrank_cnn.data import workers as decoded_cache
 
 
 @pytest.fixture
-def photos(
-    tmp_path: Path, photo: Callable[..., bytes], write_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> Path:
+def photos(tmp_path: Path, write_folder, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LOWRANK_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(decoded_cache, "WORTH_SECONDS", 0.0)
-    images = {f"{split}/ant/{n}.png": photo(n) for split in ("train", "val") for n in range(4)}
+    images = {f"{split}/ant/{n}.png": n for split in ("train", "val") for n in range(4)}
     return write_folder(tmp_path / "photos", images | {"train/ant/bad.png": b"junk"})
 
 
@@ -26,10 +22,13 @@ def photos(
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many images were decoded, each time that some were."""
     counts: list[int] = []
-    decode = decoding._decode
-    monkeypatch.setattr(
-        decoding, "_decode", lambda chunks, *more: counts.append(len(chunks.rows)) or decode(chunks, *more)
-    )
+    decode = decoded_cache._decode
+
+    def counting(parts, *more):
+        counts.append(parts.lanes.shape[1])
+        return decode(parts, *more)
+
+    monkeypatch.setattr(decoded_cache, "_decode", counting)
     return counts
 
 
@@ -48,9 +47,7 @@ def test_a_second_start_decodes_nothing(photos: Path, decoded: list[int]) -> Non
     assert second.describe(0) == "train/ant/0.png"
 
 
-def test_other_files_sizes_and_rows_are_decoded(
-    photos: Path, decoded: list[int], photo: Callable[..., bytes]
-) -> None:
+def test_other_files_sizes_and_rows_are_decoded(photos: Path, decoded: list[int], photo) -> None:
     before = train_of(photos).images
     train_of(photos, image_size=6).images  # noqa: B018
     train_of(photos, limit=3).images  # noqa: B018

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,18 +14,11 @@ from lowrank_cnn.data import open_data
 from lowrank_cnn.data import parquet as hub
 from lowrank_cnn.data.parquet import is_repository
 
-Photo = Callable[..., bytes]
-WriteShards = Callable[..., list[Path]]
-
-
-@pytest.mark.parametrize("name", ["uoft-cs/cifar10", "zh-plus/tiny-imagenet", "ILSVRC/imagenet-1k", "a.b/c_d"])
-def test_repository_names(name: str) -> None:
-    assert is_repository(name)
-
 
 @pytest.mark.parametrize("name", ["cifar10", "a/b/c", "./a", "../a", "/a/b", "~/a", "a b/c", "a/", ".hidden/a"])
 def test_paths_are_no_repository_names(name: str) -> None:
     assert not is_repository(name)
+    assert is_repository("a.b/c_d")
 
 
 @pytest.mark.parametrize(
@@ -35,18 +28,11 @@ def test_paths_are_no_repository_names(name: str) -> None:
         ("ILSVRC/imagenet-1k", ["data/train-*.parquet", "data/validation-*.parquet"]),
     ],
 )
-def test_shards_are_fetched_and_read(
-    repository: str,
-    patterns: list[str],
-    tmp_path: Path,
-    photo: Photo,
-    write_shards: WriteShards,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_shards_are_fetched_and_read(repository, patterns, tmp_path, write_shards, monkeypatch) -> None:
     def fetch(name: str, *, repo_type: str, allow_patterns: list[str]) -> str:
         assert (name, repo_type, allow_patterns) == (repository, "dataset", patterns)
         for split in ("train", "validation"):
-            write_shards(tmp_path / "data", split, [[(photo(0), 0), (photo(1), 2)]], columns=("img", "label"))
+            write_shards(tmp_path / "data", split, [[(0, 0), (1, 2)]], columns=("img", "label"))
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)

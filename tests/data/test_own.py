@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     default_collate,
@@ -23,12 +26,14 @@ from torch.utils.data import (
 )
 
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.data.own import AsGiven, data_of, listed_labels, named_classes
+from lowrank_cnn.data.own import data_of, listed_labels, named_classes
+from lowrank_cnn.data.preprocess import AsGiven
 from lowrank_cnn.train import Recipe, fit
-from lowrank_cnn.train.evaluate import predict
+from lowrank_cnn.train.evaluate import evaluate, predict
 from lowrank_cnn.train.trained import load_checkpoint
 
 RECIPE = Recipe(name="own", batch_size=8, epochs=3, lr=0.1)
+ONE = dataclasses.replace(RECIPE, epochs=1)
 QUIET = {"progress": False, "device": "cpu"}
 
 
@@ -71,10 +76,11 @@ def test_a_data_loader_brings_its_batch_size_and_its_collation() -> None:
         met.append(len(items))
         return torch.stack([image for image, _ in items]), torch.tensor([label for _, label in items])
 
-    loader = DataLoader(Halves(), batch_size=10, shuffle=True, collate_fn=collate)
-    record = fit(classifier(), loader, RECIPE, epochs=1, **QUIET)
-    assert record.recipe["batch_size"] == 10
-    assert set(met) == {10, 40}  # to train on, and at the end to test on
+    sampler = BatchSampler(RandomSampler(Halves()), 20, drop_last=False)
+    for brought, size in (({"batch_size": 10, "shuffle": True}, 10), ({"batch_sampler": sampler}, 20)):
+        loader = DataLoader(Halves(), collate_fn=collate, **brought)
+        assert fit(classifier(), loader, ONE, **QUIET).recipe["batch_size"] == size
+    assert set(met) == {10, 20, 40}  # to train on, and at the end to test on
 
 
 def test_a_sampler_of_ones_own_decides() -> None:
@@ -100,50 +106,38 @@ def test_it_can_be_held_out() -> None:
     assert record.result["epochs"] < 30
 
 
-def test_a_loss_of_ones_own_that_is_large_and_falls_does_not_end_the_run() -> None:
-    images = torch.rand(40, 1, 4, 4)
-    data = TensorDataset(images, 100 * images.mean((2, 3)))
-    network = nn.Sequential(nn.Conv2d(1, 1, 4), nn.Flatten())
-    recipe = dataclasses.replace(RECIPE, holdout=0.2, early_stop=1, epochs=3, lr=0.01, momentum=0.0)
-    record = fit(network, data, recipe, loss=nn.functional.mse_loss, **QUIET)
-    assert record.result["loss"] > 1
-    assert record.result["epochs"] == 3
+def absolute(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs[:, 0] - targets).abs().mean()
 
 
-def test_regression_by_a_loss_of_ones_own(tmp_path) -> None:
-    images = torch.rand(32, 1, 4, 4)
-    data = TensorDataset(images, images.mean((2, 3)))
-    network = nn.Sequential(nn.Conv2d(1, 1, 4), nn.Flatten())
+IMAGES = torch.rand(32, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("network", "targets", "loss", "below"),
+    [
+        (nn.Sequential(nn.Conv2d(1, 1, 4), nn.Flatten()), IMAGES.mean((2, 3)), nn.functional.mse_loss, 0.02),
+        (nn.Conv2d(1, 2, 1), (IMAGES[:, 0] > 0.5).long(), nn.functional.cross_entropy, 0.69),
+        (nn.Sequential(nn.Conv2d(1, 1, 4), nn.Flatten()), torch.arange(32) - 4, absolute, 20),  # no classes
+    ],
+    ids=["regression", "segmentation", "whole numbers"],
+)
+def test_other_tasks_by_a_loss_of_ones_own(network: nn.Module, targets: Tensor, loss: Any, below: float) -> None:
     calls = []
-    record = fit(
-        network,
-        data,
-        RECIPE,
-        loss=nn.functional.mse_loss,
-        epochs=20,
-        out=tmp_path,
-        callbacks=[lambda row, net: calls.append(row.epoch)],
-        **QUIET,
-    )
-    assert record.result["loss"] < 0.01
-    assert record.result["top1"] is None
-    assert record.history[-1]["accuracy"] is None
-    assert calls == list(range(1, 21))
+    follow = [lambda row, net: calls.append(row.epoch) or row.epoch == 15]  # ends the run
+    record = fit(network, TensorDataset(IMAGES, targets), RECIPE, loss=loss, epochs=20, callbacks=follow, **QUIET)
+    assert 0 < record.result["loss"] < below
+    assert (record.result["top1"], record.history[-1]["accuracy"]) == (None, None)
+    assert (calls, record.result["epochs"]) == (list(range(1, 16)), 15)
     assert record.result["best_epoch"] > 1
 
 
-def test_segmentation_by_a_loss_of_ones_own() -> None:
-    images = torch.rand(16, 1, 4, 4)
-    data = TensorDataset(images, (images[:, 0] > 0.5).long())
-    network = nn.Conv2d(1, 2, 1)
-    record = fit(network, data, RECIPE, loss=nn.functional.cross_entropy, epochs=10, **QUIET)
-    assert record.result["loss"] < 0.69
-    assert record.result["top1"] is None
-
-
-def test_a_callback_ends_the_run() -> None:
-    record = fit(classifier(), Halves(), RECIPE, callbacks=[lambda row, _: row.epoch == 2], **QUIET)
-    assert record.result["epochs"] == 2
+def test_a_loss_that_is_large_and_falls_does_not_end_the_run() -> None:
+    network = nn.Sequential(nn.Conv2d(1, 1, 4), nn.Flatten())
+    recipe = dataclasses.replace(RECIPE, holdout=0.2, early_stop=1, epochs=3, lr=0.01, momentum=0.0)
+    data = TensorDataset(IMAGES, 100 * IMAGES.mean((2, 3)))
+    record = fit(network, data, recipe, loss=nn.functional.mse_loss, **QUIET)
+    assert (record.result["loss"] > 1, record.result["epochs"]) == (True, 3)
 
 
 def test_such_a_run_does_not_pretend_to_know_photographs(tmp_path) -> None:
@@ -299,13 +293,6 @@ def test_a_worker_tells_of_odd_shapes_in_a_sentence_too() -> None:
         fit(classifier(), DataLoader(odd, 8, num_workers=1), RECIPE, **QUIET)
 
 
-def test_a_batch_sampler_brings_its_batch_size() -> None:
-    sampler = BatchSampler(RandomSampler(Halves()), 20, drop_last=False)
-    large = dataclasses.replace(RECIPE, batch_size=64)
-    record = fit(classifier(), DataLoader(Halves(), batch_sampler=sampler), large, epochs=1, **QUIET)
-    assert record.recipe["batch_size"] == 20
-
-
 def test_loaders_of_no_batches_or_of_other_batches_are_refused() -> None:
     with pytest.raises(LowRankError, match="makes no batches"):
         fit(classifier(), DataLoader(Halves(), batch_size=None), RECIPE, **QUIET)
@@ -342,15 +329,6 @@ def test_what_is_no_loss_is_refused(loss: Any, says: str) -> None:
         fit(classifier(), Halves(), RECIPE, loss=loss, **QUIET)
 
 
-def test_whole_numbers_that_are_no_classes_are_left_to_a_loss_of_ones_own() -> None:
-    data = TensorDataset(torch.rand(16, 1, 4, 4), torch.arange(16) - 4)
-    network = nn.Sequential(nn.Conv2d(1, 1, 4), nn.Flatten())
-    recipe = dataclasses.replace(RECIPE, holdout=0.25)
-    record = fit(network, data, recipe, loss=lambda y, t: (y[:, 0] - t).abs().mean(), **QUIET)
-    assert record.result["loss"] > 0
-    assert record.result["top1"] is None
-
-
 def test_parts_know_the_names_of_their_set_and_come_as_a_list() -> None:
     record = fit(classifier(), random_split(Halves(), [30, 10]), RECIPE, epochs=1, **QUIET)
     assert (record.data["classes"], record.data["test"]) == (["above", "below"], 10)
@@ -371,5 +349,71 @@ def test_a_loss_that_would_have_to_learn_is_refused() -> None:
             return nn.functional.cross_entropy(outputs * self.scale, targets)
 
     with pytest.raises(LowRankError, match=r"the loss has parameters \(scale\)"):
-        fit(classifier(), Halves(), RECIPE, loss=Scaled(), **QUIET)
-    fit(classifier(), Halves(), RECIPE, loss=Scaled().requires_grad_(False), **QUIET)
+        fit(classifier(), Halves(), ONE, loss=Scaled(), **QUIET)
+    fit(classifier(), Halves(), ONE, loss=Scaled().requires_grad_(False), **QUIET)
+
+
+class ForEver(Sampler):
+    """Goes through the items again and again; the number of an epoch's items is told, or is not."""
+
+    def __iter__(self) -> Iterator[int]:
+        return cycle(range(6))
+
+
+class SixAtATime(ForEver):
+    def __len__(self) -> int:
+        return 6
+
+
+def test_a_subset_sampler_decides_what_is_tested_on() -> None:
+    """The usual split of one data set by two samplers: nothing is trained and tested on."""
+    seen: list[int] = []
+
+    class Noted(Halves):
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            seen.append(index)
+            return super().__getitem__(index)
+
+    train, test = (
+        DataLoader(Noted(), 8, sampler=SubsetRandomSampler(part)) for part in (range(32), range(32, 40))
+    )
+    record = fit(classifier(), (train, test), RECIPE, **QUIET)
+    assert (record.result["n"], record.data["train"], record.data["test"]) == (8, 32, 8)
+    assert evaluate(classifier(), test, **QUIET).n == 8
+    seen.clear()
+    fit(classifier(), train, dataclasses.replace(RECIPE, holdout=8), **QUIET)
+    assert set(seen) == set(range(32))
+    seen.clear()
+    fit(classifier(), (DataLoader(Noted(), 8, sampler=RandomSampler(Noted(), num_samples=16)), test), ONE, **QUIET)
+    assert len(set(seen) - {0}) in range(16, 26)  # 16 to train on, 8 to test on, and the first to look at
+
+
+@pytest.mark.parametrize(
+    ("sampler", "tested"),
+    [
+        (WeightedRandomSampler([1.0, 0.0] * 20, 8), 20),
+        (BatchSampler(range(12), 8, drop_last=False), 12),
+        (RandomSampler(range(40), num_samples=6), 6),
+        (RandomSampler(range(40)), 40),
+    ],
+)
+def test_a_test_set_is_what_its_sampler_gives(sampler: Any, tested: int) -> None:
+    given = (
+        {"batch_sampler": sampler} if isinstance(sampler, BatchSampler) else {"sampler": sampler, "batch_size": 8}
+    )
+    drawn = torch.random.get_rng_state()
+    assert len(data_of(Halves(), DataLoader(Halves(), **given)).test) == tested
+    assert torch.equal(drawn, torch.random.get_rng_state())
+
+
+def test_nothing_is_held_out_of_what_a_sampler_draws() -> None:
+    loader = DataLoader(Halves(), 8, sampler=WeightedRandomSampler([1.0, 0.0] * 20, 16))
+    with pytest.raises(LowRankError, match="cannot be held out where a DataLoader has a sampler of its own"):
+        fit(classifier(), loader, dataclasses.replace(RECIPE, holdout=8), **QUIET)
+
+
+def test_a_sampler_without_an_end_tells_how_long_an_epoch_is() -> None:
+    assert len(data_of(Halves(), DataLoader(Halves(), 2, sampler=SixAtATime())).test) == 6
+    for endless in ({"sampler": ForEver()}, {"batch_sampler": BatchSampler(ForEver(), 2, drop_last=False)}):
+        with pytest.raises(LowRankError, match="does not say how long an epoch is"):
+            data_of(Halves(), DataLoader(Halves(), **endless))
