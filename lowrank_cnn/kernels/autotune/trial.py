@@ -34,13 +34,13 @@ Path = Any
 WRONG, OUT_OF_MEMORY = "another result", "out of memory"
 
 
-def times(request: Request, path: Path) -> Times | None:
+def times(request: Request, path: Path, *, repeats: int = 7) -> Times | None:
     """The times of a path: infinite if it fails, None if memory ran out."""
     try:
         with torch.cuda.device(request.device), torch.set_grad_enabled(request.training):
             trial = KernelTrial.random(request)
             graph = captured(lambda: trial.run(path))
-            replayed = measure({path: graph.replay}, repeats=7, cuda=True)[path].ms
+            replayed = measure({path: graph.replay}, repeats=repeats, cuda=True)[path].ms
             return Times(replayed, _per_call(lambda: trial.call(path)))
     except Exception as error:  # a plan that fails on this device, for any reason, is not chosen
         _raise_if_lost(error, request, path)
