@@ -6,6 +6,7 @@ and, for training with several filter groups, "dense": all of them as one conv. 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -166,14 +167,19 @@ def plan_in(entry: dict[str, Any]) -> KernelPlan:
 
 def plan_for(problem: Problem, device: torch.device) -> KernelPlan:
     """The measured plan of a problem that runs fused, else the default. Training and inference share a forward."""
-    found = (entry_of(Request(problem, device, training)) for training in (False, True))
-    return next((plan_in(entry) for entry in found if entry), None) or plans_of(problem, device)[0]
+    return next(_plans_in(problem, device, tuned=False), None) or plans_of(problem, device)[0]
 
 
 def tuned_plan(problem: Problem, device: torch.device) -> KernelPlan | None:
     """The plan that an earlier tuning found fastest, for inference or for training."""
-    found = (entry_of(Request(problem, device, training)) for training in (False, True))
-    return next((plan_in(entry) for entry in found if entry and entry["tuned"]), None)
+    return next(_plans_in(problem, device, tuned=True), None)
+
+
+def _plans_in(problem: Problem, device: torch.device, *, tuned: bool) -> Iterator[KernelPlan]:
+    for training in (False, True):
+        entry = entry_of(Request(problem, device, training))
+        if entry and (entry["tuned"] or not tuned):
+            yield plan_in(entry)
 
 
 def store_path() -> Path:
