@@ -43,7 +43,7 @@ def test_a_plan_that_is_right_agrees(pool, training):
 
 
 def test_the_first_layer_agrees_without_a_gradient_of_its_images():
-    from lowrank_cnn.kernels.conv.stem import StemTile
+    from lowrank_cnn.kernels.conv.gather import StemTile
 
     plan = KernelPlan("stem", StemTile(pixels=32))
     assert agrees(asked(problem(channels=3), True), plan)
