@@ -152,22 +152,6 @@ def test_the_operator_gives_what_the_kernels_give(training):
             assert torch.allclose(ours.float(), right.float(), atol=1e-4)
 
 
-@pytest.mark.parametrize("pool", [None, "floor"])
-@pytest.mark.parametrize("plan", [PLAN, None])
-def test_as_one_dense_conv_the_gradients_are_the_same(plan, pool):
-    trial = KernelTrial.random(asked(problem(pool=pool), True))
-    shapes = [[tuple(t.shape) for t in trial.run(path)] for path in (DensePath(plan), None)]
-    assert shapes[0] == shapes[1]
-    for ours, right in zip(trial.run(DensePath(plan)), trial.run(None), strict=True):
-        assert torch.linalg.vector_norm(ours - right) <= (1e-2 if DEVICE.type == "cuda" else 1e-5) * right.norm()
-
-
-def test_a_trial_gives_gradients_in_one_order():
-    trial = KernelTrial.random(asked(problem(), True))
-    shapes = [[tuple(t.shape) for t in trial.run(plan)] for plan in (PLAN, None)]
-    assert shapes[0] == shapes[1] == [(8, 8, 3, 1), (8, 8, 1, 3), (16,), (2, 8, 6, 5)]
-
-
 def test_measuring_leaves_the_generators_alone():
     before = torch.get_rng_state()
     trial = KernelTrial.random(asked(problem(), True))

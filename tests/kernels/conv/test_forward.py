@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.kernels import composite_conv2d_with_statistics, composite_reference, describe, forced
+from lowrank_cnn.kernels import composite_conv2d_with_statistics, composite_reference, forced
 from lowrank_cnn.kernels.conv import forward
 from lowrank_cnn.kernels.conv.gather import GatherTile, StemTile
 from lowrank_cnn.kernels.conv.hopper_plan import HopperTile, OverlapTile, WindowTile
@@ -236,14 +236,3 @@ def test_a_batch_norm_behind_statistics_trains(how):
     ours = [y, *found, *torch.autograd.grad(y, leaves, layer.grad)]
     for part, right in zip(ours, [layer.right, mean, variance, *layer.gradients], strict=True):
         assert_close(part, right)
-
-
-def test_plans_have_a_text():
-    for kernel, tile in (PLAIN | GLUON).items():
-        assert KernelPlan.parse(str(KernelPlan(kernel, tile))) == KernelPlan(kernel, tile)
-    assert str(KernelPlan("tiled", Tile())) == "tiled-p128-f128-d64-w4-s3"
-
-
-def test_problems_are_posed_alike():
-    layer = posed((2, 16, 6, 5), LOW_RANK, relu=True)
-    assert describe(layer.x, layer.weights, **layer.options) == layer.problem

@@ -16,7 +16,7 @@ from lowrank_cnn.kernels.conv import backward, equivalent, gather, gradients, ho
 from lowrank_cnn.kernels.conv.hopper_plan import WeightTile, WindowTile
 from lowrank_cnn.kernels.conv.plans import KernelPlan
 from lowrank_cnn.kernels.conv.tiled import Tile
-from lowrank_cnn.kernels.problem import empty_codes, pose
+from lowrank_cnn.kernels.problem import pose
 from lowrank_cnn.kernels.reference import composite_by_torch, composite_reference
 from tests.kernels.helpers import assert_close, posed, same
 
@@ -212,8 +212,3 @@ def test_which_gpu_takes_which_gradient(monkeypatch):
     for capability, channels in [((9, 0), 3), ((9, 0), 4), ((8, 0), 3)]:
         ask(capability, channels, [(3, 3, 16)], torch.bfloat16, **first)
     assert taken == ["hopper", 1, 1, 3, "window", "stem", "stem"]
-
-
-def test_codes_are_kept_for_pools_of_two_by_two():
-    assert [empty_codes(posed((1, 3, 6, 6), LOW_RANK, pool=pool).problem, torch.zeros(1)) is not None
-            for pool in (None, "floor", "3x3/2")] == [False, True, False]  # fmt: skip

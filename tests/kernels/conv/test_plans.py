@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from lowrank_cnn.kernels import composite_conv2d, explain, forced
+from lowrank_cnn.kernels import composite_conv2d, explain, forced, unsupported
+from lowrank_cnn.kernels import device as gpu
 from lowrank_cnn.kernels.autotune import tuned
 from lowrank_cnn.kernels.conv import hopper_plan
 from lowrank_cnn.kernels.conv import plans as module
@@ -197,6 +198,31 @@ def test_a_stored_plan_comes_first_where_it_was_measured(monkeypatch):
     stored = {"9.0": {shape_of(first): {"forward": "window-s3-r3"}}}
     monkeypatch.setattr(module, "table", lambda: stored)
     assert {plan.kernel for plan in plans(first, capability=HOPPER)} == {"stem"}  # `window` refuses it
+
+
+@pytest.mark.parametrize(
+    ("posed", "training", "why"),
+    [
+        (problem(size=6, dtype=torch.float32), True, None),
+        (problem(dtype=torch.float64), False, "float64 is not"),
+        (problem(residual=True), False, None),
+        (problem(residual=True), True, "no gradient for a residual"),
+        (problem(activation="silu"), True, "no gradient for a residual or for this activation"),
+        (problem(activation="silu", pool="floor"), False, "no kernel takes"),
+        (problem(channels=3, stride=3), True, "no gradient for"),
+    ],
+)
+def test_what_the_kernels_can_run_and_train(monkeypatch, posed, training, why):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda:7")
+    found = unsupported(posed, cpu, training=training)
+    assert found == why if why is None else why in found
+    if posed.channels == 3:  # the images of a first layer need no gradient
+        assert unsupported(posed, cpu, training=True, need_input=False) is None
+    monkeypatch.setattr(gpu, "capability_of", lambda device: (7, 5))
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    assert "older" in unsupported(posed, cuda)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert unsupported(problem(dtype=torch.float32), cuda) == "float32 without TF32"
 
 
 # How to add a kernel, as CONTRIBUTING.md says it: a file with a tile, a kernel, a launcher and a record, and a row
