@@ -168,8 +168,8 @@ class KernelTrial:
 
         problem, codes = self.problem, self.training and self.problem.pool is not None
         sides, epilogue = ops.flat_padding(padding), (problem.activation or "", problem.pool or "")
-        how = (list(problem.stride), sides, *epilogue, codes, str(plan))
-        return ops.composite_conv2d(x, weights, bias, self.residual, *how, problem.add_last)[0]
+        how = (list(problem.stride), sides, *epilogue, problem.add_last, codes, False, str(plan))
+        return ops.composite_conv2d(x, weights, None, bias, self.residual, *how)[0]
 
     def _differentiated(self, convolve: Callable[..., Tensor]) -> list[Tensor]:
         problem, inputs = self.problem, self._inputs()

@@ -80,16 +80,15 @@ def _unable(request: Request) -> str | None:
 
 
 def _untrainable(request: Request) -> str | None:
-    from lowrank_cnn.kernels.conv import equivalent as fold
-    from lowrank_cnn.kernels.conv import stem, tiled
+    from lowrank_cnn.kernels.conv import equivalent, gather, tiled
     from lowrank_cnn.kernels.conv.gradients import has_windows
 
     problem = request.problem
     if problem.residual or problem.activation not in (None, "relu"):
         return "no gradient for a residual or for this activation"
-    inner = fold.folded(problem) or problem
+    inner = equivalent.folded(problem) or problem
     reason = tiled.unsupported(inner) or (f"stride {inner.stride}" if inner.stride != (1, 1) else None)
-    first = stem.unsupported(problem) is None or has_windows(problem, gpu.capability_of(request.device))
+    first = gather.STEM.unsupported(problem) is None or has_windows(problem, gpu.capability_of(request.device))
     return None if reason is None or (first and not request.need_input) else f"no gradient for {reason}"
 
 

@@ -189,12 +189,12 @@ def test_tuning_without_memory_leaves_what_was_stored(bench, short):
     assert entry["tuned"]
 
 
-def test_a_lengthened_plan_is_measured_beside_a_plain_one(bench):
+def test_a_plan_that_computes_zeros_is_measured_beside_a_plain_one(bench):
     """Without tuning: products with zeros may not pay."""
-    longer = KernelPlan("lengthened", HopperTile())
-    bench.right = {longer: True, PLAN: True, OTHER: True}
-    bench.taken |= {longer: Times(1.5, 1.5)}
-    assert choice.in_question(Request(problem(), torch.device("cpu"))) == [longer, PLAN]
+    padded = KernelPlan("enclosed", HopperTile())
+    bench.right = {padded: True, PLAN: True, OTHER: True}
+    bench.taken |= {padded: Times(1.5, 1.5)}
+    assert choice.in_question(Request(problem(), torch.device("cpu"))) == [padded, PLAN]
     assert bench.choose().plan == PLAN  # OTHER has no time: measuring it would be an error
 
 

@@ -1,4 +1,4 @@
-"""Fused convs compute what the convs compute; frozen ones pack their weights once."""
+"""Fused convs compute what the convs compute; frozen ones pack weights once; a basis merges with its join."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ from torch import nn
 from torch.nn import functional as F
 
 from lowrank_cnn.graph.fuse import freeze
-from lowrank_cnn.kernels import forced
+from lowrank_cnn.kernels import forced, fused_convs
+from lowrank_cnn.kernels.autotune import choice
 from lowrank_cnn.kernels.conv.pack import pack_rows
-from lowrank_cnn.kernels.fused_convs import FusedChain, FusedComposite, conv_options, fused_layer, pool_name
+from lowrank_cnn.kernels.fused_convs import (
+    FusedChain,
+    FusedComposite,
+    conv_options,
+    fused_layer,
+    merged_bias,
+    merged_weight,
+    pool_name,
+)
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.schemes import build_conv
-
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
+from tests.kernels.helpers import DEVICE, GPU, assert_close
 
 
 def network(scheme):
@@ -85,17 +92,17 @@ def frozen_layer(groups=((3, 1, 8), (1, 3, 8)), channels=8, **options):
 @pytest.mark.parametrize("channels", [16, 3])
 def test_frozen_weights_are_packed_once(monkeypatch, channels):
     """In the layout that the chosen kernel reads: rows for many channels, the union of taps for few."""
-    from lowrank_cnn.kernels.conv import forward
+    from lowrank_cnn.kernels import ops
 
     layer, net = frozen_layer(channels=channels)
     x = torch.randn(2, channels, 6, 5, device=DEVICE).contiguous(memory_format=torch.channels_last)
-    made, pack = [], forward.pack_weights
-    monkeypatch.setattr(forward, "pack_weights", lambda layout, *rest: made.append(layout) or pack(layout, *rest))
+    made, pack = [], ops.pack_weights
+    monkeypatch.setattr(ops, "pack_weights", lambda *given: made.append(given[-1]) or pack(*given))
     with torch.no_grad(), forced("on"):
         found = [net(x) for _ in range(3)]
         right = F.silu(layer(x))
-    assert made[0] == ("rows" if channels == 16 else "union")
-    assert len(made) == 2  # the frozen layer's once, and the plain layer's
+    assert made == ["tiled" if channels == 16 else "stem"]
+    assert f"packed_{'rows' if channels == 16 else 'union'}_float32" in dict(net.named_modules())["0"]._buffers
     assert all(torch.allclose(y, right, atol=1e-2 if GPU else 1e-5) for y in found)
     assert list(net.state_dict()) == ["0.bias", "0.weights.0", "0.weights.1"]
 
@@ -105,7 +112,7 @@ def test_a_frozen_layer_under_autocast_packs_in_the_type_it_computes_in():
     x = torch.randn(2, 16, 6, 5, device=DEVICE).contiguous(memory_format=torch.channels_last)
     with torch.no_grad(), forced("on"):
         net(x)
-        with torch.autocast(DEVICE, dtype=torch.float16):
+        with torch.autocast(DEVICE.type, dtype=torch.float16):
             y = net(x)
         right = F.silu(layer(x))
     assert y.dtype == torch.float16
@@ -138,5 +145,67 @@ def test_torch_compile_takes_a_frozen_layer_whole(warm):
         y = torch.compile(net, backend=noting, fullgraph=True)(x)
         assert torch.allclose(y, F.silu(layer(x)), atol=1e-2 if GPU else 1e-5)
     called = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
-    assert any("packed_conv2d" in name for name in called)
+    assert any("composite_conv2d" in name for name in called)
     assert any("pack_weights" in name for name in called) is not warm
+
+
+def joined(layer: nn.Module, **what_follows) -> FusedChain:
+    basis, join = (conv_options(part) for part in layer.children())
+    return FusedChain(FusedComposite(**basis), FusedComposite(**join, **what_follows))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "scheme"), [(3, "lr-join"), (5, "lr-join"), (3, "mixture(kx1=3, 1xk=3, kxk=2, join)")]
+)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_basis_times_its_join_is_the_layer(kernel, scheme, bias, stride):
+    layer = build_conv(6, 8, kernel, scheme, stride=stride, bias=bias).double()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    basis, join = (conv_options(part) for part in layer.children())
+    weight, (rows, columns) = merged_weight(basis["weights"], basis["padding"], join["weights"][0])
+    x, added = (
+        torch.randn(2, 6, 9, 8, dtype=torch.float64),
+        merged_bias(basis["bias"], join["weights"][0], join["bias"]),
+    )
+    assert torch.allclose(F.conv2d(F.pad(x, (*columns, *rows)), weight, added, stride), layer(x))
+
+
+@pytest.mark.parametrize("pool", [None, "floor"])
+@pytest.mark.parametrize("one_launch", [True, False])
+def test_a_basis_and_its_join_train_in_one_launch_or_two(monkeypatch, one_launch, pool):
+    pytest.importorskip("triton")
+    layer = build_conv(8, 8, 3, "lr-join").to(DEVICE)
+    twin = joined(layer, relu=True, pool=pool)
+    monkeypatch.setattr(twin, "merges", lambda _: one_launch)
+    x = (torch.randn(2, 8, 6, 7, device=DEVICE) * 64).round().div(64).requires_grad_()
+    leaves = [x, *layer.parameters()]
+    with forced("on"):
+        y = twin(x)
+    right = F.max_pool2d(layer(x).relu(), 2) if pool else layer(x).relu()
+    grad = torch.randn_like(right)
+    found, exact = (torch.autograd.grad(out, leaves, grad) for out in (y, right))
+    for a, b in zip((y, *found), (right, *exact), strict=True):
+        assert_close(a, b, 2e-2 if GPU else 1e-5)
+
+
+def test_times_decide_whether_they_merge_and_counts_where_none_were_measured(monkeypatch):
+    first, deep = joined(build_conv(3, 64, 3, "lr-join")), joined(build_conv(512, 512, 3, "lr-join"))
+    for layer, size, better in ((first, (256, 3, 224, 224), True), (deep, (256, 512, 14, 14), False)):
+        apart, whole = layer._problems(size, torch.bfloat16)
+        assert (fused_convs._counted_ms([whole]) < fused_convs._counted_ms(apart)) is better
+    layer, x = joined(build_conv(8, 8, 3, "lr-join").to(DEVICE)), torch.randn(1, 8, 6, 6, device=DEVICE)
+    dense = layer._problems((1, 8, 6, 6), torch.float32)[1]
+    for whole, parts, better in ((0.5, 1.0, True), (3.0, 1.0, False), (0.0, None, False)):
+
+        def fastest(problem, *_, whole=whole, parts=parts, **__):
+            return whole if problem == dense else parts
+
+        monkeypatch.setattr(choice, "fastest", fastest)
+        with forced("on"):
+            assert layer.merges(x) is better  # the last by counts: one time alone says nothing
+            with torch.no_grad():
+                assert not layer.merges(x)
+        with forced("off"):
+            assert not layer.merges(x)
