@@ -7,10 +7,12 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
+from inspect import signature
 from operator import ge, gt, le, lt
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from lowrank_cnn.core.text import printable
 
@@ -42,6 +44,10 @@ class LowRankWarning(UserWarning):
 
 class LostDeviceError(LowRankError):
     """A kernel has crashed the device: this process can no longer use it."""
+
+
+class UnknownOptionError(LowRankError, TypeError):
+    """A function was called with a keyword that it does not have; the sentence names the nearest one."""
 
 
 class MissingExtra(LowRankError):
@@ -106,6 +112,36 @@ def check_number(
         wanted = " and ".join(f"{words} {limit:,}" for words, limit, _ in asked)
         shown = f"{value:,}" if right else f"{value!r:.60}"
         raise LowRankError(f"{name} must be a {'whole ' if whole else ''}number {wanted}, not {shown}.")
+
+
+_P, _R = ParamSpec("_P"), TypeVar("_R")
+
+
+def names_options(**meant: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Decorate a public function: if a keyword is unknown, the error names the parameter that is meant.
+
+    `meant` has the parameters for words that other libraries use.
+
+    >>> @names_options(learning_rate="lr")
+    ... def train(*, lr=0.1): ...
+    >>> train(learning_rate=1)
+    Traceback (most recent call last):
+    lowrank_cnn.core.errors.UnknownOptionError: train has no option 'learning_rate'; did you mean lr?
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        known = signature(function).parameters
+
+        @wraps(function)
+        def call(*args: _P.args, **options: _P.kwargs) -> _R:
+            if unknown := next((name for name in options if name not in known), None):
+                hint = f"did you mean {meant[unknown]}?" if unknown in meant else nearest(unknown, known)
+                raise UnknownOptionError(f"{function.__name__} has no option {unknown!r}; {hint}")
+            return function(*args, **options)
+
+        return call
+
+    return decorate
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

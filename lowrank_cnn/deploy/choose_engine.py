@@ -21,7 +21,7 @@ from lowrank_cnn.core.files import as_path
 from lowrank_cnn.core.processes import apart
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.deploy.cpu_convs import has_strips
-from lowrank_cnn.deploy.engines.targets import TARGETS, open_engine, target_of
+from lowrank_cnn.deploy.engines.targets import ENGINES, open_engine, target_of
 from lowrank_cnn.deploy.export import check_place, export, placing
 from lowrank_cnn.deploy.quantize import quantize
 from lowrank_cnn.train.trained import Trained
@@ -87,7 +87,7 @@ def time_engines(
     """Export a network to every installed engine, time it there on one image, and write the fastest file.
 
     - `rival`: another network, timed in turns with this one: the thinner dense one of the same MACs, say.
-    - `engines`: names of `TARGETS`; all that are installed if not given.
+    - `engines`: names of `ENGINES`; all that are installed if not given.
     - `out`: a directory for the file of the fastest engine in float.
     - `say`: a function that is called with a line as each engine ends (`say=print`).
 
@@ -97,7 +97,7 @@ def time_engines(
     folder_out = None if out is None else as_path(out)
     if folder_out is not None:
         check_place(folder_out / "net", overwrite)
-    names = list(engines) or [name for name, target in TARGETS.items() if target.installed]
+    names = list(engines) or [name for name, target in ENGINES.items() if target.installed]
     networks = {"": model} if rival is None else {"": model, _RIVAL: rival}
     with tempfile.TemporaryDirectory() as scratch:
         image = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(0))
@@ -216,7 +216,7 @@ def _sorted(times: Mapping[str, Sample], *, rival: bool) -> dict[str, Sample]:
 
 def _copy(place: Path, out: Path, overwrite: bool) -> str:
     """Copy an engine's files; the path of the one that is opened."""
-    suffixes = {target.suffix for target in TARGETS.values()}
+    suffixes = {target.suffix for target in ENGINES.values()}
     path = next(out / file.name for file in place.iterdir() if file.suffix in suffixes)
     with placing(path, overwrite=overwrite) as aside:
         shutil.copytree(place, aside.parent, dirs_exist_ok=True)

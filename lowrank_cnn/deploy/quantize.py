@@ -26,8 +26,9 @@ from lowrank_cnn.core.progress import progress
 from lowrank_cnn.data import Data, make_loader, open_data
 from lowrank_cnn.data.own import in_short
 from lowrank_cnn.data.types import stratified
-from lowrank_cnn.deploy.engines.request import ExportRequest
-from lowrank_cnn.deploy.export import check_place, load, placing, request_for, stored_of, write_request
+from lowrank_cnn.deploy.engines.request import ExportRequest, request_for
+from lowrank_cnn.deploy.engines.targets import suffixes
+from lowrank_cnn.deploy.export import check_place, load, placing, stored_of, write_request
 from lowrank_cnn.deploy.parity import DifferentOutputError
 from lowrank_cnn.graph.merge import merge
 from lowrank_cnn.method.rewrite import copy_with
@@ -35,8 +36,6 @@ from lowrank_cnn.train.evaluate import evaluate, held_out_images, match_classes
 from lowrank_cnn.train.int8 import ROUNDED_LAYERS, rounded_by, rounding
 from lowrank_cnn.train.trained import Trained, carried_by
 
-INT8 = (".onnx", ".xml", ".tflite", ".pte")
-"""Suffixes of the files that can hold a network in int8."""
 _MOST_ERROR = 0.25
 """A layer that alone changes the network's output by more than this share stays in float."""
 _TRIES = 3
@@ -114,9 +113,9 @@ def quantize(
     ()
     """
     path = as_path(path)
-    if path.suffix not in INT8:
+    if path.suffix not in (known := suffixes(int8=True)):
         raise LowRankError(
-            f"int8 is written to {', '.join(INT8)}, not to {path.suffix or 'a file without suffix'}."
+            f"int8 is written to {', '.join(known)}, not to {path.suffix or 'a file without suffix'}."
         )
     check_place(path, overwrite)
     trained = model if isinstance(model, Trained) else carried_by(model)

@@ -256,7 +256,7 @@ def test_a_failed_export_leaves_nothing_behind(tmp_path):
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda path: export(nn.Conv2d(3, 4, 3), path / "net.bin"), "ends in one of .onnx, .pt2"),
+        (lambda path: export(nn.Conv2d(3, 4, 3), path / "net.bin"), "ends in one of .onnx, .xml"),
         (lambda path: export(nn.Conv2d(3, 4, 3), path / "folder"), "for a folder, the command takes --to onnx"),
         (lambda path: export(nn.Conv2d(3, 4, 3), path / "no" / "net.pt2"), "no directory"),
         (lambda path: export("net", path / "net.pt2"), "an nn.Module, not str"),
