@@ -12,7 +12,7 @@ from functools import wraps
 from inspect import signature
 from operator import ge, gt, le, lt
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from lowrank_cnn.core.text import printable
 
@@ -114,10 +114,10 @@ def check_number(
         raise LowRankError(f"{name} must be a {'whole ' if whole else ''}number {wanted}, not {shown}.")
 
 
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def names_options(**meant: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+def names_options(**meant: str) -> Callable[[_F], _F]:
     """Decorate a public function: if a keyword is unknown, the error names the parameter that is meant.
 
     `meant` has the parameters for words that other libraries use.
@@ -129,17 +129,17 @@ def names_options(**meant: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]
     lowrank_cnn.core.errors.UnknownOptionError: train has no option 'learning_rate'; did you mean lr?
     """
 
-    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    def decorate(function: _F) -> _F:
         known = signature(function).parameters
 
         @wraps(function)
-        def call(*args: _P.args, **options: _P.kwargs) -> _R:
+        def call(*args: Any, **options: Any) -> Any:
             if unknown := next((name for name in options if name not in known), None):
                 hint = f"did you mean {meant[unknown]}?" if unknown in meant else nearest(unknown, known)
                 raise UnknownOptionError(f"{function.__name__} has no option {unknown!r}; {hint}")
             return function(*args, **options)
 
-        return call
+        return cast(_F, call)
 
     return decorate
 
