@@ -29,7 +29,8 @@ from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.text import text_table
 from lowrank_cnn.deploy.block_forms import has_strips
 from lowrank_cnn.deploy.choose_engine import engine_for
-from lowrank_cnn.deploy.engines.targets import TARGETS, open_engine
+from lowrank_cnn.deploy.engines.targets import ENGINES as FILE_ENGINES
+from lowrank_cnn.deploy.engines.targets import open_engine
 from lowrank_cnn.deploy.export import export
 from lowrank_cnn.deploy.optimize import optimize
 from lowrank_cnn.deploy.quantize import quantize
@@ -196,7 +197,7 @@ def _thinner(model: nn.Module, size: tuple[int, ...], share: float) -> nn.Module
 
 
 DENSE = "dense"
-ENGINES = ("torch", "optimize", "auto", *TARGETS)
+ENGINES = ("torch", "optimize", "auto", *FILE_ENGINES)
 _STEPS = 5
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _IN_ENGINES = ("fp32", "fp16", "int8")
@@ -354,7 +355,7 @@ class AdviceBench:
         if self.engine == "optimize":
             return optimize(placed, example, compile=False, cache=False, repeats=3)
         with tempfile.TemporaryDirectory() as scratch:
-            target = TARGETS[self.engine]
+            target = FILE_ENGINES[self.engine]
             path = Path(scratch) / f"net{target.suffix}"
             if self.precision == "int8":
                 quantize(placed, example, path, dynamic=())

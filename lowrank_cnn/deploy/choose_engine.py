@@ -24,7 +24,7 @@ from lowrank_cnn.core.processes import apart
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.search import Search
 from lowrank_cnn.deploy.block_forms import has_strips
-from lowrank_cnn.deploy.engines.targets import TARGETS, open_engine, target_of
+from lowrank_cnn.deploy.engines.targets import ENGINES, open_engine, target_of
 from lowrank_cnn.deploy.export import check_place, export, placing
 from lowrank_cnn.deploy.quantize import quantize
 from lowrank_cnn.train.trained import Trained
@@ -104,7 +104,7 @@ def time_engines(
     """Export a network to every installed engine, time it there on one image, and write the fastest file.
 
     - `rival`: another network, timed in turns with this one: the thinner dense one of the same MACs, say.
-    - `engines`: names of `TARGETS`; all that are installed if not given.
+    - `engines`: names of `ENGINES`; all that are installed if not given.
     - `out`: a directory for the file of the fastest engine in float.
     - `say`: a function that is called with a line as each engine ends (`say=print`).
 
@@ -114,7 +114,7 @@ def time_engines(
     place = None if out is None else as_path(out)
     if place is not None:
         check_place(place / "net", overwrite)
-    names = list(engines) or [name for name, target in TARGETS.items() if target.installed]
+    names = list(engines) or [name for name, target in ENGINES.items() if target.installed]
     networks = {False: model} if rival is None else {False: model, True: rival}
     image = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(0))
     search: Search[EngineRun, Path] = Search()

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.core.compare import ROUNDED, difference, is_finite, unchanged
-from lowrank_cnn.core.errors import LowRankError, first_line
+from lowrank_cnn.core.compare import ROUNDED, difference, is_finite
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.text import counted
-from lowrank_cnn.deploy.engines.onnx import OnnxRunner
-from lowrank_cnn.deploy.engines.request import Call, ExportRequest, named_tensors
+from lowrank_cnn.deploy.engines.onnx import OnnxRunner, in_float32
+from lowrank_cnn.deploy.engines.request import Call, ExportRequest, checked_outputs, shapes_of
 from lowrank_cnn.deploy.engines.runner import Runner, as_array
 from lowrank_cnn.deploy.engines.targets import open_engine
 from lowrank_cnn.models.network_file import dtype_of
@@ -34,35 +34,31 @@ class DifferentOutputError(LowRankError):
 def parity(path: Path, request: ExportRequest, network: nn.Module) -> float:
     """The largest difference between file and network; too large is an error."""
     if path.suffix == ".onnx" and dtype_of(network) == torch.bfloat16:
-        from lowrank_cnn.deploy.engines.onnx import in_float32
-
         twin = in_float32(path)  # onnxruntime does not compute in bfloat16: both are compared in float32
+        tensors = {n: t.float() if t.is_floating_point() else t for n, t in request.call.tensors.items()}
         try:
-            return parity(twin, in_full(request), network.float())
+            return parity(twin, replace(request, call=request.call.replaced(tensors)), network.float())
         finally:
             twin.unlink()
     runner = open_engine(path, trusted=True)  # which was written just now
-    worst = 0.0
-    for call, expected in _calls(request, network):
-        worst = max(worst, _call_error(runner, call, expected, request, network))
+    errors = [_call_error(runner, call, right, request, network) for call, right in _calls(request, network)]
     for sizes in request.other_paths:
         call = request.call.sized(request.axes, sizes)
+        too_large = sum(tensor.numel() for tensor in call.tensors.values()) > _MOST_VALUES
         try:
-            too_large = sum(tensor.numel() for tensor in call.tensors.values()) > _MOST_VALUES
             expected = {} if too_large else checked_outputs(network, call)
         except LowRankError:  # the network does not take this size either
             continue
         try:
             if too_large:
                 raise LowRankError("it is too large to be compared")
-            worst = max(worst, _call_error(runner, call, expected, request, network))
+            errors.append(_call_error(runner, call, expected, request, network))
         except Exception as error:  # engines have errors of their own
-            words = " and ".join(sizes)
             raise LowRankError(
-                f"the network has no free {words} (choose with dynamic=): for an input of {_shapes(call)} its "
-                "forward takes another path than for the example, and a file holds one path."
+                f"the network has no free {' and '.join(sizes)} (choose with dynamic=): for an input of "
+                f"{shapes_of(call)} its forward takes another path than for the example; a file holds one path."
             ) from error
-    return worst
+    return max(errors)
 
 
 def _call_error(
@@ -75,37 +71,11 @@ def _call_error(
         error = _output_error(given, name, right)
         if not error <= limit:
             raise DifferentOutputError(
-                f"for an input of {_shapes(call)}, {name} of the exported network differs from the original by "
+                f"for an input of {shapes_of(call)}, {name} of the exported network differs from the original by "
                 f"{error:.1e}{_overflow(request.precision, given.get(name))}: nothing was written."
             )
         worst = max(worst, error)
     return worst
-
-
-def _shapes(call: Call) -> str:
-    return ", ".join("x".join(map(str, tensor.shape)) for tensor in call.tensors.values())
-
-
-def checked_outputs(network: nn.Module, call: Call) -> dict[str, Tensor]:
-    """What a network gives for the example, by name; a network that fails, or gives NaN, is refused."""
-    try:
-        with torch.no_grad(), unchanged(network):
-            found = named_tensors(call.copied().run(network))
-    except LowRankError:
-        raise
-    except Exception as error:  # whatever a forward makes of another size, dtype or device
-        raise LowRankError(
-            f"the network does not run on an input of {_shapes(call)}: {first_line(error)}."
-        ) from error
-    if not is_finite(list(found.values())):
-        raise LowRankError("the network gives NaN or infinite values on random images: nothing was written.")
-    return found
-
-
-def in_full(request: ExportRequest) -> Any:
-    """The same request with every tensor of its example in float32."""
-    tensors = {n: t.float() if t.is_floating_point() else t for n, t in request.call.tensors.items()}
-    return replace(request, call=request.call.replaced(tensors))
 
 
 def _calls(request: ExportRequest, network: nn.Module) -> Iterator[tuple[Call, dict[str, Tensor]]]:

@@ -10,7 +10,7 @@ layers' inputs along.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ from lowrank_cnn.core.progress import progress
 from lowrank_cnn.data import Data, make_loader, open_data
 from lowrank_cnn.data.own import in_short
 from lowrank_cnn.data.types import stratified
-from lowrank_cnn.deploy.engines.request import ExportRequest
-from lowrank_cnn.deploy.export import check_place, load, placing, request_for, stored_of, write_request
+from lowrank_cnn.deploy.engines.request import request_for
+from lowrank_cnn.deploy.engines.targets import suffixes
+from lowrank_cnn.deploy.export import check_place, load, placing, stored_of, write_request
 from lowrank_cnn.deploy.parity import DifferentOutputError
 from lowrank_cnn.graph.merge import merge
 from lowrank_cnn.method.rewrite import copy_with
@@ -35,8 +36,6 @@ from lowrank_cnn.train.evaluate import evaluate, held_out_images, match_classes
 from lowrank_cnn.train.int8 import ROUNDED_LAYERS, rounded_by, rounding
 from lowrank_cnn.train.trained import Trained, carried_by
 
-INT8 = (".onnx", ".xml", ".tflite", ".pte")
-"""Suffixes of the files that can hold a network in int8."""
 _MOST_ERROR = 0.25
 """A layer that alone changes the network's output by more than this share stays in float."""
 _TRIES = 3
@@ -57,6 +56,9 @@ class QuantizedLayer:
     in_float: bool
 
 
+Layers = tuple[QuantizedLayer, ...]
+
+
 @dataclass(frozen=True)
 class Quantized:
     """The file, its layers, and the top-1 accuracy before and after where test images were given."""
@@ -64,7 +66,7 @@ class Quantized:
     path: str
     bytes: int
     error: float | None
-    layers: tuple[QuantizedLayer, ...]
+    layers: Layers
     before: float | None = None
     after: float | None = None
     images: int = 0
@@ -114,9 +116,9 @@ def quantize(
     ()
     """
     path = as_path(path)
-    if path.suffix not in INT8:
+    if path.suffix not in (known := suffixes(int8=True)):
         raise LowRankError(
-            f"int8 is written to {', '.join(INT8)}, not to {path.suffix or 'a file without suffix'}."
+            f"int8 is written to {', '.join(known)}, not to {path.suffix or 'a file without suffix'}."
         )
     check_place(path, overwrite)
     trained = model if isinstance(model, Trained) else carried_by(model)
@@ -125,84 +127,73 @@ def quantize(
     judged = _judged(data)
     prepared = _prepared(judged or data or calibration, trained, images)
     _check(prepared)
+    # A network that was trained on batches of the user's own carries its ranges alone.
+    ranges = trained.ranges if trained else notes(model).int8_ranges  # type: ignore[arg-type]
+    trained = replace(trained, network=network) if trained else None
+    many = "batch" in dynamic
+    stored = stored_of(trained or network, input_size or prepared.shape[1:])
+    given, request = request_for(stored, prepared[: 2 if many else 1], dynamic)
+    batches = tuple((part,) for part in prepared.split(_BATCH if many else 1))
+    request = replace(request, precision="int8", calibration=batches, ranges=ranges)
     with placing(path, overwrite=overwrite) as aside:  # no rejected candidate ever has the file's name
-        job = _Job.of(aside, network, trained, prepared, input_size, dynamic)
-        if trained is None:  # trained on batches of the user's own, it carries its ranges alone
-            job = replace(job, request=replace(job.request, ranges=notes(model).int8_ranges))  # type: ignore[arg-type]
-        layers = sensitivities(network, prepared[:_COMPARED], trained=job.request.ranges)
+
+        def write(layers: Layers) -> Quantized:
+            kept = tuple(layer.name for layer in layers if layer.in_float)
+            rest = {name: ends for name, ends in ranges.items() if name not in kept}
+            with rounded_by(copy.deepcopy(given), rest) as expected:
+                written = write_request(aside, replace(request, in_float=kept, ranges=rest), expected)
+            return Quantized(str(path), written.bytes, written.error, layers)
+
+        layers = sensitivities(network, prepared[:_COMPARED], trained=ranges)
         if data is None or trained is None:
-            return replace(job.write(layers), path=str(path))
-        trained = replace(trained, network=network)
-        written = _within_loss(job, layers, trained, judged, most_loss) if judged else job.write(layers)
+            return write(layers)
+        ours = trained
+
+        def top1(data: Data) -> float:
+            return _top1(replace(ours, network=load(aside)), data)
+
+        if judged is None:
+            written = write(layers)
+        else:
+            written = _within_loss(write, layers, most_loss, _top1(ours, judged), lambda: top1(judged))
         if test is not None:
             data = replace(data, test=data.test.subset(torch.arange(min(test, len(data.test)))))
-        before, after = _top1(trained, data), _top1(replace(trained, network=load(job.path)), data)
-    return replace(written, path=str(path), before=before, after=after, images=len(data.test))
-
-
-def _within_loss(
-    job: _Job, layers: tuple[QuantizedLayer, ...], trained: Trained, judged: Data, most_loss: float
-) -> Quantized:
-    """Write the file; while it loses too much on the judged images, leave one more layer in float.
-
-    Where none of the tries is within the loss, the best of them is written.
-    """
-    before, tried = _top1(trained, judged), []
-    for _ in range(_TRIES + 1):
-        try:
-            written, after = job.write(layers), _top1(replace(trained, network=load(job.path)), judged)
-        except DifferentOutputError:
-            after = -1.0
-        else:
-            if 100 * (before - after) <= most_loss:
-                return written
-        tried.append((after, layers))
-        layers = _one_more_in_float(layers)
-    return job.write(max(tried, key=lambda pair: pair[0])[1])
+        return replace(written, before=_top1(ours, data), after=top1(data), images=len(data.test))
 
 
 def _top1(trained: Trained, data: Data) -> float:
     return evaluate(trained, data, device="cpu", progress=False).top1
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A network that is to be written in int8."""
+def _within_loss(
+    write: Callable[[Layers], Quantized],
+    layers: Layers,
+    most_loss: float,
+    before: float,
+    top1: Callable[[], float],
+) -> Quantized:
+    """Write the file; while it loses too much on the judged images, leave one more layer in float.
 
-    path: Path
-    network: nn.Module
-    request: ExportRequest
-
-    @classmethod
-    def of(
-        cls,
-        path: Path,
-        network: nn.Module,
-        trained: Trained | None,
-        images: Tensor,
-        size: Sequence[int] | None,
-        dynamic: Sequence[str],
-    ) -> _Job:
-        stored = stored_of(replace(trained, network=network) if trained else network, size or images.shape[1:])
-        many = "batch" in dynamic
-        given, request = request_for(stored, images[: 2 if many else 1], dynamic)
-        batches = tuple((part,) for part in images.split(_BATCH if many else 1))
-        ranges = trained.ranges if trained else {}
-        return cls(path, given, replace(request, precision="int8", calibration=batches, ranges=ranges))
-
-    def write(self, layers: tuple[QuantizedLayer, ...]) -> Quantized:
-        kept = tuple(layer.name for layer in layers if layer.in_float)
-        request = replace(self.request, in_float=kept)
-        trained = {name: ends for name, ends in request.ranges.items() if name not in kept}
-        with rounded_by(copy.deepcopy(self.network), trained) as expected:
-            written = write_request(self.path, replace(request, ranges=trained), expected)
-        return Quantized(written.path, written.bytes, written.error, layers)
+    If none of the tries is within the loss, the best of them is written.
+    """
+    tried = []
+    for _ in range(_TRIES + 1):
+        try:
+            written, after = write(layers), top1()
+        except DifferentOutputError:
+            after = -1.0
+        else:
+            if 100 * (before - after) <= most_loss:
+                return written
+        tried.append((after, layers))
+        # The layer that changes the output most among those in int8 stays in float too.
+        worst = max((layer for layer in layers if not layer.in_float), key=lambda layer: layer.error, default=None)
+        layers = tuple(replace(layer, in_float=True) if layer is worst else layer for layer in layers)
+    return write(max(tried, key=lambda pair: pair[0])[1])
 
 
 @torch.no_grad()
-def sensitivities(
-    network: nn.Module, images: Tensor, *, trained: Collection[str] = ()
-) -> tuple[QuantizedLayer, ...]:
+def sensitivities(network: nn.Module, images: Tensor, *, trained: Collection[str] = ()) -> Layers:
     """Quantise each conv, composite and linear layer alone, and compare the network's output with its own.
 
     A layer that changes it too much stays in float, but for those `trained` in int8: the others rely on them.
@@ -223,12 +214,6 @@ def sensitivities(
     return tuple(found)
 
 
-def _one_more_in_float(layers: tuple[QuantizedLayer, ...]) -> tuple[QuantizedLayer, ...]:
-    """Leave the layer in float that changes the output most among those in int8."""
-    worst = max((layer for layer in layers if not layer.in_float), key=lambda layer: layer.error, default=None)
-    return tuple(replace(layer, in_float=True) if layer is worst else layer for layer in layers)
-
-
 def _labelled(calibration: Any, trained: Trained | None) -> Data | None:
     """The data set that was given; None for prepared images."""
     if isinstance(calibration, Tensor) or (isinstance(calibration, Sequence) and not isinstance(calibration, str)):
@@ -238,7 +223,10 @@ def _labelled(calibration: Any, trained: Trained | None) -> Data | None:
             "images with labels calibrate a trained network, which knows how they are prepared: for any other, "
             "give prepared images as a tensor."
         )
-    data = calibration if isinstance(calibration, Data) else _opened(calibration, trained)
+    data = calibration
+    if not isinstance(data, Data):  # as the network was trained on it, with the test images that it has not seen
+        size = {"image_size": trained.size_option, "channels": trained.channels, "progress": False}
+        data = held_out_images(trained, calibration, progress=False) or open_data(calibration, **size)
     match_classes(trained, data)
     return data
 
@@ -248,12 +236,6 @@ def _judged(data: Data | None) -> Data | None:
     if data is None or len(data.train) < 2:
         return None
     return data.holdout(min(_JUDGED, len(data.train) // 2), seed=1)
-
-
-def _opened(source: str | Path, trained: Trained) -> Data:
-    """The set as the network was trained on it: images of its size, and the test images that it has not seen."""
-    size = {"image_size": trained.size_option, "channels": trained.channels, "progress": False}
-    return held_out_images(trained, source, progress=False) or open_data(source, **size)
 
 
 def _prepared(calibration: Any, trained: Trained | None, images: int) -> Tensor:

@@ -15,12 +15,16 @@ that looks at values is not captured: `capture` raises `CaptureError` with the r
 
 from __future__ import annotations
 
+import ast
+import inspect
 import operator
+import re
+import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
-from functools import partial
+from functools import cache
 from inspect import Parameter, signature
 from itertools import product
 from types import MappingProxyType
@@ -50,8 +54,6 @@ _SIZE_METHODS = {
     "is_complex",
     "element_size",
 }
-
-
 _MOST_KINDS = 16
 """Kinds of call that are traced to show that they agree: four optional inputs, each given or not."""
 
@@ -173,71 +175,41 @@ def captures(root: nn.Module) -> list[NetworkGraph]:
     return graphs
 
 
-def deciding_attributes(root: nn.Module, *example: Any) -> dict[str, Any]:
-    """The flags, numbers and strings (`self.domain`) that a forward tests or looks up by, and their values.
+def deciding_attributes(root: nn.Module) -> dict[str, Any]:
+    """The flags, numbers and strings (`self.domain`) that forwards test or look up by, and their values.
 
-    A graph holds for these values alone. `root` is changed: pass a copy of the user's network.
+    A graph holds for these values alone. They are read off the source of the forwards and of private methods.
     """
-    asked: dict[str, Any] = {}
-    tracer = _Tracer()
+    tracer, found = _Tracer(), {}
     for name, module in root.named_modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            module.__class__ = _watching(type(module))
-        whole = name and tracer.is_leaf_module(module, name)
-        for key, value in list(vars(module).items()):
-            if type(value) in _WATCHED and key != "training" and not key.startswith("_") and not whole:
-                label = f"{name}.{key}" if name else key
-                watch = partial(asked.setdefault, label, value)
-                module.__dict__[key] = _WATCHED[type(value)].watched(value, watch)
-    with suppress(CaptureError):
-        capture(root, *example)
-    return asked
+        if not name or not tracer.is_leaf_module(module, name):
+            values = ((key, vars(module).get(key)) for key in _asked_attributes(type(module)))
+            found |= {f"{name}.{key}".strip("."): v for key, v in values if type(v) in (bool, int, str)}
+    return found
 
 
-class _Watched:
-    """A number or a string that reports when it is tested, compared, or used to look something up."""
-
-    watch: Callable[[], object]
-
-    @classmethod
-    def watched(cls, value: Any, watch: Callable[[], object]) -> Any:
-        made: Any = cls(value)  # type: ignore[call-arg]
-        made.watch = watch
-        return made
-
-
-class _WatchedNumber(_Watched, int):
-    pass
-
-
-class _WatchedText(_Watched, str):
-    pass
+@cache
+def _asked_attributes(kind: type) -> list[str]:
+    """The attributes of `self` in conditions, comparisons and lookups of a class's methods."""
+    if kind.__module__.startswith("torch."):
+        return []
+    known = [method for name, method in inspect.getmembers(kind, inspect.isfunction) if _MAY_ASK.match(name)]
+    found: list[str] = []
+    for method in known:
+        with suppress(OSError, SyntaxError):  # a class of a notebook or of generated code may have no source
+            for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(method)))):
+                asked = [node] if isinstance(node, ast.Compare) else [getattr(node, "test", None)]
+                asked += [node.slice] if isinstance(node, ast.Subscript) else []
+                parts = [part for each in asked if each is not None for part in ast.walk(each)]
+                found += [part.attr for part in parts if isinstance(part, ast.Attribute) and _is_self(part.value)]
+    return [name for name in dict.fromkeys(found) if name != "training"]
 
 
-def _watching(kind: type) -> type:
-    """The class of a list that notes lookups: a list asks a number for nothing that the number could report."""
-
-    def lookup(self: Any, key: Any) -> Any:
-        if isinstance(key, _Watched):
-            key.watch()
-        return kind.__getitem__(self, key)  # type: ignore[attr-defined]
-
-    return type(kind.__name__, (kind,), {"__getitem__": lookup, "__module__": kind.__module__})
+_MAY_ASK = re.compile("forward|_(?!_)")
 
 
-def _reporting(kind: type, name: str) -> Any:
-    def method(self: Any, *args: Any) -> Any:
-        self.watch()
-        return getattr(kind, name)(self, *args)
-
-    return method
-
-
-_WATCHED: dict[type, type[_Watched]] = {bool: _WatchedNumber, int: _WatchedNumber, str: _WatchedText}
-for _kind, _class in ((int, _WatchedNumber), (str, _WatchedText)):
-    for _name in ("bool", "eq", "ne", "lt", "le", "gt", "ge", "hash", "format"):
-        if hasattr(_kind, f"__{_name}__"):
-            setattr(_class, f"__{_name}__", _reporting(_kind, f"__{_name}__"))
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
 
 
 def _optional_inputs(root: nn.Module) -> dict[str, Any]:
@@ -397,7 +369,8 @@ class _SizedTracer(_Tracer):
 
     def __init__(self, root: nn.Module, example: tuple[Any, ...]) -> None:
         super().__init__()
-        self.example, self.network, self.computing = example, root, False
+        self.example, self.computing = example, False
+        self.interpreter = fx.Interpreter(root, graph=fx.Graph())
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _SizedProxy(node, self)
@@ -422,7 +395,10 @@ class _SizedTracer(_Tracer):
         made = super().create_proxy(kind, target, args, kwargs, *rest, **options)
         self.computing = True
         try:
-            value = self._run(kind, target, positional, named)
+            if kind == "placeholder":
+                value = self.example[int(target.removeprefix("input_"))]
+            else:
+                value = getattr(self.interpreter, kind)(target, positional, named)
         finally:
             self.computing = False
         if kind.startswith("call") and not _has_tensors(value):
@@ -430,17 +406,6 @@ class _SizedTracer(_Tracer):
         assert isinstance(made, _SizedProxy)
         made.value = value
         return made
-
-    def _run(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if kind == "placeholder":
-            return self.example[int(target.removeprefix("input_"))]
-        if kind == "get_attr":
-            return operator.attrgetter(target)(self.network)
-        if kind == "call_function":
-            return target(*args, **kwargs)
-        if kind == "call_method":
-            return getattr(args[0], target)(*args[1:], **kwargs)
-        return self.network.get_submodule(target)(*args, **kwargs) if kind == "call_module" else None
 
 
 def _value(proxy: Any) -> Any:

@@ -13,10 +13,10 @@ and `notes(network).merging` says why:
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -47,52 +47,8 @@ from lowrank_cnn.method.schemes import FactoredConv2d
 from lowrank_cnn.method.select import check_rewritable
 from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
 
-# Exact rewritings of linear layers, as functions of tensors alone.
-#
 # Two convs with nothing between them are one conv wherever, along each axis, at most one of them reaches further
-# than a pixel: its kernel is the product of theirs. A batch norm in evaluation scales and shifts each channel,
-# which a conv or a linear layer before it can do by itself.
-
-
-def compose_bias(first: Tensor | None, weight: Tensor, second: Tensor | None, *, groups: int = 1) -> Tensor | None:
-    """The bias of two convs: what the second, of this weight, makes of the first's bias, and its own.
-
-    Exact where the second conv sees the first one's bias under every tap: see `merge`.
-    """
-    if first is None:
-        return second
-    seen = weight.sum(dim=(2, 3)).reshape(groups, -1, weight.shape[1])
-    carried = torch.einsum("gdm,gm->gd", seen, first.reshape(groups, -1)).flatten()
-    return carried if second is None else carried + second
-
-
-def norm_affine(
-    mean: Tensor, variance: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """A batch norm in evaluation as `scale * x + shift`, per channel."""
-    scale = torch.rsqrt(variance + eps)
-    scale = scale if weight is None else scale * weight
-    shift = -mean * scale
-    return scale, shift if bias is None else shift + bias
-
-
-def scale_filters(weight: Tensor, scale: Tensor) -> Tensor:
-    """Each filter (the first dimension) times its own factor."""
-    return weight * scale.reshape(-1, *[1] * (weight.dim() - 1))
-
-
-def scale_transposed_filters(weight: Tensor, scale: Tensor, groups: int) -> Tensor:
-    """Each filter of a transposed conv (the second dimension, group by group) times its own factor."""
-    by_group = weight.reshape(groups, -1, *weight.shape[1:])
-    return (by_group * scale.reshape(groups, 1, -1, *[1] * (weight.dim() - 2))).reshape(weight.shape)
-
-
-def affine_bias(bias: Tensor | None, scale: Tensor, shift: Tensor) -> Tensor:
-    """The bias of a layer once `scale * x + shift` has been folded into it."""
-    return shift if bias is None else bias * scale + shift
-
-
-# Convs in a chain as one conv, where that is exact; where it is not, the reason.
+# than a pixel: its kernel is the product of theirs.
 
 
 @dataclass(frozen=True)
@@ -174,11 +130,16 @@ def _joined(first: _Plain, second: _Plain) -> _Plain:
     biased = first.bias is not None and bool(first.bias.any())
     if biased and second.pads and second.mode == "zeros":
         raise InexactError("the first layer's bias meets the zero padding of the second")
+    bias = second.bias
+    if first.bias is not None:  # what the second conv makes of it
+        seen = second.weight.sum(dim=(2, 3)).reshape(second.groups, -1, second.weight.shape[1])
+        carried = torch.einsum("gdm,gm->gd", seen, first.bias.reshape(second.groups, -1)).flatten()
+        bias = carried if bias is None else carried + bias
     along = [second if second.reaches(axis) else first for axis in (0, 1)]
     weight = first.weight * second.weight if strips else compose(first.weight, second.weight, groups=first.groups)
     return _Plain(
         weight,
-        compose_bias(first.bias, second.weight, second.bias, groups=second.groups),
+        bias,
         (along[0].stride[0], along[1].stride[1]),
         (along[0].dilation[0], along[1].dilation[1]),
         (along[0].sides[0], along[1].sides[1]),
@@ -187,10 +148,7 @@ def _joined(first: _Plain, second: _Plain) -> _Plain:
     )
 
 
-# Fold a batch norm into the layer before it, and measure how far the result is off.
-
-_SPATIAL = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3, CompositeConv2d: 2, FactoredConv2d: 2, nn.Linear: 0}
-_SPATIAL |= dict(zip(TRANSPOSED, (1, 2, 3), strict=True))
+# A batch norm in evaluation scales and shifts each channel, which the layer before it can do by itself.
 
 
 class FoldedLinear(nn.Identity):
@@ -205,57 +163,50 @@ class FoldedLinear(nn.Identity):
         return input
 
 
-def channel_axis(layer: nn.Module, dimensions: int) -> int:
-    """The axis of a layer's outputs that has its filters, for results of this many dimensions."""
-    spatial = next(count for kind, count in _SPATIAL.items() if isinstance(layer, kind))
-    return dimensions - 1 - spatial
-
-
-def fold(layer: nn.Module, norm: nn.Module) -> nn.Module:
+def fold(layer: nn.Module, norm: Any) -> nn.Module:
     """Put a batch norm into the layer in front of it; of a chain, into its last layer."""
     last: Any = list(layer.children())[-1] if isinstance(layer, FactoredConv2d) else layer
-    scale, shift = norm_affine(norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)  # type: ignore[arg-type]
+    scale = torch.rsqrt(norm.running_var + norm.eps)
+    scale = scale if norm.weight is None else scale * norm.weight
+    shift = -norm.running_mean * scale
+    shift = shift if norm.bias is None else shift + norm.bias
     composite = isinstance(last, CompositeConv2d)
     weights, scales = (list(last.weights), last.by_group(scale)) if composite else ([last.weight], [scale])
     with torch.no_grad():
-        for weight, part in zip(weights, scales, strict=True):
-            if isinstance(last, TRANSPOSED):
-                weight.copy_(scale_transposed_filters(weight, part, last.groups))
+        for weight, factor in zip(weights, scales, strict=True):
+            if isinstance(last, TRANSPOSED):  # its filters lie along the second dimension, group by group
+                factor = factor.reshape(last.groups, 1, -1, *[1] * (weight.dim() - 2))
+                weight.copy_((weight.unflatten(0, (last.groups, -1)) * factor).flatten(0, 1))
             else:
-                weight.copy_(scale_filters(weight, part))
-        last.bias = nn.Parameter(affine_bias(last.bias, scale, shift))  # type: ignore[arg-type]
+                weight.copy_(weight * factor.reshape(-1, *[1] * (weight.dim() - 1)))
+        last.bias = nn.Parameter(shift if last.bias is None else last.bias * scale + shift)
     return layer
 
 
 @torch.no_grad()
 def fold_error(layer: nn.Module, norm: nn.Module | None, new: nn.Module) -> float:
     """The largest difference on random inputs, against the original in float64, relative to its largest output."""
-    parameter = next(new.parameters())
-    device = parameter.device if parameter.is_cuda else torch.device("cpu")  # others may lack float64
+    like = next(new.parameters())
+    device = like.device if like.is_cuda else torch.device("cpu")  # others may lack float64
     parts = (copy.deepcopy(part).to(device, torch.float64) for part in (layer, norm) if part is not None)
-    x = torch.randn(_input_shape(layer), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
-        device
-    )
-    return difference(new(x.to(parameter.device, parameter.dtype)), nn.Sequential(*parts)(x))
+    x = torch.randn(_input_shape(layer), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return difference(new(x.to(like.device, like.dtype)), nn.Sequential(*parts)(x.to(device)))
 
 
-def _input_shape(layer: nn.Module) -> tuple[int, ...]:
+def _input_shape(layer: Any) -> tuple[int, ...]:
     """Small, but wide enough for every tap and border of the layer."""
     if isinstance(layer, nn.Linear):
         return 3, layer.in_features
-    stages = list(layer) if isinstance(layer, FactoredConv2d) else [layer]
-    spans = [_span(stage) for stage in stages]
-    return 1, stages[0].in_channels, *(3 + 2 * sum(axis) for axis in zip(*spans, strict=True))  # type: ignore[return-value]
-
-
-def _span(layer: nn.Module) -> list[int]:
-    """How far a conv looks along each axis, padding included."""
-    if isinstance(layer, CompositeConv2d):
-        kernel, pads = layer.composite.kernel, [max(sides) for sides in layer.padding]
-    else:
-        kernel = layer.kernel_size
-        pads = [0] * len(kernel) if isinstance(layer.padding, str) else list(layer.padding)  # type: ignore[arg-type]
-    return [step * (size - 1) + max(pad, 0) for step, size, pad in zip(layer.dilation, kernel, pads, strict=True)]  # type: ignore[arg-type]
+    stages: list[Any] = list(layer) if isinstance(layer, FactoredConv2d) else [layer]
+    spans = []
+    for stage in stages:  # how far it looks along each axis, padding included
+        if isinstance(stage, CompositeConv2d):
+            kernel, pads = stage.composite.kernel, [max(sides) for sides in stage.padding]
+        else:
+            kernel = stage.kernel_size
+            pads = [0] * len(kernel) if isinstance(stage.padding, str) else stage.padding
+        spans.append([d * (k - 1) + max(p, 0) for d, k, p in zip(stage.dilation, kernel, pads, strict=True)])
+    return 1, stages[0].in_channels, *(3 + 2 * sum(axis) for axis in zip(*spans, strict=True))
 
 
 _KINDS = ("conv", "own conv", "transposed conv", "linear", "composite", "chain")
@@ -290,13 +241,22 @@ def merge(
     Identity()
     """
     _check(model)
-    if example_input is not None:
-        example_input = in_signature(model, example_input)
-        if isinstance(example_input, Mapping):
-            return _merged_by_keyword(model, example_input, chains=chains, norms=norms)
-    if layer_kind(model) is not None:
-        return _merged_layer(model, chains, norms, example_input)
-    return _merged_network(model, chains, norms, example_input)
+    options: Any = {"chains": chains, "norms": norms}
+    example = None if example_input is None else in_signature(model, example_input)
+    if isinstance(example, Mapping):  # inputs that go by keyword alone
+        outer, inputs, _ = by_position(model, example)
+        return _part(merge(outer, example_input=inputs, **options), "network")
+    if layer_kind(model) is not None:  # a graph shows calls of parts
+        return _part(merge(nn.Sequential(model).eval(), example_input=example, **options), "0")
+    return _merged_network(model, chains, norms, example)
+
+
+def _part(merged: nn.Module, name: str) -> nn.Module:
+    """The only part of a merged network, with the rows about it."""
+    part = merged.get_submodule(name)
+    rows = notes(merged).merging
+    note(part, merging=tuple(replace(row, name=row.name.removeprefix(name).removeprefix(".")) for row in rows))
+    return part
 
 
 def _merged_network(model: nn.Module, chains: bool | None, norms: bool, example_input: Any) -> nn.Module:
@@ -317,7 +277,7 @@ def _merged_network(model: nn.Module, chains: bool | None, norms: bool, example_
     changed = bool(replaced) or model is not original
     if changed and (reason := objection(merged, original, *example)):
         return _left_alone(original, f"merged, {reason}", norms=norms)
-    report = _for_present_values(report, deciding_attributes(copy_with(model), *example))
+    report = _for_present_values(report, deciding_attributes(model))
     told = {row.name for row in report}
     rest = (
         Merging(name, (kind,), reason=_NOT_FED if name in seen else _NOT_RUN)
@@ -364,10 +324,11 @@ class _Folds:
                     )
         return replaced, report
 
-    def _wrong_axis(self, pattern: Pattern, layer: nn.Module, norm: str) -> str:
+    def _wrong_axis(self, pattern: Pattern, layer: Any, norm: str) -> str:
         """Why a norm scales another axis than the layer's outputs, or might; empty where it is the same."""
-        axes = {channel_axis(layer, dimensions) for dimensions in self.dimensions.get(norm, set())}
-        if axes != {1}:
+        ours = isinstance(layer, CompositeConv2d | FactoredConv2d)  # of two dimensions
+        dimensions = 4 if ours else layer.weight.dim()  # of a linear layer 2
+        if self.dimensions.get(norm) != {dimensions}:
             return "it normalises another axis than that of the layer before it"
         if isinstance(layer, nn.Linear) and not self.given and not _is_flattened(pattern):
             return "it normalises another axis where inputs have three dimensions: pass example_input"
@@ -381,7 +342,8 @@ class _Folds:
         """
         if self.captured.calls is None:
             return ""
-        shared = [a for a, _ in itertools.takewhile(lambda p: p[0] == p[1], _paired(layer, norm))]
+        pairs = zip(layer.split("."), norm.split("."), strict=False)
+        shared = [ours for ours, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
         for depth in range(len(shared) + 1):
             parent = ".".join(shared[:depth])
             there = tuple(name.removeprefix(f"{parent}.") for name in (layer, norm))
@@ -428,7 +390,7 @@ class _Folds:
             dense = merge_chain(chain)
         except InexactError as why:
             return None, str(why) if self.chains else ""
-        size = _map_size(chain)
+        size = (next(iter(chain)).in_channels, 56, 56)  # their costs are compared on such a map
         if self.chains is None and not count(dense, size).macs < count(chain, size).macs:
             return None, ""
         return dense, ""
@@ -461,25 +423,6 @@ def _check(model: nn.Module) -> None:
         raise LowRankError("the network has no weights to merge: it is on the meta device.")
 
 
-def _merged_layer(model: nn.Module, chains: bool | None, norms: bool, example: Any) -> nn.Module:
-    """A single layer, as the only part of a network: a graph shows calls of parts."""
-    network = merge(nn.Sequential(model).eval(), chains=chains, norms=norms, example_input=example)
-    merged = network[0]  # type: ignore[index]
-    note(merged, merging=tuple(replace(row, name="") for row in notes(network).merging))
-    return merged
-
-
-def _merged_by_keyword(model: nn.Module, example: Mapping[str, Any], **options: Any) -> nn.Module:
-    """A network of inputs that go by keyword alone, as the only part of one that takes them by position."""
-    network, inputs, _ = by_position(model, example)
-    outer = merge(network, example_input=inputs, **options)
-    merged = outer.network
-    assert isinstance(merged, nn.Module)
-    rows = notes(outer).merging
-    note(merged, merging=tuple(replace(row, name=row.name.removeprefix("network.")) for row in rows))
-    return merged
-
-
 def _left_alone(model: nn.Module, reason: str, *, norms: bool) -> nn.Module:
     """A copy in which nothing is merged, with the reason in every row."""
     same = copy_with(model)
@@ -492,10 +435,6 @@ def _left_alone(model: nn.Module, reason: str, *, norms: bool) -> nn.Module:
 def _pairs(captured: NetworkGraph) -> set[tuple[str, str]]:
     found = find_patterns(captured, norms=True, kinds=_KINDS)
     return {(pattern.name, str(pattern.norm.target)) for pattern in found if pattern.norm is not None}
-
-
-def _paired(first: str, second: str) -> Iterator[tuple[str, str]]:
-    return zip(first.split("."), second.split("."), strict=False)
 
 
 def _norms(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -520,7 +459,7 @@ def _dimensions(model: nn.Module, example: tuple[Any, ...]) -> dict[str, set[int
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: set(found) for name, found in seen.items()}
+    return seen
 
 
 def _is_flattened(pattern: Pattern) -> bool:
@@ -528,9 +467,3 @@ def _is_flattened(pattern: Pattern) -> bool:
     node = pattern.input
     names = (node.target, getattr(node.target, "__name__", ""))
     return node.op != "call_module" and "flatten" in names and node.args[1:] == (1,)
-
-
-def _map_size(chain: FactoredConv2d) -> tuple[int, int, int]:
-    """The size of a map on which the costs of a chain and of one conv are compared."""
-    first: Any = next(iter(chain))
-    return first.in_channels, 56, 56

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError, names_options
 from lowrank_cnn.core.modules import InputSize, checked_size, is_example
 from lowrank_cnn.core.notes import note, notes
 from lowrank_cnn.data import Data
@@ -65,6 +65,9 @@ if TYPE_CHECKING:
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+@names_options(
+    learning_rate="lr", **{name: f"recipe=get_recipe(..., {name}=...)" for name in Recipe.__dataclass_fields__}
+)
 @lost_process_as_user_error()
 def fit(
     model: nn.Module,

@@ -14,7 +14,8 @@ from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.data import Data, ResidentSplit, Standardize, Whiten
 from lowrank_cnn.deploy.engines.targets import open_engine
-from lowrank_cnn.deploy.export import attach_metadata, export, load, metadata_of
+from lowrank_cnn.deploy.export import export, load
+from lowrank_cnn.deploy.metadata import attach_metadata, metadata_of
 from lowrank_cnn.train.evaluate import evaluate, predict
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.trained import Trained, carried_by
@@ -95,9 +96,9 @@ def test_metadata_is_read_back_and_damage_is_refused():
     assert back is not None
     assert (back.classes, back.image, back.input_size) == (CLASSES, SIZE, (3, 10, 10))
     assert back.held_out == held_out
-    assert carried_by(attach_metadata(nn.Identity(), {**kept, "held_out": "[1]"})).held_out == {}
-    assert notes(attach_metadata(nn.Identity(), {})).training_card is None
-    assert notes(attach_metadata(nn.Identity(), {"classes": "[", "recipe": "{}"})).training_card is None
-    for bad in ({"mean": "x"}, {"recipe": '"x"'}, {"whitening": '"?"'}, {"recipe": '{"epochs": "many"}'}):
+    of_others = {"classes": "[", "recipe": "{}"}
+    assert notes(attach_metadata(nn.Identity(), of_others)).training_card is None
+    damage = {"mean": "x", "recipe": '{"epochs": "many"}', "whitening": '"?"', "held_out": "[1]", "image": "3"}
+    for bad in ({key: value} for key, value in damage.items()):
         with pytest.raises(LowRankError, match="export the network again"):
             attach_metadata(nn.Identity(), {**kept, **bad})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
-from typing import ClassVar
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +12,11 @@ from torch import nn
 
 import lowrank_cnn as lr
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.data import open_data
+from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.deploy import quantize as quantizing
 from lowrank_cnn.deploy.engines.targets import open_engine
 from lowrank_cnn.deploy.parity import DifferentOutputError
 from lowrank_cnn.deploy.quantize import Quantized, QuantizedLayer, quantize, sensitivities
-from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.schemes import build_conv
 
 SIZE = (3, 12, 12)
@@ -42,7 +42,7 @@ def test_int8_is_near_the_network(suffix: str, tmp_path):
     assert [layer.name for layer in found.layers] == ["0", "3", "7"]
 
 
-def test_a_layer_with_outliers_stays_in_float(tmp_path):
+def test_a_layer_with_outliers_stays_in_float_unless_it_was_trained_in_int8(tmp_path):
     onnx = pytest.importorskip("onnx")
     net = tiny()
     with torch.no_grad():
@@ -50,11 +50,12 @@ def test_a_layer_with_outliers_stays_in_float(tmp_path):
         net[3].weight[:, 0] = 1e5  # per-channel steps are set by one input channel, and the others vanish
         net[0].bias[0] = -1e4  # that channel is dead behind its ReLU
     images = torch.randn(32, *SIZE)
-    rows = {row.name: row for row in sensitivities(net, images)}
-    assert rows["3"].in_float
-    assert not rows["7"].in_float
+    # The other layers have learned to rely on its rounding: in float it would harm them.
+    trained = {row.name: row for row in sensitivities(net, images, trained={"3": (0.0, 1.0)})}
+    assert not trained["3"].in_float
     found = quantize(net, images, tmp_path / "net.onnx")
     assert "3" in found.in_float
+    assert "7" not in found.in_float
     nodes = onnx.load(found.path).graph.node
     made = {node.output[0]: node for node in nodes}
     weights = [made.get(node.input[1]) for node in nodes if node.op_type == "Conv"]
@@ -62,59 +63,34 @@ def test_a_layer_with_outliers_stays_in_float(tmp_path):
     assert kinds == ["DequantizeLinear", "DequantizeLinear", "float"]
 
 
-def test_a_layer_that_was_trained_in_int8_stays_in_int8():
-    """The others have learned to rely on its rounding: in float it would harm them."""
-    net = tiny()
-    with torch.no_grad():
-        net[3].weight.mul_(10)
-        net[3].weight[:, 0] = 1e5
-        net[0].bias[0] = -1e4
-    rows = {row.name: row for row in sensitivities(net, torch.randn(32, *SIZE), trained={"3": (0.0, 1.0)})}
-    assert not rows["3"].in_float
+def test_where_no_try_is_within_the_loss_the_best_is_written():
+    scores, written = iter([0.7, 0.6, 0.4]), []  # of files with 1, 2 and 3 layers in float
 
-
-def test_where_no_try_is_within_the_loss_the_best_is_written(monkeypatch):
-    scores = iter([0.9, 0.7, 0.6, 0.4])  # the network, then files with 1, 2 and 3 layers in float
-
-    class Job:
-        path = Path("none.onnx")
-        written: ClassVar[list[int]] = []
-
-        def write(self, layers):
-            self.written.append(sum(layer.in_float for layer in layers))
-            if not self.written[-1]:  # a file with all layers in int8 computes something else
-                raise DifferentOutputError("it differs.")
-            return self.written[-1]
+    def write(layers):
+        written.append(sum(layer.in_float for layer in layers))
+        if not written[-1]:  # a file with all layers in int8 computes something else
+            raise DifferentOutputError("it differs.")
+        return written[-1]
 
     layers = tuple(QuantizedLayer(str(place), place / 10, False) for place in range(5))
-    monkeypatch.setattr(quantizing, "_top1", lambda *_: next(scores))
-    monkeypatch.setattr(quantizing, "load", lambda _: nn.Identity())
-    trained = lr.load_pretrained("nin-c3-lr", "cifar10")
-    assert quantizing._within_loss(Job(), layers, trained, None, 0.3) == 1
-    assert Job.written == [0, 1, 2, 3, 1]
+    assert quantizing._within_loss(write, layers, 0.3, 0.9, lambda: next(scores)) == 1
+    assert written == [0, 1, 2, 3, 1]
 
 
-def test_weights_come_back_after_looking(tmp_path):
-    net = tiny()
-    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    sensitivities(net, torch.randn(8, *SIZE))
+def test_the_network_stays_as_it_was(tmp_path):
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+    before = copy.deepcopy(net.state_dict())
+    assert quantize(net, torch.randn(8, 3, 8, 8), tmp_path / "net.onnx").error < 0.1
+    assert all(module.training and not module._forward_pre_hooks for module in net.modules())
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
-    assert not any(module._forward_pre_hooks for module in net.modules())
-
-
-def test_converted_networks_too(tmp_path):
-    net = convert(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten()), "lr-join").eval()
-    assert quantize(net, torch.randn(16, *SIZE), tmp_path / "net.onnx").error < 0.1
 
 
 def test_accuracy_is_measured_on_the_test_images(tmp_path):
-    from lowrank_cnn.train import fit
-
     torch.manual_seed(0)
     data = open_data("digits", limit=600, progress=False)
     conv = [nn.Conv2d(1, 16, 5, stride=2), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten()]
     network = nn.Sequential(*conv, nn.Linear(256, 10))
-    learned = fit(network, data, "digits", epochs=3, progress=False, device="cpu").result["top1"]
+    learned = lr.fit(network, data, "digits", epochs=3, progress=False, device="cpu").result["top1"]
     assert learned > 0.4
     found = quantize(network, data, tmp_path / "net.onnx", images=64)
     assert found.before == pytest.approx(learned)
@@ -123,21 +99,23 @@ def test_accuracy_is_measured_on_the_test_images(tmp_path):
     assert abs(found.loss) < 5
 
 
-def test_layers_go_back_to_float_by_other_images_than_the_test_ones(tmp_path, monkeypatch):
-    from lowrank_cnn.deploy import quantize as quantizing
-    from lowrank_cnn.train import fit
-
+@pytest.fixture(scope="module")
+def learner() -> tuple[nn.Module, Data]:
     data = open_data("digits", limit=80, progress=False)
     network = nn.Sequential(nn.Conv2d(1, 4, 5, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
-    fit(network, data, "digits", epochs=1, progress=False, device="cpu")
+    lr.fit(network, data, "digits", epochs=1, progress=False, device="cpu")
+    return network, data
+
+
+def test_layers_go_back_to_float_by_other_images_than_the_test_ones(learner, tmp_path, monkeypatch):
+    network, data = learner
     judged = []
-    monkeypatch.setattr(
-        quantizing,
-        "_top1",
-        lambda trained, images: judged.append(images) or (1.0 if len(judged) == 1 else -1 / len(judged)),
-    )
-    monkeypatch.setattr(quantizing._Job, "write", lambda _, layers: Quantized("net.onnx", 1, 0.0, layers))
-    monkeypatch.setattr(quantizing, "load", lambda _: network)
+
+    def judge(_, images: Data, **options: object) -> SimpleNamespace:
+        judged.append(images)
+        return SimpleNamespace(top1=1.0 if len(judged) == 1 else -1 / len(judged))
+
+    monkeypatch.setattr(quantizing, "evaluate", judge)
     found = quantize(network, data, tmp_path / "net.onnx", images=16)
     *deciding, before, after = judged
     assert len(found.in_float) == 2  # of two layers, each loses too much
@@ -150,22 +128,19 @@ def test_layers_go_back_to_float_by_other_images_than_the_test_ones(tmp_path, mo
 
 @pytest.mark.parametrize("before", [None, b"a file of the user's"])
 @pytest.mark.parametrize("calls", [2, 4])  # a candidate is judged; the chosen file meets the test images
-def test_an_interrupted_export_leaves_what_was_there(tmp_path, monkeypatch, before: bytes | None, calls: int):
-    data, path = open_data("digits", limit=80, progress=False), tmp_path / "net.onnx"
-    network = nn.Sequential(nn.Conv2d(1, 4, 5, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
-    lr.fit(network, data, "digits", epochs=1, progress=False, device="cpu")
+def test_an_interrupted_export_leaves_what_was_there(learner, tmp_path, monkeypatch, before, calls: int):
+    path, scores = tmp_path / "net.onnx", iter([1.0] * (calls - 1))
     if before is not None:
         path.write_bytes(before)
-    scores = iter([1.0] * (calls - 1))
 
-    def judge(*_: object) -> float:
+    def judge(*_: object, **options: object) -> SimpleNamespace:
         if (score := next(scores, None)) is None:
             raise KeyboardInterrupt
-        return score
+        return SimpleNamespace(top1=score)
 
-    monkeypatch.setattr(quantizing, "_top1", judge)
+    monkeypatch.setattr(quantizing, "evaluate", judge)
     with pytest.raises(KeyboardInterrupt):
-        quantize(network, data, path, images=16, overwrite=True)
+        quantize(*learner, path, images=16, overwrite=True)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == ({path.name: before} if before else {})
 
 
@@ -214,9 +189,3 @@ def test_photographs_of_many_sizes_calibrate_at_the_size_of_training(tmp_path):
     lr.fit(net, data, lr.get_recipe("digits", batch_size=4, epochs=1, crop=None, pad=0), progress=False)
     found = lr.quantize(net, photos, tmp_path / "net.onnx")
     assert found.images == len(data.test) == 6  # those that training held out
-
-
-def test_the_mode_of_the_network_stays(tmp_path):
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
-    quantize(net, torch.randn(8, 3, 8, 8), tmp_path / "net.onnx")
-    assert all(module.training for module in net.modules())

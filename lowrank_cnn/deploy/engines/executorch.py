@@ -1,45 +1,39 @@
 """ExecuTorch: write .pte files whose convs run in XNNPACK, and run them on the CPU.
 
-A file holds the network for one image, and the runner feeds it images one by one. int8 is quantised by torchao's
-pt2e with XNNPACK's own quantiser.
+A file holds the network for one image. int8 is quantised by torchao's pt2e with XNNPACK's own quantiser.
 """
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowrank_cnn.core.errors import LowRankError, first_line, require
 from lowrank_cnn.core.files import regular
 from lowrank_cnn.deploy.block_forms import groups_apart
 from lowrank_cnn.deploy.engines.request import ExportRequest
-from lowrank_cnn.deploy.engines.runner import PerImageRunner, first_image, silent_process, write_beside
+from lowrank_cnn.deploy.engines.runner import Engine, Runner, quiet, silent_process, write_beside
 
 if TYPE_CHECKING:
     from numpy import ndarray
 
 
-class ExecuTorchRunner(PerImageRunner):
+class ExecuTorchRunner(Runner):
     """A .pte file in ExecuTorch's runtime. Its threads are those of the process, shared by all files."""
 
     engine = "executorch"
+    one_image = True
 
     def __init__(self, path: Path, *, threads: int = 0) -> None:
-        with _quiet():
-            library: Any = require(
-                "executorch.extension.pybindings.portable_lib", extra="engines", purpose="running a .pte file"
-            )
-            runtime: Any = require("executorch.runtime", extra="engines", purpose="running a .pte file")
-            self._read_ports(path)
+        with quiet(), silent_process():  # it prints about the processor
+            library: Any = _package("extension.pybindings.portable_lib", "running a .pte file")
+            runtime: Any = _package("runtime", "running a .pte file")
+            self._read_beside(path)
             if threads:
                 library._unsafe_reset_threadpool(threads)
             try:
@@ -48,10 +42,9 @@ class ExecuTorchRunner(PerImageRunner):
             except Exception as error:  # the runtime gives numbers of its own errors
                 raise LowRankError(f"executorch cannot read {path}: {first_line(error)}.") from error
 
-    def _run_image(self, inputs: list[ndarray]) -> list[ndarray]:
-        given = [torch.from_numpy(array[None]) for array in inputs]
+    def _run(self, arrays: list[ndarray]) -> list[ndarray]:
         try:
-            return [result[0].numpy() for result in self.method.execute(given)]
+            return [result.numpy() for result in self.method.execute([torch.from_numpy(each) for each in arrays])]
         except RuntimeError as error:
             if "does not have a device" not in str(error):
                 raise
@@ -62,20 +55,21 @@ class ExecuTorchRunner(PerImageRunner):
             ) from error
 
 
-def write_executorch(folder: Path, stem: str, request: ExportRequest) -> Path:
+def write_executorch(path: Path, request: ExportRequest) -> None:
     """Write a .pte file for one image; convs, pools and products go to XNNPACK."""
     if request.ranges:
         raise LowRankError("ranges found in training go to .onnx, .xml and .tflite, but ExecuTorch sets its own.")
-    path, call = folder / f"{stem}.pte", first_image(request, "executorch")
+    example = tuple(request.one_image("executorch").tensors.values())
     apart = replace(request, network=groups_apart(request.network)).positional()
     for parameter in apart.parameters():  # of a network trained in channels_last, which XNNPACK's passes refuse
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
-    example = tuple(call.tensors.values())
-    with _quiet():
-        exir: Any = require("executorch.exir", extra="engines", purpose="writing a .pte file")
-        xnnpack: Any = require("executorch.backends.xnnpack.partition.xnnpack_partitioner", extra="engines")
+    with quiet(), silent_process():
+        exir: Any = _package("exir", "writing a .pte file")
+        xnnpack: Any = _package("backends.xnnpack.partition.xnnpack_partitioner", "writing a .pte file")
         try:
-            program = _program(apart, example, request)
+            program = torch.export.export(apart, example)
+            if request.precision == "int8":
+                program = _quantized(program, example, request)
             lowered = exir.to_edge_transform_and_lower(program, partitioner=[xnnpack.XnnpackPartitioner()])
             content = lowered.to_executorch().buffer
         except LowRankError:
@@ -84,48 +78,35 @@ def write_executorch(folder: Path, stem: str, request: ExportRequest) -> Path:
             why = first_line(error).rstrip(":")
             raise LowRankError(f"{request.name} cannot be written for ExecuTorch: {why}.") from error
     path.write_bytes(content)
-    write_beside(path, {**request.metadata, "precision": request.precision})
-    return path
-
-
-def _program(
-    network: nn.Module, example: tuple[Tensor, ...], request: ExportRequest
-) -> torch.export.ExportedProgram:
-    program = torch.export.export(network, example)
-    return _quantized(program, example, request) if request.precision == "int8" else program
+    write_beside(path, request)
 
 
 def _quantized(
     program: torch.export.ExportedProgram, example: tuple[Tensor, ...], request: ExportRequest
 ) -> torch.export.ExportedProgram:
-    name = "executorch.backends.xnnpack.quantizer.xnnpack_quantizer"
-    quantizer: Any = require(name, extra="engines", purpose="int8 in ExecuTorch")
+    quantizer: Any = _package("backends.xnnpack.quantizer.xnnpack_quantizer", "int8 in ExecuTorch")
     pt2e: Any = require("torchao.quantization.pt2e.quantize_pt2e", extra="engines", purpose="int8 in ExecuTorch")
+
+    def in_int8(node: torch.fx.Node) -> bool:
+        paths = [f".{path}." for path, _ in node.meta.get("nn_module_stack", {}).values()]
+        return not any(f".{layer}." in path for layer in request.in_float for path in paths)
+
     config = quantizer.get_symmetric_quantization_config(is_per_channel=True)
     chosen = quantizer.XNNPACKQuantizer().set_global(config)
-    chosen.set_filter_function(lambda node: not _layers_of(node, request.in_float))
+    chosen.set_filter_function(in_int8)
     observed = pt2e.prepare_pt2e(program.module(), chosen)
     with torch.no_grad():
-        for sample in request.calibration or ():
+        for sample in request.calibration:
             for images in zip(*(tensor.split(1) for tensor in sample), strict=True):
                 observed(*images)
     return torch.export.export(pt2e.convert_pt2e(observed), example)
 
 
-def _layers_of(node: torch.fx.Node, layers: Iterable[str]) -> list[str]:
-    """Those of the layers to which a node belongs."""
-    paths = [str(path) for path, _ in node.meta.get("nn_module_stack", {}).values()]
-    return [layer for layer in layers if any(f".{path}.".find(f".{layer}.") >= 0 for path in paths)]
+def _package(name: str, purpose: str) -> Any:
+    return require(f"executorch.{name}", extra="engines", purpose=purpose)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence warnings of the exporter, and what the runtime prints about the processor."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        with silent_process(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
+_USAGE = """import torch; from executorch.runtime import Runtime; {made}
+method = Runtime.get().load_program({file}).load_method("forward")
+logits = method.execute([{given}])[0]"""
+EXECUTORCH = Engine(".pte", ExecuTorchRunner, write_executorch, _USAGE, "executorch", int8=True)

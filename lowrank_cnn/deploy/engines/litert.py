@@ -18,14 +18,7 @@ from lowrank_cnn.core.errors import LowRankError, first_line, require
 from lowrank_cnn.core.files import read_regular
 from lowrank_cnn.deploy.engines.onnx import write_onnx
 from lowrank_cnn.deploy.engines.request import ExportRequest
-from lowrank_cnn.deploy.engines.runner import (
-    PerImageRunner,
-    Port,
-    first_image,
-    parse_metadata,
-    ports_from,
-    silent_process,
-)
+from lowrank_cnn.deploy.engines.runner import Engine, Port, Runner, parse_metadata, silent_process
 from lowrank_cnn.graph.merge import merge
 
 if TYPE_CHECKING:
@@ -36,45 +29,46 @@ _NOTES = "lowrank_cnn"
 """The name under which a file keeps our metadata."""
 
 
-class LitertRunner(PerImageRunner):
+class LitertRunner(Runner):
     """A .tflite file in LiteRT's interpreter."""
 
     engine = "litert"
+    one_image = True
 
     def __init__(self, path: Path, *, threads: int = 0) -> None:
         library: Any = require("ai_edge_litert.interpreter", extra="engines", purpose="running a .tflite file")
         try:
             with silent_process():
                 content = read_regular(path, most=_LARGEST_FILE)
-                self.metadata = parse_metadata(_read_notes(content))
+                self._take(parse_metadata(_read_notes(content)))
                 count = threads or torch.get_num_threads()
                 self.interpreter = library.Interpreter(model_content=content, num_threads=count)
                 self.interpreter.allocate_tensors()
         except Exception as error:  # of the schema's own reader, or the interpreter's
             raise LowRankError(f"litert cannot read {path}: {first_line(error)}.") from error
         details = self.interpreter.get_input_details(), self.interpreter.get_output_details()
-        self.inputs, self.outputs = (
-            ports_from(self.metadata.get(key)) or tuple(map(_port, found))
-            for key, found in zip(("inputs", "outputs"), details, strict=True)
-        )
         self.places = [[each["index"] for each in found] for found in details]
+        # A file of others has no metadata.
+        self.inputs = self.inputs or tuple(map(_port, details[0]))
+        self.outputs = self.outputs or tuple(map(_port, details[1]))
 
-    def _run_image(self, inputs: list[ndarray]) -> list[ndarray]:
-        for place, array in zip(self.places[0], inputs, strict=True):
-            self.interpreter.set_tensor(place, array[None])
+    def _run(self, arrays: list[ndarray]) -> list[ndarray]:
+        for place, array in zip(self.places[0], arrays, strict=True):
+            self.interpreter.set_tensor(place, array)
         self.interpreter.invoke()
-        return [self.interpreter.get_tensor(place)[0] for place in self.places[1]]
+        return [self.interpreter.get_tensor(place) for place in self.places[1]]
 
 
-def write_litert(folder: Path, stem: str, request: ExportRequest) -> Path:
+def write_litert(path: Path, request: ExportRequest) -> None:
     """Write a .tflite file; in fp16 the weights of layers are stored in half precision."""
     library: Any = require("onnx_tflite", extra="engines", purpose="writing a .tflite file")
-    call = first_image(request, "litert")
+    call = request.one_image("litert")
     if wrong := [t.dtype for t in call.tensors.values() if t.dtype not in (torch.float32, torch.uint8)]:
         raise LowRankError(f"files for LiteRT take float32 or uint8, not {wrong[0]}: export model.float().")
     call = call.replaced({name: _laid_out(tensor) for name, tensor in call.tensors.items()})
     fixed = replace(request, network=_prepared(request), call=call, axes={name: {} for name in call.names})
-    onnx, path = write_onnx(folder, stem, replace(fixed, precision="fp32")), folder / f"{stem}.tflite"
+    onnx = path.with_suffix(".onnx")
+    write_onnx(onnx, replace(fixed, precision="fp32"))
     notes = json.dumps({**request.metadata, "precision": request.precision}).encode()
     try:
         with silent_process():
@@ -82,7 +76,7 @@ def write_litert(folder: Path, stem: str, request: ExportRequest) -> Path:
                 onnx,
                 path,
                 precision=request.precision,
-                calibration=([tensor.numpy() for tensor in batch] for batch in request.calibration or ()),
+                calibration=([tensor.numpy() for tensor in batch] for batch in request.calibration),
                 ranges=request.ranges,
                 in_float=request.in_float,
                 metadata={_NOTES: notes},
@@ -90,9 +84,7 @@ def write_litert(folder: Path, stem: str, request: ExportRequest) -> Path:
             )
     except library.ConversionError as error:
         raise LowRankError(f"the network cannot be written for LiteRT: {error}; take another target.") from error
-    finally:
-        onnx.unlink()
-    return path
+    onnx.unlink()
 
 
 def _read_notes(content: bytes) -> bytes:
@@ -122,5 +114,12 @@ def _laid_out(tensor: Tensor) -> Tensor:
 
 
 def _port(details: Any) -> Port:
-    """An input or output of a file that others wrote."""
     return Port(details["name"], tuple(int(size) for size in details["shape"]), details["dtype"].__name__)
+
+
+_USAGE = """import numpy; from ai_edge_litert.interpreter import Interpreter; {made}
+network = Interpreter({file}).get_signature_runner()
+logits = network(**{{{named}}})[{output}]"""
+LITERT = Engine(
+    ".tflite", LitertRunner, write_litert, _USAGE, "ai_edge_litert", writer="onnx_tflite", int8=True, lowers=True
+)

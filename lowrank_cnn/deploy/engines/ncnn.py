@@ -1,6 +1,6 @@
 """ncnn: write .param files through pnnx (the weights in a .bin beside), and run them on the CPU.
 
-ncnn has no axis for a batch. A file holds the network for one image, and the runner feeds it images one by one.
+ncnn has no axis for a batch: a file holds the network for one image.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lowrank_cnn.core.errors import LowRankError, require
 from lowrank_cnn.core.files import is_regular
 from lowrank_cnn.deploy.block_forms import groups_apart
 from lowrank_cnn.deploy.engines.request import ExportRequest
-from lowrank_cnn.deploy.engines.runner import PerImageRunner, first_image, write_beside
+from lowrank_cnn.deploy.engines.runner import Engine, Runner, write_beside
 from lowrank_cnn.deploy.engines.torchscript import script_bytes, trace
 from lowrank_cnn.method.rewrite import copy_with
 
@@ -27,14 +27,15 @@ if TYPE_CHECKING:
     from numpy import ndarray
 
 
-class NcnnRunner(PerImageRunner):
+class NcnnRunner(Runner):
     """A .param file in ncnn, in the precision that it was written for."""
 
     engine = "ncnn"
+    one_image = True
 
     def __init__(self, path: Path, *, threads: int = 0) -> None:
         self.ncnn = require("ncnn", extra="engines", purpose="running a .param file")
-        self._read_ports(path)
+        self._read_beside(path)
         self.net = self.ncnn.Net()
         options = self.net.opt
         half = self.metadata.get("precision") == "fp16"
@@ -46,10 +47,10 @@ class NcnnRunner(PerImageRunner):
         if not there or self.net.load_param(str(path)) or self.net.load_model(str(weights)):
             raise LowRankError(f"ncnn cannot read {path}, or {weights.name} beside it.")
 
-    def _run_image(self, inputs: list[ndarray]) -> list[ndarray]:
+    def _run(self, arrays: list[ndarray]) -> list[ndarray]:
         extractor = self.net.create_extractor()
-        for place, array in enumerate(inputs):
-            extractor.input(f"in{place}", self.ncnn.Mat(array).clone())
+        for place, array in enumerate(arrays):
+            extractor.input(f"in{place}", self.ncnn.Mat(array[0]).clone())
         results = []
         for place, port in enumerate(self.outputs):
             failed, result = extractor.extract(f"out{place}")
@@ -57,7 +58,7 @@ class NcnnRunner(PerImageRunner):
                 raise LowRankError(
                     f"ncnn gives no output {port.name}: an operation of this network is not in ncnn."
                 )
-            results.append(result.numpy().copy())
+            results.append(result.numpy().copy()[None])
         return results
 
 
@@ -75,21 +76,18 @@ class _CeilAvgPool(nn.Module):
         self.whole.ceil_mode, self.whole.count_include_pad, self.whole.padding = False, True, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        kernel, stride, padding = (_pair(v) for v in (self.pool.kernel_size, self.pool.stride, self.pool.padding))
+        ones = torch.ones(1, 1, *x.shape[-2:], dtype=x.dtype)
         with torch.no_grad():
-            wanted = self.pool(torch.ones(1, 1, *x.shape[-2:], dtype=x.dtype))
-        ends = [
-            (n - 1) * s + k - p - size
-            for n, s, k, p, size in zip(wanted.shape[-2:], stride, kernel, padding, x.shape[-2:], strict=True)
-        ]
-        sides = (padding[1], max(0, ends[1]), padding[0], max(0, ends[0]))
-        with torch.no_grad():
-            correction = wanted / self.whole(F.pad(torch.ones(1, 1, *x.shape[-2:], dtype=x.dtype), sides))
+            wanted, sides = self.pool(ones), []
+            for axis in (1, 0):
+                kernel, stride, before = (
+                    value if isinstance(value, int) else value[axis]
+                    for value in (self.pool.kernel_size, self.pool.stride, self.pool.padding)
+                )
+                end = (wanted.shape[2 + axis] - 1) * stride + kernel - before
+                sides += [before, max(0, end - x.shape[2 + axis])]
+            correction = wanted / self.whole(F.pad(ones, sides))
         return self.whole(F.pad(x, sides)) * correction
-
-
-def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else value
 
 
 def _exact_pools(network: nn.Module) -> nn.Module:
@@ -98,30 +96,31 @@ def _exact_pools(network: nn.Module) -> nn.Module:
     return copy_with(network, {pool: _CeilAvgPool(pool) for pool in pools}) if pools else network
 
 
-def write_ncnn(folder: Path, stem: str, request: ExportRequest) -> Path:
+def write_ncnn(path: Path, request: ExportRequest) -> None:
     """Write a .param and a .bin file; in fp16 the weights are stored in half precision."""
     pnnx = require("pnnx", extra="engines", purpose="writing ncnn's files")
-    if request.precision == "int8":
-        raise LowRankError("ncnn's Python packages have no tool for int8: take fp16, or another engine for int8.")
-    call = first_image(request, "ncnn")
-    script, path = folder / "traced.pt", folder / f"{stem}.param"
+    example = tuple(request.one_image("ncnn").tensors.values())
+    folder, script = path.parent, path.with_name("traced.pt")
     network = replace(request, network=_exact_pools(groups_apart(request.network))).positional()
-    script.write_bytes(script_bytes(trace(network, tuple(call.tensors.values()), request.name)))
-    shapes = ",".join(f"[{','.join(map(str, tensor.shape))}]" for tensor in call.tensors.values())
+    script.write_bytes(script_bytes(trace(network, example, request.name)))
+    shapes = ",".join(f"[{','.join(map(str, tensor.shape))}]" for tensor in example)
     command = [pnnx.EXEC_PATH, script.name, f"inputshape={shapes}", f"fp16={int(request.precision == 'fp16')}"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     found, weights = folder / "traced.ncnn.param", folder / "traced.ncnn.bin"
-    ignored = [line for line in done.stderr.splitlines() if line.startswith("ignore ")]
+    ignored = [line.split()[1] for line in done.stderr.splitlines() if line.startswith("ignore ")]
     if done.returncode or not found.is_file() or ignored:
-        why = (
-            ignored[0].split()[1] + " is not in ncnn"
-            if ignored
-            else f"pnnx fails on it (exit code {done.returncode})"
-        )
+        why = f"{ignored[0]} is not in ncnn" if ignored else f"pnnx fails on it (exit code {done.returncode})"
         raise LowRankError(f"the network cannot be written for ncnn: {why}.")
     found.replace(path)
     weights.replace(path.with_suffix(".ncnn.bin"))
     for rest in folder.glob("traced*"):
         rest.unlink()
-    write_beside(path, {**request.metadata, "precision": request.precision})
-    return path
+    write_beside(path, request)
+
+
+_USAGE = """import numpy, ncnn; {made}; net = ncnn.Net(){mode}
+net.load_param({file}); net.load_model({weights})
+run = net.create_extractor(); {fed}; logits = run.extract("out0")[1]"""
+_IN_SINGLE = "; net.opt.use_fp16_packed = net.opt.use_fp16_storage = net.opt.use_fp16_arithmetic = False"
+"""ncnn computes in half precision wherever it can, unless it is told not to."""
+NCNN = Engine(".param", NcnnRunner, write_ncnn, _USAGE, "ncnn", modes=(_IN_SINGLE, ""), lowers=True)

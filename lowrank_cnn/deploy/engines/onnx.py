@@ -3,31 +3,216 @@
 from __future__ import annotations
 
 import ast
-import logging
 import re
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, count
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from lowrank_cnn.core.errors import LowRankError, first_line, require
 from lowrank_cnn.core.files import regular
 from lowrank_cnn.deploy.block_forms import groups_apart
 from lowrank_cnn.deploy.engines.request import ExportRequest
-from lowrank_cnn.deploy.engines.runner import Port, Runner
+from lowrank_cnn.deploy.engines.runner import Engine, Port, Runner, quiet
 from lowrank_cnn.kernels.strips import is_installed, library
+from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.train.int8 import widen
 
 if TYPE_CHECKING:
     from numpy import ndarray
 
-# int8 in .onnx files: static quantisation by ONNX Runtime's own tool, weights per channel.
+_DTYPES = {"float": "float32", "double": "float64"}
+_BFLOAT16_OPSET, _FP16_OPSET = 22, 18
+"""The first with convs in bfloat16; the last whose average pools ONNX Runtime has in half precision on Arm."""
+_SCOPES = "pkg.torch.onnx.name_scopes"
+
+
+class OnnxRunner(Runner):
+    """An .onnx file in ONNX Runtime; `profile` is the prefix of the file that its own profiler writes."""
+
+    engine = "onnxruntime"
+
+    def __init__(self, path: Path, *, threads: int = 0, profile: str | Path | None = None) -> None:
+        runtime = require("onnxruntime", extra="onnx", purpose="running an .onnx file")
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 3
+        if profile is not None:
+            options.enable_profiling, options.profile_file_prefix = True, str(profile)
+        if is_installed():
+            options.register_custom_ops_library(library().onnxruntime_library())
+        try:
+            file = str(regular(path))
+            self.session: Any = runtime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime has its own family of errors, none of them public
+            if f"{DOMAIN}:{OPERATOR}" in str(error):
+                library()  # its error names the package that is missing
+            raise LowRankError(f"onnxruntime cannot read {path}: {first_line(error)}.") from error
+        self.inputs = tuple(map(_port, self.session.get_inputs()))
+        self.outputs = tuple(map(_port, self.session.get_outputs()))
+        self.metadata = dict(self.session.get_modelmeta().custom_metadata_map)
+
+    def _run(self, arrays: list[ndarray]) -> list[ndarray]:
+        return self.session.run(None, {port.name: array for port, array in zip(self.inputs, arrays, strict=True)})
+
+
+def _port(node: Any) -> Port:
+    kind = str(node.type).removeprefix("tensor(").removesuffix(")")
+    return Port(node.name, tuple(node.shape), _DTYPES.get(kind, kind))
+
+
+def write_onnx(path: Path, request: ExportRequest) -> None:
+    """Write an .onnx file; each group of a composite is rectified and pooled before all are concatenated."""
+    require("onnxscript", extra="onnx", purpose="writing ONNX")
+    kinds = {tensor.dtype for tensor in request.call.tensors.values()}
+    if torch.float64 in kinds:
+        raise LowRankError("onnxruntime has no convolutions in torch.float64: export model.float().")
+    if request.opset is not None and not 0 < request.opset < 100:
+        raise LowRankError(f"an opset is a number like 18, not {request.opset}.")
+    program = replace(request, network=groups_apart(request.network).eval()).program
+    # The optimiser folds batch norms of bfloat16 into weights of float32, which no engine takes beside bfloat16.
+    half = torch.bfloat16 in kinds
+    opset = request.opset or (_BFLOAT16_OPSET if half else _FP16_OPSET if request.precision == "fp16" else None)
+    names: Any = {"input_names": request.call.names, "output_names": request.outputs}
+    with quiet():
+        try:
+            program = _without_global_max_pools(program)
+            how: Any = {"opset_version": opset, "optimize": not half, "verbose": False}
+            onnx: Any = torch.onnx.export(program, dynamo=True, **names, **how)
+        except Exception as error:  # an operator that ONNX lacks, or an opset that torch does not write
+            why = first_line(_first_cause(error))
+            inner = " and ".join(word for word in request.free if word != "batch")
+            fixed = f" It may be with a fixed {inner}: leave that out of dynamic." if inner else ""
+            raise LowRankError(f"{request.name} cannot be written as ONNX: {why}.{fixed}") from error
+    found = onnx.model.opset_imports[""]
+    if opset is not None and found != opset:
+        raise LowRankError(f"the exporter produced opset {found}; opset {opset} is not supported here.")
+    _name_axes(onnx.model.graph, request)
+    _name_nodes(onnx.model.graph)
+    if request.strips:
+        _use_strips(onnx.model)
+    onnx.model.metadata_props.clear()
+    onnx.model.metadata_props.update(request.metadata | ({"strips": "true"} if request.strips else {}))
+    onnx.save(str(path), external_data=False)
+    if request.precision == "int8":
+        _quantize(path, request)
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """The error that the others were raised from: the exporter's own gives general advice alone."""
+    return error if error.__cause__ is None else _first_cause(error.__cause__)
+
+
+def _without_global_max_pools(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Replace adaptive max-pools to one value by maxima: torch 2.11 does not write such pools as ONNX."""
+    pool = torch.ops.aten.adaptive_max_pool2d.default
+    if torch.__version__ >= "2.13" or all(node.target is not pool for node in program.graph.nodes):
+        return program
+
+    def as_maximum(x: torch.Tensor, size: list[int]) -> Any:
+        if list(size) != [1, 1]:
+            return NotImplemented
+        values, places = x.flatten(-2).max(-1)
+        return values[..., None, None], places[..., None, None]
+
+    return program.run_decompositions({pool: as_maximum})
+
+
+def _name_axes(graph: Any, request: ExportRequest) -> None:
+    """Call free axes "batch" or "height" in place of the tracer's own symbols, in whatever depends on them too."""
+    words = {}
+    for value in graph.inputs:
+        for axis, word in request.axes[value.name].items():
+            words.setdefault(str(value.shape[axis]), word)
+    if not words:
+        return
+    symbols = re.compile(rf"\b({'|'.join(map(re.escape, words))})\b")
+    for value in {*graph.inputs, *graph.outputs, *(output for node in graph for output in node.outputs)}:
+        if value.shape is not None:
+            sizes = (size if isinstance(size, int) else str(size) for size in value.shape)
+            named = (symbols.sub(lambda found: words[found[0]], s) if isinstance(s, str) else s for s in sizes)
+            value.shape = type(value.shape)(list(named))
+
+
+def _name_nodes(graph: Any) -> None:
+    """Call nodes by their layers, and drop the lines of source, with paths, that the exporter wrote."""
+    taken: set[str] = set()
+    given = (*graph.inputs, *graph.initializers.values())
+    names = {value.name for value in (*given, *(output for node in graph for output in node.outputs))}
+    for value in given:
+        value.metadata_props.clear()
+        plain = value.name.removeprefix("network.")  # the module of ours around a network with other outputs
+        if plain not in names:  # a buffer and the result of an operation may both be called "mean"
+            value.name = plain
+    for node in graph:
+        name = _layer(node.metadata_props.get(_SCOPES, "")) or str(node.name)
+        numbered = (f"{name}_{number}" for number in count(2))
+        node.name = next(each for each in chain([name], numbered) if each not in taken)
+        taken.add(node.name)
+        for part in (node, *node.outputs):
+            part.metadata_props.clear()
+
+
+def _layer(scopes: str) -> str:
+    """The innermost layer and the operation in it, of a list of names from the outermost on."""
+    try:
+        *_, layer, operation = ast.literal_eval(scopes)
+    except (ValueError, SyntaxError):  # a node that a rewriter has made
+        return ""
+    layer = layer.removeprefix("network.")
+    return f"{layer}/{operation}" if layer else str(operation)
+
+
+def in_float32(path: Path) -> Path:
+    """Write the same graph beside it in float32, for engines that do not compute in bfloat16."""
+    onnx = require("onnx", extra="onnx", purpose="checking the written ONNX")
+    half, whole = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
+    model = onnx.load(str(path))
+    try:
+        onnx.checker.check_model(model, full_check=True)  # an engine that takes bfloat16 checks it so
+    except Exception as error:  # the checker has several errors of its own
+        raise LowRankError(f"ONNX cannot hold this network in bfloat16: {first_line(error)}.") from error
+    graph = model.graph
+    for tensor in (t for t in graph.initializer if t.data_type == half):
+        values = onnx.numpy_helper.to_array(tensor).astype("float32")
+        tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        if value.type.tensor_type.elem_type == half:
+            value.type.tensor_type.elem_type = whole
+    for attribute in (attribute for node in graph.node for attribute in node.attribute):
+        if attribute.name == "to" and attribute.i == half:
+            attribute.i = whole
+        if attribute.HasField("t") and attribute.t.data_type == half:
+            values = onnx.numpy_helper.to_array(attribute.t).astype("float32")
+            attribute.t.CopyFrom(onnx.numpy_helper.from_array(values, attribute.t.name))
+    twin = path.with_name(f"float32-{path.name}")
+    onnx.save(model, str(twin))
+    return twin
+
+
+def node_macs(path: str | Path) -> dict[str, int]:
+    """The multiply-accumulates of each node of an .onnx file for one image, read off its graph."""
+    onnx = require("onnx", extra="onnx", purpose="reading an .onnx file")
+    graph = onnx.shape_inference.infer_shapes(onnx.load(str(path))).graph
+    weights = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
+    values = [*graph.value_info, *graph.output]
+    shapes = {value.name: [d.dim_value for d in value.type.tensor_type.shape.dim] for value in values}
+    found: dict[str, int] = {}
+    for node in graph.node:
+        weight = weights.get(node.input[1]) if len(node.input) > 1 else None
+        if node.op_type == "Conv" and weight:
+            found[node.name] = prod(weight) * prod(shapes[node.output[0]][2:])
+        elif node.op_type in ("Gemm", "MatMul") and weight:
+            found[node.name] = prod(weight)
+    return found
+
+
+# int8: static quantisation by ONNX Runtime's own tool, weights per channel.
 
 _AVERAGES = ("AveragePool", "GlobalAveragePool", "ReduceMean")
 """They stay in float: the tool would give means the levels of the values, which are too coarse for them."""
@@ -37,7 +222,7 @@ _SAME_RANGE = ("MaxPool", "Reshape", "Flatten", "Squeeze", "Transpose")
 """Operations whose output the tool gives the range of their input."""
 
 
-def quantize_onnx(path: Path, request: ExportRequest) -> None:
+def _quantize(path: Path, request: ExportRequest) -> None:
     """Replace a float32 .onnx file by one with unsigned 8-bit activations and signed 8-bit weights."""
     from numpy import float32
 
@@ -47,25 +232,30 @@ def quantize_onnx(path: Path, request: ExportRequest) -> None:
     kept = [node.name for node in nodes if node.op_type in _AVERAGES or request.is_in_float(node.name)]
     found = _ranges(nodes, request).items()
     ranges = {name: [{"rmin": float32(low), "rmax": float32(high)}] for name, (low, high) in found}
-    before, target = logging.root.manager.disable, path.with_name(f"int8-{path.name}")
-    logging.disable(logging.WARNING)  # a piece of advice about preparing the graph, which has nothing to prepare
+    samples = iter(
+        {name: tensor.numpy() for name, tensor in zip(request.call.names, sample, strict=True)}
+        for sample in request.calibration
+    )
+    target = path.with_name(f"int8-{path.name}")
     try:
-        tool.quantize_static(
-            str(path),
-            str(target),
-            _reader(tool, request),
-            per_channel=True,
-            activation_type=tool.QuantType.QUInt8,
-            weight_type=tool.QuantType.QInt8,
-            nodes_to_exclude=kept,
-            extra_options={"TensorQuantOverrides": ranges},
-        )
-        _with_metadata(onnx, target, request)
+        with quiet():  # it advises to prepare the graph, which has nothing to prepare
+            tool.quantize_static(
+                str(path),
+                str(target),
+                SimpleNamespace(get_next=lambda: next(samples, None)),
+                per_channel=True,
+                activation_type=tool.QuantType.QUInt8,
+                weight_type=tool.QuantType.QInt8,
+                nodes_to_exclude=kept,
+                extra_options={"TensorQuantOverrides": ranges},
+            )
+        model = onnx.load(str(target))
+        del model.metadata_props[:]
+        onnx.helper.set_model_props(model, {**request.metadata, "precision": "int8"})
+        onnx.save(model, str(path))
     except Exception as error:  # operators that the tool cannot quantise
         raise LowRankError(f"onnxruntime cannot quantise this network: {first_line(error)}.") from error
-    finally:
-        logging.disable(before)
-    target.replace(path)
+    target.unlink()
 
 
 def _ranges(nodes: list[Any], request: ExportRequest) -> dict[str, tuple[float, float]]:
@@ -82,29 +272,6 @@ def _ranges(nodes: list[Any], request: ExportRequest) -> dict[str, tuple[float, 
     return found
 
 
-def _reader(tool: Any, request: ExportRequest) -> Any:
-    """The calibration images as the tool reads them."""
-
-    class CalibrationImages(tool.CalibrationDataReader):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            self.samples: Iterator[Any] = iter(request.calibration or ())
-
-        def get_next(self) -> dict[str, Any] | None:
-            sample = next(self.samples, None)
-            if sample is None:
-                return None
-            return {name: tensor.numpy() for name, tensor in zip(request.call.names, sample, strict=True)}
-
-    return CalibrationImages()
-
-
-def _with_metadata(onnx: Any, path: Path, request: ExportRequest) -> None:
-    model = onnx.load(str(path))
-    del model.metadata_props[:]
-    onnx.helper.set_model_props(model, {**request.metadata, "precision": "int8"})
-    onnx.save(model, str(path))
-
-
 # Convs with 1x3 and 3x1 filters of an ONNX graph as lowrank::Strips, the compiled operator of `lowrank_strips`.
 #
 # A node takes over the ReLU and the 2x2 max-pool behind its conv. Where two such nodes have one input and are
@@ -115,19 +282,7 @@ DOMAIN, OPERATOR = "lowrank", "Strips"
 _PADS = {(1, 3): [0, 1, 0, 1], (3, 1): [1, 0, 1, 0]}
 
 
-def register_strips(options: Any) -> None:
-    """Let a session know the operator, where it is installed."""
-    if is_installed():
-        options.register_custom_ops_library(library().onnxruntime_library())
-
-
-def check_strips(message: str) -> None:
-    """Raise an error that names the missing package if a session failed because it lacks the operator."""
-    if f"{DOMAIN}:{OPERATOR}" in message:
-        library()
-
-
-def use_strips(model: Any) -> None:
+def _use_strips(model: Any) -> None:
     """Replace convs of a model of `onnx_ir`; one without such convs is an error."""
     library()
     ir: Any = require("onnx_ir", extra="onnx", purpose="writing ONNX")
@@ -229,208 +384,25 @@ def _flags(node: Any) -> dict[str, int]:
     return {name: node.attributes[name].as_int() for name in ("relu", "pool")}
 
 
-_DTYPES = {"float": "float32", "double": "float64"}
-_BFLOAT16_OPSET, _FP16_OPSET = 22, 18
-"""The first with convs in bfloat16; the last whose average pools ONNX Runtime has in half precision on Arm."""
-_SCOPES = "pkg.torch.onnx.name_scopes"
+_USAGE = """import numpy, onnxruntime; {made}
+session = onnxruntime.InferenceSession({file})
+logits = session.run(None, {{{named}}})[0]"""
+_WITH_STRIPS = """import numpy, lowrank_strips, onnxruntime; {made}
+options = onnxruntime.SessionOptions(); options.register_custom_ops_library(lowrank_strips.onnxruntime_library())
+logits = onnxruntime.InferenceSession({file}, options).run(None, {{{named}}})[0]"""
 
 
-class OnnxRunner(Runner):
-    """An .onnx file in ONNX Runtime; `profile` is the prefix of the file that its own profiler writes."""
+def _in_single(part: nn.Module, strips: bool) -> bool:
+    """Whether a layer of an fp16 file computes in float32.
 
-    engine = "onnxruntime"
-
-    def __init__(self, path: Path, *, threads: int = 0, profile: str | Path | None = None) -> None:
-        runtime = require("onnxruntime", extra="onnx", purpose="running an .onnx file")
-        options = runtime.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.log_severity_level = 3
-        if profile is not None:
-            options.enable_profiling, options.profile_file_prefix = True, str(profile)
-        register_strips(options)
-        try:
-            file = str(regular(path))
-            self.session: Any = runtime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # onnxruntime has its own family of errors, none of them public
-            check_strips(str(error))
-            raise LowRankError(f"onnxruntime cannot read {path}: {first_line(error)}.") from error
-        self.inputs = tuple(map(_port, self.session.get_inputs()))
-        self.outputs = tuple(map(_port, self.session.get_outputs()))
-        self.metadata = dict(self.session.get_modelmeta().custom_metadata_map)
-
-    def _run(self, inputs: dict[str, ndarray]) -> dict[str, ndarray]:
-        results = self.session.run(None, inputs)
-        return {port.name: result for port, result in zip(self.outputs, results, strict=True)}
+    On Arm ONNX Runtime 1.31 computes convs with groups of channels wrongly in half precision, unless they have as
+    many groups as channels before and after. A file with strips is for the CPU, where it multiplies matrices much
+    faster in float32.
+    """
+    if not isinstance(part, nn.Conv2d | CompositeConv2d):
+        return strips and type(part) is nn.Linear
+    return part.groups > 1 and not part.groups == part.in_channels == part.out_channels
 
 
-def write_onnx(folder: Path, stem: str, request: ExportRequest) -> Path:
-    """Write an .onnx file; each group of a composite is rectified and pooled before all are concatenated."""
-    require("onnxscript", extra="onnx", purpose="writing ONNX")
-    path = folder / f"{stem}.onnx"
-    if any(tensor.dtype == torch.float64 for tensor in request.call.tensors.values()):
-        raise LowRankError("onnxruntime has no convolutions in torch.float64: export model.float().")
-    if request.opset is not None and not 0 < request.opset < 100:
-        raise LowRankError(f"an opset is a number like 18, not {request.opset}.")
-    program = replace(request, network=groups_apart(request.network).eval()).program
-    names: Any = {"input_names": request.call.names, "output_names": request.outputs}
-    # The optimiser folds batch norms of bfloat16 into weights of float32, which no engine takes beside bfloat16.
-    half = any(tensor.dtype == torch.bfloat16 for tensor in request.call.tensors.values())
-    opset = request.opset or (_BFLOAT16_OPSET if half else _FP16_OPSET if request.precision == "fp16" else None)
-    with _quiet():
-        try:
-            onnx: Any = torch.onnx.export(
-                _without_global_max_pools(program),
-                dynamo=True,
-                verbose=False,
-                opset_version=opset,
-                optimize=not half,
-                **names,
-            )
-        except Exception as error:  # an operator that ONNX lacks, or an opset that torch does not write
-            why = first_line(_first_cause(error))
-            inner = " and ".join(word for word in request.free if word != "batch")
-            fixed = f" It may be with a fixed {inner}: leave that out of dynamic." if inner else ""
-            raise LowRankError(f"{request.name} cannot be written as ONNX: {why}.{fixed}") from error
-    found = onnx.model.opset_imports[""]
-    if opset is not None and found != opset:
-        raise LowRankError(f"torch writes this network for opset {found}, and not for {opset}.")
-    _name_axes(onnx.model.graph, request)
-    _name_nodes(onnx.model.graph)
-    if request.strips:
-        use_strips(onnx.model)
-    onnx.model.metadata_props.clear()
-    onnx.model.metadata_props.update(request.metadata | ({"strips": "true"} if request.strips else {}))
-    onnx.save(str(path), external_data=False)
-    if request.precision == "int8":
-        quantize_onnx(path, request)
-    return path
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """The error that the others were raised from: the exporter's own gives general advice alone."""
-    return error if error.__cause__ is None else _first_cause(error.__cause__)
-
-
-def _without_global_max_pools(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Replace adaptive max-pools to one value by maxima: torch 2.11 does not write such pools as ONNX."""
-    pool = torch.ops.aten.adaptive_max_pool2d.default
-    if torch.__version__ >= "2.13" or all(node.target is not pool for node in program.graph.nodes):
-        return program
-
-    def as_maximum(x: torch.Tensor, size: list[int]) -> Any:
-        if list(size) != [1, 1]:
-            return NotImplemented
-        values, places = x.flatten(-2).max(-1)
-        return values[..., None, None], places[..., None, None]
-
-    return program.run_decompositions({pool: as_maximum})
-
-
-def in_float32(path: Path) -> Path:
-    """Write the same graph beside it in float32, for engines that do not compute in bfloat16."""
-    onnx = require("onnx", extra="onnx", purpose="checking the written ONNX")
-    half, whole = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
-    model = onnx.load(str(path))
-    try:
-        onnx.checker.check_model(model, full_check=True)  # an engine that takes bfloat16 checks it so
-    except Exception as error:  # the checker has several errors of its own
-        raise LowRankError(f"ONNX cannot hold this network in bfloat16: {first_line(error)}.") from error
-    graph = model.graph
-    for tensor in (t for t in graph.initializer if t.data_type == half):
-        values = onnx.numpy_helper.to_array(tensor).astype("float32")
-        tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
-    for value in (*graph.input, *graph.output, *graph.value_info):
-        if value.type.tensor_type.elem_type == half:
-            value.type.tensor_type.elem_type = whole
-    for attribute in (attribute for node in graph.node for attribute in node.attribute):
-        if attribute.name == "to" and attribute.i == half:
-            attribute.i = whole
-        if attribute.HasField("t") and attribute.t.data_type == half:
-            values = onnx.numpy_helper.to_array(attribute.t).astype("float32")
-            attribute.t.CopyFrom(onnx.numpy_helper.from_array(values, attribute.t.name))
-    twin = path.with_name(f"float32-{path.name}")
-    onnx.save(model, str(twin))
-    return twin
-
-
-def node_macs(path: str | Path) -> dict[str, int]:
-    """The multiply-accumulates of each node of an .onnx file for one image, read off its graph."""
-    onnx = require("onnx", extra="onnx", purpose="reading an .onnx file")
-    graph = onnx.shape_inference.infer_shapes(onnx.load(str(path))).graph
-    weights = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
-    values = [*graph.value_info, *graph.output]
-    shapes = {value.name: [d.dim_value for d in value.type.tensor_type.shape.dim] for value in values}
-    found: dict[str, int] = {}
-    for node in graph.node:
-        weight = weights.get(node.input[1]) if len(node.input) > 1 else None
-        if node.op_type == "Conv" and weight:
-            found[node.name] = prod(weight) * prod(shapes[node.output[0]][2:])
-        elif node.op_type in ("Gemm", "MatMul") and weight:
-            found[node.name] = prod(weight)
-    return found
-
-
-def _port(node: Any) -> Port:
-    kind = str(node.type).removeprefix("tensor(").removesuffix(")")
-    return Port(node.name, tuple(node.shape), _DTYPES.get(kind, kind))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence what the exporter logs about itself and about packages that it looks for."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-def _name_axes(graph: Any, request: ExportRequest) -> None:
-    """Call free axes "batch" or "height" in place of the tracer's own symbols, in whatever depends on them too."""
-    words = {}
-    for value in graph.inputs:
-        for axis, word in request.axes[value.name].items():
-            words.setdefault(str(value.shape[axis]), word)
-    if not words:
-        return
-    symbols = re.compile(rf"\b({'|'.join(map(re.escape, words))})\b")
-    for value in {*graph.inputs, *graph.outputs, *(output for node in graph for output in node.outputs)}:
-        if value.shape is not None:
-            sizes = (size if isinstance(size, int) else str(size) for size in value.shape)
-            named = (symbols.sub(lambda found: words[found[0]], s) if isinstance(s, str) else s for s in sizes)
-            value.shape = type(value.shape)(list(named))
-
-
-def _name_nodes(graph: Any) -> None:
-    """Call nodes by their layers, and drop the lines of source, with paths, that the exporter wrote."""
-    taken: set[str] = set()
-    given = (*graph.inputs, *graph.initializers.values())
-    names = {value.name for value in (*given, *(output for node in graph for output in node.outputs))}
-    for value in given:
-        value.metadata_props.clear()
-        plain = value.name.removeprefix("network.")  # the module of ours around a network with other outputs
-        if plain not in names:  # a buffer and the result of an operation may both be called "mean"
-            value.name = plain
-    for node in graph:
-        name = _layer(node.metadata_props.get(_SCOPES, "")) or str(node.name)
-        numbered = (f"{name}_{number}" for number in count(2))
-        node.name = next(each for each in chain([name], numbered) if each not in taken)
-        taken.add(node.name)
-        for part in (node, *node.outputs):
-            part.metadata_props.clear()
-
-
-def _layer(scopes: str) -> str:
-    """The innermost layer and the operation in it, of a list of names from the outermost on."""
-    try:
-        *_, layer, operation = ast.literal_eval(scopes)
-    except (ValueError, SyntaxError):  # a node that a rewriter has made
-        return ""
-    layer = layer.removeprefix("network.")
-    return f"{layer}/{operation}" if layer else str(operation)
+ONNX = Engine(".onnx", OnnxRunner, write_onnx, _USAGE, "onnxruntime", int8=True, in_single=_in_single)
+ONNX_STRIPS = replace(ONNX, usage=_WITH_STRIPS, package="lowrank_strips", int8=False, strips=True)

@@ -14,7 +14,7 @@ from lowrank_cnn.core.errors import LowRankError, first_line, require
 from lowrank_cnn.core.files import regular
 from lowrank_cnn.deploy.engines.onnx import write_onnx
 from lowrank_cnn.deploy.engines.request import ExportRequest
-from lowrank_cnn.deploy.engines.runner import Port, Runner
+from lowrank_cnn.deploy.engines.runner import Engine, Port, Runner, quiet
 from lowrank_cnn.train.int8 import widen
 
 if TYPE_CHECKING:
@@ -37,11 +37,8 @@ class OpenVinoRunner(Runner):
             core = openvino.Core()
             model = core.read_model(str(regular(path)))
             self.metadata = _notes(model)
-            half = self.metadata.get("precision") == "fp16"
-            options: dict[str, Any] = {
-                "INFERENCE_PRECISION_HINT": "f16" if half else "f32",
-                "PERFORMANCE_HINT": "LATENCY",
-            }
+            hint = "f16" if self.metadata.get("precision") == "fp16" else "f32"
+            options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": hint, "PERFORMANCE_HINT": "LATENCY"}
             if threads:
                 options["INFERENCE_NUM_THREADS"] = threads
             self.request = core.compile_model(model, "CPU", options).create_infer_request()
@@ -50,15 +47,16 @@ class OpenVinoRunner(Runner):
         self.inputs = tuple(map(_port, model.inputs))
         self.outputs = tuple(map(_port, model.outputs))
 
-    def _run(self, inputs: dict[str, ndarray]) -> dict[str, ndarray]:
-        results = self.request.infer([inputs[port.name] for port in self.inputs], share_inputs=True)
-        return {port.name: results[place].copy() for place, port in enumerate(self.outputs)}
+    def _run(self, arrays: list[ndarray]) -> list[ndarray]:
+        results = self.request.infer(arrays, share_inputs=True)
+        return [results[place].copy() for place in range(len(self.outputs))]
 
 
-def write_openvino(folder: Path, stem: str, request: ExportRequest) -> Path:
+def write_openvino(path: Path, request: ExportRequest) -> None:
     """Write an .xml and a .bin file by way of ONNX; int8 by NNCF's post-training quantisation."""
     openvino = require("openvino", extra="engines", purpose="writing OpenVINO's files")
-    onnx = write_onnx(folder, stem, replace(request, precision="fp32"))
+    onnx = path.with_suffix(".onnx")
+    write_onnx(onnx, replace(request, precision="fp32"))
     try:
         model = openvino.Core().read_model(str(onnx))
     except RuntimeError as error:  # a trace of its own sources; operations behind the one that it lacks fail too
@@ -70,19 +68,14 @@ def write_openvino(folder: Path, stem: str, request: ExportRequest) -> Path:
         model = _quantized(model, request)
     for key, value in {**request.metadata, "precision": request.precision}.items():
         model.set_rt_info(value, [_NOTES, key])
-    path = folder / f"{stem}.xml"
     openvino.save_model(model, str(path), compress_to_fp16=request.precision == "fp16")
-    return path
 
 
 def _quantized(model: Any, request: ExportRequest) -> Any:
-    import logging
-
     nncf = require("nncf", extra="engines", purpose="int8 in OpenVINO")
-    nncf.set_log_level(logging.ERROR)
-    images = [tuple(tensor.numpy() for tensor in sample) for sample in request.calibration or ()]
+    images = [tuple(tensor.numpy() for tensor in sample) for sample in request.calibration]
     kept = list(filter(request.is_in_float, (node.get_friendly_name() for node in model.get_ops())))
-    with redirect_stdout(StringIO()):  # its progress bars would stand in the output of --json
+    with quiet(), redirect_stdout(StringIO()):  # its progress bars would stand in the output of --json
         made = nncf.quantize(
             model,
             nncf.Dataset(images, list),
@@ -141,3 +134,11 @@ def _notes(model: Any) -> dict[str, str]:
 def _port(node: Any) -> Port:
     shape = tuple(None if size.is_dynamic else size.get_length() for size in node.get_partial_shape())
     return Port(node.get_any_name(), shape, node.get_element_type().to_dtype().name)
+
+
+_USAGE = """import numpy, openvino; {made}
+network = openvino.compile_model({file}, "CPU", {{"INFERENCE_PRECISION_HINT": "{mode}"}})
+logits = network([{given}])[0]"""
+OPENVINO = Engine(
+    ".xml", OpenVinoRunner, write_openvino, _USAGE, "openvino", modes=("f32", "f16"), int8=True, lowers=True
+)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from torch.utils._pytree import tree_unflatten
 from lowrank_cnn.core.errors import LowRankError, first_line
 from lowrank_cnn.core.files import open_regular
 from lowrank_cnn.deploy.engines.request import ExportRequest, named_tensors
-from lowrank_cnn.deploy.engines.runner import EXTRA, Port, Runner, as_array, as_tensor, parse_metadata, ports_from
+from lowrank_cnn.deploy.engines.runner import EXTRA, Engine, Port, Runner, as_array, as_tensor, parse_metadata
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -30,61 +29,61 @@ class ProgramRunner(Runner):
     module: nn.Module
 
     def __init__(self, path: Path, *, threads: int = 0) -> None:
-        program, self.metadata = _read(path)
+        extra = {EXTRA: ""}
+        try:
+            with open_regular(path) as file:
+                program = torch.export.load(file, extra_files=extra)
+        except Exception as error:  # torch has no error of its own for a file that it did not write
+            raise LowRankError(f"{path} is not a torch.export program: {first_line(error)}.") from error
         self.module = _in_evaluation(program)
-        specs = [spec.arg for spec in program.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT]
-        self._leaves, self._structure = specs, program.call_spec.in_spec
-        self.keywords = tuple(tree_unflatten(range(len(specs)), self._structure)[1])  # type: ignore[arg-type]
-        known = [spec.name for spec in specs if not isinstance(spec, ConstantArgument)]
-        self.inputs = ports_from(self.metadata.get("inputs")) or tuple(Port(name, ()) for name in known)
-        self.outputs = ports_from(self.metadata.get("outputs"))
+        signature, self._structure = program.graph_signature, program.call_spec.in_spec
+        self._leaves = [spec.arg for spec in signature.input_specs if spec.kind == InputKind.USER_INPUT]
+        self.keywords = tuple(tree_unflatten(range(len(self._leaves)), self._structure)[1])  # type: ignore[arg-type]
+        self._take(parse_metadata(extra[EXTRA]))
+        # A file of others has no metadata.
+        known = [leaf.name for leaf in self._leaves if not isinstance(leaf, ConstantArgument)]
+        self.inputs = self.inputs or tuple(Port(name, ()) for name in known)
+        self.outputs = self.outputs or tuple(Port(str(name), ()) for name in signature.user_outputs)
 
-    def _run(self, inputs: dict[str, ndarray]) -> dict[str, ndarray]:
-        rest = iter([as_tensor(port, inputs) for port in self.inputs])
+    def _run(self, arrays: list[ndarray]) -> list[ndarray]:
+        rest = map(as_tensor, self.inputs, arrays)
         leaves = [leaf.value if isinstance(leaf, ConstantArgument) else next(rest) for leaf in self._leaves]
         args, kwargs = tree_unflatten(leaves, self._structure)  # type: ignore[arg-type]
         try:
             with torch.no_grad():
                 found = named_tensors(self.module(*args, **kwargs))
         except (AssertionError, RuntimeError) as error:  # a size that the program was not captured for
-            sizes = ", ".join("x".join(map(str, array.shape)) for array in inputs.values())
+            sizes = ", ".join("x".join(map(str, array.shape)) for array in arrays)
             raise LowRankError(f"this program does not take an input of {sizes}: {first_line(error)}.") from error
-        names = [port.name for port in self.outputs] or list(found)
-        return {name: as_array(tensor) for name, tensor in zip(names, found.values(), strict=True)}
+        return [as_array(tensor) for tensor in found.values()]
 
 
-def write_program(folder: Path, stem: str, request: ExportRequest) -> Path:
+def write_program(path: Path, request: ExportRequest) -> None:
     """Write a .pt2 program that is called as the network is."""
-    path, content = folder / f"{stem}.pt2", io.BytesIO()
-    program = request.program
+    content, program = io.BytesIO(), request.program
     program.example_inputs = None  # a file for others does not hold the user's images
     with warnings.catch_warnings():
         # torch warns of channels-last weights, which it writes correctly: the file is compared with the network.
         warnings.filterwarnings("ignore", "No complete tensor found in the group")
         torch.export.save(program, content, extra_files={EXTRA: json.dumps(request.metadata)})
     path.write_bytes(content.getvalue())  # by itself torch ends the process where a disk is full
-    return path
-
-
-def _read(path: Path) -> tuple[torch.export.ExportedProgram, dict[str, str]]:
-    extra = {EXTRA: ""}
-    try:
-        with open_regular(path) as file:
-            program = torch.export.load(file, extra_files=extra)
-    except Exception as error:  # torch has no error of its own for a file that it did not write
-        raise LowRankError(f"{path} is not a torch.export program: {first_line(error)}.") from error
-    return program, parse_metadata(extra[EXTRA])
 
 
 def _in_evaluation(program: torch.export.ExportedProgram) -> nn.Module:
     module: Any = program.module()
     for part in module.modules():
         part.training = False
-    module.eval, module.train = lambda: module, partial(_stay, module)  # torch's own of a program raise
+
+    def stay(mode: bool = True) -> nn.Module:
+        if mode:
+            raise LowRankError("a .pt2 program is of evaluation mode and cannot be trained: train the network.")
+        return module
+
+    module.eval, module.train = lambda: module, stay  # torch's own of a program raise
     return module
 
 
-def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
-    if mode:
-        raise LowRankError("a .pt2 program was exported from evaluation and cannot be trained: train the network.")
-    return module
+_USAGE = """import torch; {made}
+network = torch.export.load({file}).module()
+with torch.no_grad(): logits = network({called})"""
+PROGRAM = Engine(".pt2", ProgramRunner, write_program, _USAGE, "torch", trusted=True)

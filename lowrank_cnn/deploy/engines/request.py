@@ -2,66 +2,64 @@
 
 A network may take several inputs, by position or by keyword, and give a tensor, a tuple, a dictionary or a
 dataclass (as Hugging Face's do). Files know tensors with names alone: `Call` names what goes in, `named_tensors`
-what comes out.
+what comes out. `request_for` makes a request of a network and the options of `export`.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import io
-import logging
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, field, replace
+from contextlib import redirect_stderr
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from lowrank_cnn.core.compare import mapped, random_like, unchanged
+from lowrank_cnn.core.compare import is_finite, mapped, random_like, unchanged
 from lowrank_cnn.core.errors import LowRankError, first_line
 from lowrank_cnn.core.notes import note
 from lowrank_cnn.core.text import counted
-from lowrank_cnn.deploy.block_forms import groups_apart
+from lowrank_cnn.deploy.block_forms import groups_apart, in_layers
+from lowrank_cnn.deploy.engines.runner import Engine, quiet
+from lowrank_cnn.deploy.metadata import metadata_of
+from lowrank_cnn.deploy.optimize import Optimized
 from lowrank_cnn.graph.examples import arguments_of
-from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.models.build import name_of
-from lowrank_cnn.models.network_file import dtype_of
+from lowrank_cnn.models.network_file import Stored, dtype_of
 from lowrank_cnn.train.int8 import Ranges
+from lowrank_cnn.train.trained import Trained, trained_of
 
-# The tensors of a network's result by name, in tuples, lists, dictionaries or dataclasses.
-
-
-def is_flat(result: Any) -> bool:
-    """Whether a result is a tuple of tensors, or a dictionary of tensors by name."""
-    if type(result) is dict:
-        return all(isinstance(key, str) and isinstance(value, Tensor) for key, value in result.items())
-    return type(result) is tuple and all(isinstance(value, Tensor) for value in result)
-
-
-def plain_outputs(result: Any) -> Any:
-    """A result as a tensor, a tuple of tensors (of a tuple or list), or a dictionary of tensors by name."""
-    found = named_tensors(result)
-    if isinstance(result, Tensor):
-        return result
-    return tuple(found.values()) if _is_sequence(result) else found
+_AXES = {3: ("length",), 4: ("height", "width"), 5: ("depth", "height", "width")}
+"""What the axes behind batch and channels are called, by the number of dimensions."""
+_FREE = ("batch", "length", "depth", "height", "width")
+_BATCHES = (1, 3, *(n + more for n in (4, 8, 16, 32, 64, 128, 256, 512, 1024) for more in (0, 1)))
+_SCALES = (0.75, 1.25, 0.5, 1.5, 2.0, 0.25, 3.0, 4.0, 8.0, 32.0)
+"""Lengths of free axes at which a forward may take another path: batches, and others relative to the example."""
+Axes = dict[str, dict[int, str]]
+"""For each input, its axes of any length and their names."""
+Layout = Literal["nchw", "nhwc"]
+"""Axes of a batch of uint8 images: [N, C, H, W] or [N, H, W, C]."""
+Precision = Literal["fp32", "fp16"]
 
 
-def named_tensors(result: Any, name: str = "output") -> dict[str, Tensor]:
-    """The tensors of a result by name: keys, fields and places, joined by underscores; what is None is left out.
+def named_tensors(result: Any) -> dict[str, Tensor]:
+    """The tensors of a result by name: keys, fields and places, joined by underscores; None is left out.
 
     >>> list(named_tensors({"logits": torch.ones(1), "maps": (torch.ones(2), torch.ones(2))}))
     ['logits', 'maps_0', 'maps_1']
     """
     found: dict[str, Tensor] = {}
-    for key, value in _leaves(result, ""):
-        key = key or name
+    for path, value in _leaves(result):
+        key = "_".join(map(str, path)) or "output"
         if not isinstance(value, Tensor):
             kind = type(value).__name__
             raise LowRankError(
@@ -73,39 +71,36 @@ def named_tensors(result: Any, name: str = "output") -> dict[str, Tensor]:
     return found
 
 
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if value is None:
-        return
-    if isinstance(value, Tensor):
-        yield name, value
-        return
+def _leaves(value: Any, *path: object) -> Iterator[tuple[tuple[object, ...], Any]]:
     if isinstance(value, Mapping):
-        parts = [(str(key), part) for key, part in value.items()]
-    elif dataclasses.is_dataclass(value):
-        parts = [(each.name, getattr(value, each.name)) for each in dataclasses.fields(value)]
-    elif hasattr(value, "_fields"):
+        parts = list(value.items())
+    elif is_dataclass(value):
+        parts = [(each.name, getattr(value, each.name)) for each in fields(value)]
+    elif hasattr(value, "_fields"):  # a named tuple
         parts = [(each, getattr(value, each)) for each in value._fields]
-    elif _is_sequence(value):
-        parts = [(str(place) if name else f"output_{place}", part) for place, part in enumerate(value)]
+    elif isinstance(value, list | tuple):
+        parts = [(place if path else f"output_{place}", part) for place, part in enumerate(value)]
     else:
-        yield name, value
-        return
+        parts = []
+        if value is not None:
+            yield path, value
     for key, part in parts:
-        yield from _leaves(part, f"{name}_{key}" if name else key)
+        yield from _leaves(part, *path, key)
 
 
-def _is_sequence(value: Any) -> bool:
-    return isinstance(value, list | tuple) and not hasattr(value, "_fields")
+def _plain_outputs(result: Any) -> Any:
+    """A result as a tensor, a tuple of tensors (of a tuple or list), or a dictionary of tensors by name."""
+    if isinstance(result, Tensor):
+        return result
+    found = named_tensors(result)
+    return tuple(found.values()) if isinstance(result, list | tuple) and not hasattr(result, "_fields") else found
 
 
-_AXES = {3: ("length",), 4: ("height", "width"), 5: ("depth", "height", "width")}
-"""What the axes behind batch and channels are called, by the number of dimensions."""
-FREE = ("batch", "length", "depth", "height", "width")
-_BATCHES = (1, 3, *(n + more for n in (4, 8, 16, 32, 64, 128, 256, 512, 1024) for more in (0, 1)))
-_SCALES = (0.75, 1.25, 0.5, 1.5, 2.0, 0.25, 3.0, 4.0, 8.0, 32.0)
-"""Lengths of free axes at which a forward may take another path: batches, and others relative to the example."""
-Axes = dict[str, dict[int, str]]
-"""For each input, its axes of any length and their names."""
+def _is_plain(result: Any) -> bool:
+    """Whether a result is a tensor, a tuple of tensors, or a dictionary of tensors by name."""
+    values = result.values() if type(result) is dict else result if type(result) is tuple else ()
+    named = type(result) is not dict or all(isinstance(key, str) for key in result)
+    return isinstance(result, Tensor) or (len(values) > 0 and named and all(isinstance(v, Tensor) for v in values))
 
 
 @dataclass(frozen=True)
@@ -152,10 +147,6 @@ class Call:
         """The same call with copies of its tensors, for a forward that may change them."""
         return self.replaced({name: tensor.detach().clone() for name, tensor in self.tensors.items()})
 
-    def on_meta(self) -> Call:
-        """The same call with tensors that have sizes alone."""
-        return self.replaced({name: tensor.to("meta") for name, tensor in self.tensors.items()})
-
     def run(self, network: Any) -> Any:
         """What a network gives for this call."""
         args, kwargs = self.arguments
@@ -188,7 +179,7 @@ class ExportRequest:
     opset: int | None = None
     metadata: dict[str, str] = field(default_factory=dict)
     precision: str = "fp32"
-    calibration: Sequence[tuple[Tensor, ...]] | None = None
+    calibration: Sequence[tuple[Tensor, ...]] = ()
     in_float: tuple[str, ...] = ()
     """Layers that int8 leaves in float."""
     ranges: Ranges = field(default_factory=dict)
@@ -230,15 +221,14 @@ class ExportRequest:
         """The network as torch.export captures it, called as the network is; its outputs are plain containers."""
         args, kwargs = self.traced_call.arguments
         try:
-            network = _with_signature(_plain(self.network, self.call), kwargs)
-            with _quiet():
+            network = _capturable(self.network, self.call)
+            with quiet(), redirect_stderr(io.StringIO()):  # torch prints the graph of which it refuses a part
                 program = torch.export.export(network, args, kwargs, dynamic_shapes=self._shapes(network))
         except LowRankError:
             raise
         except Exception as error:  # whatever a forward does that cannot be traced
             free = f" with free {' and '.join(self.free)}" if self.free else ""
-            name = f"{self.name}{free}"
-            raise LowRankError(f"torch.export cannot trace {name}: {first_line(error)}") from error
+            raise LowRankError(f"torch.export cannot trace {self.name}{free}: {first_line(error)}") from error
         for module in program.graph_module.modules():  # lines of source with their paths, which nobody else needs
             for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
                 node.meta.pop("stack_trace", None)
@@ -262,8 +252,9 @@ class ExportRequest:
         except (AttributeError, LowRankError):  # a torch without the list, or a network that it cannot capture
             return [sizes for sizes in tried if {*sizes.values()} <= {17.0, 65.0, 0.5, 4.0}]
         found: dict[str, list[dict[str, float]]] = {}
+        on_meta = self.call.replaced({name: tensor.to("meta") for name, tensor in self.call.tensors.items()})
         for sizes in tried:
-            args, kwargs = self.call.on_meta().sized(self.axes, sizes).arguments
+            args, kwargs = on_meta.sized(self.axes, sizes).arguments
             values = {"L": {**_bound(self.network, args, kwargs), **kwargs}, "math": math}
             broken = [guard for guard in guards if not _holds(guard, values)]
             if not any(guard.endswith("!= 1") for guard in broken):
@@ -280,6 +271,13 @@ class ExportRequest:
         """The range that training found for the input of the layer to which a node of a graph belongs."""
         found = (ends for layer, ends in self.ranges.items() if node.startswith((f"{layer}/", f"{layer}.")))
         return next(found, None)
+
+    def one_image(self, engine: str) -> Call:
+        """The example as one image, for an engine whose files have one size."""
+        named = (pair for free in self.axes.values() for pair in free.items())
+        if other := [word for axis, word in named if axis or word != "batch"]:
+            raise LowRankError(f"a file for {engine} has one size of image: leave {other[0]} out of dynamic.")
+        return self.call.replaced({name: tensor[:1] for name, tensor in self.call.tensors.items()})
 
     def positional(self) -> nn.Module:
         """The network as a module that takes its tensors in the order of their names and gives a tuple."""
@@ -301,18 +299,6 @@ def _holds(guard: str, values: dict[str, Any]) -> bool:
         return True
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the graph that torch.export prints where it cannot go on; the error says why."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logging.disable(before)
-
-
 class _Positional(nn.Module):
     def __init__(self, network: nn.Module, call: Call) -> None:
         super().__init__()
@@ -320,43 +306,32 @@ class _Positional(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         named = dict(zip(self.call.names, tensors, strict=True))
-        result = plain_outputs(self.call.replaced(named).run(self.network))
+        result = _plain_outputs(self.call.replaced(named).run(self.network))
         return tuple(result.values()) if isinstance(result, dict) else result
 
 
-def _plain(network: nn.Module, call: Call) -> nn.Module:
-    """The network behind the signature of its forward, its result in containers that torch alone can read."""
+def _capturable(network: nn.Module, call: Call) -> nn.Module:
+    """The network, or a module around it if torch.export cannot read its result, its parts or its signature."""
     with torch.no_grad(), unchanged(network):
         result = call.copied().run(network)
-    if (isinstance(result, Tensor) or is_flat(result)) and not _is_hidden(network):
-        return network
-    return _behind(network, inspect.signature(network.forward), plain_outputs)
-
-
-def _is_hidden(network: nn.Module) -> bool:
-    """Whether a part has a name that torch's graphs use themselves: they would not find one called `meta`."""
+    # A part cannot have a name that torch's graphs use themselves, such as `meta`.
     taken = dir(torch.fx.GraphModule({}, torch.fx.Graph()))
-    return not {*network._modules, *network._parameters, *network._buffers}.isdisjoint(taken)
-
-
-def _with_signature(network: nn.Module, kwargs: Mapping[str, Any]) -> nn.Module:
-    """A network that takes any keyword, behind a signature that names these: torch.export reads no `**named`."""
-    known = inspect.signature(network.forward)
-    given = [one for one in known.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    if len(given) == len(known.parameters) or not kwargs:
+    readable = {*network._modules, *network._parameters, *network._buffers}.isdisjoint(taken)
+    # It reads no `**named`: the signature names the keywords of this call.
+    signature, keywords = inspect.signature(network.forward), call.arguments[1]
+    known = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    open_ended = bool(keywords) and len(known) < len(signature.parameters)
+    if _is_plain(result) and readable and not open_ended:
         return network
-    names = [name for name in kwargs if name not in known.parameters]
-    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
-    return _behind(network, inspect.Signature([*given, *named]), lambda result: result)
-
-
-def _behind(network: nn.Module, signature: inspect.Signature, finish: Callable[[Any], Any]) -> nn.Module:
-    """A network whose forward has this signature, which torch.export reads, and whose results are finished so."""
+    if open_ended:
+        names = [name for name in keywords if name not in signature.parameters]
+        more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        signature = inspect.Signature([*known, *more])
     made = nn.Module()
     made.network = network
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return finish(network(*args, **kwargs))
+        return _plain_outputs(network(*args, **kwargs))
 
     forward.__signature__ = signature  # type: ignore[attr-defined]
     made.forward = forward
@@ -374,8 +349,8 @@ def free_axes(call: Call, dynamic: Sequence[str] | Mapping[str, Mapping[int, str
             raise LowRankError(f"dynamic names an axis that {wrong[0]} lacks.")
         return {name: dict(dynamic.get(name, {})) for name in tensors}
     words = (dynamic,) if isinstance(dynamic, str) else tuple(dynamic)
-    if unknown := [word for word in words if word not in FREE]:
-        raise LowRankError(f"an axis can be {', '.join(FREE)}, not {unknown[0]!r}.")
+    if unknown := [word for word in words if word not in _FREE]:
+        raise LowRankError(f"an axis can be {', '.join(_FREE)}, not {unknown[0]!r}.")
     batch = next((len(tensor) for tensor in tensors.values() if tensor.dim()), 0)
     return {name: _axes_of(tensor, words, batch) for name, tensor in tensors.items()}
 
@@ -407,10 +382,6 @@ def _bound(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 # Half precision for engines that compute in the precision of the graph they are given.
 
-Precision = Literal["fp32", "fp16"]
-_BY_THE_ENGINE = (".xml", ".param", ".mnn", ".tflite")
-"""Engines that lower a float32 graph to half precision themselves."""
-
 
 class InSingle(nn.Module):
     """A layer that computes in float32 within a network in half precision."""
@@ -440,7 +411,7 @@ class InHalf(nn.Module):
         return _cast(self.network(*_cast(tensors, torch.float32, torch.float16)), torch.float16, torch.float32)
 
 
-def at_precision(request: ExportRequest, suffix: str, precision: str) -> ExportRequest:
+def at_precision(request: ExportRequest, engine: Engine, precision: str) -> ExportRequest:
     """The same request for a file in another precision."""
     if precision not in get_args(Precision):
         raise LowRankError(f"the precision is fp32 or fp16, not {precision!r}; lr.quantize (--int8) writes int8.")
@@ -450,29 +421,132 @@ def at_precision(request: ExportRequest, suffix: str, precision: str) -> ExportR
         raise LowRankError(f"fp16 is for networks in float32, and this one is in {dtype_of(request.network)}.")
     if request.call.arguments[1]:
         raise LowRankError("fp16 is for networks whose inputs go by position: call model.half() and export that.")
-    if suffix in _BY_THE_ENGINE:
-        return replace(request, precision="fp16")
-
-    def in_single(part: nn.Module) -> bool:
-        if suffix != ".onnx":
-            return False
-        # A file with strips is for the CPU, where ONNX Runtime multiplies matrices much faster in float32.
-        return _has_groups(part) or (request.strips and type(part) is nn.Linear)
-
-    # The groups of composites are taken apart first: a graph with casts in it is not captured again.
-    network = InHalf(groups_apart(request.network), in_single).eval()
+    network = request.network
+    if not engine.lowers:
+        # The groups of composites are taken apart first: a graph with casts in it is not captured again.
+        network = InHalf(groups_apart(network), lambda part: engine.in_single(part, request.strips)).eval()
     return replace(request, network=network, precision="fp16")
-
-
-def _has_groups(part: nn.Module) -> bool:
-    """Whether a layer has groups of channels: on Arm ONNX Runtime 1.31 computes these wrongly in half precision.
-
-    It computes a conv right that has as many groups as channels, before and after.
-    """
-    if not isinstance(part, nn.Conv2d | CompositeConv2d):
-        return False
-    return part.groups > 1 and not part.groups == part.in_channels == part.out_channels
 
 
 def _cast(values: Any, before: torch.dtype, after: torch.dtype) -> Any:
     return mapped(lambda x: x.to(after) if isinstance(x, Tensor) and x.dtype == before else x, values)
+
+
+# A request of a network and the options of `export`.
+
+
+class PreparedNetwork(nn.Module):
+    """A network that takes uint8 images of the size it sees, and prepares them itself; scaling stays outside.
+
+    Whitening is of whole images, so where images were whitened the crop behind it is inside too.
+    """
+
+    def __init__(self, trained: Trained, layout: str) -> None:
+        super().__init__()
+        self.network, self.prepare, self.layout = trained.network, trained.preprocess, layout
+        self.window = trained.input_size[1:]
+        note(self, name=name_of(trained.network))  # refusals speak of the user's network
+
+    def forward(self, image: Tensor) -> Any:
+        pixels = image.permute(0, 3, 1, 2) if self.layout == "nhwc" else image
+        prepared = self.prepare(pixels)
+        top, left = ((prepared.shape[2 + axis] - self.window[axis]) // 2 for axis in (0, 1))
+        seen = prepared[:, :, top : top + self.window[0], left : left + self.window[1]]
+        like = next(iter(self.network.parameters()), seen)
+        return self.network(seen.to(like.dtype))
+
+
+def request_for(
+    stored: Stored,
+    example: Any = None,
+    dynamic: Any = ("batch",),
+    names: Mapping[str, Sequence[str] | None] = MappingProxyType({}),
+    preprocess: bool | Layout = False,
+) -> tuple[nn.Module, ExportRequest]:
+    """The network that the file is compared with, and the request for its writer, both on the CPU."""
+    network = copy_with(stored.network).eval().cpu()
+    if isinstance(network, Optimized):
+        network.forget()  # compiled code stays behind; it would be compiled anew for every size that is compared
+    layout: Layout | None = "nchw" if preprocess is True else preprocess or None
+    if layout:
+        network, example = _prepared(replace(stored, network=network), layout, example)
+    example = _images(stored) if example is None else example
+    call = Call.of(network, example, names.get("inputs"))
+    call = call.replaced({name: tensor.detach().cpu() for name, tensor in call.tensors.items()})
+    found = checked_outputs(network, call)
+    outputs = _output_names(found, call.names, names.get("outputs"))
+    axes = free_axes(call, dynamic)
+    results = dict(zip(outputs, found.values(), strict=True))
+    metadata = metadata_of(stored, pixels=layout) | {
+        "inputs": _described(call.tensors, axes),
+        "outputs": _described(results, {name: {} for name in results}, fixed=not any(axes.values())),
+    }
+    return network, ExportRequest(in_layers(network).eval(), call, outputs, axes, metadata=metadata)
+
+
+def _prepared(stored: Stored, layout: Layout, example: Any) -> tuple[nn.Module, Tensor]:
+    """A trained network that prepares its images itself, and uint8 images of the size that it then takes."""
+    trained = trained_of(stored)
+    if layout not in ("nchw", "nhwc"):
+        raise LowRankError(f"preprocess is True, 'nchw' or 'nhwc', not {layout!r}.")
+    if trained is None or example is not None:
+        raise LowRankError(
+            "preprocess is for a trained network of images, which knows how they are prepared: give a run, or "
+            "what load or fit made, and no example_input."
+        )
+    whole = trained.image if trained.preprocess.to_dict().keys() != {"mean", "std"} else trained.input_size
+    drawn = torch.randint(0, 256, (2, *whole), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    network = PreparedNetwork(trained, layout).eval()
+    return network, drawn.permute(0, 2, 3, 1).contiguous() if layout == "nhwc" else drawn
+
+
+def _images(stored: Stored) -> Tensor:
+    if stored.input_size is None:
+        raise LowRankError(
+            "say the size of the images (channels, height, width) that the network takes, or give example_input."
+        )
+    drawn = torch.randn(2, *stored.input_size, generator=torch.Generator().manual_seed(2))
+    return drawn.to(dtype_of(stored.network))
+
+
+def _output_names(
+    found: Mapping[str, Tensor], inputs: Sequence[str], asked: Sequence[str] | None
+) -> tuple[str, ...]:
+    if asked is None:
+        return tuple(f"output_{name}" if name in inputs else name for name in found)
+    if len(asked) != len(found) or len({*asked, *inputs}) != len(asked) + len(inputs):
+        raise LowRankError(
+            f"the network gives {counted(len(found), 'output')} ({', '.join(found)}): give as many different "
+            "output_names."
+        )
+    return tuple(asked)
+
+
+def _described(tensors: Mapping[str, Tensor], axes: Axes, *, fixed: bool = True) -> str:
+    """Names, shapes and types for formats that keep none; of results with free axes, no lengths."""
+    rows = []
+    for name, tensor in tensors.items():
+        shape = [axes[name].get(axis, size if fixed else None) for axis, size in enumerate(tensor.shape)]
+        rows.append({"name": name, "shape": shape, "dtype": str(tensor.dtype).removeprefix("torch.")})
+    return json.dumps(rows)
+
+
+def shapes_of(call: Call) -> str:
+    """The shapes of a call's tensors, for messages."""
+    return ", ".join("x".join(map(str, tensor.shape)) for tensor in call.tensors.values())
+
+
+def checked_outputs(network: nn.Module, call: Call) -> dict[str, Tensor]:
+    """What a network gives for the example, by name; a network that fails, or gives NaN, is refused."""
+    try:
+        with torch.no_grad(), unchanged(network):
+            found = named_tensors(call.copied().run(network))
+    except LowRankError:
+        raise
+    except Exception as error:  # whatever a forward makes of another size, dtype or device
+        raise LowRankError(
+            f"the network does not run on an input of {shapes_of(call)}: {first_line(error)}."
+        ) from error
+    if not is_finite(list(found.values())):
+        raise LowRankError("the network gives NaN or infinite values on random images: nothing was written.")
+    return found

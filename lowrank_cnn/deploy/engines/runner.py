@@ -1,12 +1,15 @@
-"""What every engine gives: a file's inputs and outputs by name, its metadata, and a call with arrays."""
+"""What every engine has: a record of what it takes and how it writes, and a runner of its files."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import logging
 import os
 import sys
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +20,11 @@ from torch import Tensor, nn
 
 from lowrank_cnn.core.errors import LowRankError, first_line
 from lowrank_cnn.core.files import LARGEST_JSON, read_regular, write_json
-from lowrank_cnn.deploy.engines.request import Call, ExportRequest
 
 if TYPE_CHECKING:
     from numpy import ndarray
+
+    from lowrank_cnn.deploy.engines.request import ExportRequest
 
 EXTRA = "lowrank_cnn.json"
 """The part of a file of torch's that holds its metadata."""
@@ -58,23 +62,37 @@ class Runner(ABC):
     metadata: dict[str, str]
     module: nn.Module | None = None
     """The file as a module, of the formats that torch reads itself."""
+    one_image = False
+    """Whether a file holds the network for one image: the images of a batch then run one after the other."""
 
     @abstractmethod
     def __init__(self, path: Path, *, threads: int = 0) -> None: ...
 
     @abstractmethod
-    def _run(self, inputs: dict[str, ndarray]) -> dict[str, ndarray]: ...
+    def _run(self, arrays: list[ndarray]) -> Sequence[ndarray]:
+        """The outputs for arrays, both in the order of the ports."""
 
     def __call__(self, inputs: ndarray | Mapping[str, ndarray]) -> dict[str, ndarray]:
         """The outputs by name. A network of one input takes an array alone."""
         named = dict(inputs) if isinstance(inputs, Mapping) else {self.inputs[0].name: inputs}
         self._check(named)
+        arrays = [named[port.name] for port in self.inputs]
         try:
-            return self._run(named)
+            results = self._one_by_one(arrays) if self.one_image else self._run(arrays)
+            return {port.name: result for port, result in zip(self.outputs, results, strict=True)}
         except LowRankError:
             raise
         except Exception as error:  # each engine has its own family of errors
             raise LowRankError(f"{self.engine} cannot run this file: {first_line(error)}.") from error
+
+    def _one_by_one(self, arrays: list[ndarray]) -> list[ndarray]:
+        import numpy
+
+        batches = [numpy.ascontiguousarray(array)[:, None] for array in arrays]
+        results = [self._run(list(images)) for images in zip(*batches, strict=True)]
+        if not results:
+            raise LowRankError(f"{self.engine} needs at least one image.")
+        return [numpy.concatenate(each) for each in zip(*results, strict=True)]
 
     def check_image(self, image: Any) -> None:
         """Refuse one image (or its array) that does not fit the first input behind the batch."""
@@ -96,10 +114,70 @@ class Runner(ABC):
             if str(array.dtype) != port.array_dtype:
                 raise LowRankError(f"this file takes {port.name} in {port.array_dtype}, not in {array.dtype}.")
 
+    def _take(self, metadata: dict[str, str]) -> None:
+        """Keep the metadata of a file, with the inputs and outputs that it names."""
+        self.metadata = metadata
+        self.inputs, self.outputs = (ports_from(metadata.get(key)) for key in ("inputs", "outputs"))
+
+    def _read_beside(self, path: Path) -> None:
+        """Take metadata, inputs and outputs from the file that `write_beside` wrote."""
+        try:
+            self._take(parse_metadata(read_regular(_beside(path), most=LARGEST_JSON)))
+        except OSError:
+            self._take({})
+        if not self.inputs or not self.outputs:
+            raise LowRankError(f"{path.name}.json, which names the inputs of {path}, is missing or damaged.")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A program that runs networks. `ENGINES` in `targets.py` has one for each name of `--to` and `--engine`."""
+
+    suffix: str
+    """Of its files."""
+    runner: type[Runner]
+    write: Callable[[Path, ExportRequest], None]
+    """Writes what is asked for to a path; files that belong to it go beside it."""
+    usage: str
+    """Three lines of Python that run a file by itself: see `usage` in `targets.py` for what they may name."""
+    package: str
+    """What must be installed to run its files."""
+    writer: str = ""
+    """A second package, which writes them."""
+    modes: tuple[str, str] = ("", "")
+    """What {mode} in `usage` stands for: in fp32, and in fp16."""
+    int8: bool = False
+    lowers: bool = False
+    """Whether it brings a float32 graph to half precision itself."""
+    in_single: Callable[[nn.Module, bool], bool] = lambda part, strips: False
+    """Whether a layer stays in float32 in an fp16 file, which may have compiled strips."""
+    trusted: bool = False
+    """Whether reading a file can run code stored in it."""
+    strips: bool = False
+    """Whether files have the compiled operator of `lowrank_strips`."""
+
+    @property
+    def installed(self) -> bool:
+        """Whether its packages can be imported."""
+        return all(importlib.util.find_spec(name) for name in (self.package, self.writer) if name)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what tools log and warn of about themselves; their errors say what is wrong."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
 
 @contextmanager
 def silent_process() -> Iterator[None]:
-    """Send what compiled code prints to nowhere: some engines print about themselves."""
+    """Discard what compiled code prints: some engines print about themselves."""
     sys.stdout.flush()
     kept = os.dup(1), os.dup(2)
     with open(os.devnull, "wb") as nowhere:  # noqa: PTH123, a descriptor is what is needed
@@ -113,21 +191,13 @@ def silent_process() -> Iterator[None]:
                 os.close(descriptor)
 
 
-def write_beside(path: Path, metadata: Mapping[str, str]) -> None:
-    """Keep metadata in a JSON file beside a file that has no place for it."""
-    write_json(_beside(path), dict(metadata))
-
-
-def read_beside(path: Path) -> dict[str, str]:
-    """What `write_beside` kept; empty where there is no such file or it is damaged."""
-    try:
-        return parse_metadata(read_regular(_beside(path), most=LARGEST_JSON))
-    except OSError:
-        return {}
+def write_beside(path: Path, request: ExportRequest) -> None:
+    """Keep metadata and precision in a JSON file beside a file that has no place for them."""
+    write_json(_beside(path), {**request.metadata, "precision": request.precision})
 
 
 def parse_metadata(text: str | bytes) -> dict[str, str]:
-    """Metadata that a file keeps as one piece of JSON; empty where it is absent or damaged."""
+    """Metadata that a file keeps as one piece of JSON; empty if it is missing or damaged."""
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -135,9 +205,17 @@ def parse_metadata(text: str | bytes) -> dict[str, str]:
     return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
 
 
-def as_tensor(port: Port, inputs: Mapping[str, ndarray]) -> Tensor:
+def ports_from(text: str | None) -> tuple[Port, ...]:
+    """Inputs or outputs that a file keeps as JSON, if its format does not name them."""
+    try:
+        return tuple(Port(row["name"], tuple(row["shape"]), row["dtype"]) for row in json.loads(text or ""))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return ()
+
+
+def as_tensor(port: Port, array: ndarray) -> Tensor:
     """An input as torch takes it, copied: a program may change what it is given."""
-    return torch.from_numpy(inputs[port.name]).to(getattr(torch, port.dtype), copy=True)
+    return torch.from_numpy(array).to(getattr(torch, port.dtype), copy=True)
 
 
 def as_array(tensor: Tensor) -> ndarray:
@@ -145,51 +223,5 @@ def as_array(tensor: Tensor) -> ndarray:
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-def ports_from(text: str | None) -> tuple[Port, ...]:
-    """Inputs or outputs that a file keeps as JSON, where its format does not name them."""
-    try:
-        return tuple(Port(row["name"], tuple(row["shape"]), row["dtype"]) for row in json.loads(text or ""))
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return ()
-
-
 def _beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.json")
-
-
-# Engines whose files hold a network for one image: the runner feeds a batch image by image.
-
-
-class PerImageRunner(Runner):
-    """Runs the images of a batch one after the other; an engine runs one image."""
-
-    @abstractmethod
-    def _run_image(self, inputs: list[ndarray]) -> list[ndarray]:
-        """The outputs for inputs without an axis for the batch, without that axis as well."""
-
-    def _run(self, inputs: dict[str, ndarray]) -> dict[str, ndarray]:
-        import numpy
-
-        batches = [numpy.ascontiguousarray(inputs[port.name]) for port in self.inputs]
-        results = [self._run_image(list(images)) for images in zip(*batches, strict=True)]
-        if not results:
-            raise LowRankError(f"{self.engine} needs at least one image.")
-        return {
-            port.name: numpy.stack(each)
-            for port, each in zip(self.outputs, zip(*results, strict=True), strict=True)
-        }
-
-    def _read_ports(self, path: Path) -> None:
-        """Take names, shapes and precision from the file beside."""
-        self.metadata = read_beside(path)
-        self.inputs, self.outputs = (ports_from(self.metadata.get(key)) for key in ("inputs", "outputs"))
-        if not self.inputs or not self.outputs:
-            raise LowRankError(f"{path.name}.json, which names the inputs of {path}, is missing or damaged.")
-
-
-def first_image(request: ExportRequest, engine: str) -> Call:
-    """The example as one image; anything that is free besides the batch is refused."""
-    axes = [word for free in request.axes.values() for axis, word in free.items() if axis or word != "batch"]
-    if axes:
-        raise LowRankError(f"a file for {engine} has one size of image: leave {axes[0]} out of dynamic.")
-    return request.call.replaced({name: tensor[:1] for name, tensor in request.call.tensors.items()})

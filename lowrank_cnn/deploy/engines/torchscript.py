@@ -18,7 +18,7 @@ from lowrank_cnn.core.compare import copied, tensors_of, unchanged
 from lowrank_cnn.core.errors import LowRankError, first_line
 from lowrank_cnn.core.files import open_regular
 from lowrank_cnn.deploy.engines.request import ExportRequest, named_tensors
-from lowrank_cnn.deploy.engines.runner import EXTRA, Runner, as_array, as_tensor, parse_metadata, ports_from
+from lowrank_cnn.deploy.engines.runner import EXTRA, Engine, Runner, as_array, as_tensor, parse_metadata
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -79,25 +79,28 @@ class ScriptRunner(Runner):
     module: nn.Module
 
     def __init__(self, path: Path, *, threads: int = 0) -> None:
-        self.module, self.metadata = read_script(path)
-        self.inputs = ports_from(self.metadata.get("inputs"))
-        self.outputs = ports_from(self.metadata.get("outputs"))
+        extra = {EXTRA: ""}
+        try:
+            with warnings.catch_warnings(), open_regular(path) as file:
+                warnings.simplefilter("ignore")
+                module: Any = torch.jit.load(file, map_location="cpu", _extra_files=extra)
+        except Exception as error:  # torch has no error of its own for a file that it did not write
+            raise LowRankError(f"{path} is not a TorchScript file: {first_line(error)}.") from error
+        self.module = module.eval()
+        self._take(parse_metadata(extra[EXTRA]))
         if not self.inputs or not self.outputs:
             raise LowRankError(f"{path} does not name its inputs: it was not exported by this library.")
 
-    def _run(self, inputs: dict[str, ndarray]) -> dict[str, ndarray]:
+    def _run(self, arrays: list[ndarray]) -> list[ndarray]:
         with torch.no_grad():
-            found = named_tensors(self.module(*(as_tensor(port, inputs) for port in self.inputs)))
-        return {port.name: as_array(tensor) for port, tensor in zip(self.outputs, found.values(), strict=True)}
+            found = self.module(*map(as_tensor, self.inputs, arrays))
+        return [as_array(tensor) for tensor in named_tensors(found).values()]
 
 
-def write_script(folder: Path, stem: str, request: ExportRequest) -> Path:
+def write_script(path: Path, request: ExportRequest) -> None:
     """Trace the network; the file takes tensors by position, and gives a tensor, or a tuple of several."""
-    path = folder / f"{stem}.ts"
-    example = tuple(request.traced_call.tensors.values())
-    script = trace(request.positional(), example, request.name)
+    script = trace(request.positional(), tuple(request.traced_call.tensors.values()), request.name)
     path.write_bytes(script_bytes(script, {EXTRA: json.dumps(request.metadata)}))
-    return path
 
 
 def script_bytes(script: Any, extra: dict[str, str] | None = None) -> bytes:
@@ -112,13 +115,7 @@ def script_bytes(script: Any, extra: dict[str, str] | None = None) -> bytes:
     return content.getvalue()
 
 
-def read_script(path: Path) -> tuple[nn.Module, dict[str, str]]:
-    """The module of a trusted file in evaluation, and what the file says of it."""
-    extra = {EXTRA: ""}
-    try:
-        with warnings.catch_warnings(), open_regular(path) as file:
-            warnings.simplefilter("ignore")
-            module: Any = torch.jit.load(file, map_location="cpu", _extra_files=extra)
-    except Exception as error:  # torch has no error of its own for a file that it did not write
-        raise LowRankError(f"{path} is not a TorchScript file: {first_line(error)}.") from error
-    return module.eval(), parse_metadata(extra[EXTRA])
+_USAGE = """import torch; {made}
+network = torch.jit.load({file})
+with torch.no_grad(): logits = network({given})"""
+TORCHSCRIPT = Engine(".ts", ScriptRunner, write_script, _USAGE, "torch", trusted=True)

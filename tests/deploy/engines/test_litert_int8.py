@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +14,6 @@ from lowrank_cnn.deploy.quantize import quantize
 from lowrank_cnn.method.schemes import build_conv
 
 pytest.importorskip("onnx_tflite")
-from onnx_tflite import graph as tflite
-from onnx_tflite.int8 import _asymmetric, _chosen, _int8_weights, _levels
 
 
 class Gated(nn.Module):
@@ -73,51 +70,3 @@ def test_layers_and_ranges_that_are_given_are_kept(tmp_path: Path):
     details = open_engine(found.path).interpreter.get_tensor_details()  # type: ignore[attr-defined]
     kinds = {each["dtype"] for each in details if list(each["shape"]) == [4, 3, 3, 4]}
     assert kinds == {np.float32}
-
-
-def test_what_hands_values_on_shares_one_range():
-    graph = tflite.Graph([tflite.Tensor("image", (1, 4, 4, 2))])
-    image, weight = graph.inputs[0], tflite.constant(np.ones((2, 1, 1, 2), np.float32))
-    graph.layer = "a/conv"
-    parts = [
-        graph.add("CONV_2D", [image, weight, tflite.constant(np.zeros(2, np.float32))], image.shape) for _ in "ab"
-    ]
-    joined = graph.add("CONCATENATION", parts, (1, 4, 4, 4), axis=3)
-    pooled = graph.add("AVERAGE_POOL_2D", [joined], (1, 2, 2, 4))
-    shaped = graph.reshaped(pooled, (1, 16))
-    graph.outputs = [shaped]
-    chosen = _chosen(graph, ())
-    assert [each.kind for each in graph.operations if each in chosen] == ["CONV_2D", "CONV_2D", "CONCATENATION"]
-    assert not _chosen(graph, ["a"])
-    ranges = {image: (-1.0, 1.0), parts[0]: (0.0, 2.0), parts[1]: (-3.0, 1.0), joined: (-3.0, 2.0)}
-    ranges |= {pooled: (0.0, 1.0), shaped: (0.0, 1.0)}
-    levels = _levels(graph, chosen, ranges, {})
-    scales = [float(levels[tensor].scale[0]) for tensor in (*parts, joined)]
-    assert scales == [pytest.approx(5 / 255)] * 3
-    trained = _levels(graph, chosen, ranges, {joined: (-1.0, 1.0)})
-    assert [float(trained[tensor].scale[0]) for tensor in (*parts, joined)] == [pytest.approx(2 / 255)] * 3
-    assert float(levels[image].scale[0]) == pytest.approx(2 / 255)
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "zero"), [(0.0, 2.0, -128), (-2.0, 0.0, 127), (-1.0, 1.0, 0), (0.0, 0.0, -128)]
-)
-def test_zero_is_a_level(low: float, high: float, zero: int):
-    found = _asymmetric([(low, high)])
-    assert int(found.zero[0]) == pytest.approx(zero, abs=1)
-    assert found.scale[0] > 0
-
-
-def test_a_dead_channel_keeps_its_bias():
-    weight = np.zeros((2, 1, 1, 3), np.float32)
-    weight[0] = 0.5
-    bias = np.array([0.25, 7.0], np.float32)
-    given = tflite.Tensor("x", (1, 1, 1, 3), "int8", levels=_asymmetric([(-1.0, 1.0)]))
-    result = replace(given, levels=_asymmetric([(-8.0, 8.0)]))
-    graph = tflite.Graph()
-    graph.add("CONV_2D", [given, tflite.constant(weight), tflite.constant(bias)], (1, 1, 1, 2))
-    small, steps = _int8_weights(graph.operations[0], given, result)
-    assert small.data is not None
-    assert steps.data is not None
-    assert small.data[0].tolist() == [[[127, 127, 127]]]
-    np.testing.assert_allclose(steps.data * steps.levels.scale, bias, rtol=1e-2)  # type: ignore[union-attr]

@@ -14,11 +14,8 @@ from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.deploy.engines.targets import open_engine
 from lowrank_cnn.deploy.export import export
 from lowrank_cnn.method.schemes import build_conv
-from tests.deploy.engines.file_checks import assert_file_computes_the_same
 
 pytest.importorskip("onnx_tflite")
-from onnx_tflite.operators import OPERATORS
-from onnx_tflite.windows import AxisWindow
 
 ACTIVATIONS = {
     "relu": F.relu,
@@ -39,27 +36,14 @@ ACTIVATIONS = {
 }
 
 
-class Activations(nn.Module):
-    """Every function of the table, on a conv's maps (channels last there) or on the image itself."""
-
-    def __init__(self, *, behind_conv: bool) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 1) if behind_conv else nn.Identity()
-        self.slopes = nn.PReLU(4 if behind_conv else 3)
-        self.norm = nn.BatchNorm2d(4 if behind_conv else 3)
-        nn.init.uniform_(self.norm.running_var, 0.5, 2)  # type: ignore[arg-type]
-
-    def forward(self, image: Tensor) -> dict[str, Tensor]:
-        x = self.conv(image)
-        found = {name: made(x) for name, made in ACTIVATIONS.items()}
-        return {**found, "prelu": self.slopes(x), "norm": self.norm(x + 1).relu()}
-
-
-@pytest.mark.parametrize("behind_conv", [False, True])
-def test_activations_and_arithmetic(behind_conv: bool, tmp_path: Path):
-    torch.manual_seed(0)
-    net, image = Activations(behind_conv=behind_conv).eval(), torch.randn(1, 3, 6, 5)
-    assert_file_computes_the_same(net, image, tmp_path / "net.tflite")
+def assert_file_computes_the_same(network: nn.Module, image: Tensor, path: Path, most: float = 1e-6, **options):
+    """Export a network that gives named outputs, and compare each of them with float64."""
+    export(network, path, example_input=image, dynamic=(), **options)
+    given = open_engine(path)(image.numpy())
+    with torch.no_grad():
+        expected = network.double()(image.double())
+    errors = {name: difference(torch.from_numpy(given[name]).double(), right) for name, right in expected.items()}
+    assert max(errors.values()) < most, errors
 
 
 OPERATIONS = {
@@ -93,7 +77,7 @@ OPERATIONS = {
 
 
 class Operations(nn.Module):
-    """Every function of the table, on a conv's maps or on the image itself, and a classifier."""
+    """Every function of both tables, on a conv's maps (channels last there) or on the image itself, and layers."""
 
     def __init__(self, *, behind_conv: bool) -> None:
         super().__init__()
@@ -103,11 +87,14 @@ class Operations(nn.Module):
             nn.init.normal_(norm.weight)
             nn.init.normal_(norm.bias)
         self.linear, self.rows = nn.Linear(120, 7), nn.Linear(5, 3, bias=False)
+        self.slopes, self.norm = nn.PReLU(4), nn.BatchNorm2d(4)
+        nn.init.uniform_(self.norm.running_var, 0.5, 2)  # type: ignore[arg-type]
 
     def forward(self, image: Tensor) -> dict[str, Tensor]:
         x = self.conv(image)
-        found = {name: made(x) for name, made in OPERATIONS.items()}
+        found = {name: made(x) for name, made in (ACTIVATIONS | OPERATIONS).items()}
         found |= {"groups": self.groups(x), "alone": self.alone(x)}
+        found |= {"prelu": self.slopes(x), "norm": self.norm(x + 1).relu()}
         return {**found, "linear": self.linear(x.flatten(1)).relu(), "linear_rows": self.rows(x)}
 
 
@@ -172,74 +159,26 @@ def test_windows(made, size: tuple[int, int], tmp_path: Path):
     assert_file_computes_the_same(net, image, tmp_path / "net.tflite")
 
 
-def test_even_padding_at_stride_1_is_no_operation(tmp_path: Path):
-    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, (1, 5), padding=(0, 2)))
-    export(net.eval(), tmp_path / "net.tflite", input_size=(3, 8, 8))
-    found = open_engine(tmp_path / "net.tflite").interpreter._get_ops_details()  # type: ignore[attr-defined]
-    kinds = [each["op_name"] for each in found]
-    assert kinds[:4] == ["TRANSPOSE", "CONV_2D", "CONV_2D", "TRANSPOSE"]
-
-
-@pytest.mark.parametrize(
-    ("window", "same", "needed"),
-    [
-        (AxisWindow(size=8, count=8, taps=3, step=1, dilation=1, before=1, after=1), True, 1),
-        (AxisWindow(size=8, count=4, taps=3, step=2, dilation=1, before=1, after=1), False, 0),
-        (AxisWindow(size=7, count=4, taps=3, step=2, dilation=1, before=1, after=1), True, 1),
-        (AxisWindow(size=8, count=4, taps=1, step=2, dilation=1, before=0, after=0), True, -1),
-        (AxisWindow(size=8, count=8, taps=3, step=1, dilation=2, before=2, after=2), True, 2),
-        (AxisWindow(size=8, count=8, taps=2, step=1, dilation=1, before=1, after=0), False, 0),
-    ],
-)
-def test_same_is_recognised(window: AxisWindow, same: bool, needed: int):
-    assert window.is_same == same
-    assert window.needed == needed
-
-
-def test_averages_divide_as_torch_does():
-    window = AxisWindow(size=6, count=4, taps=3, step=2, dilation=1, before=1, after=1)
-    ones = torch.ones(1, 1, 6, 1)
-    for padding in (True, False):
-        how = {"ceil_mode": True, "count_include_pad": padding}
-        means = F.avg_pool2d(ones, (3, 1), (2, 1), (1, 0), **how).flatten()
-        sums = F.avg_pool2d(ones, (3, 1), (2, 1), (1, 0), ceil_mode=True, divisor_override=1).flatten()
-        assert torch.tensor(window.divisors(padding=padding)).tolist() == (sums / means).round().tolist()
-
-
-class Decoders(nn.Module):
-    """Transposed convs by name, each on the same maps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleDict(
-            {
-                "twice": nn.ConvTranspose2d(4, 6, 2, 2),
-                "even": nn.ConvTranspose2d(4, 6, 4, 2, 1, bias=False),
-                "odd": nn.ConvTranspose2d(4, 6, 3, 2, 1, output_padding=1),
-                "beyond": nn.ConvTranspose2d(4, 6, 3, 2, 0, output_padding=1),
-                "far_beyond": nn.ConvTranspose2d(4, 6, 1, 3, 0, output_padding=2),
-                "uneven": nn.ConvTranspose2d(4, 6, (5, 2), (3, 1), (2, 0), output_padding=(2, 0)),
-                "dilated": nn.ConvTranspose2d(4, 6, 3, 2, 2, dilation=(2, 3), output_padding=1),
-                "grouped": nn.Sequential(nn.ConvTranspose2d(4, 6, 4, 2, 1, groups=2), nn.ReLU()),
-                "depthwise": nn.ConvTranspose2d(4, 8, 3, 2, 1, groups=4),
-                "normalised": nn.Sequential(nn.ConvTranspose2d(4, 6, 4, 2, 1), nn.BatchNorm2d(6), nn.ReLU()),
-            }
-        )
-
-    def forward(self, image: Tensor) -> dict[str, Tensor]:
-        return {name: part(image) for name, part in self.parts.items()}
+def decoders() -> dict[str, nn.Module]:
+    return {
+        "twice": nn.ConvTranspose2d(4, 6, 2, 2),
+        "even": nn.ConvTranspose2d(4, 6, 4, 2, 1, bias=False),
+        "odd": nn.ConvTranspose2d(4, 6, 3, 2, 1, output_padding=1),
+        "beyond": nn.ConvTranspose2d(4, 6, 3, 2, 0, output_padding=1),
+        "far_beyond": nn.ConvTranspose2d(4, 6, 1, 3, 0, output_padding=2),
+        "uneven": nn.ConvTranspose2d(4, 6, (5, 2), (3, 1), (2, 0), output_padding=(2, 0)),
+        "dilated": nn.ConvTranspose2d(4, 6, 3, 2, 2, dilation=(2, 3), output_padding=1),
+        "grouped": nn.Sequential(nn.ConvTranspose2d(4, 6, 4, 2, 1, groups=2), nn.ReLU()),
+        "depthwise": nn.ConvTranspose2d(4, 8, 3, 2, 1, groups=4),
+        "normalised": nn.Sequential(nn.ConvTranspose2d(4, 6, 4, 2, 1), nn.BatchNorm2d(6), nn.ReLU()),
+    }
 
 
 @pytest.mark.parametrize(("precision", "most"), [("fp32", 1e-6), ("fp16", 5e-3)])
 def test_transposed_convs(tmp_path: Path, precision: str, most: float):
     torch.manual_seed(0)
-    net, image = Decoders().eval(), torch.randn(1, 4, 7, 6)
-    export(net, tmp_path / "net.tflite", example_input=image, dynamic=(), precision=precision)  # type: ignore[arg-type]
-    given = open_engine(tmp_path / "net.tflite")(image.numpy())
-    with torch.no_grad():
-        expected = net.double()(image.double())
-    errors = {name: difference(torch.from_numpy(given[name]).double(), right) for name, right in expected.items()}
-    assert max(errors.values()) < most, errors
+    net, image = Windows(decoders()).eval(), torch.randn(1, 4, 7, 6)
+    assert_file_computes_the_same(net, image, tmp_path / "net.tflite", most, precision=precision)
 
 
 @pytest.mark.parametrize(
@@ -249,6 +188,8 @@ def test_transposed_convs(tmp_path: Path, precision: str, most: float):
         (lambda x: F.interpolate(x, size=(9, 7), mode="bicubic"), "Resize .* interpolates by cubic"),
         (lambda x: x.cumsum(1), "CumSum .* has no translation here"),
         (lambda x: F.elu(x, 0.5), "Elu .* another alpha than 1"),
+        (nn.Conv1d(3, 2, 2), "Conv .* is 1-dimensional, and only 2 dimensions"),
+        (nn.ConvTranspose1d(3, 2, 2), "ConvTranspose .* is 1-dimensional, and only 2 dimensions"),
     ],
 )
 def test_others_are_refused_by_name(function, words: str, tmp_path: Path):
@@ -256,20 +197,6 @@ def test_others_are_refused_by_name(function, words: str, tmp_path: Path):
         def forward(self, x: Tensor) -> Tensor:
             return function(x)
 
+    net = nn.Sequential(nn.Flatten(2), function) if isinstance(function, nn.Module) else Called()
     with pytest.raises(LowRankError, match=f"cannot be written for LiteRT: {words}"):
-        export(Called(), tmp_path / "net.tflite", input_size=(3, 4, 4))
-
-
-@pytest.mark.parametrize(
-    ("layer", "kind"), [(nn.Conv1d(4, 6, 2), "Conv"), (nn.ConvTranspose1d(4, 6, 2), "ConvTranspose")]
-)
-def test_other_dimensions_are_refused(layer: nn.Module, kind: str, tmp_path: Path):
-    with pytest.raises(LowRankError, match=rf"LiteRT: {kind} \(0/.*\) is 1-dimensional, and only 2 dimensions"):
-        export(
-            nn.Sequential(layer).eval(), tmp_path / "net.tflite", example_input=torch.randn(1, 4, 8), dynamic=()
-        )
-
-
-def test_names_are_those_of_onnx():
-    schemas = pytest.importorskip("onnx.defs")
-    assert all(schemas.has(name) for name in OPERATORS)
+        export(net, tmp_path / "net.tflite", input_size=(3, 4, 4))

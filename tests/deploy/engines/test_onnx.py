@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from torch import nn
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.deploy.engines.onnx import OnnxRunner, node_macs
-from lowrank_cnn.deploy.export import export
+from lowrank_cnn.deploy.engines.request import request_for
+from lowrank_cnn.deploy.export import export, stored_of, write_request
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.schemes import build_conv
 
@@ -72,35 +74,18 @@ def test_macs_are_read_off_the_nodes(tmp_path: Path):
     assert sum(node_macs(tmp_path / "net.onnx").values()) == count(net, (3, 8, 8)).macs
 
 
-def test_a_damaged_file_and_an_unknown_opset_are_refused(tmp_path: Path):
-    (tmp_path / "net.onnx").write_bytes(b"not a network")
-    with pytest.raises(LowRankError, match="onnxruntime cannot read"):
-        OnnxRunner(tmp_path / "net.onnx")
-    for opset in (99, 0, -1, 10**21):
-        with pytest.raises(LowRankError, match="opset"):
-            export(nn.Conv2d(3, 4, 3), tmp_path / "other.onnx", input_size=(3, 8, 8), opset=opset)
+@pytest.mark.parametrize("opset", [99, 0, -1, 10**21])
+def test_an_unknown_opset_is_refused(opset: int, tmp_path: Path):
+    with pytest.raises(LowRankError, match="opset"):
+        export(nn.Conv2d(3, 4, 3), tmp_path / "net.onnx", input_size=(3, 8, 8), opset=opset)
 
 
-def test_a_global_max_pool_is_written(tmp_path: Path):
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveMaxPool2d(1), nn.Flatten())
-    assert (export(net, tmp_path / "net.onnx", input_size=(3, 9, 8)).error or 0) < 1e-5
-
-
-def test_average_pools_run_in_half_precision(tmp_path):
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AvgPool2d(3, stride=1), nn.Flatten(), nn.Linear(8 * 16, 2)).eval()
-    written = export(net, tmp_path / "net.onnx", input_size=(3, 8, 8), precision="fp16")
-    assert written.error is not None
-    assert written.error < 0.01
-
-
-def test_an_operation_that_onnx_lacks_is_named(tmp_path):
-    class Spectrum(nn.Module):
-        def forward(self, x):
-            return torch.linalg.svd(x)[1]
-
-    with pytest.raises(LowRankError, match=r"Spectrum cannot be written as ONNX: No ONNX .*svd"):
-        export(Spectrum(), tmp_path / "net.onnx", example_input=torch.randn(2, 3, 4, 4))
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize(
+    ("layer", "precision", "most"), [(nn.AdaptiveMaxPool2d(1), "fp32", 1e-5), (nn.AvgPool2d(3, 1), "fp16", 0.01)]
+)
+def test_pools_are_written(layer: nn.Module, precision, most: float, tmp_path: Path):
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), layer, nn.Flatten()).eval()
+    assert export(net, tmp_path / "net.onnx", input_size=(3, 9, 8), precision=precision).error < most
 
 
 class Standardised(nn.Module):
@@ -139,3 +124,16 @@ def test_what_cannot_be_written_with_free_sizes_is_told_to_fix_them(tmp_path):
     with pytest.raises(LowRankError, match=r"It may be with a fixed height and width: leave that out of dynamic"):
         export(net, path, input_size=(3, 8, 8), dynamic=("batch", "height", "width"))
     assert export(net, path, input_size=(3, 8, 8)).error < 1e-5
+
+
+def test_layers_in_float_keep_their_weights_in_int8(tiny: nn.Module, tmp_path: Path):
+    onnx = pytest.importorskip("onnx")
+    plain, request = request_for(stored_of(tiny, (3, 12, 12)))
+    samples = tuple((torch.randn(4, 3, 12, 12),) for _ in range(2))
+    request = replace(request, precision="int8", calibration=samples, in_float=("3",))
+    write_request(tmp_path / "net.onnx", request, plain)
+    model = onnx.load(tmp_path / "net.onnx")
+    made = {node.output[0]: node.op_type for node in model.graph.node}
+    kinds = [made.get(node.input[1], "float") for node in model.graph.node if node.op_type == "Conv"]
+    assert kinds == ["DequantizeLinear", "DequantizeLinear", "float"]
+    assert {row.key: row.value for row in model.metadata_props}["precision"] == "int8"
