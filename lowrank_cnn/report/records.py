@@ -484,8 +484,8 @@ def _benchmarked(
     """A whole network of ours, timed on images of its own size."""
     cost = _own_cost(name) if name in list_models() else None
     image, macs, params = (cost.input, cost.macs, cost.params) if cost else ((), None, None)
-    timing = TimedNetwork(path, NetworkId(name, image=image), device, runtime, batch, ms, macs, params)
-    return replace(timing, environment=made.environment())
+    network, environment = NetworkId(name, image=image), made.environment()
+    return TimedNetwork(path, network, device, runtime, batch, ms, macs, params, environment=environment)
 
 
 _own_cost = cache(count_by_name)
@@ -512,11 +512,6 @@ def read_gpu_models(values: Fields, path: str) -> Iterator[TimedNetwork]:
                     yield replace(timing, dense=dense, environment=run.environment())
 
 
-def _nothing(_values: Fields, _path: str) -> Iterator[Run]:
-    """A table that was made of runs, whose own records say more."""
-    yield from ()
-
-
 READERS: dict[str, Callable[[Fields, str], Iterator[Run | TimedNetwork]]] = {
     "training": read_training,
     "timing": read_timing,
@@ -524,8 +519,9 @@ READERS: dict[str, Callable[[Fields, str], Iterator[Run | TimedNetwork]]] = {
     "gpu-speed": read_gpu_speed,
     "gpu-models": read_gpu_models,
     "cpu-speed": read_cpu_speed,
-    "reproduction": _nothing,
-    "search": _nothing,
+    # Tables that were made of runs, whose own records say more.
+    "reproduction": lambda _values, _path: iter(()),
+    "search": lambda _values, _path: iter(()),
 }
 
 FIRST_STEP = "lowrank train nin-c3-lr --data digits --recipe digits --width 0.25 --out runs/first"
