@@ -88,7 +88,7 @@ def reproduce_command(
         how |= {"compile": "auto" if compile_ is None else compile_, "checkpoint_activations": recompute}
         changes = {"settings": parse_settings(settings or []), "keep_weights": weights}
         found = _reproduce(experiment, images, out, **chosen, **changes, **how)
-        # Show everything that is finished, whoever trained it, but name as missing only what was asked for.
+        # Show all finished runs, but list only missing runs of the selected parts and networks.
         found = replace(found, missing=build_table(experiment, out, **chosen).missing)
     if first_process():
         if not (parts or networks):  # the saved table is that of everything

@@ -1,4 +1,4 @@
-"""What the filters of a network are like: their shapes, their singular values, and what they see of an image."""
+"""The filters of a network: their shapes, their singular values and their receptive field."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lowrank_cnn.models.build import name_of
 def first_filters(network: nn.Module) -> list[tuple[str, Tensor]]:
     """The filters [n, channels, height, width] of the first conv, titled, and the dense filters they equal.
 
-    Of a chain of convs only those are shown that see the channels of the image.
+    Of a chain of convs, only those that see the channels of the image are listed.
     """
     kinds = (FactoredConv2d, CompositeConv2d, nn.Conv2d)
     conv = next((module for module in network.modules() if isinstance(module, kinds)), None)

@@ -1,4 +1,4 @@
-"""What the paper's text claims about its networks, as data, and how runs answer the claims about accuracy.
+"""The claims of the paper's text as data, and how runs answer those about accuracy.
 
 Absolute accuracies on another data set cannot be compared with the published ones; differences can. The standard
 error of a gap comes from the spread over seeds. Two or three seeds of one network say little about that spread, so

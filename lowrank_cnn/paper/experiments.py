@@ -18,11 +18,11 @@ PLACES = ("vgg11-gmp", "vgg11-gmp-sf", "vgg11-gmp-lr-join", "vgg11-gmp-lr")
 class ExperimentPart:
     """A table of an experiment: networks by variants of one recipe, each over several seeds.
 
-    variants: a label, and what it changes of the recipe and of the network.
-    own: what single networks have of their own in the same way, and "recipe" for another recipe.
-    as_costly_as: give networks as many more epochs as make them cost as many MACs as this one.
+    variants: labels, each with its changes to the recipe and the network.
+    own: changes for single networks; "recipe" names another recipe.
+    as_costly_as: train cheaper networks for more epochs, up to the MACs of this one.
     tables: the published tables that it is compared with.
-    note: what must be known to read it.
+    note: a remark that readers of the table need.
     """
 
     networks: tuple[str, ...]
@@ -44,7 +44,7 @@ class ExperimentLine:
     variant: str
 
     def directory(self, out: Path, seed: int) -> Path:
-        """Where its run with this seed lives."""
+        """The folder of its run with this seed."""
         variant = self.variant.replace(", ", "-").replace(" ", "-")
         return out / self.part / "-".join(filter(None, [self.network, variant, f"seed{seed}"]))
 

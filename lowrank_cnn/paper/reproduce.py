@@ -1,4 +1,4 @@
-"""Run an experiment of the paper: train what is not trained yet, go on where a run was cut, write the table.
+"""Run an experiment of the paper: start missing runs, resume interrupted ones, write the table.
 
 A run lives in a directory of its own, named after its network, variant and seed. It uses the test set once, at
 its end: decisions on the way are made on training images that are held out.
@@ -70,7 +70,7 @@ class AccuracyRow:
         return stdev(self.top1) if len(self.top1) > 1 else None
 
     def scores(self, measure: str) -> Scores | None:
-        """What is compared with the paper; None where it states nothing, or the records lack the measure."""
+        """Our figures beside the published ones; None if the paper or the records lack the measure."""
         stated = {"top1": self.published, "top5": self.published_top5}
         ours = getattr(self, measure)
         if not ours or (measure in stated and stated[measure] is None):
@@ -155,7 +155,7 @@ def build_table(
 
 
 def _distinct(made_with: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """What runs were made with, oldest first: the newest of each code, device and torch."""
+    """The environments of runs, oldest first: the newest for each commit, device and torch."""
     ordered = sorted(made_with, key=lambda known: known["date"])
     return tuple(
         {tuple(known.get(key) for key in ("commit", "gpu", "cpu", "torch")): known for known in ordered}.values()

@@ -51,7 +51,7 @@ from lowrank_cnn.report.trade import TradePoint, our_point, published_point, tra
 
 @dataclass(frozen=True)
 class FigureOptions:
-    """What a figure is drawn from: the records of runs, or networks with what to call them.
+    """The input of a figure: records of runs, or networks, each with its title.
 
     `seed` is that of the random images that a receptive field is averaged over.
     """
@@ -282,7 +282,7 @@ def mosaic(weight: Tensor) -> Tensor:
     absent = (shown == 0).all(dim=1, keepdim=True)
     tiles = torch.where(absent, 1.0, ZERO * (1 + shown / largest))
     n, _, height, width = tiles.shape
-    # Upright filters stand in more columns, so that every mosaic comes out about square.
+    # Vertical filters need more columns for a mosaic that is about square.
     columns = min(n, math.ceil(math.sqrt(n * (height + 1) / (width + 1))))
     tiles = F.pad(tiles, (0, 1, 0, 1, 0, 0, 0, -n % columns), value=1.0)
     tiles = tiles.reshape(-1, columns, 3, height + 1, width + 1).permute(0, 3, 1, 4, 2)
@@ -464,6 +464,7 @@ def draw_figure(name: str, out: str | Path, options: FigureOptions | None = None
 
     Example:
         >>> draw_figure("vgg", "vgg.svg")  # doctest: +SKIP
+        >>> draw_figure("filters", "f.svg", FigureOptions(networks=[("mine", network)]))  # doctest: +SKIP
     """
     if name not in FIGURES:
         raise LowRankError(f"there is no figure {name!r}; {nearest(name, FIGURES)}")

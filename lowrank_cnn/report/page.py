@@ -106,7 +106,7 @@ def _card(title: str, result: NetworkResult) -> dict[str, Any]:
 
 
 def certainty(gap: float, reach: float | None) -> tuple[str, str]:
-    """What an interval over seeds says about a gap in accuracy, and its mood."""
+    """A verdict on a gap in accuracy from its interval over seeds, and its mood."""
     if reach is None:
         return "Too few seeds: the gap may be chance", "quiet"
     if gap - reach > 0:

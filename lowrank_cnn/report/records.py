@@ -41,7 +41,7 @@ MOST_WORST = 20
 
 @dataclass(frozen=True)
 class NetworkId:
-    """Which network a record is about: its name, and the options that change its cost.
+    """The network of a record: its name, and the options that change its cost.
 
     `base` is the name of the network that it was converted from, if it was.
     """
@@ -68,12 +68,12 @@ class NetworkId:
 
 @dataclass(frozen=True)
 class AnswerDetails:
-    """What `result["details"]` of a record holds, as counts that can be added up over runs.
+    """The field `result["details"]` of a record, as counts that can be added up over runs.
 
     `per_class` [classes, 2] has the images and the right answers of each class. `confusion` [true class, predicted
     class] counts images; it is empty where the record has no matrix. `bins` [bins, 3] has the images, the sum of
-    their confidences and the right answers, by rising confidence. `pairs` are a class, what it was taken for, and
-    how often.
+    their confidences and the right answers, by rising confidence. `pairs` are a true class, the
+    predicted class, and the number of images.
     """
 
     classes: tuple[str, ...]
@@ -170,7 +170,7 @@ class SkippedFile:
 
 @dataclass
 class Records:
-    """What `read_records` found: training runs, timings, and the files that it skipped, each with the reason.
+    """The result of `read_records`: training runs, timings, and the files that it skipped, each with the reason.
 
     `elsewhere` are files that another command shows, each with that command.
     """
@@ -284,7 +284,7 @@ def _epoch(row: Fields) -> Epoch:
 
 
 def _dense(result: Fields, built: NetworkId) -> dict[str, int] | None:
-    """What the record says of the unconverted network; one that never speaks of it was not converted."""
+    """The cost of the unconverted network. A record without the field is of a network that was not converted."""
     if (built.base or built.name) in list_models():  # by its name, all is known
         return None
     if "dense" not in result and built.base is None:
@@ -549,14 +549,14 @@ def _files(path: Path) -> Iterator[Path]:
         of_checkpoint = file.with_suffix(".safetensors").exists()
         beside = file.name in ("recipe.json", "shape_costs.json", "shapes.json")
         of_run = beside and (file.parent / "record.json").exists()
-        # What `reproduce` keeps of a finished run.
+        # `reproduce` keeps a network beside the record of a finished run.
         of_network = file.name == CONFIG and (file.parent / WEIGHTS).exists()
         if file.is_file() and not (of_checkpoint or of_run or of_network):
             yield file
 
 
 def _read_into(records: Records, file: Path) -> None:
-    """Add the records of a file, which holds one or an array of them. What does not fit is skipped here."""
+    """Add the records of a file, which holds one or an array of them. Records that do not fit are skipped here."""
 
     @contextmanager
     def skipping() -> Iterator[None]:
@@ -613,7 +613,7 @@ def _read_value(records: Records, value: object, file: Path) -> None:
 
 
 def _kind_by_fields(values: Fields) -> str | None:
-    """What `lowrank time --json` prints (timings in one environment), and benchmarks that name no kind."""
+    """The kind of a record that names none: the output of `lowrank time --json`, and older benchmarks."""
     if values.values.keys() >= {"runtime", "device", "layers", "total"}:
         return "timing"
     return "cpu-speed" if values.list("batches") else "timings" if values.list("timings") else None
@@ -656,7 +656,7 @@ def trained_label(data: str, recipe: str) -> str:
 def data_name(data: Fields) -> str:
     """A data set is called by its folder, which may be any; CIFAR-10 is known by its classes and their images.
 
-    A part of a known set is another: its accuracies stand beside no published ones.
+    A part of a known set gets a name of its own: its accuracies cannot be compared with published ones.
     """
     name, sizes = data.text("name") or "unnamed data", (data.whole("train"), data.whole("test"))
     if tuple(data.list("classes")) == CIFAR10_CLASSES and sizes == _WHOLE["CIFAR-10"]:
@@ -668,6 +668,6 @@ def data_name(data: Fields) -> str:
 
 
 def _data_identity(data: Fields) -> str:
-    """What tells data apart, whatever it is called: its digest, or else its classes and numbers of images."""
+    """An identity of the images that does not depend on their name: a digest, or classes and image counts."""
     classes = zlib.crc32(repr([str(name) for name in data.list("classes")]).encode())
     return data.text("digest") or f"{classes} {data.whole('train')} {data.whole('test')}"

@@ -107,7 +107,7 @@ class NetworkResult:
 
     @property
     def dense(self) -> Mapping[str, int] | None:
-        """What a network that is not ours cost before it was converted; None where that is not known."""
+        """The cost of a foreign network before it was converted; None if it is unknown."""
         return next((record.dense for record in self.runs or self.timings if record.dense is not None), None)
 
     @property
@@ -146,7 +146,7 @@ def is_twin(entry: NetworkResult) -> bool:
 
 
 def identity(built: NetworkId) -> tuple[str, ...]:
-    """What tells networks of our own apart."""
+    """The name and options that identify one of our networks."""
     options = (built.scheme, built.norm, built.stride, built.image)
     return (built.name, f"{built.width:g}", *map(str, options))
 
@@ -213,7 +213,7 @@ def _find_twin(
 ) -> NetworkResult | None:
     """The twin trained with the same settings; if there is none, one that differs in a few of them.
 
-    Networks that are not ours may share a name: the twin is the one whose cost the entry tells.
+    Foreign networks may share a name: the twin must have the cost that the entry states.
     """
     if not twin_known(entry):
         return None
@@ -366,7 +366,7 @@ def _told_apart(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
 
 
 def _distinct(alike: Sequence[NetworkResult]) -> list[str]:
-    """What tells entries of one name apart: their settings, and what else it takes."""
+    """Words that distinguish entries of one name: their settings, then image size and cost if needed."""
     facts = [_facts(entry) for entry in alike]
     words: list[str] = []
     for shown, usual in ((0, _USUAL), *((shown, {}) for shown in range(4))):

@@ -1,4 +1,4 @@
-"""What all charts share: colours, the look of axes, placing labels, and writing a chart to a file.
+"""Shared by all charts: colours, axes, the placing of labels, and writing a chart to a file.
 
 A chart is a Vega-Lite specification with its data. The page hands it to Vega in the browser; figures go through
 vl-convert, which runs the same Vega without a browser. Vega-Lite cannot keep labels from overlapping, Vega can:
