@@ -44,7 +44,6 @@ from benchmarks.jpeg_ways import (
 from lowrank_cnn.core.environment import environment
 from lowrank_cnn.data import Augment, Standardize, StreamedLoader, StreamedSplit, open_data
 from lowrank_cnn.data.types import Decode
-from lowrank_cnn.paper.experiments import idle_share
 
 
 def per_core(work: Decoder, images: list[bytes], repeats: int) -> dict[str, float]:
@@ -147,7 +146,7 @@ def loader_rates(split: StreamedSplit, arguments: argparse.Namespace, decode: De
 def idle_shares(fed_at: dict[str, float], demands: dict[str, float]) -> dict[str, float]:
     """How much a GPU waits that is fed by the fastest of these loaders, by what it trains."""
     fed = max(fed_at.values(), default=0.0)
-    return {name: idle_share(supply=fed, demand=demand) for name, demand in demands.items()}
+    return {name: max(0.0, 1 - fed / demand) for name, demand in demands.items()}
 
 
 def shown(title: str, name: str, row: dict[str, float]) -> dict[str, float]:

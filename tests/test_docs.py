@@ -91,7 +91,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv(cache, str(tmp_path / "cache"))
     monkeypatch.setattr("lowrank_cnn.deploy.timing.time_model", partial(time_model, repeats=3))
     monkeypatch.setattr("lowrank_cnn.cli.demo.WIDTH", 0.05)
-    monkeypatch.setattr("lowrank_cnn.report.network_figures.PIXELS", 160**2)
+    monkeypatch.setattr("lowrank_cnn.models.filters.PIXELS", 160**2)
     monkeypatch.setattr("lowrank_cnn.open_data", open_few)
     monkeypatch.setattr("torch.compile", partial(torch.compile, backend="aot_eager"))  # Inductor starts a compiler
     before = set(sys.modules)
@@ -157,6 +157,7 @@ def test_what_a_page_shows_runs_from_top_to_bottom(page: Path, folder: Path):
         if item.python:
             run_python(item.python, page, names)
         elif "/" not in item.command[0]:  # else a listing of files
+            assert item.command[0] in PROGRAMS, item.command
             PROGRAMS[item.command[0]](item.command)
 
 

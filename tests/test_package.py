@@ -13,7 +13,7 @@ import pytest
 import lowrank_cnn
 
 ROOT = Path(__file__).parents[1]
-BLOCKED = ["pyarrow", "PIL", "lightning_fabric", "tensorboard", "huggingface_hub", "mlxtend", "matplotlib", "onnx"]
+BLOCKED = ["pyarrow", "PIL", "lightning_fabric", "tensorboard", "huggingface_hub", "mlxtend", "onnx"]
 BLOCKED += ["onnxruntime", "triton", "typer", "rich", "safetensors", "scipy"]
 
 IMPORT_BARE = """

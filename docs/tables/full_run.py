@@ -1,4 +1,9 @@
-"""The arithmetic of a full run."""
+"""The arithmetic of a full run: how many hours on how many GPUs, and which part bounds it.
+
+A step takes as long as the slowest of three things that run at the same time: the device computes its share of the
+batch, the cores beside it decode the next one, and gradients are exchanged (a ring: twice the weights through each
+link) while the backward pass makes them. What a small share of the batch costs in efficiency is not in it.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +11,33 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from tables.form import NOT_MEASURED, JsonRecord, from_record, markdown, record, source
+
+from lowrank_cnn.models import create_model
+from lowrank_cnn.paper.experiments import EXPERIMENTS
+from lowrank_cnn.train import get_recipe
 
 FULL = ("vgg11-gmp", "vgg11-gmp-lr")
 RATED = {"ilsvrc": "", "places": "/2"}
 """How `gpu_speed.json` names the networks of an experiment: those of Places have a stride of 2."""
 BATCH = 256
+IMAGES = {"ilsvrc": 1_281_167, "places": 2_448_873}
+"""Training images."""
+CLASSES = {"ilsvrc": 1000, "places": 205}
+GPUS = (1, 8, 64)
+CORES = 16
+"""That decode for each device."""
+NODE = 8
+"""Devices of one machine."""
+WITHIN, BETWEEN = 300e9, 40e9
+"""Bytes per second that an exchange moves per device: within a machine of such GPUs, and between several."""
+BYTES_PER_GRADIENT = 4
 
 
 @from_record("input_pipeline.json")
 def full_run(found: JsonRecord) -> str:
     """Hours of a full run on 1, 8 and 64 GPUs, part by part."""
-    from lowrank_cnn.paper.experiments import BETWEEN, CORES, IMAGES, NODE, WITHIN
-
     machine = _beside_a_gpu(found["machines"])
     speed = record("gpu_speed.json")
     decode = {kind: machine["rows"][kind]["worker"]["images_per_second"] for kind in ("mosaic", "shrunk")}
@@ -57,18 +76,27 @@ def _step_times(run: dict[str, Any], network: str) -> list[float]:
 
 
 def _hours(experiment: str, network: str, rate: float | None, decode: dict[str, float]) -> Iterator[list[object]]:
-    from lowrank_cnn.paper.experiments import CORES, GPUS, Supply, demand_of
-    from lowrank_cnn.paper.experiments import full_run as run_on
-
-    demand = demand_of(experiment, network)
+    """At most: all epochs of the paper's recipe, on the images that are not held out."""
+    part = EXPERIMENTS[experiment]["paper"]
+    recipe = get_recipe(str(part.own.get(network, {}).get("recipe", part.recipe)))
+    with torch.device("meta"):
+        net = create_model(network, num_classes=CLASSES[experiment])
+    gradients = BYTES_PER_GRADIENT * sum(parameter.numel() for parameter in net.parameters())
+    steps = recipe.epochs * (round(IMAGES[experiment] * (1 - recipe.holdout)) // recipe.batch_size)
     for gpus in GPUS:
-        runs = [
-            run_on(demand, Supply(rate or math.inf, decode[kind], CORES), gpus) for kind in ("mosaic", "shrunk")
-        ]
-        parts = runs[0].compute if rate else None, runs[0].decode, runs[1].decode, runs[0].exchange
-        cells = [NOT_MEASURED if part is None else _long(part) for part in parts]
-        ends = [cell for run in runs for cell in (f"**{_long(run.hours)}**", run.bound)]
-        yield [experiment, f"`{network}`", gpus, *cells, *(ends if rate else [NOT_MEASURED, "", NOT_MEASURED, ""])]
+        share, link = recipe.batch_size / gpus, WITHIN if gpus <= NODE else BETWEEN
+        # In a ring of devices each passes on all but its own part of the gradients, twice.
+        times = {"compute": share / (rate or math.inf), "exchange": 2 * (gpus - 1) / gpus * gradients / link}
+        times |= {kind: share / (decode[kind] * CORES) for kind in ("mosaic", "shrunk")}
+        hours = {name: steps * seconds / 3600 for name, seconds in times.items()}
+        cells = [_long(hours[name]) for name in ("compute", "mosaic", "shrunk", "exchange")]
+        ends = []
+        for kind in ("mosaic", "shrunk"):
+            bound = max(("compute", kind, "exchange"), key=lambda name: hours[name])
+            ends += [f"**{_long(hours[bound])}**", "decode" if bound == kind else bound]
+        if not rate:
+            cells[0], ends = NOT_MEASURED, [NOT_MEASURED, "", NOT_MEASURED, ""]
+        yield [experiment, f"`{network}`", gpus, *cells, *ends]
 
 
 def _long(hours: float) -> str:

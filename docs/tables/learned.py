@@ -15,7 +15,7 @@ from lowrank_cnn.choose.verdict import NO, YES
 from lowrank_cnn.method.finalize_shapes import LearnedShapes
 from lowrank_cnn.method.schemes import parse_scheme
 from lowrank_cnn.models import create_model
-from lowrank_cnn.report.charts import shapes_spec
+from lowrank_cnn.report.figures import shapes_spec
 from lowrank_cnn.report.style import save_charts
 from lowrank_cnn.report.trade import DENSE, LEARNED, LOW_RANK, TradePoint, trade_chart, trade_spec
 

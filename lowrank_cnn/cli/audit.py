@@ -57,7 +57,7 @@ def audit_command(runs: Runs = None, as_json: Json = False) -> None:
 
 def _audit_runs(runs: Runs) -> list[Finding]:
     from lowrank_cnn.paper.audit import audit
-    from lowrank_cnn.report.reading import read_records, require_records
+    from lowrank_cnn.report.records import read_records, require_records
     from lowrank_cnn.report.results import accuracies, layer_times
 
     records = read_records(runs or [])

@@ -13,6 +13,8 @@ from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.files import followed
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from lowrank_cnn.report.records import Records
 
 DEFAULT_RUNS = Path("runs")
@@ -35,7 +37,7 @@ def report_command(
       lowrank report runs -o report.html
     """
     from lowrank_cnn.report.page import found_in, write_page
-    from lowrank_cnn.report.reading import read_records, require_records, shown_elsewhere
+    from lowrank_cnn.report.records import read_records, require_records, shown_elsewhere
 
     printed = _is_printed(out, as_json)
     paths = runs or [DEFAULT_RUNS]
@@ -81,9 +83,8 @@ def figure_command(
       lowrank figure filters --model nin-c3-lr --pretrained cifar10 -o filters.svg
       lowrank figure shapes --checkpoint runs/own --into model.py:make -o shapes.svg
     """
-    from lowrank_cnn.cli.source import find_into
-    from lowrank_cnn.report.figures import TRADE_FIGURES, FigureOptions, draw_figure
-    from lowrank_cnn.report.reading import read_records
+    from lowrank_cnn.report.figures import FIGURES, TRADE_FIGURES, FigureOptions, draw_figure
+    from lowrank_cnn.report.records import read_records
 
     if name is None:
         return _list_figures(as_json)
@@ -94,9 +95,12 @@ def figure_command(
         raise LowRankError(f"there is no record in {' or '.join(map(str, runs or []))} to draw from.")
     if into and checkpoint is None:
         raise LowRankError("--into names the network of a checkpoint: give --checkpoint as well.")
-    unconverted = find_into(into, checkpoint) if checkpoint else None
-    options = FigureOptions(records, model, checkpoint, seed, pretrained, unconverted)
-    draw_figure(name, followed(place), options)
+    kind, networks = FIGURES.get(name), []
+    if model or checkpoint or pretrained or (kind and kind.network):
+        networks = [_network(model, kind.network if kind else "", seed, pretrained, checkpoint, into)]
+    if kind and kind.twin:
+        networks = [*_twin(networks[0][1], seed, pretrained), *networks]
+    draw_figure(name, followed(place), FigureOptions(records, networks, seed))
     if as_json:
         return print_json({"figure": name, "file": str(place)})
     if not printed:
@@ -111,6 +115,57 @@ def _is_printed(out: Path, as_json: bool) -> bool:
     if (printed := str(out) == "-") and as_json:
         raise LowRankError("--json and -o - both write to standard output: give one of them.")
     return printed
+
+
+def _network(
+    model: str | None, default: str, seed: int, pretrained: str | None, checkpoint: Path | None, into: str | None
+) -> tuple[str, nn.Module]:
+    """The network of a figure, with what to call it; untrained if only its name is given."""
+    from lowrank_cnn.cli.source import find_into
+    from lowrank_cnn.core.notes import note
+    from lowrank_cnn.models.build import name_of
+    from lowrank_cnn.train.evaluate import load_checkpoint
+
+    if checkpoint is None:
+        return _named(model or default, seed, pretrained)
+    if model:
+        raise LowRankError("give a model's name or a checkpoint, not both.")
+    if pretrained:
+        raise LowRankError("a checkpoint has its own weights: give it or --pretrained, not both.")
+    trained = load_checkpoint(checkpoint, network=find_into(into, checkpoint))
+    note(trained.network, input_size=trained.input_size)
+    return f"{name_of(trained.network)}, trained", trained.network.eval()
+
+
+def _named(name: str, seed: int, pretrained: str | None) -> tuple[str, nn.Module]:
+    import torch
+
+    from lowrank_cnn.models import create_model
+    from lowrank_cnn.report.records import data_label
+
+    if pretrained:
+        label = f"{name}, trained on {data_label(pretrained)}"
+        return label, create_model(name, pretrained=pretrained).eval()
+    torch.manual_seed(seed)
+    return f"{name}, as initialised", create_model(name)
+
+
+def _twin(network: nn.Module, seed: int, pretrained: str | None) -> list[tuple[str, nn.Module]]:
+    """The dense twin, trained if there are weights of it; none for a network that is dense itself."""
+    import torch
+
+    from lowrank_cnn.core.notes import note, notes
+    from lowrank_cnn.models import list_pretrained
+    from lowrank_cnn.models.build import dense_twin, name_of
+
+    torch.manual_seed(seed)
+    twin = dense_twin(network)
+    if twin is None:
+        return []
+    if pretrained and (name_of(twin), pretrained) in list_pretrained():
+        return [_named(name_of(twin), seed, pretrained)]
+    note(twin, input_size=notes(network).input_size)
+    return [(f"{name_of(twin)}, as initialised", twin)]
 
 
 def _print_left_out(records: Records) -> None:

@@ -35,6 +35,7 @@ from lowrank_cnn.core.text import counted, si
 
 if TYPE_CHECKING:
     from lowrank_cnn.data import Data
+    from lowrank_cnn.paper.claims import ClaimAnswer
     from lowrank_cnn.paper.reproduce import AccuracyRow, Comparison, ExperimentTable
 
 MEASURES = {"top1": "top-1", "top5": "top-5", "overfit": "over-fitting"}
@@ -87,7 +88,7 @@ def reproduce_command(
         how |= {"compile": "auto" if compile_ is None else compile_, "checkpoint_activations": recompute}
         changes = {"settings": parse_settings(settings or []), "keep_weights": weights}
         found = _reproduce(experiment, images, out, **chosen, **changes, **how)
-        # Show everything that is finished, whoever trained it, but name as missing only what was asked for.
+        # Show all finished runs, but list only missing runs of the selected parts and networks.
         found = replace(found, missing=build_table(experiment, out, **chosen).missing)
     if first_process():
         if not (parts or networks):  # the saved table is that of everything
@@ -174,13 +175,13 @@ def _print_comparison(comparison: Comparison) -> None:
         columns = ("as published?", "MACs", "paper", "ours", "<verdict")
         print_table(f"{name}: gaps in {measure}, in points", columns, lines)
     agreed = comparison.order
-    if agreed["pairs"]:
-        rank = "" if agreed["rank_correlation"] is None else f"; rank correlation {agreed['rank_correlation']:.2f}"
-        told = f"{agreed['alike']} of {counted(agreed['pairs'], 'pair')} of networks in the published order"
+    if agreed.pairs:
+        rank = "" if agreed.rank_correlation is None else f"; rank correlation {agreed.rank_correlation:.2f}"
+        told = f"{agreed.alike} of {counted(agreed.pairs, 'pair')} of networks in the published order"
         console.print(f" {name}, {measure}: {told}{rank}.", soft_wrap=True)
 
 
-def _gap_line(gap: dict[str, Any]) -> tuple[object, ...]:
-    error = f" ± {gap['half_width']:.2f}" if gap["half_width"] is not None else ""
-    published = "" if gap["published"] is None else f"{gap['published']:+.2f}"
-    return gap["question"], f"x {gap['mac_ratio']:.2f}", published, f"{gap['ours']:+.2f}{error}", gap["verdict"]
+def _gap_line(gap: ClaimAnswer) -> tuple[object, ...]:
+    error = f" ± {gap.half_width:.2f}" if gap.half_width is not None else ""
+    published = "" if gap.published is None else f"{gap.published:+.2f}"
+    return gap.question, f"x {gap.mac_ratio:.2f}", published, f"{gap.ours:+.2f}{error}", gap.verdict

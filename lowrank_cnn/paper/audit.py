@@ -265,7 +265,7 @@ def _note(row: Published, quantity: str) -> str:
 
 
 def _check_figure(stated: float, runs: tuple[float, ...]) -> tuple[str, str, str]:
-    """What our runs give for a published accuracy, the verdict, and how it was reached."""
+    """The accuracy of our runs beside a published one, the verdict, and the reason."""
     if not runs:
         return "", UNTESTED, ""
     gap = round(100 * (mean(runs) - stated), 6)

@@ -1,4 +1,4 @@
-"""What the paper's text claims about its networks, as data, and how runs answer the claims about accuracy.
+"""The claims of the paper's text as data, and how runs answer those about accuracy.
 
 Absolute accuracies on another data set cannot be compared with the published ones; differences can. The standard
 error of a gap comes from the spread over seeds. Two or three seeds of one network say little about that spread, so
@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import fmean
-from typing import Any
 
 from lowrank_cnn.core.numbers import holm, pearson, pooled_deviation, student_p, student_t
 
@@ -142,7 +141,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class ClaimAnswer:
-    """The answer to one claim. ClaimAnswers, the standard error and the 95% half-width are percentage points.
+    """The answer to one claim. Gaps, the standard error and the 95% half-width are percentage points.
 
     `error` and `half_width` are None for single seeds. `p` is the smaller of the one-sided p-values of "holds" and
     "does not hold", after correction. `mac_ratio` is what the network costs here, divided by its base.
@@ -160,9 +159,6 @@ class ClaimAnswer:
     p: float | None
     verdict: str
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class RankAgreement:
@@ -173,9 +169,6 @@ class RankAgreement:
     alike: int
     rank_correlation: float | None
     linear_correlation: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def answer_claims(scores: Mapping[str, Sequence[Scores]]) -> dict[str, list[ClaimAnswer]]:
@@ -212,7 +205,9 @@ def _gaps(measure: str, scores: Sequence[Scores]) -> list[ClaimAnswer]:
 def _gap(claim: AccuracyClaim, one: Scores, base: Scores, scores: Sequence[Scores]) -> ClaimAnswer:
     """The uncorrected answer: `p` is what one claim alone would give."""
     ours = 100 * (fmean(one.ours) - fmean(base.ours))
-    stated = None if None in (one.published, base.published) else 100 * (one.published - base.published)  # type: ignore[operator]
+    stated = None
+    if one.published is not None and base.published is not None:
+        stated = 100 * (one.published - base.published)
     error, freedom = standard_error(one, base, scores)
     p, verdict = (None, UNDECIDED) if error is None else _one_sided(claim.expected, ours, error, freedom)
     half_width = None if error is None else error * student_t(0.975, freedom)

@@ -1,4 +1,4 @@
-"""Run an experiment of the paper: train what is not trained yet, go on where a run was cut, write the table.
+"""Run an experiment of the paper: start missing runs, resume interrupted ones, write the table.
 
 A run lives in a directory of its own, named after its network, variant and seed. It uses the test set once, at
 its end: decisions on the way are made on training images that are held out.
@@ -8,7 +8,7 @@ Several processes may share the work, with the same directory for all: each take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
@@ -25,7 +25,7 @@ from lowrank_cnn.data import Data
 from lowrank_cnn.method.count import count
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.hub import save_pretrained
-from lowrank_cnn.paper.claims import Scores, answer_claims, rank_agreement
+from lowrank_cnn.paper.claims import ClaimAnswer, RankAgreement, Scores, answer_claims, rank_agreement
 from lowrank_cnn.paper.experiments import CLASSES, ExperimentLine, ExperimentPart, lines, parts_of
 from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.train import fit, get_recipe
@@ -70,7 +70,7 @@ class AccuracyRow:
         return stdev(self.top1) if len(self.top1) > 1 else None
 
     def scores(self, measure: str) -> Scores | None:
-        """What is compared with the paper; None where it states nothing, or the records lack the measure."""
+        """Our figures beside the published ones; None if the paper or the records lack the measure."""
         stated = {"top1": self.published, "top5": self.published_top5}
         ours = getattr(self, measure)
         if not ours or (measure in stated and stated[measure] is None):
@@ -88,8 +88,8 @@ class Comparison:
     part: str
     variant: str
     measure: str
-    order: dict[str, Any]
-    gaps: tuple[dict[str, Any], ...]
+    order: RankAgreement
+    gaps: Sequence[ClaimAnswer]
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,7 @@ class ExperimentTable:
             scores = {m: [score for row in mine if (score := row.scores(m))] for m in MEASURES}
             for measure, gaps in answer_claims(scores).items():
                 if len(scores[measure]) > 1:
-                    agreement = rank_agreement(scores[measure]).to_dict()
-                    yield Comparison(part, variant, measure, agreement, tuple(gap.to_dict() for gap in gaps))
+                    yield Comparison(part, variant, measure, rank_agreement(scores[measure]), gaps)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -156,7 +155,7 @@ def build_table(
 
 
 def _distinct(made_with: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """What runs were made with, oldest first: the newest of each code, device and torch."""
+    """The environments of runs, oldest first: the newest for each commit, device and torch."""
     ordered = sorted(made_with, key=lambda known: known["date"])
     return tuple(
         {tuple(known.get(key) for key in ("commit", "gpu", "cpu", "torch")): known for known in ordered}.values()
@@ -239,16 +238,6 @@ NETWORK = "network"
 """The folder in a finished run's directory with the network to use, share and fine-tune."""
 
 
-@dataclass(frozen=True)
-class TrainingTask:
-    """One network to train, by one recipe."""
-
-    line: ExperimentLine
-    seed: int
-    recipe: Recipe
-    options: Mapping[str, Any]
-
-
 def reproduce(
     experiment: str,
     data: Data,
@@ -268,81 +257,68 @@ def reproduce(
     once it has finished; how goes to `fit` (device, compile, progress, ...). The table is that of everything in
     `out`. A run whose loss is not finite is said, and the others go on.
     """
-    bench, known = ExperimentBench(data, Path(out), keep_weights, say, how), parts_of(experiment)
+    out, known = Path(out), parts_of(experiment)
     if len(data.classes) != CLASSES.get(experiment, len(data.classes)):
         raise LowRankError(f"{experiment} has {CLASSES[experiment]} classes; {data.name} has {len(data.classes)}.")
     for line in lines(experiment, parts, networks):
         part = known[line.part]
-        task = bench.prepared(line, part, settings or {})
+        recipe, options = prepare(line, part, settings or {}, data)
         for seed in range(1, 1 + (part.seeds if seeds is None else seeds)):
-            bench.train(replace(task, seed=seed))
+            directory = below(out, line.directory(out, seed))
+            try:
+                with locked(directory):
+                    _check_made_by(recipe, directory)
+                    told = f"seed {seed}, {counted(recipe.epochs, 'epoch')}"
+                    say(f"{line.part}: {line.network} {line.variant} {told}")
+                    torch.manual_seed(seed)
+                    network = build(line.network, recipe, options, data)
+                    record = _train(network, data, recipe, directory, keep_weights, seed=seed, **how)
+                    say(f"  top-1 {100 * record.result['top1']:.2f}% in {record.result['seconds']:.0f} s")
+            except HeldError:  # another process is at it
+                continue
+            except NotFiniteError as error:
+                say(f"  failed: {error}")
         if first_process():
-            build_table(experiment, out, seeds=seeds).save(Path(out))
+            build_table(experiment, out, seeds=seeds).save(out)
     return build_table(experiment, out, seeds=seeds)
 
 
-@dataclass(frozen=True)
-class ExperimentBench:
-    """Where runs are made: on which images, into which directory, how."""
+def prepare(
+    line: ExperimentLine, part: ExperimentPart, settings: Mapping[str, object], data: Data
+) -> tuple[Recipe, dict[str, object]]:
+    """The recipe of a line, and the options of its network."""
+    wanted = {**part.own.get(line.network, {}), **part.variants[line.variant], **settings}
+    name = str(wanted.pop("recipe", part.recipe))
+    options = {key: _read(key, wanted.pop(key)) for key in NETWORK_OPTIONS if key in wanted}
+    recipe = get_recipe(name, **wanted)
+    if part.as_costly_as:  # as many more epochs as the network is cheaper
+        dear, own = (macs(network, recipe, options, data) for network in (part.as_costly_as, line.network))
+        recipe = replace(recipe, epochs=round(recipe.epochs * dear / own))
+    return recipe, options
 
-    data: Data
-    out: Path
-    keep_weights: bool
-    say: Callable[[str], None]
-    how: Mapping[str, Any]
 
-    def prepared(self, line: ExperimentLine, part: ExperimentPart, settings: Mapping[str, object]) -> TrainingTask:
-        """A line of the table before its seeds: the recipe and the network's options, resolved."""
-        wanted = {**part.own.get(line.network, {}), **part.variants[line.variant], **settings}
-        name = str(wanted.pop("recipe", part.recipe))
-        options = {key: _read(key, wanted.pop(key)) for key in NETWORK_OPTIONS if key in wanted}
-        task = TrainingTask(line, 0, get_recipe(name, **wanted), options)
-        return self.as_costly(task, part.as_costly_as) if part.as_costly_as else task
+def macs(network: str, recipe: Recipe, options: Mapping[str, object], data: Data) -> int:
+    with torch.device("meta"):
+        return count(build(network, recipe, options, data), image_size(data.test, augmentation(recipe))).macs
 
-    def as_costly(self, task: TrainingTask, dearest: str) -> TrainingTask:
-        """With as many more epochs as the network is cheaper than the dearest one."""
-        other = replace(task, line=replace(task.line, network=dearest))
-        epochs = round(task.recipe.epochs * self.macs(other) / self.macs(task))
-        return replace(task, recipe=get_recipe(task.recipe.name, **{**task.recipe.to_dict(), "epochs": epochs}))
 
-    def macs(self, task: TrainingTask) -> int:
-        with torch.device("meta"):
-            return count(self.network(task), self.input_size(task.recipe)).macs
+def build(network: str, recipe: Recipe, options: Mapping[str, object], data: Data) -> torch.nn.Module:
+    """A network for these images."""
+    channels, height, width = image_size(data.test, augmentation(recipe))
+    chosen: dict[str, Any] = {**recipe.network(), "image_size": height if height == width else None, **options}
+    return create_model(network, num_classes=len(data.classes), in_channels=channels, **chosen)
 
-    def network(self, task: TrainingTask) -> torch.nn.Module:
-        """The network of a task, made for these images."""
-        channels, height, width = self.input_size(task.recipe)
-        side = height if height == width else None
-        options = {**task.recipe.network(), "image_size": side, **task.options}
-        return create_model(task.line.network, num_classes=len(self.data.classes), in_channels=channels, **options)
 
-    def input_size(self, recipe: Recipe) -> tuple[int, int, int]:
-        return image_size(self.data.test, augmentation(recipe))
-
-    def train(self, task: TrainingTask) -> None:
-        """Finish the run of a task, unless another process is at it; one that diverges is said."""
-        directory = below(self.out, task.line.directory(self.out, task.seed))
-        try:
-            with locked(directory):
-                _check_made_by(task.recipe, directory)
-                self._train(task, directory)
-        except HeldError:
-            return
-        except NotFiniteError as error:
-            self.say(f"  failed: {error}")
-
-    def _train(self, task: TrainingTask, directory: Path) -> None:
-        line = task.line
-        self.say(
-            f"{line.part}: {line.network} {line.variant} seed {task.seed}, {counted(task.recipe.epochs, 'epoch')}"
-        )
-        torch.manual_seed(task.seed)
-        recipe, begun = _tested_once(task.recipe), RunDirectory(directory).holds_run()
-        how = {"seed": task.seed, "out": directory, "resume": begun, **self.how}
-        record = fit(self.network(task), self.data, recipe, **how)
-        self.say(f"  top-1 {100 * record.result['top1']:.2f}% in {record.result['seconds']:.0f} s")
-        if first_process():
-            _write_network(record, directory) if self.keep_weights else _delete_weights(directory)
+def _train(
+    network: torch.nn.Module, data: Data, recipe: Recipe, directory: Path, keep_weights: bool, **how: Any
+) -> Record:
+    """Finish a run. A recipe that evaluates on the test set does so at the end alone."""
+    if not recipe.holdout:
+        recipe = replace(recipe, evaluate_every=max(1, recipe.epochs))
+    record = fit(network, data, recipe, out=directory, resume=RunDirectory(directory).holds_run(), **how)
+    if first_process():
+        _write_network(record, directory) if keep_weights else _delete_weights(directory)
+    return record
 
 
 def _read(option: str, value: object) -> object:
@@ -361,11 +337,6 @@ def _check_made_by(recipe: Recipe, directory: Path) -> None:
         return
     if differ := differences(record.recipe, recipe.to_dict()):
         raise LowRankError(f"{directory} was trained with {in_words(differ)}: choose another --out.")
-
-
-def _tested_once(recipe: Recipe) -> Recipe:
-    """A recipe that evaluates on the test set does so at the end alone; with held-out images it stays as it is."""
-    return recipe if recipe.holdout else replace(recipe, evaluate_every=max(1, recipe.epochs))
 
 
 def _write_network(record: Record, directory: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lowrank_cnn.report.page import write_report
-from lowrank_cnn.report.reading import read_records
-from lowrank_cnn.report.records import Records
+from lowrank_cnn.report.records import Records, read_records
 
 __all__ = ["Records", "read_records", "write_report"]

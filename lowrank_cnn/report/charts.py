@@ -1,34 +1,19 @@
-"""Charts of the page and of figures: training curves, test images, times of layers and shapes of filters.
+"""Charts of the page and of figures: training curves, test images and times of layers.
 
 Each is made in two steps: plain data for the page's script, and a Vega-Lite specification for a file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
-from torch import nn
-
-from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.numbers import ceil_div, pearson
 from lowrank_cnn.core.text import counted, percent, si
-from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.method.rewrite import changes_of
 from lowrank_cnn.paper.published import timings
-from lowrank_cnn.report.records import (
-    CPU,
-    GPU,
-    AnswerDetails,
-    NetworkResult,
-    Run,
-    TimedNetwork,
-    data_label,
-    pool_answers,
-    trained_label,
-)
-from lowrank_cnn.report.results import is_twin
+from lowrank_cnn.report.records import CPU, GPU, Run, TimedNetwork, data_label, pool_answers, trained_label
+from lowrank_cnn.report.results import NetworkResult, is_twin
 from lowrank_cnn.report.style import Look, Spec, filled, kind_colours, network_looks, template
 
 MOST_EPOCHS = 400
@@ -118,62 +103,42 @@ SPECS = {name: template(name) for name in ("bars", "confusion", "calibration")}
 
 def details_charts(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
     """For every network whose runs have details: the answers of all its runs together, as plain data."""
-    found = []
-    for result in results:
-        details = [run.details for run in result.scored if run.details is not None]
-        if details:
-            trained = trained_label(result.data, result.recipe)
-            colours = kind_colours(dense=is_twin(result))
-            about = {"network": result.label, "trained": trained, "runs": len(details), "colours": colours}
-            found.append(about | _plain(pool_answers(details)))
-    return found
+    return [_details(result) for result in results if any(run.details for run in result.scored)]
 
 
-def _plain(details: AnswerDetails) -> dict[str, Any]:
-    rows = zip(details.classes, details.per_class, strict=True)
-    known = sorted(((right / n, name, n) for name, (n, right) in rows if n), key=lambda row: row[0])
+def _details(result: NetworkResult) -> dict[str, Any]:
+    told = [run.details for run in result.scored if run.details]
+    answers = pool_answers(told)
+    images, right = answers.per_class.T.tolist()
+    totals = dict(zip(answers.classes, images, strict=True))
+    known = [(one / n, name, n) for name, n, one in zip(answers.classes, images, right, strict=True) if n]
+    pairs = [(n / totals[true], true, said) for true, said, n in answers.pairs if totals.get(true)]
     return {
-        "classes": list(details.classes),
-        "images": int(sum(n for n, _ in details.per_class)),
-        "by_class": [_bar(name, right, f"{counted(int(n), 'image')}") for right, name, n in known[:MOST_BARS]],
+        "network": result.label,
+        "trained": trained_label(result.data, result.recipe),
+        "runs": len(told),
+        "colours": kind_colours(dense=is_twin(result)),
+        "classes": list(answers.classes),
+        "images": int(sum(images)),
+        "by_class": [
+            _bar(name, share, counted(int(n), "image"))
+            for share, name, n in sorted(known, key=lambda row: row[0])[:MOST_BARS]
+        ],
         "known": len(known),
-        "pairs": _pairs(details)[:MOST_PAIRS],
-        "confusion": details.confusion,
-        "bins": [_bin(*counts) for counts in details.bins if counts[0]],
-        "error": details.calibration_error,
-        "worst": [vars(image) for image in details.worst],
+        "pairs": [
+            _bar(f"{true} taken for {said}", share, f"{counted(int(totals[true]), 'image')} of {true}")
+            for share, true, said in sorted(pairs, key=lambda row: -row[0])[:MOST_PAIRS]
+        ],
+        "confusion": answers.confusion.tolist(),
+        "bins": [_bin(*counts) for counts in answers.bins.tolist() if counts[0]],
+        "error": answers.calibration_error,
+        "worst": [vars(image) for image in answers.worst],
     }
 
 
 def _bar(name: str, share: float, of: str) -> dict[str, Any]:
-    shown = [("share", percent(share)), ("of", of)]
-    return {
-        "name": name,
-        "label": name,
-        "share": share,
-        "details": shown,
-        "spoken": f"{name}, {percent(share)} of {of}",
-    }
-
-
-def _pairs(details: AnswerDetails) -> list[dict[str, Any]]:
-    totals = {name: n for name, (n, _) in zip(details.classes, details.per_class, strict=True)}
-    found = [
-        _bar(f"{true} taken for {said}", n / totals[true], f"{counted(int(totals[true]), 'image')} of {true}")
-        for true, said, n in details.pairs
-        if totals.get(true)
-    ]
-    return sorted(found, key=lambda bar: -bar["share"])
-
-
-def _cells(chart: dict[str, Any]) -> list[dict[str, Any]]:
-    """The cells of the confusion matrix that hold an image, each with its share of the true class."""
-    return [
-        {"true": chart["classes"][i], "predicted": chart["classes"][j], "n": n, "share": n / sum(row)}
-        for i, row in enumerate(chart["confusion"])
-        for j, n in enumerate(row)
-        if n
-    ]
+    shown = {"details": [("share", percent(share)), ("of", of)], "spoken": f"{name}, {percent(share)} of {of}"}
+    return {"name": name, "label": name, "share": share, **shown}
 
 
 def _bin(n: float, confidence: float, right: float) -> dict[str, Any]:
@@ -201,8 +166,16 @@ def _bars(chart: dict[str, Any], x: str, rows: int) -> Spec:
 
 
 def confusion_spec(chart: dict[str, Any]) -> Spec:
-    parts = {"{classes}": chart["classes"], "{named}": len(chart["classes"]) <= MOST_NAMED}
-    return _titled(filled(SPECS["confusion"], parts), chart, "Confusion matrix", {"cells": _cells(chart)})
+    """Cells that hold an image, each with its share of the true class."""
+    classes = chart["classes"]
+    cells = [
+        {"true": classes[i], "predicted": classes[j], "n": n, "share": n / sum(row)}
+        for i, row in enumerate(chart["confusion"])
+        for j, n in enumerate(row)
+        if n
+    ]
+    parts = {"{classes}": classes, "{named}": len(classes) <= MOST_NAMED}
+    return _titled(filled(SPECS["confusion"], parts), chart, "Confusion matrix", {"cells": cells})
 
 
 def calibration_spec(chart: dict[str, Any]) -> Spec:
@@ -329,71 +302,3 @@ def _layer_bars(
         bar = {"layer": layer, "label": layer, "series": name, "share": value / total, "details": details}
         found.append(bar | {"spoken": f"{layer}, {name} {shown}"})
     return found
-
-
-SHAPES_SPEC = template("shapes")
-SHAPE_COLOURS = {
-    "columns": ("#009e73", "#00664b", "#7fcfb9"),
-    "rows": ("#e69f00", "#a85a00", "#f3d080"),
-    "points": ("#9a9fa6",),
-    "squares": ("#0072b2", "#003f63", "#7fb8d8"),
-}
-"""Columns (kx1) green, rows (1xk) orange, points (1x1) grey and all others blue, from the smallest up."""
-
-
-def shape_bars(network: nn.Module) -> list[dict[str, Any]]:
-    """A bar for each layer and shape, with its share of the dense layer's filters; removed filters have none."""
-    changed = {change.name: change.before for change in changes_of(network)}
-    spatial = {name for name, before in changed.items() if not before.startswith("1x1,")}
-    layers = {
-        name: groups
-        for name, module in network.named_modules()
-        if (groups := _groups(module, spatial=name in spatial))
-    }
-    if not layers:
-        raise LowRankError("the network has no spatial convolutions to show the shapes of.")
-    bars = []
-    for name, label in zip(layers, short_names(list(layers)), strict=True):
-        total = sum(count for _, count in layers[name])
-        dense = int(changed[name].rpartition(",")[2]) if name in changed else total
-        for place, (shape, count) in enumerate(layers[name]):
-            spoken = f"{label}: {count} of {dense} filters are {shape}"
-            bars.append({"layer": label, "shape": shape, "share": count / dense, "place": place, "spoken": spoken})
-    return bars
-
-
-def shapes_spec(title: str, network: nn.Module) -> Spec:
-    """The specification of the chart, for a file."""
-    bars = shape_bars(network)
-    colours = shape_colours({bar["shape"] for bar in bars})
-    height = 22 * len({bar["layer"] for bar in bars})
-    scale = {"domain": list(colours), "range": list(colours.values())}
-    spec = filled(SHAPES_SPEC, {"{height}": height, "{scale}": scale})
-    return {**spec, "title": title, "datasets": {"shapes": bars}}
-
-
-def _groups(module: nn.Module, *, spatial: bool) -> list[tuple[str, int]]:
-    """The shapes of a layer with the number of their filters; none of a 1x1 conv that was not `spatial` before."""
-    if isinstance(module, CompositeConv2d):
-        return [(f"{g.height}x{g.width}", g.filters) for g in module.composite.groups]
-    if isinstance(module, nn.Conv2d) and (spatial or max(module.kernel_size) > 1):
-        return [("x".join(map(str, module.kernel_size)), module.out_channels)]
-    return []
-
-
-def shape_colours(shapes: Iterable[str]) -> dict[str, str]:
-    """A colour for each shape, kind by kind: shapes of one kind share a hue.
-
-    >>> shape_colours(["1x1", "3x1", "5x1"])
-    {'3x1': '#009e73', '5x1': '#00664b', '1x1': '#9a9fa6'}
-    """
-    kinds: dict[str, list[str]] = {kind: [] for kind in SHAPE_COLOURS}
-    for shape in sorted(shapes, key=lambda shape: [int(side) for side in shape.split("x")]):
-        height, width = map(int, shape.split("x"))
-        tall, wide = height > 1, width > 1
-        kinds["squares" if tall and wide else "columns" if tall else "rows" if wide else "points"].append(shape)
-    return {
-        shape: SHAPE_COLOURS[kind][place % len(SHAPE_COLOURS[kind])]
-        for kind, found in kinds.items()
-        for place, shape in enumerate(found)
-    }

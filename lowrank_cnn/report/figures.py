@@ -1,13 +1,37 @@
-"""The figures, by name. A new one is a function of its name and options, and a row of the table."""
+"""The figures, by name, drawn from published numbers, from records or from networks that are given.
+
+A new figure is a function of its name and options, and a row of `FIGURES`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import base64
+import math
+import struct
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.core.numbers import ceil_div
+from lowrank_cnn.core.text import TIMES, counted
+from lowrank_cnn.models.filters import (
+    dense_filters,
+    filter_shapes,
+    first_filters,
+    pixels_holding,
+    receptive_field,
+    singular_energy,
+    spatial_energy,
+)
 from lowrank_cnn.paper.published import rows
 from lowrank_cnn.report.charts import (
     DETAILS,
@@ -16,20 +40,30 @@ from lowrank_cnn.report.charts import (
     details_charts,
     layer_charts,
     layers_spec,
-    shapes_spec,
+    short_names,
     training_curves,
 )
-from lowrank_cnn.report.network_figures import (
-    FigureOptions,
-    connections_figure,
-    filters_figure,
-    receptive_field_figure,
-    spectra_figure,
-)
-from lowrank_cnn.report.records import NetworkResult, data_label
-from lowrank_cnn.report.results import comparable, gather
-from lowrank_cnn.report.style import Spec, check_format, save_charts
+from lowrank_cnn.report.records import Records, data_label
+from lowrank_cnn.report.results import NetworkResult, comparable, gather
+from lowrank_cnn.report.style import GRID, Spec, check_format, filled, save_charts, template
 from lowrank_cnn.report.trade import TradePoint, our_point, published_point, trade_chart, trade_spec
+
+
+@dataclass(frozen=True)
+class FigureOptions:
+    """The input of a figure: records of runs, or networks, each with its title.
+
+    `seed` is that of the random images that a receptive field is averaged over.
+    """
+
+    records: Records | None = None
+    networks: Sequence[tuple[str, nn.Module]] = ()
+    seed: int = 0
+
+    def results(self, name: str) -> list[NetworkResult]:
+        if self.records is None:
+            raise LowRankError(f"the figure {name} is of runs: give their folder (--runs runs).")
+        return gather(self.records)
 
 
 @dataclass(frozen=True)
@@ -42,19 +76,27 @@ class TradeFigure:
     error: str = "top5"
     cost: str = "macs"
     size: tuple[int, int] = (620, 340)
+    shows: str = ""
+    """What the list of figures says of it; the title tells it of most."""
 
 
 _ILSVRC = ("vgg-ilsvrc", "googlenet-ilsvrc", "big-picture", "big-picture-augmented")
-_BOTH = ("vgg11", "googlenet")
-_LARGE = (900, 560)
-"""Room for the labels of twenty networks."""
+_BIG: dict[str, Any] = {
+    "family": ("vgg11", "googlenet"),
+    "size": (900, 560),
+}  # room for the labels of twenty networks
+_SINGLE = "single networks on ILSVRC, error against"
 TRADE_FIGURES = {
     "vgg": TradeFigure("VGG-11 on ILSVRC", ("vgg-ilsvrc",), ("vgg11",)),
     "places": TradeFigure("VGG-11 on Places", ("vgg-places",), ("vgg11",)),
     "googlenet": TradeFigure("GoogLeNet on ILSVRC", ("googlenet-ilsvrc",), ("googlenet",)),
     "nin": TradeFigure("Network-in-Network on CIFAR-10", ("nin-cifar10",), ("nin",), error="top1"),
-    "big-picture-macs": TradeFigure("Networks on ILSVRC: compute of all crops", _ILSVRC, _BOTH, size=_LARGE),
-    "big-picture-params": TradeFigure("Networks on ILSVRC: size", _ILSVRC, _BOTH, cost="params", size=_LARGE),
+    "big-picture-macs": TradeFigure(
+        "Networks on ILSVRC: compute of all crops", _ILSVRC, **_BIG, shows=f"{_SINGLE} MACs of all crops"
+    ),
+    "big-picture-params": TradeFigure(
+        "Networks on ILSVRC: size", _ILSVRC, **_BIG, cost="params", shows=f"{_SINGLE} parameters"
+    ),
 }
 
 
@@ -76,38 +118,25 @@ def trade_figure(name: str, options: FigureOptions) -> list[Spec]:
 
 def _ours(figure: TradeFigure, options: FigureOptions) -> dict[str, list[TradePoint]]:
     """Our networks of the figure's family, by data set; where several recipes trained them, labels name theirs."""
-    results = comparable(gather(options.records)) if options.records else []
-    found: dict[str, list[TradePoint]] = {}
-    for result in results:
+    found: dict[str, list[TradePoint]] = defaultdict(list)
+    for result in comparable(gather(options.records)) if options.records else []:
         if result.network.name.startswith(figure.family) and getattr(result, figure.error) is not None:
-            found.setdefault(data_label(result.data), []).append(our_point(result))
+            found[data_label(result.data)].append(our_point(result))
     for data, points in found.items():
         if len({point.protocol for point in points}) > 1:
             found[data] = [
                 replace(p, label=f"{p.label} ({p.protocol})", twin=f"{p.twin} ({p.protocol})") for p in points
             ]
-    return found
+    return dict(found)
 
 
 def curves_figure(name: str, options: FigureOptions) -> list[Spec]:
     """A chart for each data set and recipe."""
-    curves = training_curves(_results(name, options))
+    curves = training_curves(options.results(name))
     if not curves:
         raise LowRankError("no run among these has an epoch to show.")
     panels = groupby(curves, key=lambda curve: (curve["recipe"], curve["data"]))
     return [curves_spec(f"{recipe} on {data}", list(panel)) for (recipe, data), panel in panels]
-
-
-def _results(name: str, options: FigureOptions) -> list[NetworkResult]:
-    if options.records is None:
-        raise LowRankError(f"the figure {name} is of runs: give their folder (--runs runs).")
-    return gather(options.records)
-
-
-def shapes_figure(_name: str, options: FigureOptions) -> list[Spec]:
-    """The shapes of a network's filters, layer by layer: of a run that learned them, say."""
-    title, network = options.network("vgg11-gmp-lr-join-wfull")
-    return [shapes_spec(f"Filters of {title}", network)]
 
 
 def timings_figure(_name: str, options: FigureOptions) -> list[Spec]:
@@ -123,42 +152,310 @@ def timings_figure(_name: str, options: FigureOptions) -> list[Spec]:
 
 def details_figure(name: str, options: FigureOptions) -> list[Spec]:
     """A chart of test images for each network of the records."""
-    charts = [chart for chart in details_charts(_results(name, options)) if chart[NEEDED[name]]]
+    charts = [chart for chart in details_charts(options.results(name)) if chart[NEEDED[name]]]
     if not charts:
         raise LowRankError(f"no record among these has what {name} shows: train or evaluate with this version.")
     return [DETAILS[name](chart) for chart in charts]
 
 
+SHAPE_COLOURS = {
+    "columns": ("#009e73", "#00664b", "#7fcfb9"),
+    "rows": ("#e69f00", "#a85a00", "#f3d080"),
+    "points": ("#9a9fa6",),
+    "squares": ("#0072b2", "#003f63", "#7fb8d8"),
+}
+"""Columns (kx1) green, rows (1xk) orange, points (1x1) grey and all others blue, from the smallest up."""
+
+
+def shapes_figure(_name: str, options: FigureOptions) -> list[Spec]:
+    """The shapes of a network's filters, layer by layer: of a run that learned them, say."""
+    return [shapes_spec(f"Filters of {label}", network) for label, network in options.networks]
+
+
+def shapes_spec(title: str, network: nn.Module) -> Spec:
+    """A bar for each layer and shape, with its share of the dense layer's filters; removed filters have none."""
+    layers, bars = filter_shapes(network), []
+    for layer, label in zip(layers, short_names([layer.layer for layer in layers]), strict=True):
+        for place, (shape, n) in enumerate(layer.filters):
+            spoken = f"{label}: {n} of {layer.dense} filters are {shape}"
+            bars.append({"layer": label, "shape": shape, "share": n / layer.dense, "place": place})
+            bars[-1]["spoken"] = spoken
+    colours = shape_colours({bar["shape"] for bar in bars})
+    scale = {"domain": list(colours), "range": list(colours.values())}
+    spec = filled(template("shapes"), {"{height}": 22 * len(layers), "{scale}": scale})
+    return {**spec, "title": title, "datasets": {"shapes": bars}}
+
+
+def shape_colours(shapes: Iterable[str]) -> dict[str, str]:
+    """A colour for each shape, kind by kind: shapes of one kind share a hue.
+
+    >>> shape_colours(["1x1", "3x1", "5x1"])
+    {'3x1': '#009e73', '5x1': '#00664b', '1x1': '#9a9fa6'}
+    """
+    kinds: dict[str, list[str]] = {kind: [] for kind in SHAPE_COLOURS}
+    for height, width in sorted(tuple(map(int, shape.split("x"))) for shape in shapes):
+        tall, wide = height > 1, width > 1
+        kind = "squares" if tall and wide else "columns" if tall else "rows" if wide else "points"
+        kinds[kind].append(f"{height}x{width}")
+    return {
+        shape: SHAPE_COLOURS[kind][place % len(SHAPE_COLOURS[kind])]
+        for kind, found in kinds.items()
+        for place, shape in enumerate(found)
+    }
+
+
+FINE = 1000
+"""A picture has at least so many pixels across: viewers blur small pictures that they enlarge."""
+CIVIDIS = ("#00224e", "#213d6e", "#4c556c", "#6c6e72", "#8e8978", "#b2a570", "#dac55c", "#fee838")
+VIRIDIS = ("#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da39", "#fde725")
+
+
+def picture(pixels: Tensor, width: float, x: Spec | None = None, y: Spec | None = None) -> Spec:
+    """A panel that shows an RGB image [height, width, 3] with values from 0 to 1; x and y are Vega-Lite axes."""
+    down, across = pixels.shape[:2]
+    image = {"type": "image", "url": _png(pixels), "width": width, "height": width * down / across, "aria": False}
+    sides = {
+        axis: {"datum": 0, "type": "quantitative", "scale": {"domain": [0, side], "nice": False}, "axis": shown}
+        for axis, side, shown in (("x", across, x), ("y", down, y))
+    }
+    sides["y"]["scale"]["reverse"] = True
+    mark = {**image, "align": "left", "baseline": "top"}
+    size = {"width": width, "height": image["height"]}
+    return {**size, "data": {"values": [{}]}, "mark": mark, "encoding": sides}
+
+
+def _png(pixels: Tensor) -> str:
+    rgb = (255 * pixels.clamp(0, 1)).round().to(torch.uint8)
+    rgb = _enlarged(rgb, ceil_div(FINE, rgb.shape[1]))
+    lines = b"".join(b"\0" + bytes(line.flatten().tolist()) for line in rgb)
+    header = struct.pack(">IIBBBBB", rgb.shape[1], rgb.shape[0], 8, 2, 0, 0, 0)
+    written = b"\x89PNG\r\n\x1a\n"
+    for kind, part in ((b"IHDR", header), (b"IDAT", zlib.compress(lines, 9)), (b"IEND", b"")):
+        written += struct.pack(">I", len(part)) + kind + part + struct.pack(">I", zlib.crc32(kind + part))
+    return "data:image/png;base64," + base64.b64encode(written).decode()
+
+
+def _enlarged(pixels: Tensor, times: int) -> Tensor:
+    return pixels.repeat_interleave(times, 0).repeat_interleave(times, 1)
+
+
+def _rgb(colours: Sequence[str]) -> Tensor:
+    return torch.tensor([[int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)] for colour in colours])
+
+
+def _shaded(values: Tensor, colours: Sequence[str]) -> Tensor:
+    """Values from 0 to 1 as shades between these colours."""
+    place = values.clamp(0, 1) * (len(colours) - 1)
+    below = place.long().clamp_max(len(colours) - 2)
+    table = _rgb(colours)
+    return table[below].lerp(table[below + 1], (place - below).unsqueeze(-1).expand(*place.shape, 3))
+
+
+ZERO = 0.45
+"""The grey of a zero: the largest weight then stays darker than the white between the filters."""
+MOST_FILTERS = 96
+WIDTH = 660
+"""Pixels that a figure of several panels is wide, roughly."""
+
+
+def filters_figure(_name: str, options: FigureOptions) -> list[Spec]:
+    """A mosaic per group of the first conv, and one of the filters that the join makes of them."""
+    [(label, network)] = options.networks
+    banks, panels = first_filters(network), []
+    for letter, (kind, weight) in zip("abcdef", banks, strict=False):
+        shown, some = min(len(weight), MOST_FILTERS), counted(len(weight), "filter")
+        title = {
+            "text": f"({letter}) {kind}",
+            "subtitle": some if shown == len(weight) else f"{shown} of {some}",
+            "fontSize": 12,
+            "fontWeight": "normal",
+        }
+        panels.append(picture(mosaic(weight[:shown]), min(400, WIDTH / len(banks))) | {"title": title})
+    return [{"title": {"text": f"First layer of {label}", "offset": 16}, "hconcat": panels, "spacing": 24}]
+
+
+def mosaic(weight: Tensor) -> Tensor:
+    """Filters side by side as an RGB image, each at its own contrast; zero is grey, missing pixels are white."""
+    shown = weight.float()
+    shown = shown if shown.shape[1] == 3 else shown.mean(dim=1, keepdim=True).expand(-1, 3, -1, -1)
+    largest = shown.abs().amax(dim=(1, 2, 3), keepdim=True).clamp_min(1e-12)
+    absent = (shown == 0).all(dim=1, keepdim=True)
+    tiles = torch.where(absent, 1.0, ZERO * (1 + shown / largest))
+    n, _, height, width = tiles.shape
+    # Vertical filters need more columns for a mosaic that is about square.
+    columns = min(n, math.ceil(math.sqrt(n * (height + 1) / (width + 1))))
+    tiles = F.pad(tiles, (0, 1, 0, 1, 0, 0, 0, -n % columns), value=1.0)
+    tiles = tiles.reshape(-1, columns, 3, height + 1, width + 1).permute(0, 3, 1, 4, 2)
+    return tiles.reshape(-1, columns * (width + 1), 3)[:-1, :-1]
+
+
+MOST_NAMED = 12
+SHADES = ("#303841", "#6a7480", "#9aa4af", "#c3cad2", "#e2e6ea", "#f0f2f4")
+"""Of singular values, from the largest: greys, since colours tell the layers apart beside them."""
+RANKS = ("1st", "2nd", "3rd", "4th", "5th", "others")
+CYCLE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+"""After Okabe and Ito: distinct to readers with any of the common colour deficiencies."""
+
+
+def spectra_figure(_name: str, options: FigureOptions) -> list[Spec]:
+    """Left, in space: how much of a k x k kernel one column times one row holds. Right, over the channels."""
+    [(label, network)] = options.networks
+    found = dense_filters(network)
+    layers = dict(zip(_last_words(list(found)), found.values(), strict=True))
+    random = {name: torch.randn(w.shape, generator=torch.Generator().manual_seed(0)) for name, w in layers.items()}
+    space = [
+        {"layer": name, "rank": RANKS[min(rank, 5)], "place": rank, "share": share}
+        for name, weight in layers.items()
+        for rank, share in enumerate(spatial_energy(weight).tolist())
+    ]
+    chance = [{"layer": name, "share": float(spatial_energy(weight)[0])} for name, weight in random.items()]
+    held = [
+        {"layer": name, "filters": kind, "kept": n / len(energy), "energy": share}
+        for kind, weights in (("", layers), ("random filters", random))
+        for name, weight in weights.items()
+        for energy in [singular_energy(weight).tolist()]
+        for n, share in enumerate(energy, 1)
+    ]
+    names, ranks = list(layers), RANKS[: max(row["place"] for row in space) + 1]
+    # Few layers each have a colour; of many, the shade tells the depth, and some are named.
+    colours = {"range": CYCLE} if len(names) <= len(CYCLE) else {"scheme": "viridis"}
+    named = names if len(names) <= MOST_NAMED else [names[0], names[len(names) // 2], names[-1]]
+    parts = {
+        "{space}": space,
+        "{chance}": chance,
+        "{held}": held,
+        "{height}": max(200, 22 * len(names)),
+        "{ranks}": {"domain": [*ranks, "1st of random filters"], "range": [*SHADES[: len(ranks)], CYCLE[1]]},
+        "{layers}": {"domain": names, **colours},
+        "{named}": named,
+        "{kernel}": f"In space: each k{TIMES}k kernel",
+    }
+    spec: Spec = filled(template("spectra"), parts)
+    return [{**spec, "title": {"text": f"Singular values of the dense filters of {label}", "offset": 16}}]
+
+
+def _last_words(names: list[str]) -> list[str]:
+    """As many of the last parts of the names as it takes to tell them apart."""
+    parts = [name.split(".") for name in names]
+    for kept in range(1, max(map(len, parts))):
+        short = [".".join(part[-kept:]) for part in parts]
+        if len(set(short)) == len(names):
+            return short
+    return names
+
+
+SIDE = 6
+"""Pixels along a side of the image: its connections are the square of its square."""
+TAPS = {
+    3: CYCLE[:3],
+    9: (CYCLE[0], "#7d8792", CYCLE[5], CYCLE[4], CYCLE[1], "#8c564b", CYCLE[2], "#6a4fb3", CYCLE[3]),
+}
+"""The colours of the weights of a filter."""
+_BARE = {"grid": False, "labels": False, "ticks": False, "domain": False}
+
+
+def connections_figure(_name: str, _options: FigureOptions) -> list[Spec]:
+    """A column per layer: the pixels that one output sees, and below it the map of all connections."""
+    pixels, columns = SIDE * SIDE, []
+    layers = {"fully connected": torch.arange(1, pixels * pixels + 1).reshape(pixels, pixels)}
+    layers |= {f"3{TIMES}3 conv": connection_matrix(3, 3), f"3{TIMES}1 filter": connection_matrix(3, 1)}
+    layers |= {f"1{TIMES}3 filter": connection_matrix(1, 3)}
+    for letter, (title, matrix) in zip("abcd", layers.items(), strict=True):
+        weights, links = int(matrix.unique().count_nonzero()), int(matrix.count_nonzero())
+        told = ["input pixel", f"{weights:,} weights", f"{links:,} connections"]
+        seen = matrix[SIDE * (SIDE // 2) + SIDE // 2].reshape(SIDE, SIDE)
+        ups = [{**_BARE, "title": title} for title in (["seen by", "one output"], "output pixel")]
+        up, down = ups if letter == "a" else (None, None)
+        above = picture(_cells(seen, weights, 20), 80, None, up)
+        below = picture(_cells(matrix, weights, 8), 150, {**_BARE, "title": told}, down)
+        heading = {"text": f"({letter}) {title}", "fontSize": 12, "anchor": "middle"}
+        columns.append({"vconcat": [above, below], "title": heading, "center": True, "spacing": 24})
+    return [{"hconcat": columns, "spacing": 16}]
+
+
+def _cells(matrix: Tensor, weights: int, size: int) -> Tensor:
+    """A connection matrix as an image: a square for each cell in the colour of its weight, and lines between."""
+    if weights in TAPS:
+        colours = _rgb(["#ffffff", *TAPS[weights]])[matrix]
+    else:
+        colours = _shaded((matrix - matrix.min()) / (matrix.max() - matrix.min()), VIRIDIS)
+    image = F.pad(_enlarged(colours, size).permute(2, 0, 1), (0, 1, 0, 1)).permute(1, 2, 0)
+    line = _rgb([GRID])[0]
+    image[::size], image[:, ::size] = line, line
+    return image
+
+
+def connection_matrix(height: int, width: int) -> Tensor:
+    """[output pixels, input pixels] of a conv with "same" padding, whose taps are numbered from one.
+
+    It is the conv itself, run on every image that has a single pixel set.
+    """
+    taps = torch.arange(1.0, height * width + 1).reshape(1, 1, height, width)
+    images = torch.eye(SIDE * SIDE).reshape(-1, 1, SIDE, SIDE)
+    reached = F.conv2d(images, taps, padding=(height // 2, width // 2))
+    return reached.flatten(1).T.round().long()
+
+
+SHARE = 0.9
+
+
+def receptive_field_figure(_name: str, options: FigureOptions) -> list[Spec]:
+    """Effective receptive fields of the networks, side by side."""
+    panels = []
+    scale = filled(template("gradient"), {"{colours}": CIVIDIS})  # invisible points, for the legend that they have
+    for label, network in options.networks:
+        field = receptive_field(network, seed=options.seed)
+        held = f"{pixels_holding(SHARE, field):,} of {field.numel():,} pixels hold {SHARE:.0%}"
+        axes = [{"title": title, "grid": False, "tickCount": 4} for title in ("pixels across", "pixels down")]
+        axes[1]["title"] = None if panels else "pixels down"
+        # The square root lifts the faint rim, where the twins differ.
+        image = picture(_shaded(field.sqrt(), CIVIDIS), 290, *axes)
+        layers = [{key: image.pop(key) for key in ("data", "mark", "encoding")}, scale]
+        panels.append({**image, "layer": layers, "title": {"text": label, "subtitle": held}})
+    return [{"hconcat": panels, "spacing": 30}]
+
+
 @dataclass(frozen=True)
 class FigureKind:
-    """A figure: its subject, the options it takes, and the function that draws it."""
+    """A figure: its subject, and the function that draws it.
+
+    `network` is the network that the command draws by default, if the figure is of a network; `twin` says whether
+    it puts the dense twin beside it. `runs` says whether the figure takes records.
+    """
 
     shows: str
     chart: Callable[[str, FigureOptions], list[Spec]]
-    takes: str = ""
+    runs: bool = False
+    network: str = ""
+    twin: bool = False
+
+    @property
+    def takes(self) -> str:
+        return "runs" if self.runs else "model, pretrained, checkpoint" if self.network else ""
 
 
-_NETWORK = "model, pretrained, checkpoint"
 FIGURES = {
-    "vgg": FigureKind("VGG-11 on ILSVRC, error against MACs", trade_figure, "runs"),
-    "places": FigureKind("VGG-11 on Places, error against MACs", trade_figure, "runs"),
-    "googlenet": FigureKind("GoogLeNet on ILSVRC, error against MACs", trade_figure, "runs"),
-    "nin": FigureKind("Network-in-Network on CIFAR-10, error against MACs", trade_figure, "runs"),
-    "big-picture-macs": FigureKind(
-        "single networks on ILSVRC, error against MACs of all crops", trade_figure, "runs"
+    **{
+        name: FigureKind(figure.shows or f"{figure.title}, error against MACs", trade_figure, runs=True)
+        for name, figure in TRADE_FIGURES.items()
+    },
+    "timings": FigureKind("MACs beside time, layer by layer", timings_figure, runs=True),
+    "curves": FigureKind("accuracy by epoch, every network of a recipe", curves_figure, runs=True),
+    "classes": FigureKind("accuracy by class on the test images", details_figure, runs=True),
+    "confusion": FigureKind("which classes are taken for which, as a matrix", details_figure, runs=True),
+    "pairs": FigureKind("the classes that are confused most", details_figure, runs=True),
+    "calibration": FigureKind("confidence against the share of right answers", details_figure, runs=True),
+    "shapes": FigureKind(
+        "the shapes of a network's filters, layer by layer", shapes_figure, network="vgg11-gmp-lr-join-wfull"
     ),
-    "big-picture-params": FigureKind("single networks on ILSVRC, error against parameters", trade_figure, "runs"),
-    "timings": FigureKind("MACs beside time, layer by layer", timings_figure, "runs"),
-    "curves": FigureKind("accuracy by epoch, every network of a recipe", curves_figure, "runs"),
-    "classes": FigureKind("accuracy by class on the test images", details_figure, "runs"),
-    "confusion": FigureKind("which classes are taken for which, as a matrix", details_figure, "runs"),
-    "pairs": FigureKind("the classes that are confused most", details_figure, "runs"),
-    "calibration": FigureKind("confidence against the share of right answers", details_figure, "runs"),
-    "shapes": FigureKind("the shapes of a network's filters, layer by layer", shapes_figure, _NETWORK),
-    "filters": FigureKind("the filters of a first layer and their combinations", filters_figure, _NETWORK),
+    "filters": FigureKind(
+        "the filters of a first layer and their combinations", filters_figure, network="vgg11-gmp-lr-join"
+    ),
     "connections": FigureKind("which input pixel reaches which output pixel", connections_figure),
-    "receptive-field": FigureKind("what dense and low-rank twins see", receptive_field_figure, _NETWORK),
-    "spectra": FigureKind("singular values of dense filters", spectra_figure, _NETWORK),
+    "receptive-field": FigureKind(
+        "what dense and low-rank twins see", receptive_field_figure, network="vgg11-gmp-lr", twin=True
+    ),
+    "spectra": FigureKind("singular values of dense filters", spectra_figure, network="nin"),
 }
 
 
@@ -167,16 +464,16 @@ def draw_figure(name: str, out: str | Path, options: FigureOptions | None = None
 
     Example:
         >>> draw_figure("vgg", "vgg.svg")  # doctest: +SKIP
+        >>> draw_figure("filters", "f.svg", FigureOptions(networks=[("mine", network)]))  # doctest: +SKIP
     """
     if name not in FIGURES:
         raise LowRankError(f"there is no figure {name!r}; {nearest(name, FIGURES)}")
     kind, options, out = FIGURES[name], options or FigureOptions(), Path(out)
-    if options.records is not None and "runs" not in kind.takes:
+    if options.records is not None and not kind.runs:
         raise LowRankError(f"the figure {name} takes no runs.")
-    if (options.model or options.checkpoint or options.pretrained) and "model" not in kind.takes:
+    if options.networks and not kind.network:
         raise LowRankError(f"the figure {name} takes no model, checkpoint or weights.")
+    if kind.network and not options.networks:
+        raise LowRankError(f"the figure {name} is of a network: give FigureOptions(networks=[(title, network)]).")
     check_format(out)
     return save_charts(kind.chart(name, options), out)
-
-
-__all__ = ["FIGURES", "FigureKind", "FigureOptions", "draw_figure"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,24 +14,30 @@ from lowrank_cnn.core.environment import environment
 from lowrank_cnn.core.errors import LowRankError, require
 from lowrank_cnn.core.files import write_atomically
 from lowrank_cnn.core.text import DASH, TIMES, counted, duration, percent, points, ratio, si
-from lowrank_cnn.paper.audit import (
-    CONTRADICTED,
-    MISSED,
-    REPRODUCED,
-    UNDECIDED,
-    UNREPRODUCIBLE,
-    UNTESTED,
-    VERDICTS,
-    Finding,
-    audit,
-    summary,
-)
+from lowrank_cnn.models.build import baseline_of
+from lowrank_cnn.paper import audit as audits
 from lowrank_cnn.paper.claims import COMPARABLE
 from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.report import charts, style, trade
-from lowrank_cnn.report.reading import read_records, require_records
-from lowrank_cnn.report.records import CPU, GPU, NetworkId, NetworkResult, Records, data_label, text, trained_label
-from lowrank_cnn.report.results import accuracies, comparable, gather, is_twin, layer_times, twin_id, twin_known
+from lowrank_cnn.report.records import (
+    CPU,
+    GPU,
+    LONGEST_TEXT,
+    Records,
+    data_label,
+    read_records,
+    require_records,
+    trained_label,
+)
+from lowrank_cnn.report.results import (
+    NetworkResult,
+    accuracies,
+    comparable,
+    gather,
+    is_twin,
+    layer_times,
+    twin_known,
+)
 
 MOST_CARDS = 4
 MOST_ACCURATE, CHEAPEST = "Most accurate low-rank network", f"Cheapest within {COMPARABLE:g} point"
@@ -39,27 +45,9 @@ COSTS = {GPU: "GPU time", CPU: "CPU time", "macs": "MACs", "params": "parameters
 """What a network costs; a measured time tells more than a count."""
 
 
-@dataclass(frozen=True)
-class Card:
-    """One low-rank network beside its dense twin, in words."""
-
-    title: str
-    network: str
-    twin: str
-    data: str
-    difference: str
-    accuracy: str
-    cost: str
-    sure: str
-    mood: str
-    """good, bad or quiet: how the certainty is coloured."""
-    gain: bool
-    """Surely more accurate, or cheaper and surely as good."""
-
-
-def cards(results: Sequence[NetworkResult]) -> list[Card]:
+def cards(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
     """By data set and its best recipe: the most accurate low-rank network, and the cheapest comparable one."""
-    found: list[Card] = []
+    found: list[dict[str, Any]] = []
     for group in _compared(results):
         best = max(group, key=lambda result: result.ratios["top1"])
         near = [result for result in group if result.ratios["top1"] >= -COMPARABLE and _cost(result) < 1]
@@ -71,15 +59,12 @@ def cards(results: Sequence[NetworkResult]) -> list[Card]:
     return found[:MOST_CARDS]
 
 
-def headline(found: Sequence[Card]) -> str:
+def headline(found: Sequence[Mapping[str, Any]]) -> str:
     """The title of the page: it speaks of a gain only where every card shows one."""
     if not found:
         return "Networks trained and timed"
-    return (
-        "What low rank gained"
-        if all(card.gain for card in found)
-        else "Low-rank networks beside their dense twins"
-    )
+    gained = all(card["gain"] for card in found)
+    return "What low rank gained" if gained else "Low-rank networks beside their dense twins"
 
 
 def _compared(results: Sequence[NetworkResult]) -> list[list[NetworkResult]]:
@@ -95,28 +80,33 @@ def _cost(result: NetworkResult) -> float:
     return next(result.ratios[name] for name in COSTS if name in result.ratios)
 
 
-def _card(title: str, result: NetworkResult) -> Card:
+def _card(title: str, result: NetworkResult) -> dict[str, Any]:
+    """One low-rank network beside its dense twin, in words.
+
+    `mood` is good, bad or quiet: how the certainty is coloured. `gain` is whether the network is surely more
+    accurate, or cheaper and surely as good.
+    """
     gap, reach = result.ratios["top1"], result.gap_half_width
     costs = [f"{TIMES}{result.ratios[name]:.2f} {words}" for name, words in COSTS.items() if name in result.ratios]
     sure, mood = certainty(gap, reach)
     interval = "" if reach is None else f"95% interval {points(gap - reach)} to {points(gap + reach)}: "
     otherwise = f"; the twin was trained {' and '.join(result.otherwise)}" if result.otherwise else ""
-    return Card(
-        title=title,
-        network=result.label,
-        twin=result.twin,
-        data=trained_label(result.data, result.recipe),
-        difference=f"{points(gap)} points",
-        accuracy=f"{percent(result.top1)} top-1",
-        cost=", ".join(costs),
-        sure=f"{interval}{sure}{otherwise}.",
-        mood=mood,
-        gain=mood == "good" and (gap - (reach or 0) > 0 or _cost(result) < 1),
-    )
+    return {
+        "title": title,
+        "network": result.label,
+        "twin": result.twin,
+        "data": trained_label(result.data, result.recipe),
+        "difference": f"{points(gap)} points",
+        "accuracy": f"{percent(result.top1)} top-1",
+        "cost": ", ".join(costs),
+        "sure": f"{interval}{sure}{otherwise}.",
+        "mood": mood,
+        "gain": mood == "good" and (gap - (reach or 0) > 0 or _cost(result) < 1),
+    }
 
 
 def certainty(gap: float, reach: float | None) -> tuple[str, str]:
-    """What an interval over seeds says about a gap in accuracy, and its mood."""
+    """A verdict on a gap in accuracy from its interval over seeds, and its mood."""
     if reach is None:
         return "Too few seeds: the gap may be chance", "quiet"
     if gap - reach > 0:
@@ -129,22 +119,13 @@ def certainty(gap: float, reach: float | None) -> tuple[str, str]:
 
 
 VERDICT_COLOURS = {
-    CONTRADICTED: "bad",
-    UNREPRODUCIBLE: "warn",
-    MISSED: "warn",
-    UNDECIDED: "quiet",
-    UNTESTED: "quiet",
-    REPRODUCED: "good",
+    audits.CONTRADICTED: "bad",
+    audits.UNREPRODUCIBLE: "warn",
+    audits.MISSED: "warn",
+    audits.UNDECIDED: "quiet",
+    audits.UNTESTED: "quiet",
+    audits.REPRODUCED: "good",
 }
-
-
-@dataclass(frozen=True)
-class TableColumn:
-    """A column's heading; numbers stand to the right and are sorted as such."""
-
-    heading: str
-    numeric: bool = True
-    help: str = ""
 
 
 @dataclass(frozen=True)
@@ -154,62 +135,58 @@ class TableCell:
     shown: str
     value: float | str | None = None
     small: str = ""
-    more: tuple[str, ...] = ()
+    more: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class PageTable:
-    """A table of the page."""
+    """A table of the page: rows of cells by heading. Columns of `words` stand left, numbers right."""
 
     name: str
     caption: str
-    columns: tuple[TableColumn, ...]
-    rows: tuple[tuple[TableCell, ...], ...]
+    rows: Sequence[Mapping[str, TableCell]]
+    words: Sequence[str]
+    help: Mapping[str, str] = field(default_factory=dict)
     sortable: bool = True
 
 
-_SUMMARY = (
-    TableColumn("network", numeric=False),
-    TableColumn("top-1", help="mean over seeds, with the standard deviation"),
-    TableColumn(
-        "to twin", help="difference to the dense twin in percentage points, with its 95% interval over seeds"
-    ),
-    TableColumn("top-5"),
-    TableColumn("MACs", help="multiply-accumulates for one image; below, the share of the dense twin's"),
-    TableColumn("parameters", help="below, the share of the dense twin's"),
-    TableColumn("CPU ms/image", help="at the best batch; below, the share of the dense twin's"),
-    TableColumn("GPU ms/image", help="at the best batch; below, the share of the dense twin's"),
-    TableColumn("training", help="wall-clock time of a run that had the device to itself"),
-)
-_PUBLISHED = tuple(
-    TableColumn(name, numeric=name not in ("network", "data"))
-    for name in ("network", "data", "top-1", "top-5", "MACs", "parameters")
-)
+_OF_TWIN = "below, the share of the dense twin's"
+_HELP = {
+    "top-1": "mean over seeds, with the standard deviation",
+    "to twin": "difference to the dense twin in percentage points, with its 95% interval over seeds",
+    "MACs": f"multiply-accumulates for one image; {_OF_TWIN}",
+    "parameters": _OF_TWIN,
+    "CPU ms/image": f"at the best batch; {_OF_TWIN}",
+    "GPU ms/image": f"at the best batch; {_OF_TWIN}",
+    "training": "wall-clock time of a run that had the device to itself",
+}
 
 
 def summary_table(results: Sequence[NetworkResult]) -> PageTable:
     """A row for each network, with the runs behind it; without top-5 where no network has one."""
-    kept = [i for i, c in enumerate(_SUMMARY) if c.heading != "top-5" or any(r.top5 is not None for r in results)]
-    body = tuple(tuple(row[i] for i in kept) for row in map(_summary_row, results))
-    return PageTable("networks", "Networks of these records", tuple(_SUMMARY[i] for i in kept), body)
+    found = [_summary_row(result) for result in results]
+    for row in found if all(result.top5 is None for result in results) else ():
+        del row["top-5"]
+    return PageTable("networks", "Networks of these records", found, ["network"], _HELP)
 
 
-def _summary_row(result: NetworkResult) -> list[TableCell]:
+def _summary_row(result: NetworkResult) -> dict[str, TableCell]:
     words = [trained_label(result.data, result.recipe), result.variant, runs_in_words(result)]
     origin = ", ".join(filter(None, words)) if result.runs else "timed only"
     spread = f"±{100 * result.top1_spread:.2f}" if result.top1_spread is not None else ""
-    reach = f"±{result.gap_half_width:.2f}" if result.gap_half_width is not None else ""
-    return [
-        TableCell(result.network.label, result.label, origin, tuple(_named_runs(result))),
-        TableCell(percent(result.top1), result.top1, spread),
-        TableCell(_to_twin(result), result.ratios.get("top1"), reach if not is_twin(result) else ""),
-        TableCell(percent(result.top5), result.top5),
-        _cost_cell(result, "macs"),
-        _cost_cell(result, "params"),
-        _time(result, CPU),
-        _time(result, GPU),
-        _training(result),
-    ]
+    known = result.gap_half_width is not None and not is_twin(result)
+    reach = f"±{result.gap_half_width:.2f}" if known else ""
+    return {
+        "network": TableCell(result.network.label, result.label, origin, list(_named_runs(result))),
+        "top-1": TableCell(percent(result.top1), result.top1, spread),
+        "to twin": TableCell(_to_twin(result), result.ratios.get("top1"), reach),
+        "top-5": TableCell(percent(result.top5), result.top5),
+        "MACs": _count(result.macs, _ratio(result, "macs")),
+        "parameters": _count(result.params, _ratio(result, "params")),
+        "CPU ms/image": _time(result, CPU),
+        "GPU ms/image": _time(result, GPU),
+        "training": _training(result),
+    }
 
 
 def runs_in_words(result: NetworkResult) -> str:
@@ -239,9 +216,8 @@ def _to_twin(result: NetworkResult) -> str:
     return points(result.ratios["top1"]) if "top1" in result.ratios else DASH
 
 
-def _cost_cell(result: NetworkResult, name: str) -> TableCell:
-    value = getattr(result, name)
-    return TableCell(DASH if value is None else si(value), value, _ratio(result, name))
+def _count(value: int | None, small: str) -> TableCell:
+    return TableCell(DASH if value is None else si(value), value, small)
 
 
 def _time(result: NetworkResult, device: str) -> TableCell:
@@ -254,11 +230,8 @@ def _time(result: NetworkResult, device: str) -> TableCell:
 
 def _training(result: NetworkResult) -> TableCell:
     """Times of runs that shared their device cannot be compared, and are not sorted by."""
-    if result.seconds is None:
-        return TableCell(DASH)
-    if result.shared:
-        return TableCell(duration(result.seconds), None, "shared device")
-    return TableCell(duration(result.seconds), result.seconds)
+    shown = DASH if result.seconds is None else duration(result.seconds)
+    return TableCell(shown, None, "shared device") if result.shared else TableCell(shown, result.seconds)
 
 
 def _ratio(result: NetworkResult, name: str) -> str:
@@ -266,44 +239,41 @@ def _ratio(result: NetworkResult, name: str) -> str:
 
 
 def published_table() -> PageTable:
-    body = tuple(tuple(_published_row(row)) for row in rows())
-    return PageTable("published", "Published figures", _PUBLISHED, body)
+    return PageTable("published", "Published figures", list(map(_published_row, rows())), ["network", "data"])
 
 
-def _published_row(row: Published) -> list[TableCell]:
+def _published_row(row: Published) -> dict[str, TableCell]:
     augmented = "extra augmentation" if row.table == "big-picture-augmented" else ""
-    base = next((r for r in rows() if r.table == row.table and r.network == _base(row)), None)
-    macs, params = (
-        ratio(getattr(row, name) / getattr(base, name)) if base and base is not row else ""
-        for name in ("macs", "params")
-    )
+    dense = baseline_of(row.network)
+    base = next((r for r in rows() if r.table == row.table and r.network == dense and r is not row), None)
+    macs, params = (ratio(row.macs / base.macs), ratio(row.params / base.params)) if base else ("", "")
     crops = f"{row.crops} crops: {si(row.macs_per_image)}" if row.crops > 1 else macs
-    return [
-        TableCell(row.network, row.network, augmented),
-        TableCell(data_label(row.dataset), row.dataset),
-        TableCell(percent(row.top1), row.top1),
-        TableCell(percent(row.top5), row.top5),
-        TableCell(si(row.macs), row.macs, crops),
-        TableCell(si(row.params), row.params, params),
-    ]
+    return {
+        "network": TableCell(row.network, row.network, augmented),
+        "data": TableCell(data_label(row.dataset), row.dataset),
+        "top-1": TableCell(percent(row.top1), row.top1),
+        "top-5": TableCell(percent(row.top5), row.top5),
+        "MACs": _count(row.macs, crops),
+        "parameters": _count(row.params, params),
+    }
 
 
-def _base(row: Published) -> str:
-    return twin_id(NetworkId(row.network)).name
-
-
-def audit_table(findings: Sequence[Finding]) -> PageTable:
+def audit_table(findings: Sequence[audits.Finding]) -> PageTable:
     """Every finding, disagreements first."""
-    names = ("verdict", "subject", "quantity", "published", "computed here", "note", "table")
-    columns = tuple(TableColumn(name, numeric=name in ("published", "computed here")) for name in names)
-    ordered = sorted(findings, key=lambda finding: VERDICTS.index(finding.verdict))
-    return PageTable("audit", "Audit", columns, tuple(tuple(_audit_row(finding)) for finding in ordered))
-
-
-def _audit_row(finding: Finding) -> list[TableCell]:
-    shown = (finding.subject, finding.quantity, finding.published, finding.computed, finding.note, finding.table)
-    verdict = TableCell(finding.verdict, VERDICTS.index(finding.verdict))
-    return [verdict, *(TableCell(value, _sorted_by(value)) for value in shown)]
+    order = audits.VERDICTS.index
+    found = [
+        {
+            "verdict": TableCell(finding.verdict, order(finding.verdict)),
+            "subject": TableCell(finding.subject, finding.subject),
+            "quantity": TableCell(finding.quantity, finding.quantity),
+            "published": TableCell(finding.published, _sorted_by(finding.published)),
+            "computed here": TableCell(finding.computed, _sorted_by(finding.computed)),
+            "note": TableCell(finding.note, finding.note or None),
+            "table": TableCell(finding.table, finding.table),
+        }
+        for finding in sorted(findings, key=lambda finding: order(finding.verdict))
+    ]
+    return PageTable("audit", "Audit", found, ["verdict", "subject", "quantity", "note", "table"])
 
 
 def _sorted_by(shown: str) -> float | str | None:
@@ -314,31 +284,32 @@ def _sorted_by(shown: str) -> float | str | None:
 
 def environment_table(records: Records, here: Mapping[str, Any]) -> PageTable:
     """Every machine that a record was made on, and the one that made this page."""
-    kinds = [*records.runs, *records.timings]
-    known = {_essence(record.environment): record.environment for record in kinds if record.environment}
-    machines = [*known.values(), here]
-    headings = ["", *(f"records {number}" for number in range(1, len(machines))), "this page"]
+
+    def essence(machine: Mapping[str, Any]) -> str:
+        """Records of one day's runs differ in their date alone: those share a column."""
+        return repr(sorted((key, str(value)) for key, value in machine.items() if key != "date"))
+
+    made = [record.environment for record in (*records.runs, *records.timings) if record.environment]
+    machines = [*{essence(machine): machine for machine in made}.values(), here]
+    headings = [*(f"records {number}" for number in range(1, len(machines))), "this page"]
     names = dict.fromkeys(name for machine in machines for name in machine)
-    body = tuple(
-        (TableCell(name), *(TableCell(_shown(name, machine) or DASH) for machine in machines))
+    found = [
+        {"": TableCell(name)}
+        | {heading: TableCell(_shown(name, machine)) for heading, machine in zip(headings, machines, strict=True)}
         for name in names
         if any(machine.get(name) is not None for machine in machines)
-    )
-    columns = tuple(TableColumn(heading, numeric=False) for heading in headings)
-    return PageTable("machines", "Environment", columns, body, sortable=False)
+    ]
+    return PageTable("machines", "Environment", found, ["", *headings], sortable=False)
 
 
-def _shown(name: str, machine: Mapping[str, Any]) -> str | None:
+def _shown(name: str, machine: Mapping[str, Any]) -> str:
     """A field of an environment as text: a date to the minute, a commit by its first twelve digits."""
-    value = text(machine.get(name))
-    if value and name == "date":
-        return value[:16].replace("T", " ")
-    return value[:12] if value and name == "commit" else value
-
-
-def _essence(environment: Mapping[str, Any]) -> str:
-    """Records of one day's runs differ in their date alone: those share a column."""
-    return repr(sorted((key, str(value)) for key, value in environment.items() if key != "date"))
+    value = machine.get(name)
+    if value is None or isinstance(value, bool):
+        return DASH
+    length = {"date": 16, "commit": 12}.get(name, LONGEST_TEXT)
+    shown = str(value).strip()[:length]
+    return (shown.replace("T", " ") if name == "date" else shown) or DASH
 
 
 SCRIPTS = ("vega/vega.js", "base.js", "drawing.js", "trade.js", "curves.js", "details.js", "page.js")
@@ -369,7 +340,7 @@ def render(records: Records) -> str:
     """The page as text."""
     results, here = gather(records), environment()
     told = cards(results)
-    findings = audit(accuracies(records.runs), layer_times(records.timings))
+    findings = audits.audit(accuracies(records.runs), layer_times(records.timings))
     css, script = _asset("page.css"), "\n".join(map(_asset, SCRIPTS))
     return _template().render(
         policy=_policy(css, script),
@@ -383,7 +354,7 @@ def render(records: Records) -> str:
         networks=summary_table(results),
         published=published_table(),
         findings=len(findings),
-        verdicts=[(verdict, n, VERDICT_COLOURS[verdict]) for verdict, n in summary(findings).items()],
+        verdicts=[(verdict, n, VERDICT_COLOURS[verdict]) for verdict, n in audits.summary(findings).items()],
         audit=audit_table(findings),
         machines=environment_table(records, here),
         skipped=records.skipped,
@@ -399,7 +370,7 @@ def _chart_data(records: Records, results: Sequence[NetworkResult]) -> dict[str,
         "layers": charts.layer_charts(records.timings),
         "details": charts.details_data(results),
         "specs": {"trade": trade.SPEC, "curves": charts.CURVES_SPEC, "layers": charts.LAYERS_SPEC},
-        "labels": {"transform": style.LABELS, "leaders": style.LEADERS},
+        "labels": {name: style.LABELS[name] for name in ("transform", "leaders")},
         "themes": {"light": style.theme(), "dark": style.theme(dark=True)},
         "kinds": {
             kind: dict(zip(("shape", "light", "dark"), look, strict=True)) for kind, look in trade.KINDS.items()

@@ -1,207 +1,47 @@
-"""What a report shows: training runs and timings, and what they add up to for each network.
+"""Records: find them in files and folders, check them, and read them as training runs and timings.
 
-Records are files that anybody may have edited. A value of the wrong type or out of its range becomes None.
+A record is a JSON object with a `kind`. `READERS` maps a kind to the function that reads it; a new kind is one new
+entry. Records are files that anybody may have edited: a record that does not fit is skipped with one sentence, by
+`read_records` alone.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import shlex
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from lowrank_cnn.core.numbers import deviation, mean
+import torch
+from torch import Tensor
+
+from lowrank_cnn.choose.frontier import KIND
+from lowrank_cnn.core.errors import LowRankError, check_number, check_type
+from lowrank_cnn.core.files import BrokenSealError, UnreadableError, is_sealed, read_json, unsealed
+from lowrank_cnn.core.text import printable
 from lowrank_cnn.data.small_sets import CLASSES as CIFAR10_CLASSES
 from lowrank_cnn.deploy.timing import LayerTime
-from lowrank_cnn.models import list_models
+from lowrank_cnn.models import family_of, list_models
+from lowrank_cnn.models.build import count_by_name
+from lowrank_cnn.models.hub import CONFIG, WEIGHTS
 from lowrank_cnn.train.record import Epoch
-
-LONGEST_TEXT = 200
-
-
-def mapping(value: object) -> dict[str, Any]:
-    """A JSON object, or an empty one."""
-    return dict(value) if isinstance(value, Mapping) else {}
-
-
-def items(value: object) -> list[Any]:
-    """A JSON array, or an empty one."""
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else []
-
-
-def text(value: object) -> str | None:
-    """A string (or a number written as one), cut where it is absurdly long."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        return None
-    return str(value).strip()[:LONGEST_TEXT] or None
-
-
-def number(value: object, *, least: float = 0.0, most: float = 1e18) -> float | None:
-    """The number if it is finite and within its bounds, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    if not least <= value <= most:  # false for NaN as well
-        return None
-    return float(value)
-
-
-def whole(value: object) -> int | None:
-    """A count."""
-    read = number(value)
-    return None if read is None else int(read)
-
-
-def share(value: object) -> float | None:
-    """An accuracy, from 0 to 1."""
-    return number(value, most=1.0)
-
-
-def sizes(value: object) -> tuple[int, ...]:
-    """The size of an image, or nothing where one of its numbers is not one."""
-    read = [whole(item) for item in items(value)]
-    return tuple(item for item in read if item is not None) if all(read) else ()
-
-
-def first(values: Mapping[str, Any], *names: str) -> Any:
-    """The first of several spellings that is there."""
-    return next((values[name] for name in names if values.get(name) is not None), None)
-
-
-MOST_CLASSES = 1000
-MOST_WORST = 20
-LARGEST_THUMBNAIL = 20_000
-_PICTURE = re.compile(r"data:image/(png|jpeg|webp);base64,[A-Za-z0-9+/=]+")
-
-Rows = tuple[tuple[float, ...], ...]
-
-
-@dataclass(frozen=True)
-class WrongAnswer:
-    """A test image that a network got wrong; `thumbnail` is a data URI where the record carries the image."""
-
-    image: str
-    true: str
-    predicted: str
-    probability: float | None
-    loss: float | None
-    thumbnail: str | None = None
-
-
-@dataclass(frozen=True)
-class AnswerDetails:
-    """What `result["details"]` of a record holds, as counts that can be added up over runs.
-
-    `per_class` has the images and the right answers of each class. `confusion` counts images by true and predicted
-    class; it is empty where the record has no matrix. `pairs` are a class, what it was taken for, and how often.
-    `bins` have the images, the sum of their confidences and the right answers, by rising confidence.
-    """
-
-    classes: tuple[str, ...]
-    per_class: Rows
-    confusion: Rows = ()
-    pairs: tuple[tuple[str, str, int], ...] = ()
-    bins: Rows = ()
-    worst: tuple[WrongAnswer, ...] = ()
-
-    @property
-    def calibration_error(self) -> float | None:
-        """The distance of confidence from accuracy, averaged over images; None without any."""
-        images = sum(n for n, _, _ in self.bins)
-        return sum(abs(confidence - right) for _, confidence, right in self.bins) / images if images else None
-
-
-def read_details(values: Mapping[str, Any]) -> AnswerDetails | None:
-    """The details in an untrusted record; None if it has none."""
-    rows = [mapping(row) for row in items(values.get("per_class"))[:MOST_CLASSES]]
-    if not rows:
-        return None
-    return AnswerDetails(
-        classes=tuple(text(row.get("class")) or "unnamed" for row in rows),
-        per_class=tuple(_counts(row, "accuracy") for row in rows),
-        confusion=_matrix(values.get("confusion"), len(rows)),
-        pairs=tuple(filter(None, map(_pair, items(values.get("most_confused"))))),
-        bins=tuple(
-            _counts(mapping(row), "confidence", "accuracy")
-            for row in items(mapping(values.get("calibration")).get("bins"))
-        ),
-        worst=tuple(filter(None, map(_wrong, items(values.get("worst"))[:MOST_WORST]))),
-    )
-
-
-def _counts(row: Mapping[str, Any], *shares: str) -> tuple[float, ...]:
-    """A number of images, with the counts that each share amounts to."""
-    n = whole(row.get("n")) or 0
-    return n, *(n * (share(row.get(name)) or 0.0) for name in shares)
-
-
-def _matrix(value: object, classes: int) -> Rows:
-    rows = [[whole(cell) or 0 for cell in items(row)] for row in items(value)]
-    square = [len(row) for row in rows] == [classes] * classes
-    return tuple(map(tuple, rows)) if square else ()
-
-
-def _pair(value: object) -> tuple[str, str, int] | None:
-    row = mapping(value)
-    true, predicted, n = text(row.get("true")), text(row.get("predicted")), whole(row.get("n"))
-    return (true, predicted, n) if true and predicted and n else None
-
-
-def _wrong(value: object) -> WrongAnswer | None:
-    row = mapping(value)
-    image, true, predicted = (text(row.get(name)) for name in ("image", "true", "predicted"))
-    if not (image and true and predicted):
-        return None
-    given = row.get("thumbnail")
-    shown = isinstance(given, str) and len(given) <= LARGEST_THUMBNAIL and _PICTURE.fullmatch(given)
-    picture = given if shown else None
-    return WrongAnswer(image, true, predicted, share(row.get("probability")), number(row.get("loss")), picture)
-
-
-def pool_answers(details: Sequence[AnswerDetails]) -> AnswerDetails:
-    """The answers of several runs together; those of other classes or bins than the first run's are left out."""
-    first = details[0]
-    alike = [one for one in details if _shape(one) == _shape(first)]
-    confusion = _summed([one.confusion for one in alike])
-    worst = sorted((image for one in alike for image in one.worst), key=lambda image: image.loss or 0.0)
-    hardest = {image.image: image for image in worst}  # of an image that several runs got wrong, the largest loss
-    return AnswerDetails(
-        classes=first.classes,
-        per_class=_summed([one.per_class for one in alike]),
-        confusion=confusion,
-        pairs=_most_confused(first.classes, confusion) if confusion else first.pairs,
-        bins=_summed([one.bins for one in alike]),
-        worst=tuple(sorted(hardest.values(), key=lambda image: -(image.loss or 0.0))[:MOST_WORST]),
-    )
-
-
-def _shape(details: AnswerDetails) -> tuple[object, ...]:
-    return details.classes, len(details.confusion), len(details.bins)
-
-
-def _summed(tables: Sequence[Rows]) -> Rows:
-    """Tables of one shape, added cell by cell."""
-    return tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in zip(*tables, strict=True))
-
-
-def _most_confused(classes: Sequence[str], confusion: Rows) -> tuple[tuple[str, str, int], ...]:
-    wrong = [
-        (classes[i], classes[j], int(n))
-        for i, row in enumerate(confusion)
-        for j, n in enumerate(row)
-        if n and i != j
-    ]
-    return tuple(sorted(wrong, key=lambda pair: -pair[2]))
-
+from lowrank_cnn.train.score import TOP_FIVE, WrongImage
 
 CPU, GPU = "CPU", "GPU"
+LONGEST_TEXT = 200
+LARGEST_THUMBNAIL = 20_000
+MOST_WORST = 20
 
 
 @dataclass(frozen=True)
 class NetworkId:
-    """Which network a record is about: its name, and the options that change its cost.
+    """The network of a record: its name, and the options that change its cost.
 
     `base` is the name of the network that it was converted from, if it was.
     """
@@ -221,12 +61,33 @@ class NetworkId:
 
     @property
     def label(self) -> str:
-        options = [
-            self.scheme,
-            f"width {self.width:g}" if self.width != 1 else None,
-            f"stride {self.stride}" if self.stride else None,
-        ]
-        return " ".join(filter(None, [self.name, *options]))
+        width = f"width {self.width:g}" if self.width != 1 else None
+        stride = f"stride {self.stride}" if self.stride else None
+        return " ".join(filter(None, [self.name, self.scheme, width, stride]))
+
+
+@dataclass(frozen=True)
+class AnswerDetails:
+    """The field `result["details"]` of a record, as counts that can be added up over runs.
+
+    `per_class` [classes, 2] has the images and the right answers of each class. `confusion` [true class, predicted
+    class] counts images; it is empty where the record has no matrix. `bins` [bins, 3] has the images, the sum of
+    their confidences and the right answers, by rising confidence. `pairs` are a true class, the
+    predicted class, and the number of images.
+    """
+
+    classes: tuple[str, ...]
+    per_class: Tensor
+    confusion: Tensor
+    bins: Tensor
+    pairs: tuple[tuple[str, str, int], ...] = ()
+    worst: tuple[WrongImage, ...] = ()
+
+    @property
+    def calibration_error(self) -> float | None:
+        """The distance of confidence from accuracy, averaged over images; None without any."""
+        images, confidence, right = self.bins.T
+        return float((confidence - right).abs().sum() / images.sum()) if images.any() else None
 
 
 @dataclass(frozen=True)
@@ -236,6 +97,8 @@ class Run:
     `images` identifies the images: the digest of the data where the record has one. `settings` are the fields of
     the recipe, and the norm and the initialisation of the network. `n` is the number of test images. `dense` is
     the cost of a network that is not ours before it was converted, or its own if it never was; None if unknown.
+    `shared` says whether another run used the same kind of device at the same time. `sealed` says whether the
+    record has a checksum: older records have none, and an edited one loses it.
     """
 
     path: str
@@ -254,14 +117,12 @@ class Run:
     history: tuple[Epoch, ...]
     settings: tuple[tuple[str, str], ...] = ()
     n: int | None = None
+    classes: int | None = None
     dense: Mapping[str, int] | None = field(hash=False, default=None)
-    config: Mapping[str, Any] = field(hash=False, default_factory=dict)
     environment: Mapping[str, Any] = field(hash=False, default_factory=dict)
     shared: bool = False
-    """Whether another run was under way on the same kind of device at the same time."""
-    details: AnswerDetails | None = None
+    details: AnswerDetails | None = field(compare=False, default=None)
     sealed: bool = True
-    """Whether the record has a checksum. Older records have none, and an edited one loses it."""
 
     @property
     def finished(self) -> bool:
@@ -272,15 +133,6 @@ class Run:
         """Accuracy on the augmented training images of the last epoch, minus accuracy on the test images."""
         trained = self.history[-1].train_accuracy if self.history else None
         return None if trained is None or self.top1 is None else trained - self.top1
-
-
-def by_seed(runs: Iterable[Run], quantity: str) -> list[float]:
-    """The known values of a quantity, one per seed: runs that repeat a seed are averaged, not counted twice."""
-    known: dict[int | None, list[float]] = {}
-    for run in runs:
-        if (value := getattr(run, quantity)) is not None:
-            known.setdefault(run.seed, []).append(value)
-    return [math.fsum(values) / len(values) for values in known.values()]
 
 
 @dataclass(frozen=True)
@@ -294,8 +146,8 @@ class TimedNetwork:
     batch: int
     ms: float
     macs: int | None
-    params: int | None
-    layers: tuple[LayerTime, ...]
+    params: int | None = None
+    layers: tuple[LayerTime, ...] = ()
     dense: Mapping[str, int] | None = field(hash=False, default=None)
     environment: Mapping[str, Any] = field(hash=False, default_factory=dict)
 
@@ -305,98 +157,7 @@ class TimedNetwork:
 
     @property
     def hardware(self) -> str:
-        return text(self.environment.get(self.device.lower())) or self.device
-
-
-@dataclass(frozen=True)
-class NetworkResult:
-    """A network trained on a data set by a recipe, over all of its seeds; or one that was only timed."""
-
-    network: NetworkId
-    data: str = ""
-    recipe: str = ""
-    runs: tuple[Run, ...] = ()
-    timings: tuple[TimedNetwork, ...] = ()
-    variant: str = ""
-    """What sets it apart from others of the same network, data and recipe."""
-    ratios: dict[str, float] = field(default_factory=dict, hash=False)
-    """Shares of the dense twin's MACs, parameters and times; `top1` is the difference in percentage points."""
-    twin: str = ""
-    """The label of the dense network that it is compared with; empty where none was trained."""
-    otherwise: tuple[str, ...] = ()
-    """How the twin was trained otherwise, in words."""
-    gap_half_width: float | None = None
-    """Half the 95% interval over seeds of `ratios["top1"]`, in percentage points; None for single seeds."""
-
-    @property
-    def label(self) -> str:
-        return f"{self.network.label}, {self.variant}" if self.variant else self.network.label
-
-    @cached_property
-    def settings(self) -> dict[str, str]:
-        return dict(self.runs[0].settings) if self.runs else {}
-
-    @cached_property
-    def scored(self) -> tuple[Run, ...]:
-        """Finished runs; if there are none, the unfinished ones."""
-        return tuple(run for run in self.runs if run.finished) or self.runs
-
-    @property
-    def seeds(self) -> int:
-        """How many different seeds the accuracy is the mean of."""
-        return len(by_seed(self.scored, "top1"))
-
-    @property
-    def finished(self) -> bool:
-        return all(run.finished for run in self.scored)
-
-    @property
-    def top1(self) -> float | None:
-        return mean(by_seed(self.scored, "top1"))
-
-    @property
-    def top1_spread(self) -> float | None:
-        """The standard deviation over seeds; None for fewer than two seeds."""
-        return deviation(by_seed(self.scored, "top1"))
-
-    @property
-    def top5(self) -> float | None:
-        return mean(by_seed(self.scored, "top5"))
-
-    @property
-    def seconds(self) -> float | None:
-        return mean(self._known("seconds"))
-
-    @property
-    def shared(self) -> bool:
-        """Whether a run shared its device with another, which makes its time incomparable."""
-        return any(run.shared for run in self.scored)
-
-    @property
-    def macs(self) -> int | None:
-        return next((r.macs for r in (*self.runs, *self.timings) if r.macs), None)
-
-    @property
-    def params(self) -> int | None:
-        return next((r.params for r in (*self.runs, *self.timings) if r.params), None)
-
-    @property
-    def dense(self) -> Mapping[str, int] | None:
-        """What a network that is not ours cost before it was converted; None where that is not known."""
-        return next((record.dense for record in self.runs or self.timings if record.dense is not None), None)
-
-    @property
-    def n(self) -> int | None:
-        """The number of images that its accuracy was measured on: the fewest, where runs differ."""
-        return min(self._known("n"), default=None)
-
-    def time(self, device: str, batch: int | None = None) -> TimedNetwork | None:
-        """The fastest way, per image, that it was run on a kind of device."""
-        fitting = [t for t in self.timings if t.device == device and batch in (None, t.batch)]
-        return min(fitting, key=lambda timing: timing.ms_per_image, default=None)
-
-    def _known(self, quantity: str) -> list[Any]:
-        return [value for run in self.scored if (value := getattr(run, quantity)) is not None]
+        return str(self.environment.get(self.device.lower()) or self.device)
 
 
 @dataclass(frozen=True)
@@ -409,7 +170,7 @@ class SkippedFile:
 
 @dataclass
 class Records:
-    """What `read_records` found: training runs, timings, and the files that it skipped, each with the reason.
+    """The result of `read_records`: training runs, timings, and the files that it skipped, each with the reason.
 
     `elsewhere` are files that another command shows, each with that command.
     """
@@ -422,12 +183,458 @@ class Records:
     def __bool__(self) -> bool:
         return bool(self.runs or self.timings)
 
-    def add(self, record: Run | TimedNetwork) -> None:
-        """Put a record where its kind belongs."""
-        if isinstance(record, Run):
-            self.runs.append(record)
-        else:
-            self.timings.append(record)
+
+class Fields:
+    """A JSON object of a record. A missing field is None or empty; one of the wrong kind raises `LowRankError`."""
+
+    def __init__(self, values: Any, name: str = "a record") -> None:
+        check_type(name, values, dict)
+        self.values: dict[str, Any] = values
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.values
+
+    def object(self, name: str) -> Fields:
+        return Fields({} if self.values.get(name) is None else self.values[name], name)
+
+    def list(self, name: str) -> Sequence[Any]:
+        value = self.values.get(name)
+        check_type(name, value, list, type(None))
+        return value or []
+
+    def objects(self, name: str) -> Sequence[Fields]:
+        return [Fields(value, name) for value in self.list(name)]
+
+    def text(self, *names: str) -> str | None:
+        """The first of these fields that is there; cut if it is absurdly long."""
+        name, value = next(((n, self.values[n]) for n in names if self.values.get(n) is not None), ("", ""))
+        check_type(name, value, str, int, float)
+        return str(value).strip()[:LONGEST_TEXT] or None
+
+    def number(self, name: str, *, least: float = 0.0, most: float = 1e18) -> float | None:
+        """A number within these limits; None for NaN and infinity, as in the record of a run that diverged."""
+        value = self.values.get(name)
+        if value is None or (isinstance(value, float) and not math.isfinite(value)):
+            return None
+        check_number(name, value, least=least, most=most)
+        return float(value)
+
+    def share(self, name: str) -> float | None:
+        return self.number(name, most=1.0)
+
+    def whole(self, name: str) -> int | None:
+        value = self.number(name)
+        return None if value is None else int(value)
+
+    def sizes(self, *names: str) -> tuple[int, ...]:
+        """The size of an image or a batch."""
+        found = next(filter(None, map(self.list, names)), [])
+        for side in found:
+            check_number(names[0], side, least=1, most=1e9, whole=True)
+        return tuple(found)
+
+    def costs(self) -> dict[str, int]:
+        return {name: cost for name in ("macs", "params") if (cost := self.whole(name))}
+
+    def environment(self) -> dict[str, Any]:
+        """Versions and hardware by name: plain values alone."""
+        known = self.object("environment").values
+        return {name: value for name, value in known.items() if isinstance(value, str | int | float | None)}
+
+
+def read_training(values: Fields, path: str) -> Iterator[Run]:
+    """The run of a record; a record without a checksum gives an unsealed run."""
+    model, recipe, data, result = map(values.object, ("model", "recipe", "data", "result"))
+    config = model.object("config") if "conversion" in model else model
+    history = tuple(map(_epoch, values.objects("history")))
+    latest = next((row.accuracy for row in reversed(history) if row.accuracy is not None), None)
+    top1 = result.share("top1")
+    built = read_network(model, _image_size(config, recipe, data))
+    yield Run(
+        path=path,
+        network=built,
+        data=data_name(data),
+        images=_data_identity(data),
+        recipe=recipe.text("name") or "custom",
+        seed=values.whole("seed"),
+        status=values.text("status") or "unknown",
+        watched=values.text("watched") or "test",
+        top1=latest if top1 is None else top1,
+        # With at most five classes, every answer is among the first five.
+        top5=None if 0 < len(data.list("classes")) <= TOP_FIVE else result.share("top5"),
+        macs=result.whole("macs"),
+        params=result.whole("params"),
+        seconds=result.number("seconds"),
+        history=history,
+        settings=settings_of(recipe.values, config.values, data.whole("train"), values.text("begun_from")),
+        n=result.whole("n") or data.whole("test"),
+        classes=config.whole("num_classes"),
+        dense=_dense(result, built),
+        environment=values.environment(),
+        details=read_details(result.object("details").values),
+        sealed=is_sealed(values.values),
+    )
+
+
+def _epoch(row: Fields) -> Epoch:
+    numbers = {name: row.number(name) for name in ("lr", "seconds", "images_per_second")}
+    shares = {name: row.share(name) for name in ("train_accuracy", "accuracy")}
+    loss = row.number("train_loss", least=-1e18)
+    return Epoch(epoch=row.whole("epoch") or 0, train_loss=loss, **shares, **numbers)
+
+
+def _dense(result: Fields, built: NetworkId) -> dict[str, int] | None:
+    """The cost of the unconverted network. A record without the field is of a network that was not converted."""
+    if (built.base or built.name) in list_models():  # by its name, all is known
+        return None
+    if "dense" not in result and built.base is None:
+        return result.costs()
+    return result.object("dense").costs() or None
+
+
+def _image_size(config: Fields, recipe: Fields, data: Fields) -> tuple[int, ...]:
+    """The images as the network got them, and as its cost was counted: cropped, where the recipe crops."""
+    image = data.sizes("size", "image")
+    side = config.whole("image_size") or recipe.whole("crop")
+    return (image[0], side, side) if side and len(image) == 3 else image
+
+
+def settings_of(
+    recipe: Mapping[str, Any], config: Mapping[str, Any], images: int | None = None, begun_from: str | None = None
+) -> tuple[tuple[str, str], ...]:
+    """The recipe, and what else networks that are compared must have alike."""
+    fields = {**recipe, "norm": config.get("norm"), "pool": config.get("pool")}
+    fields |= {"init": config.get("init") or "composite"}
+    fields |= {"images": images} if images else {}
+    fields |= {"begun_from": begun_from} if begun_from else {}
+    # A name and the pauses between evaluations teach nothing.
+    kept = [(str(key)[:40], str(fields[key])[:40]) for key in fields if key not in ("name", "evaluate_every")]
+    return tuple(sorted(kept))
+
+
+def read_details(values: Mapping[str, Any]) -> AnswerDetails | None:
+    """The details of a run's answers; None if the record has none."""
+    told = Fields(values, "details")
+    rows = told.objects("per_class")
+    if not rows:
+        return None
+    pairs = ((row.text("true"), row.text("predicted"), row.whole("n")) for row in told.objects("most_confused"))
+    return AnswerDetails(
+        classes=tuple(row.text("class") or "unnamed" for row in rows),
+        per_class=_counts(rows, "accuracy"),
+        confusion=_matrix(told.list("confusion"), len(rows)),
+        bins=_counts(told.object("calibration").objects("bins"), "confidence", "accuracy"),
+        pairs=tuple((true, predicted, n) for true, predicted, n in pairs if true and predicted and n),
+        worst=tuple(_wrong_image(row) for row in told.objects("worst")[:MOST_WORST]),
+    )
+
+
+def _counts(rows: Sequence[Fields], *shares: str) -> Tensor:
+    """The number of images of each row, with the counts that its shares amount to."""
+    found = [[row.whole("n") or 0, *(row.share(name) or 0.0 for name in shares)] for row in rows]
+    table = torch.tensor(found, dtype=torch.float64).reshape(-1, 1 + len(shares))
+    table[:, 1:] *= table[:, :1]
+    return table
+
+
+def _matrix(rows: Sequence[Any], classes: int) -> Tensor:
+    try:
+        found = torch.tensor(rows, dtype=torch.int64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise LowRankError("its confusion matrix is not made of rows of counts.") from error
+    if rows and (found.shape != (classes, classes) or (found < 0).any()):
+        raise LowRankError(f"its confusion matrix must have a count for each two of {classes} classes.")
+    return found
+
+
+def _wrong_image(row: Fields) -> WrongImage:
+    image, true, predicted = (row.text(name) or "unnamed" for name in ("image", "true", "predicted"))
+    known: dict[str, Any] = {"probability": row.share("probability"), "loss": row.number("loss")}
+    given = str(row.values.get("thumbnail"))
+    picture = re.fullmatch(r"data:image/(png|jpeg|webp);base64,[A-Za-z0-9+/=]+", given)
+    known["thumbnail"] = given if picture and len(given) <= LARGEST_THUMBNAIL else None
+    return WrongImage(image, true, predicted, **known)
+
+
+def pool_answers(details: Sequence[AnswerDetails]) -> AnswerDetails:
+    """The answers of several runs together; those of other classes or bins than the first run's are left out."""
+
+    def shape(one: AnswerDetails) -> tuple[object, ...]:
+        return one.classes, one.confusion.shape, one.bins.shape
+
+    first = details[0]
+    alike = [one for one in details if shape(one) == shape(first)]
+    per_class, confusion, bins = (
+        torch.stack([getattr(one, name) for one in alike]).sum(0) for name in ("per_class", "confusion", "bins")
+    )
+    worst = sorted((image for one in alike for image in one.worst), key=lambda image: image.loss or 0.0)
+    hardest = {image.image: image for image in worst}  # of an image that several runs got wrong, the largest loss
+    worst = sorted(hardest.values(), key=lambda image: -(image.loss or 0.0))[:MOST_WORST]
+    pairs = _most_confused(first.classes, confusion) if len(confusion) else first.pairs
+    return AnswerDetails(first.classes, per_class, confusion, bins, pairs, tuple(worst))
+
+
+def _most_confused(classes: Sequence[str], confusion: Tensor) -> tuple[tuple[str, str, int], ...]:
+    found = [
+        (classes[i], classes[j], n)
+        for i, row in enumerate(confusion.tolist())
+        for j, n in enumerate(row)
+        if n and i != j
+    ]
+    return tuple(sorted(found, key=lambda pair: -pair[2]))
+
+
+def read_network(model: Fields, image: tuple[int, ...]) -> NetworkId:
+    """The network, from its name and options; those of a converted one stand apart from its new name."""
+    converted = "conversion" in model
+    name, options = model.text("name"), model.object("config") if converted else model
+    if name is None:
+        raise LowRankError("it names no network.")
+    base = options.text("name") or model.text("base", "class") if converted else None
+    scheme, stride = options.text("scheme"), options.whole("stride")
+    own_stride = family_of(own).VARIANTS[own].stride if (own := base or name) in list_models() else 1
+    return NetworkId(
+        name,
+        scheme=None if scheme == "dense" else scheme,
+        width=options.number("width") or 1.0,
+        norm=options.text("norm"),
+        stride=None if stride == own_stride else stride,
+        image=image,
+        base=base,
+    )
+
+
+def read_timing(values: Fields, path: str) -> Iterator[TimedNetwork]:
+    """A timing, and that of its twin. If the input has four numbers, the MACs are those of a whole batch.
+
+    `lowrank demo` adds the options of the network as `model`.
+    """
+    size, ms = values.sizes("input"), values.object("total").number("ms")
+    batch = size[0] if len(size) == 4 else 1
+    if not ms:
+        raise LowRankError("it is a timing without any time.")
+    macs, twin = (values.whole("macs") or 0) // batch or None, values.object("twin")
+    model = values.object("model") if "model" in values else Fields({"name": values.text("name")})
+    built = read_network(model, size[-3:])
+    if twin.text("name") == built.name and twin.whole("macs") != values.whole("macs"):
+        # Its twin has the same name, but another cost: it is the converted form of the twin.
+        built = replace(built, name=f"{built.name}, converted", base=built.name)
+    dense = None if built.base else {"macs": macs} if macs else {}
+    if built.base and (cost := (twin.whole("macs") or 0) // batch):
+        dense = {"macs": cost}
+    yield TimedNetwork(
+        path=path,
+        network=built,
+        device=device_class(values.text("device") or ""),
+        runtime=values.text("runtime") or "torch",
+        batch=batch,
+        ms=ms,
+        macs=macs,
+        layers=tuple(filter(None, (_layer(row, batch) for row in values.objects("layers")))),
+        dense=None if built.ours else dense,
+        environment=values.environment(),
+    )
+    if twin.values:
+        yield from read_timing(Fields({**twin.values, "twin": None, "environment": values.environment()}), path)
+
+
+def _layer(row: Fields, images: int) -> LayerTime | None:
+    """A layer that multiplies and was timed; pools and activations have nothing to compare."""
+    name, macs, ms = row.text("name"), row.whole("macs"), row.number("ms")
+    return LayerTime(name, row.text("type") or "", macs // images, ms) if name and macs and ms else None
+
+
+def device_class(device: str) -> str:
+    """CPU or GPU, from any name of a device."""
+    known = ("cuda", "gpu", "nvidia", "mps", "amd instinct")
+    return GPU if any(word in device.lower() for word in known) else CPU
+
+
+def read_timings(values: Fields, path: str) -> Iterator[TimedNetwork]:
+    """Several timings made in one environment."""
+    for timing in values.objects("timings"):
+        yield from read_timing(Fields({"environment": values.environment(), **timing.values}), path)
+
+
+def read_gpu_speed(values: Fields, path: str) -> Iterator[TimedNetwork]:
+    """The inference times of `benchmarks.gpu_speed`, whose keys read network|mode|batch|way."""
+    for run in values.objects("runs"):
+        ways = run.object("ways")
+        for key in ways.values:
+            network, mode, batch, way, *_ = [*key.split("|"), "", "", ""]
+            ms = ways.object(key).number("ms")
+            if mode == "inference" and ms and batch.isdecimal():
+                yield _benchmarked(network, GPU, way, int(batch), ms, run, path)
+
+
+def read_cpu_speed(values: Fields, path: str) -> Iterator[TimedNetwork]:
+    """The times of `benchmarks.cpu_speed`: networks and their dense twins by batch, each at its fastest."""
+    for run in values.objects("batches"):
+        batch = run.whole("batch")
+        for row in run.objects("rows"):
+            for name, way, time in (("network", "best_way", "best_ms"), ("twin", "twin_way", "twin_best_ms")):
+                ms, network = row.object(time).number("ms"), row.text(name)
+                if batch and ms and network:
+                    yield _benchmarked(network, CPU, row.text(way) or "", batch, ms, values, path)
+
+
+def _benchmarked(
+    name: str, device: str, runtime: str, batch: int, ms: float, made: Fields, path: str
+) -> TimedNetwork:
+    """A whole network of ours, timed on images of its own size."""
+    cost = _own_cost(name) if name in list_models() else None
+    image, macs, params = (cost.input, cost.macs, cost.params) if cost else ((), None, None)
+    network, environment = NetworkId(name, image=image), made.environment()
+    return TimedNetwork(path, network, device, runtime, batch, ms, macs, params, environment=environment)
+
+
+_own_cost = cache(count_by_name)
+
+
+def read_gpu_models(values: Fields, path: str) -> Iterator[TimedNetwork]:
+    """The inference times of `benchmarks.gpu_models`: a network dense, low-rank and thin, by several ways."""
+    for run in values.objects("runs"):
+        for row in run.objects("rows"):
+            model, _, scheme = (row.text("row") or "").rpartition(":")[2].partition("/")
+            macs = row.object("macs")
+            names = {"dense": model, "low-rank": f"{model}, {scheme}"}
+            names |= {kind: f"{model}, {kind} as {scheme}" for kind in macs.values if kind.startswith("thin")}
+            for mode, batch in (("inference", 256), ("batch1", 1)):
+                times = row.object(mode).object("ms")
+                for way in times.values:
+                    kind, _, runtime = way.partition(", ")
+                    ms = times.object(way).number("ms")
+                    if not ms or kind not in names:
+                        continue
+                    network = NetworkId(names[kind], image=(3, 224, 224), base=None if kind == "dense" else model)
+                    timing = TimedNetwork(path, network, GPU, runtime, batch, ms, macs.whole(kind))
+                    dense = {"macs": cost} if (cost := macs.whole("dense")) else None
+                    yield replace(timing, dense=dense, environment=run.environment())
+
+
+READERS: dict[str, Callable[[Fields, str], Iterator[Run | TimedNetwork]]] = {
+    "training": read_training,
+    "timing": read_timing,
+    "timings": read_timings,
+    "gpu-speed": read_gpu_speed,
+    "gpu-models": read_gpu_models,
+    "cpu-speed": read_cpu_speed,
+    # Tables that were made of runs, whose own records say more.
+    "reproduction": lambda _values, _path: iter(()),
+    "search": lambda _values, _path: iter(()),
+}
+
+FIRST_STEP = "lowrank train nin-c3-lr --data digits --recipe digits --width 0.25 --out runs/first"
+
+
+def read_records(paths: Iterable[str | Path]) -> Records:
+    """Every record in these files and folders; what cannot be read is listed, not raised."""
+    records, seen = Records(), set()
+    for path in map(Path, paths):
+        if not path.exists():
+            raise LowRankError(f"there is no file or folder {path}; make a run first: {FIRST_STEP}")
+        for file in _files(path):
+            if (resolved := file.resolve()) not in seen:
+                seen.add(resolved)
+                _read_into(records, file)
+    return records
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """The JSON files of a folder, at any depth, less those of a run or a stored network that are no record."""
+    if not path.is_dir():
+        yield path
+        return
+    for file in sorted(path.rglob("*.json")):
+        of_checkpoint = file.with_suffix(".safetensors").exists()
+        beside = file.name in ("recipe.json", "shape_costs.json", "shapes.json")
+        of_run = beside and (file.parent / "record.json").exists()
+        # `reproduce` keeps a network beside the record of a finished run.
+        of_network = file.name == CONFIG and (file.parent / WEIGHTS).exists()
+        if file.is_file() and not (of_checkpoint or of_run or of_network):
+            yield file
+
+
+def _read_into(records: Records, file: Path) -> None:
+    """Add the records of a file, which holds one or an array of them. Records that do not fit are skipped here."""
+
+    @contextmanager
+    def skipping() -> Iterator[None]:
+        try:
+            yield
+        except LowRankError as error:
+            records.skipped.append(SkippedFile(str(file), str(error)))
+
+    values: object = []
+    with skipping():
+        values = _load(file)
+    for value in values if isinstance(values, list) else [values]:
+        with skipping():
+            _read_value(records, value, file)
+
+
+def _load(file: Path) -> object:
+    """The value in a file. A checksum that it has must fit; half of a surrogate pair is escaped."""
+    try:
+        value = read_json(file)
+        if isinstance(value, dict):
+            unsealed(value)
+        return _escaped(value)
+    except RecursionError as error:
+        raise LowRankError("it is nested too deeply.") from error
+    except (UnreadableError, BrokenSealError) as error:
+        raise LowRankError(f"{error}.") from error
+
+
+def _escaped(value: Any) -> Any:
+    """The value with printable text."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {printable(name): _escaped(inner) for name, inner in value.items()}
+    return [_escaped(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _read_value(records: Records, value: object, file: Path) -> None:
+    fields = Fields(value)
+    kind = fields.text("kind") or _kind_by_fields(fields)
+    if kind == KIND:
+        family = fields.text("family") or "FAMILY"
+        command = shlex.join(["lowrank", "frontier", family, "--out", str(file.parent)])
+        records.elsewhere.append(SkippedFile(str(file), f"`{command}`"))
+        return
+    if kind is None:
+        raise LowRankError(f"it has no kind ({', '.join(READERS)}).")
+    if kind not in READERS:
+        raise LowRankError(f"a record of kind {kind!r} has no training run and no timing of a network.")
+    found = list(READERS[kind](fields, str(file)))
+    records.runs += [record for record in found if isinstance(record, Run)]
+    records.timings += [record for record in found if isinstance(record, TimedNetwork)]
+
+
+def _kind_by_fields(values: Fields) -> str | None:
+    """The kind of a record that names none: the output of `lowrank time --json`, and older benchmarks."""
+    if values.values.keys() >= {"runtime", "device", "layers", "total"}:
+        return "timing"
+    return "cpu-speed" if values.list("batches") else "timings" if values.list("timings") else None
+
+
+def require_records(paths: Iterable[str | Path], records: Records) -> None:
+    """Refuse to go on with nothing, and say what to run first."""
+    if records:
+        return
+    places = " or ".join(map(str, paths)) or "the folders given"
+    if records.elsewhere:
+        raise LowRankError(
+            f"{places} has no training run and no timing of a network; {shown_elsewhere(records)[0]}."
+        )
+    rest = f" (skipped: {records.skipped[0].path}, {records.skipped[0].reason})" if records.skipped else ""
+    raise LowRankError(f"there is no record in {places}{rest}; make one first: {FIRST_STEP}")
+
+
+def shown_elsewhere(records: Records) -> list[str]:
+    """A sentence for each file that another command shows."""
+    return [f"{file.path} is shown by {file.reason}" for file in records.elsewhere]
 
 
 _NAMES = {"cifar10": "CIFAR-10", "ilsvrc12": "ILSVRC", "imagenet1k": "ILSVRC", "places205": "Places"}
@@ -446,13 +653,13 @@ def trained_label(data: str, recipe: str) -> str:
     return ", ".join(dict.fromkeys(filter(None, (data_label(data), recipe))))
 
 
-def data_name(data: Mapping[str, Any]) -> str:
+def data_name(data: Fields) -> str:
     """A data set is called by its folder, which may be any; CIFAR-10 is known by its classes and their images.
 
-    A part of a known set is another: its accuracies stand beside no published ones.
+    A part of a known set gets a name of its own: its accuracies cannot be compared with published ones.
     """
-    name, sizes = text(data.get("name")) or "unnamed data", [whole(data.get(split)) for split in ("train", "test")]
-    if tuple(items(data.get("classes"))) == CIFAR10_CLASSES and tuple(sizes) == _WHOLE["CIFAR-10"]:
+    name, sizes = data.text("name") or "unnamed data", (data.whole("train"), data.whole("test"))
+    if tuple(data.list("classes")) == CIFAR10_CLASSES and sizes == _WHOLE["CIFAR-10"]:
         return "cifar10"
     full = _WHOLE.get(data_label(name))
     if full is None or all(size is None or size >= _NEARLY * n for size, n in zip(sizes, full, strict=True)):
@@ -460,10 +667,7 @@ def data_name(data: Mapping[str, Any]) -> str:
     return f"a part of {data_label(name)} ({' + '.join(f'{size or 0:,}' for size in sizes)} images)"
 
 
-def data_identity(data: Mapping[str, Any]) -> str:
-    """What tells data apart, whatever it is called: its digest, or else its classes and numbers of images."""
-    if digest := text(data.get("digest")):
-        return digest
-    classes = repr([str(name) for name in items(data.get("classes"))])
-    known = zlib.crc32(classes.encode()), *(whole(data.get(split)) for split in ("train", "test"))
-    return " ".join(map(str, known))
+def _data_identity(data: Fields) -> str:
+    """An identity of the images that does not depend on their name: a digest, or classes and image counts."""
+    classes = zlib.crc32(repr([str(name) for name in data.list("classes")]).encode())
+    return data.text("digest") or f"{classes} {data.whole('train')} {data.whole('test')}"

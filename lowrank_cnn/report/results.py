@@ -1,38 +1,125 @@
-"""Group the runs of each network over their seeds, with its timings, and compare it with its dense twin."""
+"""Results: the runs of each network over their seeds, with its timings, compared with its dense twin."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import cache
+from functools import cache, cached_property
 from itertools import groupby
 from typing import Any
 
 from lowrank_cnn.core.errors import LowRankError, MissingExtra
-from lowrank_cnn.core.numbers import pooled_deviation, student_t
+from lowrank_cnn.core.numbers import deviation, mean, pooled_deviation, student_t
 from lowrank_cnn.core.text import counted, si
 from lowrank_cnn.models import family_of, list_models
 from lowrank_cnn.models.build import baseline_of, count_by_name
 from lowrank_cnn.paper.audit import Accuracies, LayerTimes
 from lowrank_cnn.paper.published import Published, rows
-from lowrank_cnn.report.reading import settings_of
-from lowrank_cnn.report.records import (
-    CPU,
-    GPU,
-    NetworkId,
-    NetworkResult,
-    Records,
-    Run,
-    TimedNetwork,
-    by_seed,
-    data_label,
-    number,
-)
+from lowrank_cnn.report.records import CPU, GPU, NetworkId, Records, Run, TimedNetwork, data_label, settings_of
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recipes import get_recipe
+
+
+def by_seed(runs: Iterable[Run], quantity: str) -> list[float]:
+    """The known values of a quantity, one per seed: runs that repeat a seed are averaged, not counted twice."""
+    known: dict[int | None, list[float]] = defaultdict(list)
+    for run in runs:
+        if (value := getattr(run, quantity)) is not None:
+            known[run.seed].append(value)
+    return [math.fsum(values) / len(values) for values in known.values()]
+
+
+@dataclass(frozen=True)
+class NetworkResult:
+    """A network trained on a data set by a recipe, over all of its seeds; or one that was only timed."""
+
+    network: NetworkId
+    data: str = ""
+    recipe: str = ""
+    runs: tuple[Run, ...] = ()
+    timings: tuple[TimedNetwork, ...] = ()
+    variant: str = ""
+    """What sets it apart from others of the same network, data and recipe."""
+    ratios: dict[str, float] = field(default_factory=dict, hash=False)
+    """Shares of the dense twin's MACs, parameters and times; `top1` is the difference in percentage points."""
+    twin: str = ""
+    """The label of the dense network that it is compared with; empty where none was trained."""
+    otherwise: tuple[str, ...] = ()
+    """How the twin was trained otherwise, in words."""
+    gap_half_width: float | None = None
+    """Half the 95% interval over seeds of `ratios["top1"]`, in percentage points; None for single seeds."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.network.label}, {self.variant}" if self.variant else self.network.label
+
+    @cached_property
+    def settings(self) -> dict[str, str]:
+        return dict(self.runs[0].settings) if self.runs else {}
+
+    @cached_property
+    def scored(self) -> tuple[Run, ...]:
+        """Finished runs; if there are none, the unfinished ones."""
+        return tuple(run for run in self.runs if run.finished) or self.runs
+
+    @property
+    def seeds(self) -> int:
+        """How many different seeds the accuracy is the mean of."""
+        return len(by_seed(self.scored, "top1"))
+
+    @property
+    def finished(self) -> bool:
+        return all(run.finished for run in self.scored)
+
+    @property
+    def top1(self) -> float | None:
+        return mean(by_seed(self.scored, "top1"))
+
+    @property
+    def top1_spread(self) -> float | None:
+        """The standard deviation over seeds; None for fewer than two seeds."""
+        return deviation(by_seed(self.scored, "top1"))
+
+    @property
+    def top5(self) -> float | None:
+        return mean(by_seed(self.scored, "top5"))
+
+    @property
+    def seconds(self) -> float | None:
+        return mean([run.seconds for run in self.scored if run.seconds is not None])
+
+    @property
+    def shared(self) -> bool:
+        """Whether a run shared its device with another, which makes its time incomparable."""
+        return any(run.shared for run in self.scored)
+
+    @property
+    def macs(self) -> int | None:
+        return next((r.macs for r in (*self.runs, *self.timings) if r.macs), None)
+
+    @property
+    def params(self) -> int | None:
+        return next((r.params for r in (*self.runs, *self.timings) if r.params), None)
+
+    @property
+    def dense(self) -> Mapping[str, int] | None:
+        """The cost of a foreign network before it was converted; None if it is unknown."""
+        return next((record.dense for record in self.runs or self.timings if record.dense is not None), None)
+
+    @property
+    def n(self) -> int | None:
+        """The number of images that its accuracy was measured on: the fewest, where runs differ."""
+        return min((run.n for run in self.scored if run.n is not None), default=None)
+
+    def time(self, device: str, batch: int | None = None) -> TimedNetwork | None:
+        """The fastest way, per image, that it was run on a kind of device."""
+        fitting = [t for t in self.timings if t.device == device and batch in (None, t.batch)]
+        return min(fitting, key=lambda timing: timing.ms_per_image, default=None)
+
 
 OWN = {
     "epochs": "for another number of epochs",
@@ -59,7 +146,7 @@ def is_twin(entry: NetworkResult) -> bool:
 
 
 def identity(built: NetworkId) -> tuple[str, ...]:
-    """What tells networks of our own apart."""
+    """The name and options that identify one of our networks."""
     options = (built.scheme, built.norm, built.stride, built.image)
     return (built.name, f"{built.width:g}", *map(str, options))
 
@@ -70,13 +157,12 @@ FREE = ((), ("dropout",), tuple(OWN))
 
 def compare_all(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
     """The entries, each with its share of what its dense twin costs, and how far it is from its accuracy."""
-    trained: dict[tuple[Any, ...], list[NetworkResult]] = {}
+    trained: dict[tuple[Any, ...], list[NetworkResult]] = defaultdict(list)
+    recipes: dict[tuple[str, str], list[list[float]]] = defaultdict(list)
     for entry in entries:
         for free in FREE:
-            trained.setdefault(_way(entry, identity(entry.network), free), []).append(entry)
-    recipes: dict[tuple[str, str], list[list[float]]] = {}
-    for entry in entries:
-        recipes.setdefault((entry.data, entry.recipe), []).append(by_seed(entry.scored, "top1"))
+            trained[_way(entry, identity(entry.network), free)].append(entry)
+        recipes[entry.data, entry.recipe].append(by_seed(entry.scored, "top1"))
     spreads = {key: pooled_deviation(values) for key, values in recipes.items()}
     return [_compared(entry, _find_twin(entry, trained), spreads) for entry in entries]
 
@@ -108,15 +194,15 @@ def _half_width(entry: NetworkResult, twin: NetworkResult, deviation: float | No
 
 
 def _ratios(entry: NetworkResult, twin: NetworkResult | None) -> dict[str, float]:
-    counted = None if twin else _counted_twin(entry)
-    base: dict[str, Any] = {"macs": twin.macs, "params": twin.params} if twin else counted or {}
-    ours = {"macs": entry.macs, "params": entry.params}
-    ratios = {name: cost / base[name] for name, cost in ours.items() if cost and base.get(name)}
+    base: Mapping[str, Any] = {"macs": twin.macs, "params": twin.params} if twin else _counted_twin(entry)
+    costs = {"macs": entry.macs, "params": entry.params}
+    ratios = {name: cost / base[name] for name, cost in costs.items() if cost and base.get(name)}
     if twin is None:
         return ratios
-    for device in (CPU, GPU):
-        if (ratio := _time_ratio(entry, twin, device)) is not None:
-            ratios[device] = ratio
+    for device in (CPU, GPU):  # each side at its fastest, on batches of the same size
+        ours = entry.time(device)
+        if ours and (theirs := twin.time(device, ours.batch)):
+            ratios[device] = ours.ms / theirs.ms
     if entry.top1 is not None and twin.top1 is not None:
         ratios["top1"] = 100 * (entry.top1 - twin.top1)
     return ratios
@@ -125,38 +211,29 @@ def _ratios(entry: NetworkResult, twin: NetworkResult | None) -> dict[str, float
 def _find_twin(
     entry: NetworkResult, trained: Mapping[tuple[Any, ...], Sequence[NetworkResult]]
 ) -> NetworkResult | None:
-    """The twin trained with the same settings; if there is none, one that differs in a few of them."""
+    """The twin trained with the same settings; if there is none, one that differs in a few of them.
+
+    Foreign networks may share a name: the twin must have the cost that the entry states.
+    """
     if not twin_known(entry):
         return None
-    network = identity(twin_id(entry.network))
+    network, dense = identity(twin_id(entry.network)), entry.dense
     found = (twin for free in FREE for twin in trained.get(_way(entry, network, free), ()))
-    return next((twin for twin in found if _costs_as_told(twin, entry)), None)
+    return next((twin for twin in found if dense is None or dense.get("macs") == twin.macs), None)
 
 
-def _costs_as_told(twin: NetworkResult, entry: NetworkResult) -> bool:
-    """Networks that are not ours may share a name: the twin is the one whose cost the entry tells."""
-    return entry.dense is None or entry.dense.get("macs") == twin.macs
-
-
-def _time_ratio(entry: NetworkResult, twin: NetworkResult, device: str) -> float | None:
-    """Each side at its fastest, on batches of the same size."""
-    ours = entry.time(device)
-    theirs = ours and twin.time(device, ours.batch)
-    return ours.ms / theirs.ms if ours and theirs else None
-
-
-def _counted_twin(entry: NetworkResult) -> dict[str, int] | None:
+def _counted_twin(entry: NetworkResult) -> Mapping[str, int]:
     """The cost of a twin that was never trained. The options come from a file: any may be nonsense."""
     if entry.dense is not None:
-        return dict(entry.dense)
+        return entry.dense
     built = twin_id(entry.network)
     if not entry.runs or not built.ours or len(built.image) != 3 or not 0 < built.width <= 16:
-        return None
-    options = {"norm": built.norm, "stride": built.stride, "num_classes": entry.runs[0].config.get("num_classes")}
+        return {}
+    options = {"norm": built.norm, "stride": built.stride, "num_classes": entry.runs[0].classes}
     try:
         cost = count_by_name(built.name, built.image, in_channels=built.image[0], width=built.width, **options)
     except (LowRankError, TypeError, ValueError, RuntimeError, OverflowError):
-        return None
+        return {}
     return {"macs": cost.macs, "params": cost.params}
 
 
@@ -181,8 +258,10 @@ _ALWAYS = ("begun_from",)
 def gather(records: Records) -> list[NetworkResult]:
     """The entries of all records, each compared with its dense twin."""
     runs = _in_order(_name_data_apart(_mark_shared(records.runs)))
-    timings = _by_network(records.timings)
-    entries = [_entry(list(group), timings) for _, group in groupby(runs, key=_key)]
+    timings: dict[str, list[TimedNetwork]] = defaultdict(list)
+    for timing in records.timings:
+        timings[_network_name(timing)].append(timing)
+    entries = [_entry(tuple(group), timings) for _, group in groupby(runs, key=_key)]
     entries = _told_apart(_best_recipe_first(entries)) + _timed_only(records.timings, entries)
     return _compared_data_first(compare_all(entries))
 
@@ -195,10 +274,11 @@ def _compared_data_first(entries: Sequence[NetworkResult]) -> list[NetworkResult
 
 def _name_data_apart(runs: Sequence[Run]) -> list[Run]:
     """Data sets of one name but of different images get different names: their runs are never averaged."""
-    known: dict[str, dict[str, str]] = {}
+    known: dict[str, dict[str, str]] = defaultdict(dict)
     for run in runs:
-        alike = known.setdefault(run.data, {})
-        alike.setdefault(run.images, f"{run.data} ({len(alike) + 1}: {_images_in_words(run)})")
+        _, *counts = run.images.split(" ")  # of images without a digest
+        words = f"{' + '.join(counts)} images" if counts else run.images[:8]
+        known[run.data].setdefault(run.images, f"{run.data} ({len(known[run.data]) + 1}: {words})")
     return [run if len(known[run.data]) == 1 else replace(run, data=known[run.data][run.images]) for run in runs]
 
 
@@ -225,18 +305,14 @@ def _spans(runs: Sequence[Run]) -> Iterator[tuple[float, float, str, int]]:
         yield begin, begin + (run.seconds or 0.0), hardware, i
 
 
-def _images_in_words(run: Run) -> str:
-    return f"{run.images[:8]}" if " " not in run.images else " + ".join(run.images.split()[1:]) + " images"
-
-
 def comparable(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
     """Those trained by a recipe that trained other networks too; all of a data set that has no such recipe.
 
     Ablations are excluded: a recipe of a single network shows no choice between accuracy and cost.
     """
-    networks: dict[tuple[str, str], set[str]] = {}
+    networks: dict[tuple[str, str], set[str]] = defaultdict(set)
     for entry in entries:
-        networks.setdefault((entry.data, entry.recipe), set()).add(entry.network.label)
+        networks[entry.data, entry.recipe].add(entry.network.label)
     compared = {data for (data, _), names in networks.items() if len(names) > 1}
     return [e for e in entries if e.data not in compared or len(networks[e.data, e.recipe]) > 1]
 
@@ -269,37 +345,28 @@ def _best_recipe_first(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
     return sorted(entries, key=lambda e: (e.data, -best[e.data, e.recipe], e.recipe))
 
 
-def _entry(runs: list[Run], timings: Mapping[str, Sequence[TimedNetwork]]) -> NetworkResult:
+def _entry(runs: tuple[Run, ...], timings: Mapping[str, Sequence[TimedNetwork]]) -> NetworkResult:
     run = runs[0]
-    candidates = timings.get(_network_name(run), ())
-    timed = tuple(timing for timing in candidates if _same_network(run, timing))
-    return NetworkResult(run.network, run.data, run.recipe, tuple(runs), timed)
-
-
-def _by_network(timings: Sequence[TimedNetwork]) -> dict[str, list[TimedNetwork]]:
-    """Timings by the name of the network, or of the one that it was converted from where that is not ours."""
-    found: dict[str, list[TimedNetwork]] = {}
-    for timing in timings:
-        found.setdefault(_network_name(timing), []).append(timing)
-    return found
+    timed = tuple(timing for timing in timings.get(_network_name(run), ()) if _same_network(run, timing))
+    return NetworkResult(run.network, run.data, run.recipe, runs, timed)
 
 
 def _network_name(record: Run | TimedNetwork) -> str:
+    """The name of the network, or of the one that it was converted from where that is not ours."""
     return record.network.name if record.network.ours else record.network.base or record.network.name
 
 
 def _told_apart(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
     """Entries that would read alike, with the settings in which they differ."""
-    groups: dict[tuple[str, ...], list[NetworkResult]] = {}
+    groups: dict[tuple[str, ...], list[NetworkResult]] = defaultdict(list)
     for entry in entries:
-        groups.setdefault((entry.network.label, entry.data, entry.recipe), []).append(entry)
-    found = {key: _distinct(alike) for key, alike in groups.items()}
-    told = {key: iter(words) for key, words in found.items()}
+        groups[entry.network.label, entry.data, entry.recipe].append(entry)
+    told = {key: iter(_distinct(alike)) for key, alike in groups.items()}
     return [replace(e, variant=next(told[e.network.label, e.data, e.recipe])) for e in entries]
 
 
 def _distinct(alike: Sequence[NetworkResult]) -> list[str]:
-    """What tells entries of one name apart: their settings, and what else it takes."""
+    """Words that distinguish entries of one name: their settings, then image size and cost if needed."""
     facts = [_facts(entry) for entry in alike]
     words: list[str] = []
     for shown, usual in ((0, _USUAL), *((shown, {}) for shown in range(4))):
@@ -381,9 +448,9 @@ def accuracies(runs: Iterable[Run]) -> Accuracies:
     found: dict[tuple[str, str, str], tuple[float, ...]] = {}
     told = [run for run in runs if run.finished]
     for row in (row for row in rows() if row.table in RECIPES):
-        images: dict[str, list[Run]] = {}
+        images: dict[str, list[Run]] = defaultdict(list)
         for run in (run for run in told if _is_of(run, row)):
-            images.setdefault(run.images, []).append(run)
+            images[run.images].append(run)
         chosen = max(images.values(), key=lambda group: len({run.seed for run in group}), default=[])
         for measure in ("top1", "top5", "overfit"):
             if values := by_seed(chosen, measure):
@@ -416,19 +483,15 @@ def _is_of(run: Run, row: Published) -> bool:
 def _as_taught(run: Run, recipe: str) -> bool:
     """Whether a run kept to its recipe; what an older record lacks had its default."""
     told, default, wanted = dict(run.settings), _settings(Recipe()), _settings(get_recipe(recipe))
-    kept = all(
-        told.get(name, default[name]) == value for name, value in wanted.items() if name not in FREE_SETTINGS
-    )
     if "begun_from" in told:
         return False
-    try:
-        epochs = number(float(told.get("epochs", "")))
-    except ValueError:
-        return False
-    return kept and epochs is not None and epochs >= get_recipe(recipe).epochs
+    fixed = wanted.keys() - FREE_SETTINGS
+    kept = all(told.get(name, default[name]) == wanted[name] for name in fixed)
+    epochs = told.get("epochs", "")
+    return kept and epochs.isdecimal() and int(epochs) >= get_recipe(recipe).epochs
 
 
 @cache
 def _settings(recipe: Recipe) -> dict[str, str]:
     """A recipe, and a network that it is for, as the settings of a run."""
-    return dict(settings_of(recipe.to_dict(), recipe.network(), {}))
+    return dict(settings_of(recipe.to_dict(), recipe.network()))

@@ -1,4 +1,4 @@
-"""What all charts share: colours, the look of axes, placing labels, and writing a chart to a file.
+"""Shared by all charts: colours, axes, the placing of labels, and writing a chart to a file.
 
 A chart is a Vega-Lite specification with its data. The page hands it to Vega in the browser; figures go through
 vl-convert, which runs the same Vega without a browser. Vega-Lite cannot keep labels from overlapping, Vega can:
@@ -26,42 +26,35 @@ VERSION = "6.4"
 HEAT, DARK_HEAT = ("#f4f7fa", "#9ecae1", "#08519c"), ("#1c232b", "#2f6f9f", "#c6e4ff")
 """Shares from none to all, on white and on dark pages."""
 
-OFFSETS = (6, 12, 20, 30, 42, 56)
-ANCHORS = ("right", "left", "top", "bottom", "top-right", "bottom-right", "top-left", "bottom-left")
-LABELS: Spec = {
-    "type": "label",
-    "anchor": [anchor for _ in OFFSETS for anchor in ANCHORS],
-    "offset": [offset for offset in OFFSETS for _ in ANCHORS],
-    "size": [{"signal": "width"}, {"signal": "height"}],
-    "sort": {"field": "datum.block", "order": "descending"},
-    "padding": 2,
-}
-"""Vega's label transform: the first free place around a point, from near to far."""
-_SHIFT = OFFSETS[0] + 5
-_PLACE = (
-    "datum.block ? (1 - datum.t) * scale('{0}', datum.{0}) + datum.t * scale('{0}', datum.{0}2) - {1}"
-    " : scale('{0}', datum.{0})"
-)
-LABEL_LAYER: Spec = {
-    "name": "labels",
-    "data": {"name": "labels"},
-    "mark": {
-        "type": "text",
-        "style": "label",
-        "fontSize": {"expr": "datum.block && !datum.t ? 16 : 11.5"},
-        "aria": False,
-        "fillOpacity": {"expr": "datum.block ? 0 : 1"},
-    },
-    "encoding": {
-        "text": {"field": "label"},
-        "x": {"value": {"expr": _PLACE.format("x", _SHIFT)}},
-        "y": {"value": {"expr": _PLACE.format("y", 0)}},
-    },
-}
-"""Labels, and invisible ones that stand on points and lines, so that no label is placed there.
 
-Vega can avoid marks by itself, but needs a browser for it. A label goes to the right of its place first. An
-invisible label is shifted to the left by as much, and so stands on the mark.
+def template(name: str) -> Spec:
+    """A specification of the folder `assets/charts`; values in braces are placeholders for `filled`."""
+    return json.loads((files("lowrank_cnn.report") / "assets" / "charts" / f"{name}.json").read_text("utf-8"))
+
+
+def filled(value: Any, parts: dict[str, Any]) -> Any:
+    """A template with its placeholders replaced."""
+    if isinstance(value, str):
+        return parts.get(value, value)
+    if isinstance(value, dict):
+        return {key: filled(inner, parts) for key, inner in value.items()}
+    return [filled(inner, parts) for inner in value] if isinstance(value, list) else value
+
+
+_OFFSETS = (6, 12, 20, 30, 42, 56)
+_ANCHORS = ("right", "left", "top", "bottom", "top-right", "bottom-right", "top-left", "bottom-left")
+LABELS: Spec = filled(
+    template("labels"),
+    {
+        "{anchors}": [anchor for _ in _OFFSETS for anchor in _ANCHORS],
+        "{offsets}": [offset for offset in _OFFSETS for _ in _ANCHORS],
+    },
+)
+"""How labels are placed: `transform` is Vega's, which finds the first free place around a point, from near to far.
+
+`layer` shows the labels, and invisible ones on points and lines, so that no label is placed there. Vega can avoid
+marks by itself, but needs a browser for it. A label goes to the right of its place first. An invisible label is
+shifted to the left by as much, and so stands on the mark. `leaders` are lines from points to labels far from them.
 """
 MOST_LABELS = 60
 """Charts of more points label none: they would all be lost in the crowd."""
@@ -72,7 +65,7 @@ SIZE, APART = (600, 360), 10
 
 
 def label_rows(points: Sequence[Spec], arrows: Sequence[Spec], others: Sequence[Spec] = ()) -> list[Spec]:
-    """The data of a `LABEL_LAYER`: a label for each point, and the points and lines that labels keep clear of."""
+    """The data of the labels: one for each point, and the points and lines that labels keep clear of."""
     if len(points) > MOST_LABELS:
         return []
     few = len(points) <= FEW_LABELS
@@ -103,33 +96,6 @@ def _from_to(one: Spec, other: Spec) -> Spec:
     return {"x": one["x"], "y": one["y"], "x2": other["x"], "y2": other["y"]}
 
 
-_AT = "scale('x', datum.datum.x)", "scale('y', datum.datum.y)"
-_FAR = f"!datum.datum.block && abs(datum.x - {_AT[0]}) + abs(datum.y - {_AT[1]}) > 19"
-LEADERS: Spec = {
-    "type": "rule",
-    "name": "leaders",
-    "style": ["leader"],
-    "from": {"data": "labels_marks"},
-    "interactive": False,
-    "encode": {
-        "update": {
-            "x": {"signal": _AT[0]},
-            "y": {"signal": _AT[1]},
-            "x2": {"field": "x"},
-            "y2": {"field": "y"},
-            "strokeWidth": {"value": 0.7},
-            "opacity": {"signal": f"datum.opacity && {_FAR} ? 0.9 : 0"},
-        }
-    },
-}
-"""A line from a point to its label, where that is not beside it."""
-
-
-def template(name: str) -> Spec:
-    """A specification of the folder `assets/charts`; values in braces are placeholders for `filled`."""
-    return json.loads((files("lowrank_cnn.report") / "assets" / "charts" / f"{name}.json").read_text("utf-8"))
-
-
 def theme(*, dark: bool = False) -> Spec:
     """Vega's config: type, grid and colours that fit the page."""
     ink, soft, grid = ("#eceff3", "#b3bcc7", "#323a44") if dark else (INK, SOFT, GRID)
@@ -156,19 +122,10 @@ def with_labels(compiled: Spec) -> Spec:
         if mark.get("type") == "group":
             marks.append(with_labels(mark))
         elif mark.get("name") == "labels_marks":
-            marks += [{**mark, "transform": [LABELS]}, LEADERS]
+            marks += [{**mark, "transform": [LABELS["transform"]]}, LABELS["leaders"]]
         else:
             marks.append(mark)
     return {**compiled, "marks": marks}
-
-
-def filled(value: Any, parts: dict[str, Any]) -> Any:
-    """A template with its placeholders replaced."""
-    if isinstance(value, str):
-        return parts.get(value, value)
-    if isinstance(value, dict):
-        return {key: filled(inner, parts) for key, inner in value.items()}
-    return [filled(inner, parts) for inner in value] if isinstance(value, list) else value
 
 
 def compiled(spec: Spec) -> Spec:

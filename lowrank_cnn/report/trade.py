@@ -15,9 +15,9 @@ from lowrank_cnn.core.numbers import mean_interval
 from lowrank_cnn.core.text import counted, percent, si
 from lowrank_cnn.paper.published import MAIN_TABLES, Published, rows
 from lowrank_cnn.report import style as colours
-from lowrank_cnn.report.records import CPU, GPU, NetworkResult, data_label
-from lowrank_cnn.report.results import is_twin
-from lowrank_cnn.report.style import LABEL_LAYER, Spec, filled, label_rows, save_charts, template
+from lowrank_cnn.report.records import CPU, GPU, data_label
+from lowrank_cnn.report.results import NetworkResult, is_twin
+from lowrank_cnn.report.style import LABELS, Spec, filled, label_rows, save_charts, template
 
 DENSE, LOW_RANK, LEARNED = "dense, trained here", "low-rank, trained here", "learned shapes, trained here"
 OURS = (DENSE, LOW_RANK, LEARNED)
@@ -32,7 +32,7 @@ KINDS = {
 }
 """Shape of each kind of point, its colour and that on dark pages; our own are drawn last, over the published."""
 
-SPEC = filled(template("trade"), {"{labels}": LABEL_LAYER})
+SPEC = filled(template("trade"), {"{labels}": LABELS["layer"]})
 
 PUBLISHED_TABLES = (*MAIN_TABLES, "vgg-places", "big-picture")
 """Those whose accuracies come from one view of each image, as ours do."""

@@ -24,13 +24,19 @@ def empty_frontier(folder: Path, family: str) -> Frontier:
     return found
 
 
+def add(found: Frontier, name: str, ms: float, correct: int, seeds: int = 4) -> None:
+    """A design called SCHEME or SCHEME@WIDTH, with its time and runs of so many right answers."""
+    scheme, _, width = name.partition("@")
+    design = {"name": name, "scheme": scheme, "width": float(width or 1), "matched": ""}
+    runs = [SeedRun(seed, correct + seed, 0, "", 3.0, 4.0, 1.0, 1.0, 0) for seed in range(1, seeds + 1)]
+    found.rows.append(DesignRow(design, 10**6, 10**5, DesignTime(ms, ms, ms, 2.0, 256, "folded"), runs=runs))
+
+
 def test_a_frontier_shows_its_networks_by_time_and_its_verdicts(blocks: ModuleType, put: Put, tmp_path: Path):
     found = empty_frontier(tmp_path, "airbench")
     for name, ms in (("dense", 2.0), ("lr", 1.0)):
-        design = {"name": name, "scheme": name, "width": 1.0, "matched": ""}
-        runs = [SeedRun(seed, 900 + seed, 0, "", 3.0, 4.0, 1.0, 1.0, 0) for seed in (1, 2)]
-        found.rows.append(DesignRow(design, 10**6, 10**5, DesignTime(ms, ms, ms, 2.0, 256, "folded"), runs=runs))
-    answer = {
+        add(found, name, ms, 900, seeds=2)
+    judged = {
         "question": "better",
         "design": "lr",
         "control": "dense",
@@ -38,7 +44,7 @@ def test_a_frontier_shows_its_networks_by_time_and_its_verdicts(blocks: ModuleTy
         "time": 0.5,
         "verdict": "no",
     }
-    judged = {**answer, "gap": -1.0, "low": -2.0, "high": 0.0, "p": 1.0, "corrected": 1.0, "runs": [2, 2]}
+    judged |= {"gap": -1.0, "low": -2.0, "high": 0.0, "p": 1.0, "corrected": 1.0, "runs": [2, 2]}
     found.answers = [judged, judged | {"question": "faster", "verdict": EARLY}]
     found.save()
     text = blocks.TABLES["frontier"]()
@@ -168,13 +174,13 @@ def test_the_first_screen_takes_three_networks_of_a_frontier(
 ):
     found = empty_frontier(tmp_path, "nin")
     found.about["recipe"] = {"crop": 32}
-    kinds = (("dense", 1.0, 2.0, 900), ("lr", 1.0, 1.0, 890), ("lr-join", 1.0, 1.9, 899), ("dense", 0.5, 1.1, 880))
-    for scheme, width, ms, correct in kinds:
-        name = scheme if width == 1 else f"{scheme}@{width:g}"
-        design = {"name": name, "scheme": scheme, "width": width, "matched": ""}
-        time = DesignTime(ms, ms, ms, 2.0, 256, "folded")
-        runs = [SeedRun(seed, correct, 0, "", 3.0, 4.0, 1.0, 1.0, 0) for seed in range(1, 5)]
-        found.rows.append(DesignRow(design, 10**9, 10**5, time, runs=runs))
+    for name, ms, correct in (
+        ("dense", 2.0, 897),
+        ("lr", 1.0, 888),
+        ("lr-join", 1.9, 897),
+        ("dense@0.5", 1.1, 878),
+    ):
+        add(found, name, ms, correct)
     found.answers = [{"question": "better", "design": "lr", "verdict": verdict}]
     found.save()
     text = blocks.TABLES["headline"]()
@@ -189,11 +195,7 @@ def test_the_first_screen_keeps_each_way_to_train_apart(blocks: ModuleType, put:
     found.about |= {"recipe": {"crop": 32}, "teacher": "dense"}
     schemes = {"dense": 900, "lr": 890, "dense@0.5": 880, "lr(branches)": 910, "dense(branches)@0.5": 905}
     for name, correct in schemes.items():
-        scheme, _, width = name.partition("@")
-        design = {"name": name, "scheme": scheme, "width": float(width or 1), "matched": ""}
-        ms = 2.0 if name == "dense" else 1.0
-        runs = [SeedRun(seed, correct, 0, "", 3.0, 4.0, 1.0, 1.0, 0) for seed in range(1, 5)]
-        found.rows.append(DesignRow(design, 10**9, 10**5, DesignTime(ms, ms, ms, 2.0, 256, "folded"), runs=runs))
+        add(found, name, 2.0 if name == "dense" else 1.0, correct - 2)
     found.save()
     text = blocks.TABLES["headline"]()
     expected = ["90.0% in 2.00 ms", "`lr`: 89.0% in 1.00 ms", "88.0% in 1.00 ms", "4"]

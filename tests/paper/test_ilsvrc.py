@@ -111,18 +111,8 @@ def test_a_corrupt_image_and_an_empty_class_are_counted(folders, tmp_path):
 def test_two_processes_train_the_miniature_to_the_result_of_one(folders, program, tmp_path):
     for broken in ("train/n01440764/0.JPEG", "train/n01443537/31.JPEG"):
         (folders / broken).write_bytes(b"")
-    command = (
-        "reproduce",
-        "ilsvrc",
-        "--data",
-        folders,
-        "--network",
-        LR,
-        "--network",
-        GOOGLENET,
-        "--device",
-        "cpu",
-    )
+    networks = ("--network", LR, "--network", GOOGLENET)
+    command = ("reproduce", "ilsvrc", "--data", folders, *networks, "--device", "cpu")
     process = program(NEVER, *command, "--out", tmp_path / "two", "--json", *SETTINGS, launcher=TWO)
     said, complaints = process.communicate(timeout=600)
     assert process.returncode == 0, complaints

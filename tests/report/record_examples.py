@@ -1,12 +1,14 @@
-"""The smallest whole records, that tests read and damage, and records read from such values."""
+"""The smallest whole records, that tests read and damage, and what a report reads from such values."""
 
+import json
+import tempfile
 from pathlib import Path
 
-from lowrank_cnn.report.reading import read_record
-from lowrank_cnn.report.records import NetworkResult, Records
-from lowrank_cnn.report.results import gather
+from lowrank_cnn.report import Records, read_records
+from lowrank_cnn.report.records import Run
+from lowrank_cnn.report.results import NetworkResult, gather
 
-HERE = Path("record.json")
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 RUN = {
     "kind": "training",
     "model": {"name": "nin-c3-lr", "num_classes": 10, "width": 0.5, "stride": 1},
@@ -38,15 +40,21 @@ TIMING = {
 }
 
 
-def records_of(*values: dict) -> Records:
-    """The records that a report reads from these."""
-    records = Records()
-    for value in values:
-        for record in read_record(value, HERE):
-            records.add(record)
-    return records
+def records_of(*values: object) -> Records:
+    """The records that a report reads from files with these values."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number, value in enumerate(values):
+            Path(folder, f"{number:05}.json").write_text(json.dumps(value))
+        return read_records([folder])
+
+
+def run_of(values: dict) -> Run:
+    (run,) = records_of(values).runs
+    return run
 
 
 def gathered(*values: dict) -> list[NetworkResult]:
-    """One result for each network of these records."""
-    return gather(records_of(*values))
+    """One result for each network of these records, none of which is skipped."""
+    records = records_of(*values)
+    assert records.skipped == []
+    return gather(records)

@@ -4,12 +4,13 @@ import base64
 import io
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
+from record_examples import RESULTS
 
 from lowrank_cnn.report import read_records, write_report
 from lowrank_cnn.report.style import kind_colours
@@ -17,16 +18,8 @@ from lowrank_cnn.report.style import kind_colours
 playwright = pytest.importorskip("playwright.sync_api", reason="the browser test needs the package playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium found: install Debian's chromium")
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+FLAGS += ["--disable-component-update", "--disable-sync"]
 DOTS = ".points_marks path"
 
 
@@ -59,6 +52,24 @@ def page(browser: Any, address: str, request: pytest.FixtureRequest) -> Iterator
 def committed(browser: Any, committed_address: str) -> Iterator[Any]:
     """The page about the committed records."""
     yield from opened(browser, committed_address, 1200, "light")
+
+
+@pytest.fixture
+def open_records(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Opens the page about finished runs with these fields."""
+    pages: list[Iterator[Any]] = []
+
+    def page_of(*records: dict[str, Any], width: int = 1200) -> Any:
+        for number, record in enumerate(records):
+            made = {"kind": "training", "status": "finished", **record}
+            (tmp_path / f"{number}.json").write_text(json.dumps(made))
+        address = write_report([tmp_path], tmp_path / "report.html").as_uri()
+        pages.append(opened(browser, address, width, "light"))
+        return next(pages[-1])
+
+    yield page_of
+    for page in pages:
+        assert next(page, None) is None
 
 
 def opened(browser: Any, address: str, width: int, scheme: str) -> Iterator[Any]:
@@ -139,7 +150,7 @@ def test_no_label_lies_on_another_or_on_a_point(page: Any):
     assert overlaps == [6, 0]
 
 
-def test_headings_sort_by_mouse_and_by_key(page: Any):
+def test_headings_sort_by_mouse_and_by_key_and_what_is_missing_comes_last(page: Any):
     heading = page.locator("#table-networks th button", has_text="top-1")
     heading.click()
     assert page.locator("#table-networks th[aria-sort=ascending]").inner_text().startswith("top-1")
@@ -147,9 +158,6 @@ def test_headings_sort_by_mouse_and_by_key(page: Any):
     assert shares == sorted(shares)
     heading.press("Enter")
     assert [float(text.rstrip("%")) for text in column(page, 2)] == sorted(shares, reverse=True)
-
-
-def test_what_is_missing_sorts_last_both_ways(page: Any):
     heading = page.locator("#table-networks th button", has_text="CPU ms")
     for _ in range(2):
         heading.click()
@@ -190,7 +198,7 @@ def test_curves_are_grouped_by_network_and_the_tooltip_is_of_the_epoch_under_it(
     assert tip.count("at epoch 58") == 3  # watched every other epoch: older values say so
 
 
-def test_the_tooltip_of_many_networks_keeps_the_best(committed: Any):
+def test_no_two_networks_of_a_chart_look_alike_and_its_tooltip_keeps_the_best(committed: Any):
     choose(committed, "tiny", "#training-choices")
     chart(committed, "curves").locator(".plot").focus()
     tip = shown_tip(committed)
@@ -199,32 +207,27 @@ def test_the_tooltip_of_many_networks_keeps_the_best(committed: Any):
     assert len(names) == 8
     assert all(name in tip for name in names)
     assert tip.splitlines()[1] == "vgg11-gmp-lr-join-wfull"  # the best first
-
-
-def test_the_tooltip_lists_every_network_in_two_columns_if_they_are_many(browser: Any, tmp_path: Path):
-    for i in range(27):
-        rows = [{"epoch": e, "train_loss": 1.0, "accuracy": 0.5 + 0.01 * i + 0.02 * e} for e in (1, 2, 3)]
-        record = {"kind": "training", "model": {"name": f"net{i:02}"}, "status": "finished", "history": rows}
-        (tmp_path / f"{i}.json").write_text(json.dumps(record | {"result": {"top1": 0.5, "macs": 9}}))
-    for found in opened(browser, write_report([tmp_path], tmp_path / "report.html").as_uri(), 1200, "light"):
-        plot = chart(found, "curves").locator(".plot")
-        plot.scroll_into_view_if_needed()
-        box = plot.bounding_box()
-        found.mouse.move(box["x"] + 0.52 * box["width"], box["y"] + 100)
-        assert shown_tip(found).startswith("Epoch 2")
-        assert found.locator("#tip dt").all_inner_texts() == [f"net{i:02}" for i in reversed(range(27))]
-        places = {round(place["x"]) for dt in found.locator("#tip dt").all() if (place := dt.bounding_box())}
-        assert len(places) == 2
-        edge = found.locator("#tip").bounding_box()
-        assert edge["y"] >= 0
-        assert edge["y"] + edge["height"] <= 900
-
-
-def test_no_two_networks_of_a_chart_look_alike(committed: Any):
-    choose(committed, "tiny", "#training-choices")
     looks = committed.evaluate("""() => [...document.querySelectorAll("#training-legend path")]
         .map((p) => `${p.getAttribute("stroke")} ${p.getAttribute("stroke-dasharray")}`)""")
     assert len(set(looks)) == len(looks) == 8
+
+
+def test_the_tooltip_lists_every_network_in_two_columns_if_they_are_many(open_records: Any):
+    def record(i: int) -> dict[str, Any]:
+        rows = [{"epoch": e, "train_loss": 1.0, "accuracy": 0.5 + 0.01 * i + 0.02 * e} for e in (1, 2, 3)]
+        return {"model": {"name": f"net{i:02}"}, "history": rows, "result": {"top1": 0.5, "macs": 9}}
+
+    page = open_records(*map(record, range(27)))
+    plot = chart(page, "curves").locator(".plot")
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + 0.52 * box["width"], box["y"] + 100)
+    assert shown_tip(page).startswith("Epoch 2")
+    assert page.locator("#tip dt").all_inner_texts() == [f"net{i:02}" for i in reversed(range(27))]
+    places = {round(place["x"]) for dt in page.locator("#tip dt").all() if (place := dt.bounding_box())}
+    assert len(places) == 2
+    edge = page.locator("#tip").bounding_box()
+    assert 0 <= edge["y"] <= 900 - edge["height"]
 
 
 @pytest.mark.parametrize("page", [(1200, "light"), (1200, "dark")], indirect=True)
@@ -266,18 +269,16 @@ def test_no_text_of_a_chart_leaves_a_narrow_page(page: Any):
 
 
 @pytest.mark.parametrize("width", [400, 1200])
-def test_long_names_leave_the_chart_its_room(browser: Any, tmp_path: Path, width: int):
+def test_long_names_leave_the_chart_its_room(open_records: Any, width: int):
     places = {"short": (16_700_000, 0.9167), "a" * 54: (7_820_000, 0.9167)}
     places |= {"b" * 85: (7_820_000, 0.4375), "c" * 55: (7_820_000, 0.4167)}
-    for name, (macs, top1) in places.items():
-        record = {"kind": "training", "model": {"name": name}, "status": "finished", "data": {"name": "photos"}}
-        (tmp_path / f"{name}.json").write_text(
-            json.dumps(record | {"result": {"top1": top1, "macs": macs, "n": 48}})
-        )
-    address = write_report([tmp_path], tmp_path / "report.html").as_uri()
-    for page in opened(browser, address, width, "light"):
-        axis = chart(page, "trade").locator(".role-axis-domain line").first.bounding_box()
-        assert axis["width"] > 0.6 * chart(page, "trade").bounding_box()["width"]
+    records = [
+        {"model": {"name": name}, "data": {"name": "photos"}, "result": {"top1": top1, "macs": macs, "n": 48}}
+        for name, (macs, top1) in places.items()
+    ]
+    trade = chart(open_records(*records, width=width), "trade")
+    axis = trade.locator(".role-axis-domain line").first.bounding_box()
+    assert axis["width"] > 0.6 * trade.bounding_box()["width"]
 
 
 def test_networks_can_be_hidden_and_the_address_remembers(browser: Any, page: Any):
@@ -393,18 +394,16 @@ def test_test_images_are_shown_by_class_by_confusion_and_by_confidence(page: Any
     assert "details=vgg11-gmp-lr" in page.url
 
 
-def test_worst_images_are_shown_where_the_record_carries_them(browser: Any, tmp_path: Path):
+def test_worst_images_are_shown_where_the_record_carries_them(open_records: Any):
     drawn = io.BytesIO()
     Image.new("RGB", (1, 1)).save(drawn, "PNG")
     pixel = f"data:image/png;base64,{base64.b64encode(drawn.getvalue()).decode()}"
     worst = [{"image": "a.png", "true": "cat", "predicted": "dog", "probability": 0.9, "thumbnail": pixel}]
     details = {"per_class": [{"class": "cat", "n": 2, "accuracy": 0.5}], "worst": worst}
-    record = {"kind": "training", "model": {"name": "nin"}, "result": {"top1": 0.5, "details": details}}
-    (tmp_path / "record.json").write_text(json.dumps({**record, "status": "finished"}))
-    for found in opened(browser, write_report([tmp_path], tmp_path / "report.html").as_uri(), 1200, "light"):
-        image = found.locator("#details-worst img")
-        assert image.evaluate("(shown) => shown.complete && shown.naturalWidth") == 1
-        assert "cat, taken for dog (90% sure)" in found.locator("#details-worst").inner_text()
+    page = open_records({"model": {"name": "nin"}, "result": {"top1": 0.5, "details": details}})
+    image = page.locator("#details-worst img")
+    assert image.evaluate("(shown) => shown.complete && shown.naturalWidth") == 1
+    assert "cat, taken for dog (90% sure)" in page.locator("#details-worst").inner_text()
 
 
 def test_the_theme_follows_the_button(page: Any):
@@ -428,22 +427,15 @@ def test_the_page_never_scrolls_sideways(page: Any):
     assert smallest > 9  # text stays readable however narrow the page
 
 
-def test_what_a_record_says_stays_text(browser: Any, tmp_path: Path):
+def test_what_a_record_says_stays_text(open_records: Any):
     name = '</script><img src=x onerror="document.title=1">'
-    record = {"kind": "training", "model": {"name": name}, "data": {"name": name}, "status": "finished"}
-    record |= {"history": [{"epoch": 1, "train_loss": 1.0, "accuracy": 0.5}], "result": {"top1": 0.5, "macs": 9}}
-    (tmp_path / "record.json").write_text(json.dumps(record))
-    found = browser.new_page()
-    complaints: list[str] = []
-    found.on("console", lambda message: complaints.append(message.text))
-    found.on("pageerror", lambda error: complaints.append(str(error)))
-    found.goto(write_report([tmp_path], tmp_path / "report.html").as_uri())
-    chart(found, "trade").locator(DOTS).first.hover()
-    assert name in shown_tip(found)
-    assert found.locator("img").count() == 0
-    assert found.title() == "Low-rank networks: report"
-    assert complaints == []
-    found.close()
+    history = [{"epoch": 1, "train_loss": 1.0, "accuracy": 0.5}]
+    about = {"model": {"name": name}, "data": {"name": name}, "history": history}
+    page = open_records({**about, "result": {"top1": 0.5, "macs": 9}})
+    chart(page, "trade").locator(DOTS).first.hover()
+    assert name in shown_tip(page)
+    assert page.locator("img").count() == 0
+    assert page.title() == "Low-rank networks: report"
 
 
 def test_everything_that_acts_can_be_reached_by_key(page: Any):

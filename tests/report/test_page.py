@@ -1,15 +1,25 @@
 import errno
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.paper import audit as auditing
-from lowrank_cnn.report import read_records, write_report
-from lowrank_cnn.report.page import VERDICT_COLOURS, render
+from lowrank_cnn.paper.audit import VERDICTS, audit
+from lowrank_cnn.report import Records, read_records, write_report
+from lowrank_cnn.report.page import (
+    VERDICT_COLOURS,
+    audit_table,
+    environment_table,
+    published_table,
+    render,
+    runs_in_words,
+    summary_table,
+)
+from lowrank_cnn.report.results import gather
 
 HOSTILE = '</script><img src=x onerror="document.title=1">&\u2028<!--'
 
@@ -56,7 +66,7 @@ def test_the_page_is_one_small_file_that_fetches_nothing(page: str):
     assert "@import" not in page
 
 
-def test_the_summary_has_ratios_and_the_page_all_its_parts(page: str):
+def test_the_summary_has_ratios_and_the_page_all_its_parts(page: str, runs: Path):
     text = PageReader(page).text
     for part in (
         "Low-rank networks beside their dense twins",
@@ -71,11 +81,10 @@ def test_the_summary_has_ratios_and_the_page_all_its_parts(page: str):
     assert "\N{MULTIPLICATION SIGN}0.541" in text
     assert "95% interval" in text
     assert "NVIDIA H200" in text
-
-
-def test_rows_name_their_runs(page: str, runs: Path):
     for name in ("nin-0", "nin-1", "nin-2"):
-        assert f"{runs / name / 'record.json'}, seed {name[-1]}: " in PageReader(page).text
+        assert f"{runs / name / 'record.json'}, seed {name[-1]}: " in text
+    assert "3 files could not be shown." in text
+    assert "cut.json: it is not JSON, from line 1 on." in text
 
 
 def test_records_without_a_checksum_are_shown_as_unsealed(page: str, runs: Path, tmp_path: Path):
@@ -99,30 +108,15 @@ def test_the_audit_holds_accuracies_against_the_runs_of_the_page():
     assert "reproduced if" not in render(read_records([results / "modern"]))
 
 
-def test_every_verdict_has_its_colour():
-    assert set(VERDICT_COLOURS) == set(auditing.VERDICTS)
-
-
-def test_bad_files_are_listed(page: str):
-    text = PageReader(page).text
-    assert "3 files could not be shown." in text
-    assert "cut.json: it is not JSON, from line 1 on." in text
-    assert "shopping list" in text
-
-
-def test_the_charts_are_embedded_as_json(page: str):
-    data, script = PageReader(page).scripts
-    charts = json.loads(data)
-    assert {"trade", "curves", "layers", "specs"} <= set(charts)
-    assert "innerHTML" not in script
-
-
 def test_only_this_script_and_style_may_run(page: str):
     (policy,) = (a["content"] for name, a in PageReader(page).tags if name == "meta" and "http-equiv" in a)
     assert policy is not None
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
     assert policy.count("sha256-") == 2
+    data, script = PageReader(page).scripts
+    assert {"trade", "curves", "layers", "specs"} <= set(json.loads(data))
+    assert "innerHTML" not in script
 
 
 def test_records_cannot_inject_markup(tmp_path: Path):
@@ -164,8 +158,40 @@ def test_a_full_disk_leaves_the_page_that_was_there(runs: Path, tmp_path: Path, 
         write_report([runs], page)
     assert page.read_text() == "the page of yesterday"
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
-
-
-def test_the_page_is_not_written_over_a_folder(runs: Path, tmp_path: Path):
     with pytest.raises(LowRankError, match="is a folder"):
         write_report([runs], tmp_path)
+
+
+def test_a_table_without_top5_has_no_such_column(records: Records):
+    few = [replace(run, top5=None) for run in records.runs]
+    assert "top-5" not in summary_table(gather(Records(few))).rows[0]
+    assert "top-5" in summary_table(gather(records)).rows[0]
+
+
+def test_runs_that_shared_a_device_have_no_comparable_time(records: Records):
+    for days, shared in ((28, False), (1, True)):
+        runs = [
+            replace(run, environment={"date": f"2026-01-{i % days + 1:02}T00:00:00"})
+            for i, run in enumerate(records.runs)
+        ]
+        for row in summary_table(gather(Records(runs))).rows:
+            assert (row["training"].small == "shared device", row["training"].value is None) == (shared, shared)
+
+
+def test_repeated_seeds_are_told(records: Records):
+    twice = [run for run in records.runs if run.network.name == "nin" and run.seed == 0] * 2
+    (result,) = gather(Records(twice))
+    assert runs_in_words(result) == "2 runs of 1 seed"
+    assert summary_table([result]).rows[0]["top-1"].small == ""
+
+
+def test_the_other_tables_of_the_page(records: Records):
+    places = [row["verdict"].value for row in audit_table(audit()).rows]
+    assert places == sorted(places)  # disagreements first
+    assert VERDICTS[int(places[0])].startswith("contradicted")
+    assert set(VERDICT_COLOURS) == set(VERDICTS)
+    notes = {row["network"].shown: row["MACs"].small for row in published_table().rows}
+    assert notes["googlenet-10-crop"] == "10 crops: 15.9G"
+    table = environment_table(records, {"date": "2026-11-16T21:55:32+00:00", "commit": 4 * "0123456789"})
+    shown = {row[""].shown: row["this page"].shown for row in table.rows}
+    assert (shown["date"], shown["commit"]) == ("2026-11-16 21:55", "012345678901")

@@ -1,0 +1,294 @@
+"""The data and the specifications of charts, and the colours that all of them share."""
+
+import itertools
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowrank_cnn.paper.published import rows
+from lowrank_cnn.report import Records
+from lowrank_cnn.report.charts import (
+    DETAILS,
+    LAYER_COLOURS,
+    MOST_BARS,
+    NEEDED,
+    best_measure,
+    confusion_spec,
+    curves_spec,
+    details_charts,
+    details_data,
+    layer_charts,
+    layers_spec,
+    training_curves,
+)
+from lowrank_cnn.report.results import gather
+from lowrank_cnn.report.style import COOL, WARM, kind_colours, label_rows, network_looks, save_charts
+from lowrank_cnn.report.trade import (
+    DENSE,
+    LEAST_SPAN,
+    LOW_RANK,
+    least_span,
+    pareto_front,
+    published_point,
+    trade_chart,
+    trade_charts,
+    trade_points,
+    trade_spec,
+)
+
+EYES = {
+    "all cones": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "deuteranopia": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
+    "protanopia": ((0.152, 1.053, -0.205), (0.115, 0.786, 0.099), (-0.004, -0.048, 1.052)),
+}
+"""How a colour looks to readers without one kind of cone (Machado et al. 2009), on linear RGB."""
+
+
+def linear(colour: str) -> torch.Tensor:
+    values = torch.tensor([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return torch.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb: torch.Tensor) -> torch.Tensor:
+    rows = torch.tensor([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    v = rows @ rgb / torch.tensor([0.9505, 1.0, 1.089])
+    x, y, z = torch.where(v > 0.008856, v.clamp_min(0) ** (1 / 3), 7.787 * v + 16 / 116)
+    return torch.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("page", [0, 1])
+@pytest.mark.parametrize("eyes", EYES.values(), ids=EYES)
+def test_colours_are_distinct_to_colour_blind_readers(page, eyes):
+    for palette in ([pair[page] for pair in (*WARM, *COOL)], LAYER_COLOURS.values()):
+        seen = [lab(torch.tensor(eyes, dtype=torch.float) @ linear(colour)) for colour in palette]
+        # What is just seen apart side by side is 2.3.
+        assert min(float((p - q).norm()) for p, q in itertools.combinations(seen, 2)) > 20
+
+
+@pytest.mark.parametrize(("page", "background"), [(0, "#ffffff"), (1, "#181d23")])
+def test_colours_stand_out_from_the_page(page, background):
+    def light(colour: str) -> float:
+        return float(linear(colour) @ torch.tensor([0.2126, 0.7152, 0.0722])) + 0.05
+
+    for pair in (*WARM, *COOL):
+        dark, bright = sorted((light(pair[page]), light(background)))
+        assert bright / dark > 2.9
+
+
+def test_networks_have_the_hue_of_their_kind_and_a_look_of_their_own():
+    looks = network_looks({f"network {i}": i % 4 == 0 for i in range(40)})
+    for dense, first in ((True, "network 0"), (False, "network 1")):
+        assert kind_colours(dense=dense) == {key: looks[first][key] for key in ("light", "dark")}
+    for i in range(40):
+        red, _, blue = linear(str(looks[f"network {i}"]["light"])).tolist()
+        assert (red > blue) == (i % 4 == 0)  # dense networks are warm, low-rank ones cool
+    assert len({(look["light"], tuple(look["dash"])) for look in looks.values()}) == 40
+
+
+def trade_of(records: Records, **wanted: str) -> list[dict]:
+    found = trade_charts(trade_points(gather(records)))
+    return [chart for chart in found if all(chart[key] == value for key, value in wanted.items())]
+
+
+def test_every_cost_of_every_data_set_has_a_chart(records: Records):
+    cifar = {c["axis"]: c for c in trade_of(records, data="CIFAR-10", metric="top1")}
+    assert list(cifar) == ["GPU", "CPU", "macs", "params"]
+    kinds = [point["kind"] for point in cifar["macs"]["points"]]
+    assert (kinds.count(DENSE), kinds.count(LOW_RANK), len(kinds)) == (1, 2, 6)
+    assert {c["data"] for c in trade_of(records)} == {"CIFAR-10", "tiny-imagenet-100", "ILSVRC", "Places"}
+    assert trade_of(records)[0]["data"] == "CIFAR-10"  # what was trained here comes first
+
+
+def test_recipes_are_never_mixed_in_one_chart(records: Records):
+    others = [replace(run, recipe="another", top1=0.1) for run in records.runs if run.network.name == "nin"]
+    both = Records([*records.runs, *others])
+    by_recipe = {c["recipe"]: c["points"] for c in trade_of(both, data="CIFAR-10", metric="top1", axis="macs")}
+    assert list(by_recipe) == ["nin-paper", "another"]
+    assert [p["y"] for p in by_recipe["another"] if p["kind"] == DENSE] == [pytest.approx(0.1)]
+
+
+def test_fronts_arrows_and_intervals_are_of_the_right_points(records: Records):
+    (chart,) = trade_of(records, data="CIFAR-10", metric="top1", axis="macs")
+    places = {kind: {(p["x"], p["y"]) for p in chart["points"] if p["kind"] == kind} for kind in (DENSE, LOW_RANK)}
+    for corner in chart["fronts"]:  # a front joins points of one protocol only
+        ours = (corner["x"], corner["y"]) in places[DENSE] | places[LOW_RANK]
+        assert ours == (corner["front"] == "nin-paper")
+    assert {corner["front"] for corner in chart["fronts"]} == {"nin-paper", "published"}
+    assert {(a["x"], a["y"]) for a in chart["arrows"]} == places[DENSE]
+    assert {(a["x2"], a["y2"]) for a in chart["arrows"]} == places[LOW_RANK]
+    for point in chart["points"]:
+        height = point["high"] - point["low"]
+        assert (0 < height < 0.02) if point["kind"] in places else height == 0
+
+
+def test_a_front_never_goes_back(records: Records):
+    """Costs that are shown alike may differ: the front is drawn by what they are."""
+    alike = [
+        replace(run, top1=0.9, params=118_900 if "c3" in run.network.name else 119_400) for run in records.runs
+    ]
+    for chart in trade_of(Records(alike)):
+        for front in {corner["front"] for corner in chart["fronts"]}:
+            costs = [corner["x"] for corner in chart["fronts"] if corner["front"] == front]
+            assert costs == sorted(costs)
+
+
+SMALL = st.integers(0, 6).map(float)
+
+
+@given(st.lists(st.tuples(SMALL, SMALL), max_size=12))
+def test_the_front_is_what_nothing_dominates(points: list[tuple[float, float]]):
+    def dominated(point: tuple[float, float], by: tuple[float, float]) -> bool:
+        return by != point and by[0] <= point[0] and by[1] >= point[1]
+
+    front = pareto_front(points)
+    assert sorted(front) == [i for i, p in enumerate(points) if not any(dominated(p, q) for q in points)]
+    assert [points[i] for i in front] == sorted(points[i] for i in front)
+
+
+def test_several_crops_cost_several_times_as_much():
+    points = [published_point(row) for row in rows() if row.crops > 1]
+    chart = trade_chart(points, "macs", "top5", error=True)
+    assert sorted(mark["x"] for mark in chart["points"]) == [10 * 1591056680, 144 * 1591056680]
+
+
+@pytest.mark.parametrize(
+    ("measured", "span"),
+    [
+        ([], LEAST_SPAN),
+        ([(0.9, None)], LEAST_SPAN),
+        ([(0.98, 1000), (0.981, 1000)], 6 * math.sqrt(0.98 * 0.02 / 1000)),
+        ([(0.5, 4)], 1.0),
+    ],
+)
+def test_an_axis_of_accuracies_is_as_wide_as_chance(measured: list, span: float):
+    assert least_span(measured) == pytest.approx(span)
+
+
+def test_an_axis_spans_two_points_and_stays_within_shares():
+    points = [published_point(row) for row in rows() if row.table == "nin-cifar10"]
+    low, high = trade_chart(points, "macs", "top1", error=True)["domain"]
+    assert high - low >= LEAST_SPAN - 1e-12
+    certain = [replace(point, values={**point.values, "top1": 1.0}) for point in points]
+    low, high = trade_chart(certain, "macs", "top1")["domain"]
+    assert (high, low) == (1.0, pytest.approx(1 - LEAST_SPAN))
+
+
+def test_the_specification_holds_the_data_of_its_chart(records: Records):
+    (chart,) = trade_of(records, data="CIFAR-10", metric="top1", axis="GPU")
+    spec = trade_spec(chart)
+    assert spec["datasets"]["points"] == chart["points"]
+    assert spec["encoding"]["x"]["title"] == "Milliseconds per image on a GPU"
+    assert spec["encoding"]["x"]["axis"]["format"] == "~r"  # 0.004 and not 4m, 110 and not 1.1e+2
+    assert not re.search(r"'{\w+}'", str(spec))
+    empty = trade_spec({**chart, "arrows": [], "fronts": []})
+    assert [layer["name"] for layer in empty["layer"]] == ["intervals", "points", "labels"]
+
+
+def test_curves_keep_their_ends_and_are_not_endless(records: Records):
+    found = training_curves(gather(records))
+    assert len(found) == 15
+    assert (found[0]["epochs"][0], found[0]["epochs"][-1]) == (1, 60)
+    long = [replace(run, history=run.history * 30) for run in records.runs[:1]]
+    (curve,) = training_curves(gather(Records(long)))
+    assert len(curve["train_loss"]) == len(curve["epochs"]) <= 401
+    assert curve["epochs"][-1] == 60
+    assert best_measure(found) == "accuracy"  # watched on the way
+    assert best_measure([{**curve, "accuracy": [None] * 59 + [0.5]}]) == "train_accuracy"
+
+
+def test_a_figure_has_a_line_per_network_and_a_dot_per_finished_run(records: Records):
+    curves = [curve for curve in training_curves(gather(records)) if curve["data"] == "CIFAR-10"]
+    spec = curves_spec("nin-paper on CIFAR-10", curves)
+    assert {row["group"] for row in spec["datasets"]["curves"]} == {"nin", "nin-c3", "nin-c3-lr"}
+    assert len(spec["datasets"]["ends"]) == 9
+    begun = [{**curve, "test": None} for curve in curves]
+    assert curves_spec("begun", begun)["datasets"]["ends"] == []
+
+
+def test_the_answers_of_all_runs_of_a_network_are_one_chart(records: Records):
+    charts = {f"{chart['network']} on {chart['trained']}": chart for chart in details_charts(gather(records))}
+    chart = charts["nin on CIFAR-10, nin-paper"]
+    assert chart["runs"] == 3
+    cells = confusion_spec(chart)["datasets"]["cells"]
+    assert chart["images"] == sum(cell["n"] for cell in cells) == sum(map(sum, chart["confusion"]))
+    for name in chart["classes"]:
+        assert sum(cell["share"] for cell in cells if cell["true"] == name) == pytest.approx(1)
+    shares = [bar["share"] for bar in chart["by_class"]]
+    assert shares == sorted(shares)
+    assert chart["pairs"][0]["name"].endswith(f"taken for class {int(chart['pairs'][0]['name'].split()[1]) + 1}")
+    assert chart["worst"][0]["image"] == "val/class 3/0007.png"
+    for specify in DETAILS.values():
+        assert not re.search(r"'{\w+}'", str(specify(chart)))
+
+
+def test_the_page_gets_complete_charts_and_of_many_classes_the_hardest(records: Records):
+    for found in details_data(gather(records)):
+        assert list(found["charts"]) == list(NEEDED)
+        assert set(re.findall(r"'({\w+})'", str(found["charts"]))) == {"{colour}"}  # filled in by the theme
+        assert set(found["colours"]) == {"light", "dark"}
+    found = next(one for one in details_data(gather(records)) if one["network"] == "vgg11-gmp")
+    classes = found["charts"]["classes"]
+    assert len(classes["datasets"]["bars"]) == MOST_BARS
+    assert f"the {MOST_BARS} hardest of 100" in classes["title"]["text"]
+    assert found["charts"]["confusion"]["encoding"]["x"]["axis"]["labels"] is False
+
+
+def test_networks_without_details_have_no_charts(records: Records):
+    plain = [replace(run, details=None) for run in records.runs]
+    assert details_charts(gather(Records(plain))) == []
+    few = [
+        replace(run, details=replace(run.details, confusion=torch.zeros(0), bins=torch.zeros(0, 3)))
+        for run in records.runs
+        if run.details
+    ]
+    assert list(details_data(gather(Records(few)))[0]["charts"]) == ["classes", "pairs"]
+
+
+def test_layers_of_both_devices_stand_in_one_chart_each_with_its_own_share(records: Records):
+    charts = {chart["title"]: chart for chart in layer_charts(records.timings)}
+    ours = charts["nin-c3-lr, measured here"]
+    series = {bar["series"] for bar in ours["layers"]}
+    assert series == {"MACs", "CPU time", "GPU time"}
+    for name in series:
+        assert math.isclose(sum(bar["share"] for bar in ours["layers"] if bar["series"] == name), 1)
+    bar = next(bar for bar in ours["layers"] if bar["series"] == "CPU time")
+    assert bar["details"][0][1].endswith(f"{bar['share']:.1%} of the total")
+    assert "CPU r = " in ours["note"]
+    assert layers_spec(ours)["height"] == ours["height"] > 300
+
+
+def test_the_legend_names_only_devices_that_were_timed(records: Records):
+    timing = next(timing for timing in records.timings if timing.device == "CPU")
+    chart, published = layer_charts([timing])
+    scale = layers_spec(chart)["layer"][0]["encoding"]["color"]["scale"]
+    assert scale["domain"] == ["MACs", "CPU time"]
+    assert len(scale["range"]) == 2
+    assert layer_charts([replace(timing, layers=timing.layers[:1])]) == [published]
+    assert len({bar["layer"] for bar in published["layers"]}) == 16
+    assert "CPU r = 0.94, GPU r = 0.82" in published["note"]
+
+
+def test_labels_keep_clear_of_points_and_lines():
+    crowd = [{"x": i, "y": i, "label": str(i)} for i in range(100)]
+    assert label_rows(crowd, []) == []
+    points = [{"label": name, "x": x, "y": y} for name, x, y in (("a", 0.0, 0.0), ("b", 10.0, 1.0))]
+    long, short = ({"x": 0.0, "y": 0.0, "x2": x, "y2": 0.0} for x in (10.0, 0.01))
+    found = label_rows(points, [], [long, short])
+    assert [row["label"] for row in found if not row["block"]] == ["a", "b"]
+    # Places that overlapped would push each other aside, and take the room that labels need.
+    places = [row["t"] for row in found if row["label"] == "\N{BULLET}"]
+    assert len(places) == 60
+    assert [b - a for a, b in itertools.pairwise(places)] == pytest.approx([1 / 60] * 59)
+
+
+def test_charts_stand_below_each_other(tmp_path: Path):
+    pytest.importorskip("vl_convert", reason="charts are drawn by vl-convert")
+    spec = {"width": 80, "height": 50, "data": {"values": [{"a": 1}]}, "mark": "point", "encoding": {}}
+    one, two = (save_charts([spec] * n, tmp_path / f"{n}.svg").read_text() for n in (1, 2))
+    assert (one.count("<svg"), two.count("<svg")) == (1, 3)
