@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from lowrank_cnn.data import Data
-    from lowrank_cnn.train.evaluate import Ranking
-    from lowrank_cnn.train.score import Evaluation, EvaluationDetails
+    from lowrank_cnn.train.evaluate import Evaluation, EvaluationDetails, Ranking
     from lowrank_cnn.train.trained import Trained
 
 _SHOWN_PAIRS = 5
@@ -165,7 +164,7 @@ def _print_answers(files: list[Path], answers: Sequence[Ranking | None], as_json
 
 
 def _print_accuracy(model: str, images: Data, result: Evaluation) -> None:
-    from lowrank_cnn.train.score import TOP_FIVE
+    from lowrank_cnn.train.evaluate import TOP_FIVE
 
     top5 = {"top-5": f"{result.top5:.2%}"} if len(images.classes) > TOP_FIVE else {}
     row = {"network": model, "top-1": f"{result.top1:.2%}", **top5}
@@ -221,7 +220,7 @@ def _find(model: str, best: bool, images: Data, into: str | None, trusted: bool)
 
 def _tell_how_far(model: str, *, best: bool = False) -> None:
     """Warn if the weights are those of an unfinished run."""
-    from lowrank_cnn.train.evaluate import how_far
+    from lowrank_cnn.train.trained import how_far
 
     if words := how_far(model, best=best):
         line = f"These are the weights of {model} {words}, not those of a finished run."

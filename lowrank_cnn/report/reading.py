@@ -41,8 +41,8 @@ from lowrank_cnn.report.records import (
     text,
     whole,
 )
-from lowrank_cnn.train.record import Epoch
-from lowrank_cnn.train.score import TOP_FIVE
+from lowrank_cnn.train.evaluate import TOP_FIVE
+from lowrank_cnn.train.run_folder import Epoch
 
 _NO_SETTING = ("name", "evaluate_every")
 """Fields of a recipe that teach nothing."""

@@ -17,7 +17,7 @@ from lowrank_cnn.core.numbers import deviation, mean
 from lowrank_cnn.data.small_sets import CLASSES as CIFAR10_CLASSES
 from lowrank_cnn.deploy.timing import LayerTime
 from lowrank_cnn.models import list_models
-from lowrank_cnn.train.record import Epoch
+from lowrank_cnn.train.run_folder import Epoch
 
 LONGEST_TEXT = 200
 

@@ -24,7 +24,6 @@ from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.modules import call
 from lowrank_cnn.train.distributed import (
     agree_on,
-    changed_conditions,
     conditions,
     copy_from_first,
     gather_objects,
@@ -33,6 +32,7 @@ from lowrank_cnn.train.distributed import (
     restore_generators,
     sum_over_processes,
 )
+from lowrank_cnn.train.evaluate import Evaluation, LossEvaluation, score, score_by_loss
 from lowrank_cnn.train.failure import (
     Interrupted,
     NotFiniteError,
@@ -50,9 +50,7 @@ from lowrank_cnn.train.objective import Objective
 from lowrank_cnn.train.optimizers import LevelOff, freeze_parameters, in_evaluation, learning_rate
 from lowrank_cnn.train.progress import Progress
 from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.record import Epoch, Record
-from lowrank_cnn.train.run_folder import Checkpoint, Position, RunDirectory, recipe_changes
-from lowrank_cnn.train.score import Evaluation, LossEvaluation, score, score_by_loss
+from lowrank_cnn.train.run_folder import Checkpoint, Epoch, Position, Record, RunDirectory, recipe_changes
 from lowrank_cnn.train.short_runs import averaged_views
 from lowrank_cnn.train.step import StepBuilder, Tally, TrainingStep, copy_into, is_optional
 
@@ -368,7 +366,10 @@ class Trainer:
     def restore(self, checkpoint: Checkpoint, say: Callable[[str], None]) -> None:
         """Continue from a checkpoint, with the generators of this process, and say which settings have changed."""
         changes = recipe_changes(checkpoint.state["recipe"], self.recipe)
-        changes |= changed_conditions(checkpoint.state.get("conditions", {}), conditions(self.fabric))
+        before = checkpoint.state["conditions"]
+        changes |= {
+            name: (before[name], now) for name, now in conditions(self.fabric).items() if before[name] != now
+        }
         # A run that goes on in another precision starts with a fresh loss scale, or fresh ranges of int8.
         known = [name for name in self.step.tensors() if name in checkpoint.tensors or not is_optional(name)]
         copy_into(self.step.tensors(), {name: checkpoint.tensors[name] for name in known})
@@ -379,6 +380,13 @@ class Trainer:
         self.position = Position(**checkpoint.state["position"])
         self.levels.restore(checkpoint.state["levels"])
         self.saved = replace(self.position)
+        stored = self.directory and [self.directory.store.stems("best", end) for end in (".json", ".safetensors")]
+        if self.position.best_epoch and self.directory and stored and not all(stored):
+            say(
+                f"The best weights, of epoch {self.position.best_epoch}, are gone from {self.directory.path}: "
+                "the best of the epochs to come are kept."
+            )
+            self.position.best_epoch, self.position.best_accuracy = 0, -1.0
         for field, (before, now) in changes.items():
             say(f"From here on, {field} is {now}; it was {before}.")
             self.position.changes.append({"epoch": self.position.epoch, "field": field, "from": before, "to": now})

@@ -237,7 +237,7 @@ def test_output_that_cannot_be_written_is_said():
 
 
 def test_training_outlives_its_reader_and_sigterm_saves_it(tmp_path):
-    process = start(*TRAIN, "--epochs", 1000, "--limit", 128, "--checkpoint-every", 0.1, "--out", tmp_path)
+    process = start(*TRAIN, "--epochs", 1000, "--limit", 128, "--set", "checkpoint_every=0.1", "--out", tmp_path)
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()

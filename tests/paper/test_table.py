@@ -8,7 +8,7 @@ import pytest
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.paper.experiments import lines
 from lowrank_cnn.paper.reproduce import NOT_BEGUN, build_table
-from lowrank_cnn.train.record import Record
+from lowrank_cnn.train.run_folder import Record
 
 Put = Callable[..., None]
 

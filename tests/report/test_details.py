@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lowrank_cnn.data import ResidentSplit
 from lowrank_cnn.report.records import LARGEST_THUMBNAIL, pool_answers, read_details
-from lowrank_cnn.train.score import DetailsCollector, EvaluationDetails
+from lowrank_cnn.train.evaluate import DetailsCollector, EvaluationDetails
 
 PICTURE = "data:image/png;base64,iVBORw0KGgo="
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lowrank_cnn.report.records import NetworkId, NetworkResult, Records, Run, TimedNetwork, by_seed
-from lowrank_cnn.train.record import Epoch
+from lowrank_cnn.train.run_folder import Epoch
 
 RUN = Run("a", NetworkId("nin"), "cifar10", "", "r", 1, "finished", "test", 0.9, None, 10, 5, 60.0, ())
 TIME = TimedNetwork("t", NetworkId("nin"), "CPU", "torch", 8, 16.0, 10, 5, ())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,6 @@ from lowrank_cnn.train import load_record
 from lowrank_cnn.train.distributed import (
     batch_norm_over_all,
     copy_from_first,
-    launch,
     made_by_first,
     resolve_device,
 )
@@ -72,22 +70,6 @@ def test_the_first_process_makes_a_thing_for_all(monkeypatch):
         monkeypatch.setattr("lowrank_cnn.train.distributed.launch", lambda _, first=first: process(first))
         with pytest.raises(LowRankError, match="no such luck"):
             made_by_first(fail, "cpu")
-
-
-def test_fabric_starts_without_hints_and_speaks_as_before_afterwards():
-    pytest.importorskip("lightning_fabric")
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("lightning_fabric")
-    log.addHandler(handler)
-    try:
-        assert launch("cpu", "bf16").device.type == "cpu"
-        assert heard == []
-        log.info("a hint")
-    finally:
-        log.removeHandler(handler)
-    assert heard == ["a hint"]
 
 
 def test_batch_norm_sees_all_gpus_while_training_and_is_itself_again_after(driver):

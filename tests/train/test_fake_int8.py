@@ -17,7 +17,7 @@ from lowrank_cnn.deploy.quantize import quantize
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.schemes import build_conv
 from lowrank_cnn.models.network import GlobalAveragePool
-from lowrank_cnn.train import fit
+from lowrank_cnn.train import Recipe, fit
 from lowrank_cnn.train.int8 import (
     on_grid,
     ranges_of,
@@ -28,6 +28,8 @@ from lowrank_cnn.train.int8 import (
     trained_in_int8,
 )
 from lowrank_cnn.train.trained import carried_by, load_checkpoint
+
+INT8 = Recipe(quantize="int8")
 
 
 def test_values_are_rounded_to_the_levels_of_int8():
@@ -101,7 +103,7 @@ def rounded_accuracy(net: nn.Module, data) -> float:
     trained = carried_by(net)
     images = torch.cat([x for x, _ in _batches(trained, data)])
     labels = torch.cat([y for _, y in _batches(trained, data)])
-    with trained_in_int8(net):
+    with trained_in_int8(net, INT8):
         net(images)  # with gradients, so ranges are observed
         with torch.no_grad():
             return float((net(images).argmax(1) == labels).float().mean())
@@ -257,12 +259,12 @@ def test_bad_combinations_are_refused(driver, options, words: str):
 def test_networks_without_such_layers_are_refused(driver):
     from lowrank_cnn.method.shaped_layers import ShapedConv2d
 
-    with pytest.raises(LowRankError, match="has none"), trained_in_int8(nn.ReLU()):
+    with pytest.raises(LowRankError, match="has none"), trained_in_int8(nn.ReLU(), INT8):
         pass
     shaped = ShapedConv2d.__new__(ShapedConv2d)
     nn.Module.__init__(shaped)
-    with pytest.raises(LowRankError, match="learn shapes first"), trained_in_int8(shaped):
+    with pytest.raises(LowRankError, match="learn shapes first"), trained_in_int8(shaped, INT8):
         pass
     branched = build_conv(4, 4, 3, "lr(branches)")
-    with pytest.raises(LowRankError, match="quantise the trained network"), trained_in_int8(branched):
+    with pytest.raises(LowRankError, match="quantise the trained network"), trained_in_int8(branched, INT8):
         pass

@@ -83,11 +83,6 @@ def test_lookahead_happens_every_so_many_steps_of_a_run():
     assert decay_at(0.5, 0.8) == pytest.approx(0.1)
 
 
-def test_lookahead_and_a_moving_average_exclude_each_other():
-    with pytest.raises(LowRankError, match="both average weights"):
-        Recipe(lookahead=5, ema=0.9)
-
-
 def test_a_triangle_rises_to_its_peak_and_falls_to_its_end():
     recipe = Recipe(schedule="triangle", lr=2.0, epochs=10, warmup=2.0, lr_start=0.2, lr_end=0.1)
     rates = [learning_rate(recipe, i, per_epoch=10) for i in range(101)]
