@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,6 @@ from lowrank_cnn.train.inputs import (
 )
 from lowrank_cnn.train.objective import Loss, class_scores, hits, ranking
 from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.short_runs import averaged_views
 from lowrank_cnn.train.trained import Trained, carried_by, load_checkpoint, load_pretrained
 
 __all__ = ["Evaluation", "Trained", "evaluate", "load_checkpoint", "load_pretrained", "predict"]
@@ -296,6 +295,28 @@ def _count(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([ranked[:, 0].sum(), ranked.sum(), n, loss]).double()
 
 
+def averaged_views(forward: Callable[[Tensor], Tensor], recipe: Recipe) -> Callable[[Tensor], Tensor]:
+    """A forward that averages the logits of an image, its mirror image and two shifts, as the recipe says.
+
+    The shifts, up and left and down and right, count for half.
+    """
+
+    def scores(images: Tensor) -> Tensor:
+        return class_scores(forward(images), recipe.output)
+
+    def mirrored(images: Tensor) -> Tensor:
+        return (scores(images) + scores(images.flip(-1))) / 2 if recipe.test_mirror else scores(images)
+
+    def shifted(images: Tensor) -> Tensor:
+        step, (height, width) = recipe.test_shift, images.shape[2:]
+        padded = functional.pad(images, (step,) * 4, mode="reflect")
+        views = (padded[:, :, at : at + height, at : at + width] for at in (0, 2 * step))
+        one, other = (mirrored(view.contiguous(memory_format=torch.channels_last)) for view in views)
+        return mirrored(images) / 2 + (one + other) / 4
+
+    return shifted if recipe.test_shift else mirrored
+
+
 @lost_process_as_user_error()
 def evaluate(
     model: Trained | nn.Module | str | Path,
@@ -460,28 +481,6 @@ Ranking = list[tuple[str, float]]
 """Classes with their probabilities, the likeliest first."""
 
 
-@overload
-def predict(
-    model: Any,
-    images: Any,
-    *,
-    top: int = ...,
-    device: str = ...,
-    bad: Literal["refuse"] = ...,
-    output: str | None = ...,
-) -> list[Ranking]: ...
-@overload
-def predict(
-    model: Any,
-    images: Any,
-    *,
-    top: int = ...,
-    device: str = ...,
-    bad: Literal["skip"],
-    output: str | None = ...,
-) -> list[Ranking | None]: ...
-
-
 @torch.no_grad()
 def predict(
     model: Trained | nn.Module | str | Path,
@@ -491,7 +490,7 @@ def predict(
     device: str = "auto",
     bad: Literal["refuse", "skip"] = "refuse",
     output: str | None = None,
-) -> Any:
+) -> list[Any]:
     """For each image the likeliest classes with their probabilities, the likeliest first.
 
     `model` is a run's directory, an exported file, or a network that was loaded or trained. `images` is one image

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,13 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.core.errors import LowRankError, nearest
-from lowrank_cnn.core.modules import InputSize, checked_size, is_example
-from lowrank_cnn.core.notes import note, notes
+from lowrank_cnn.core.notes import note
 from lowrank_cnn.data import Data
 from lowrank_cnn.data.own import AsGiven, for_classes, loader_batch
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.finalize_shapes import settle
-from lowrank_cnn.method.rewrite import in_channels_last
 from lowrank_cnn.models.build import dense_cost, run_entry
 from lowrank_cnn.train.checks import check_memory, check_request, remarks
 from lowrank_cnn.train.distributed import (
@@ -33,19 +31,25 @@ from lowrank_cnn.train.distributed import (
 )
 from lowrank_cnn.train.evaluate import Evaluation, LossEvaluation
 from lowrank_cnn.train.failure import lost_process_as_user_error, oom_as_user_error
-from lowrank_cnn.train.inputs import Inputs, check_classes, check_fits, check_network, make_inputs, open_for
+from lowrank_cnn.train.inputs import (
+    Inputs,
+    check_classes,
+    check_fits,
+    check_network,
+    make_inputs,
+    open_for,
+    whiten_first_layer,
+)
 from lowrank_cnn.train.int8 import ranges_of, trained_in_int8
 from lowrank_cnn.train.loop import Callback, Trainer
-from lowrank_cnn.train.objective import Loss, Objective, class_balance
-from lowrank_cnn.train.optimizers import flags_restored, in_evaluation
+from lowrank_cnn.train.objective import Loss
+from lowrank_cnn.train.optimizers import flags_restored
 from lowrank_cnn.train.progress import Lines, Progress, check_loggers, showing
 from lowrank_cnn.train.recipe import Recipe, RunSettings, changed
 from lowrank_cnn.train.recipes import get_recipe
-from lowrank_cnn.train.recompute import recomputed
 from lowrank_cnn.train.run_folder import Record, RunDirectory
-from lowrank_cnn.train.short_runs import whiten_first_layer
-from lowrank_cnn.train.step import COMPILED, EAGER, StepBuilder, fused_to_train, put_back, resolved
-from lowrank_cnn.train.trained import Trained, held_out_part, make_teacher
+from lowrank_cnn.train.step import put_back
+from lowrank_cnn.train.trained import Trained, held_out_part
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -145,21 +149,19 @@ def fit(
                 trainer = Trainer(
                     fabric,
                     model,
-                    _step_builder(
-                        fabric, model, recipe, how, inputs, loss, saved.state if saved else {}, show.say
-                    ),
                     inputs,
                     recipe,
-                    _record(fabric, model, identity, recipe, how, inputs),
+                    how,
+                    identity,
                     directory=directory,
-                    checkpoint_every=how.checkpoint_every,
-                    objective=_objective(fabric, inputs, recipe, loss, teacher),
+                    loss=loss,
+                    teacher=teacher,
                     callbacks=tuple(callbacks),
                     ranges=ranges,
+                    saved=saved,
+                    say=show.say,
                 )
                 _attach(model, inputs, recipe, identity)
-                if saved:
-                    trainer.restore(saved, show.say)
                 fabric.barrier()  # no process may write before all have read
                 if directory and fabric.is_global_zero:
                     directory.begin(recipe)
@@ -242,21 +244,6 @@ def about(model: nn.Module, data: Data, seed: int) -> dict[str, Any]:
     }
 
 
-def _record(
-    fabric: Fabric, model: nn.Module, identity: dict[str, Any], recipe: Recipe, how: RunSettings, inputs: Inputs
-) -> Record:
-    decoded = {} if how.decode == "cpu" else {"decode": how.decode}
-    return Record(
-        **identity | {"data": identity["data"] | decoded},
-        recipe=recipe.to_dict(),
-        watched=inputs.watched,
-        precision=resolve_precision(recipe.precision, fabric.device.type),
-        device=str(fabric.device),
-        processes=fabric.world_size,
-        begun_from=notes(model).begun_from,
-    )
-
-
 def _attach(
     model: nn.Module,
     inputs: Inputs,
@@ -271,84 +258,6 @@ def _attach(
     if not isinstance(inputs.preprocess, AsGiven):
         image, held_out = inputs.data.test.size or (), held_out_part(identity["data"])
         Trained(model, inputs.preprocess, recipe, inputs.data.classes, image, held_out, found).attach()
-
-
-def running_network(
-    model: nn.Module,
-    recipe: Recipe,
-    how: RunSettings,
-    size: InputSize,
-    device: torch.device,
-    *,
-    graphs: bool,
-    say: Callable[[str], None],
-) -> nn.Module:
-    """The model in channels_last as it is run: fused if that is possible and faster, recomputed if asked for."""
-    in_channels_last(model)
-    if recipe.dropout is not None:
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = recipe.dropout
-    # What is fused, and which algorithm cuDNN takes, depends on times, which differ from run to run.
-    repeats = torch.are_deterministic_algorithms_enabled()
-    running = model
-    # A fused batch norm cannot be frozen, and a fused layer does not round. Launched one by one, fused layers cost
-    # the host more than they save the device: graphs alone gain.
-    if graphs and not (repeats or recipe.freeze or in_evaluation(model) or recipe.quantize != "none"):
-        running = fused_to_train(model, checked_size(size), say, recompute=how.checkpoint_activations)
-    if device.type == "cuda":
-        torch.backends.cudnn.benchmark = not repeats  # not before: a few images need no search
-    return recomputed(model).train() if how.checkpoint_activations and running is model else running
-
-
-def _step_builder(
-    fabric: Fabric,
-    model: nn.Module,
-    recipe: Recipe,
-    how: RunSettings,
-    inputs: Inputs,
-    loss: Loss | None,
-    before: Mapping[str, Any],
-    say: Callable[[str], None],
-) -> StepBuilder:
-    """The ways to run a step, of which the builder chooses one; `before` is the state of a run to resume."""
-    alone = fabric.device.type == "cuda" and fabric.world_size == 1
-    graphs = how.cuda_graphs and alone and loss is None and not is_example(inputs.size)
-    running = running_network(model, recipe, how, inputs.size, fabric.device, graphs=graphs, say=say)
-    plain = recipe.quantize == "none" and not how.checkpoint_activations
-    compile = resolved(
-        "auto" if how.compile is None else how.compile,
-        able=graphs and plain and not torch.are_deterministic_algorithms_enabled(),
-        before=before.get("execution", {}),
-    )
-    forwards: dict[str, nn.Module] = {}
-    if compile is not True:
-        forwards[EAGER] = fabric.setup_module(running)
-    if compile:
-        # Dropout draws the same numbers as without the compiler, so that results are the same.
-        compiled: Any = torch.compile(running, dynamic=False, options={"fallback_random": True})
-        # Fabric would take the compiler off and put it on again around its own wrapper.
-        forwards[COMPILED] = fabric.setup_module(compiled, _reapply_compile=False)
-    return StepBuilder(forwards, graphs, say)
-
-
-def _objective(
-    fabric: Fabric,
-    inputs: Inputs,
-    recipe: Recipe,
-    loss: Loss | None,
-    teacher: nn.Module | Trained | str | Path | None,
-) -> Objective:
-    """The loss that the run minimises."""
-    weights = answers = None
-    if recipe.class_weights == "balanced":
-        weights = class_balance(inputs.data.train, len(inputs.data.classes)).to(fabric.device)
-    if teacher is not None:
-        if is_example(inputs.size):
-            raise LowRankError("a teacher takes one image, and this network has several inputs: leave it out.")
-        size = checked_size(inputs.size)
-        answers = make_teacher(teacher, inputs.data, inputs.preprocess, fabric.device, fabric.autocast, size)
-    return Objective(recipe, class_weights=weights, loss=loss, teacher=answers)
 
 
 def _run(trainer: Trainer, show: Progress, loggers: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
 from lowrank_cnn.core.compare import tensors_of, unchanged
@@ -38,7 +40,8 @@ from lowrank_cnn.data.own import AsGiven, DatasetSplit, data_of, in_short, is_da
 from lowrank_cnn.data.sources import LARGE_SIDE
 from lowrank_cnn.data.streamed import frame
 from lowrank_cnn.data.types import Split
-from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.init import weight_layers
+from lowrank_cnn.method.layers import CompositeConv2d, weights_of
 from lowrank_cnn.train.objective import class_scores
 from lowrank_cnn.train.recipe import Recipe
 
@@ -383,3 +386,65 @@ def _outputs(network: nn.Module, size: InputSize, recipe: Recipe) -> int:
     for module in network.modules():
         found = getattr(module, "out_features", getattr(module, "out_channels", found))
     return found if isinstance(found, int) else 0
+
+
+# A whitening first layer, after Page (2019), "How to train your ResNet".
+
+WHITENED_IMAGES = 4096
+WHITENING_EPSILON = 5e-4
+
+
+@torch.no_grad()
+def whiten_first_layer(
+    network: nn.Module, train: Loader, *, add_up: Callable[[Tensor], Tensor] = Tensor.clone
+) -> None:
+    """Give the network's first conv whitening filters, from the first batches to train on, and freeze them.
+
+    A composite has directions of its own for each shape of filter. `add_up` sums over processes.
+    """
+    name, layer = next(iter(weight_layers(network)), ("", None))
+    if layer is None or isinstance(layer, nn.Linear):
+        raise LowRankError("whiten_first needs a network that begins with a conv: set whiten_first=false.")
+    images = _some_images(train)
+    for weight in weights_of(layer):
+        if weight.shape[1] != images.shape[1]:
+            raise LowRankError(f"whiten_first needs the first conv, {name}, to see all channels of an image.")
+        weight.copy_(whitening_filters(weight, patch_covariance(images, weight.shape[2:], add_up)))
+        weight.requires_grad_(False)
+
+
+def _some_images(train: Loader) -> Tensor:
+    found: list[Tensor] = []
+    batches = train.epoch(0)
+    for images, _ in islice(batches, len(train)):
+        found.append(images)
+        if sum(map(len, found)) >= WHITENED_IMAGES:
+            break
+    return torch.cat(found)[:WHITENED_IMAGES].float()
+
+
+def patch_covariance(images: Tensor, shape: torch.Size, add_up: Callable[[Tensor], Tensor]) -> Tensor:
+    """The second moments [n, n] of patches of this shape, in double precision: images have a mean of zero."""
+    work = torch.float32 if images.device.type == "mps" else torch.float64
+    size = images.shape[1] * shape.numel()
+    total = torch.zeros(size * size + 1, dtype=work, device=images.device)
+    for part in images.split(512):
+        patches = functional.unfold(part, tuple(shape)).transpose(1, 2).reshape(-1, size).to(work)
+        total[:-1] += (patches.T @ patches).flatten()
+        total[-1] += len(patches)
+    total = add_up(total)
+    return (total[:-1] / total[-1]).view(size, size)
+
+
+def whitening_filters(weight: Tensor, covariance: Tensor) -> Tensor:
+    """Filters in place of a weight [d, c, h, w]: the widest directions, their negatives, then mixtures.
+
+    With C the covariance of patches of the shape of a filter, and C = sum_i l_i v_i v_i^T, a filter is
+    v_i / sqrt(l_i + epsilon), and another its negative, since a rectifier cuts half. If there are more filters
+    than directions and negatives, the rest keep their random directions, in the whitened space.
+    """
+    values, vectors = torch.linalg.eigh(covariance)
+    directions = (vectors / (values.clamp(min=0) + WHITENING_EPSILON).sqrt()).T.flip(0)
+    pairs = min(len(directions), len(weight) // 2)
+    rest = functional.normalize(weight[2 * pairs :].flatten(1).to(directions), dim=1) @ directions
+    return torch.cat([directions[:pairs], -directions[:pairs], rest]).view(weight.shape).to(weight)

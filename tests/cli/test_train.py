@@ -143,7 +143,7 @@ def test_a_bad_network_is_refused_before_the_images_are_opened(lowrank, tmp_path
 def test_activations_are_computed_again_where_that_is_asked_for(train_small, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        import_module("lowrank_cnn.train.fit"), "recomputed", lambda network: asked.append(network) or network
+        import_module("lowrank_cnn.train.loop"), "recomputed", lambda network: asked.append(network) or network
     )
     assert train_small().exit_code == 0
     assert not asked

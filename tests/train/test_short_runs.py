@@ -13,10 +13,11 @@ from torch.nn import functional as F
 import lowrank_cnn as lr
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Data, ResidentSplit
-from lowrank_cnn.train.optimizers import learning_rate
+from lowrank_cnn.train.evaluate import averaged_views
+from lowrank_cnn.train.inputs import patch_covariance, whitening_filters
+from lowrank_cnn.train.optimizers import decay_at, learning_rate, look_ahead
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recipes import get_recipe
-from lowrank_cnn.train.short_runs import averaged_views, decay_at, look_ahead, patch_covariance, whitening_filters
 from lowrank_cnn.train.step import TrainingStep
 
 CPU = torch.device("cpu")
