@@ -33,6 +33,7 @@ from lowrank_cnn.method.count import count
 from lowrank_cnn.method.finalize_shapes import LearnedShapes, settle
 from lowrank_cnn.method.init import weight_layers
 from lowrank_cnn.method.rewrite import copy_with
+from lowrank_cnn.method.schemes import Learned as LearnedScheme
 from lowrank_cnn.method.schemes import Scheme, parse_scheme
 from lowrank_cnn.method.select import Where, check_rewritable
 from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, may_remove
@@ -269,7 +270,7 @@ def _cross_entropy(outputs: Any, targets: Tensor, *, output: str | None) -> Tens
 
 def learned_scheme(shapes: Sequence[str] | Scheme, multiple: int = 8) -> Scheme:
     """The scheme of these shapes; a scheme is returned as it is."""
-    if isinstance(shapes, Scheme) and shapes.name == "learned":
+    if isinstance(shapes, LearnedScheme):
         return shapes
     if isinstance(shapes, str | Scheme) or not all(isinstance(shape, str) for shape in shapes):
         raise LowRankError(f'shapes are a list like ("kx1", "1xk", "kxk", "none"), not {shapes!r}.')

@@ -30,10 +30,10 @@ from lowrank_cnn.method.select import Where, select
 from lowrank_cnn.method.shaped_layers import (
     GatedLinear,
     ShapedConv2d,
-    conv_of_form,
     exact_scheme,
     may_remove,
     shaped_convs,
+    shaped_layer,
 )
 from lowrank_cnn.method.spec import Pair
 from lowrank_cnn.train.distributed import generator_states, made_by_first, resolve_device, restore_generators
@@ -61,7 +61,7 @@ def shape_network(
         new.copy_dense(layer.weight, layer.bias)  # type: ignore[operator]
         frozen_like(layer, new)
 
-    new = rewrite(model, schemes, fill=fill, kept=kept)
+    new = rewrite(model, schemes, build=shaped_layer, fill=fill, kept=kept)
     note(new, input_size=tuple(input_size))
     return new
 
@@ -243,7 +243,7 @@ def _placed(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Mo
 
 
 def _of_shapes(layer: ShapedConv2d, counts: Mapping[Pair, int]) -> nn.Module:
-    conv = conv_of_form(layer.form, exact_scheme(list(counts.items())))
+    conv = exact_scheme(list(counts.items())).build_form(layer.form)
     return in_channels_last(conv.eval())
 
 
