@@ -1,4 +1,4 @@
-"""What `fit` refuses before it trains, and what it remarks on before it trains all the same."""
+"""Errors and warnings before training starts."""
 
 from __future__ import annotations
 

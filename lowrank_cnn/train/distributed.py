@@ -1,4 +1,4 @@
-"""Where a run computes: device, precision and processes, through Lightning Fabric.
+"""Device, precision and processes of a run, through Lightning Fabric.
 
 The same call serves a laptop, one GPU, and every process that `torchrun` started, on one machine or several.
 """
@@ -141,7 +141,7 @@ def gather_objects(fabric: Fabric, value: Any) -> list[Any]:
 
 
 def made_by_first(make: Callable[[], Made], device: str) -> Made:
-    """What the first process makes, in all processes that torchrun started; they all raise its error."""
+    """Call `make` in the first process and give all processes its result; they all raise its error."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return make()
     fabric = launch(device)

@@ -332,7 +332,7 @@ def evaluate(
 ) -> Evaluation:
     """Top-1, top-5 and loss on the test images, one centre crop per image, in full precision.
 
-    Where its recipe averages views of an image (`test_mirror`, `test_shift`), so does this.
+    Views of an image are averaged if the recipe says so (`test_mirror`, `test_shift`).
 
     `model` is a network, what `load_checkpoint` gives, or the path of what it reads. A network that was loaded or
     trained carries how its images are prepared. Any other takes the preprocessing given, or one fitted to the
@@ -384,7 +384,7 @@ def evaluate(
             classes=trained.classes,
             split=data.test,
         )
-    if math.isnan(found.loss):  # the largest of scores that are NaN is a class like any other
+    if math.isnan(found.loss):  # argmax of NaN gives a class like any other
         raise LowRankError(f"the network gives NaN on images of {data.name}, so it has no accuracy.")
     return found
 
@@ -434,7 +434,7 @@ def held_out_images(trained: Trained, source: str | Path, **options: Any) -> Dat
 def changed_set(trained: Trained, data: Data) -> str | None:
     """A warning where a set has the name of the one that the network was trained on, but not its digest.
 
-    Which of its images training held out is then not known: most of them may have been trained on.
+    Nobody can tell then which of its images training held out: most of them may have been trained on.
     """
     if not trained.held_out or trained.held_out.get("name") != data.name:
         return None

@@ -114,8 +114,8 @@ def fit(
     """
     loggers = (log,) if isinstance(log, str) else tuple(log)
     check_loggers(loggers)
-    given = {"epochs": epochs, "batch_size": batch_size, "lr": lr, **settings}
-    recipe, how = recipe_for(data, recipe, _recipe_fields(given)), _run_settings(given)
+    fields, how = _sorted_settings({"epochs": epochs, "batch_size": batch_size, "lr": lr, **settings})
+    recipe = recipe_for(data, recipe, fields)
     check_request(model, recipe, how, loss, teacher)
     directory = RunDirectory.open(out, data, resume=resume)
     data = open_for(model, data, recipe)
@@ -182,21 +182,16 @@ def recipe_for(data: Any, recipe: Recipe | str, fields: Mapping[str, Any]) -> Re
     return changed(recipe, {name: value for name, value in fields.items() if value is not None})
 
 
-def _run_settings(given: Mapping[str, Any]) -> RunSettings:
-    own = {field.name for field in dataclasses.fields(RunSettings)}
-    return changed(RunSettings(), {name: value for name, value in given.items() if name in own})
-
-
-def _recipe_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that belong to the recipe; unknown ones are refused, with the word to use instead."""
-    ours = {field.name for field in dataclasses.fields(RunSettings)}
-    known = {field.name for field in dataclasses.fields(Recipe)}
+def _sorted_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], RunSettings]:
+    """Fields of the recipe, and settings of the run; unknown words are refused with the one to use instead."""
+    ours, fields = ({field.name for field in dataclasses.fields(kind)} for kind in (RunSettings, Recipe))
     for name in given:
         if name in _REPLACED:
             raise LowRankError(f"fit takes no {name}: {_REPLACED[name]}.")
-        if name not in ours | known:
-            raise LowRankError(f"fit takes no {name}: {nearest(name, {*ours, *known, *_NAMES})}")
-    return {name: value for name, value in given.items() if name not in ours}
+        if name not in ours | fields:
+            raise LowRankError(f"fit takes no {name}: {nearest(name, {*ours, *fields, *_NAMES})}")
+    how = {name: value for name, value in given.items() if name in ours and value is not None}
+    return {name: value for name, value in given.items() if name in fields}, changed(RunSettings(), how)
 
 
 def _inputs(

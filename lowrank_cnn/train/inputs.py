@@ -311,7 +311,7 @@ def check_network(network: nn.Module, data: Data, recipe: Recipe, *, output: str
 
 @torch.no_grad()
 def outputs_here(network: nn.Module, size: InputSize) -> Any:
-    """What a network gives for one image where it is now; None if it fails here.
+    """The outputs of a network for one image, on the device that it is on; None if it fails there.
 
     A network whose weights are made by its first forward is not run: they depend on the seed.
     """

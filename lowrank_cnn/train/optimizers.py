@@ -92,7 +92,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Parameters of one weight decay and one share of the learning rate together; frozen ones are left out.
 
-    What learns faster decays by less at that rate, so that each step takes as much of it as of the weights.
+    Parameters that learn faster have a smaller weight decay, so that each step decays all by the same amount.
     """
     factors = layer_factors(named, recipe.layer_decay, whole)
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
@@ -124,7 +124,7 @@ def layer_factors(names: Iterable[str], decay: float, whole: Collection[str] = (
 def layer_of(name: str, whole: Collection[str] = ()) -> str:
     """The module that a parameter belongs to; one of a list, as the filter groups of a composite, to the list's.
 
-    What lies within a module of `whole` belongs to that one.
+    Parameters within a module of `whole` belong to that module.
 
     >>> layer_of("conv1.weight"), layer_of("conv1.weights.0"), layer_of("conv2.join.weight", {"conv2"})
     ('conv1', 'conv1', 'conv2')

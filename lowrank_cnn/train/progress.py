@@ -1,4 +1,4 @@
-"""What a run shows, a moving bar or one line per epoch, and the loggers that get the figures of each epoch."""
+"""The progress of a run, as a moving bar or one line per epoch, and the loggers of its figures."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ def _name(record: Record, folder: Path | None) -> str:
 
 
 def _about(record: Record) -> dict[str, Any]:
-    """What the run is: its network, data, recipe and seed."""
+    """The network, data, recipe and seed of a run."""
     data = {key: record.data[key] for key in ("name", "train", "test") if key in record.data}
     return {"model": record.model, "data": data, "recipe": record.recipe, "seed": record.seed}
 

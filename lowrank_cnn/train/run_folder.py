@@ -80,14 +80,14 @@ class Record:
     """One training run. `history` holds `Epoch` rows as dictionaries; `result` is empty until the end.
 
     `watched` says whose accuracy the history shows: the images held out of training, or the test set.
-    `changes` are the fields of the recipe that were changed when an interrupted run was taken up again.
+    `changes` are the fields of the recipe that were changed when an interrupted run was resumed.
     `result["details"]` says more of the test images (`EvaluationDetails.to_dict`): `per_class` accuracies, the
     `confusion` matrix by true class (None beyond 200 classes), the `most_confused` pairs, the `worst` images,
     and `calibration` by bins of confidence with its expected error. `data["digest"]` is the identity of the
     images, `data["val_split"]` the share of them that was taken for testing.
     `begun_from` names the trained weights that the network had before the run; empty where it had none.
     `execution` says how steps ran, compiled or not and as a CUDA graph or not; empty before the first.
-    `right` tells of each test image, in the order of the set, whether the answer of the trained network was right;
+    `right` says for each test image, in the order of the set, whether the network classified it correctly;
     None for several processes, for other tasks, and in a record that was read from a file.
     `sealed` says whether the file that the record was read from had a checksum; it is not written either.
     """
