@@ -63,7 +63,7 @@ from lowrank_cnn.train.distributed import resolve_device
 from lowrank_cnn.train.failure import NotFiniteError
 from lowrank_cnn.train.inputs import augmentation, image_size
 from lowrank_cnn.train.recipe import parse_settings
-from lowrank_cnn.train.record import Record
+from lowrank_cnn.train.run_folder import Record
 
 KIND = "learned-shapes"
 PARTS = 64

@@ -15,7 +15,7 @@ from typing import Any
 from lowrank_cnn.data import open_data
 from lowrank_cnn.models.network_file import FOLDER, Pretrained, write_pretrained
 from lowrank_cnn.train.evaluate import evaluate, load_checkpoint, load_pretrained
-from lowrank_cnn.train.record import Record, load_record
+from lowrank_cnn.train.run_folder import Record, load_record
 
 STATED = ("top1", "top5", "n", "loss", "epochs", "macs", "params", "seconds")
 SHOWN = ("commit", "date", "torch", "python", "gpu", "cpu")

@@ -13,7 +13,7 @@ import lowrank_cnn as lr
 from lowrank_cnn.core.clock import Sample
 from lowrank_cnn.core.text import html_table
 from lowrank_cnn.deploy.plan import Decision, NetworkPlan
-from lowrank_cnn.train.record import Record
+from lowrank_cnn.train.run_folder import Record
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -44,8 +44,7 @@ from lowrank_cnn.train.objective import Loss, class_scores
 from lowrank_cnn.train.optimizers import flags_restored, freeze_parameters
 from lowrank_cnn.train.progress import Lines, Progress
 from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.record import Epoch, Record
-from lowrank_cnn.train.run_folder import RunDirectory
+from lowrank_cnn.train.run_folder import Epoch, Record, RunDirectory
 from lowrank_cnn.train.trained import carried_by, load_checkpoint
 
 CHOOSING = 0.6

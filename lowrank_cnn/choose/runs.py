@@ -31,7 +31,7 @@ from lowrank_cnn.data import Data
 from lowrank_cnn.train import fit
 from lowrank_cnn.train.failure import NotFiniteError
 from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.record import Record
+from lowrank_cnn.train.run_folder import Record
 from lowrank_cnn.train.trained import Trained, load_checkpoint
 
 HELD_OUT = 0.1

@@ -252,6 +252,11 @@ def _run(arguments: list[str] | None) -> int:
 def _explain(error: Exception) -> int:
     """Print an error the user can do something about, and return the exit code. Others are raised again."""
     if hasattr(error, "format_message"):  # only usage errors have it: an unknown option, say
+        if getattr(getattr(error, "ctx", None), "info_name", "") == "train":
+            from lowrank_cnn.cli.train import former_option
+
+            if replaced := former_option(str(getattr(error, "option_name", "")).lstrip("-")):
+                return _fail(replaced)
         from typer import rich_utils
 
         rich_utils.rich_format_error(error)  # type: ignore[arg-type]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from lowrank_cnn.data import Data
-    from lowrank_cnn.train.score import EvaluationDetails
+    from lowrank_cnn.train.evaluate import EvaluationDetails
     from lowrank_cnn.train.trained import Trained
 
 _SHOWN_PAIRS = 5
@@ -70,8 +70,7 @@ def evaluate_command(
     from lowrank_cnn.cli.source import is_path
     from lowrank_cnn.data import open_data
     from lowrank_cnn.data.sources import fewer, parse_image_size
-    from lowrank_cnn.train.evaluate import changed_set, evaluate, held_out_images
-    from lowrank_cnn.train.score import TOP_FIVE
+    from lowrank_cnn.train.evaluate import TOP_FIVE, changed_set, evaluate, held_out_images
     from lowrank_cnn.train.trained import Trained, load_pretrained
 
     if pretrained and best:
@@ -204,7 +203,7 @@ def _find(model: str, best: bool, images: Data, into: str | None, trusted: bool)
 
 def _tell_how_far(model: str, *, best: bool = False) -> None:
     """Warn if the weights are those of an unfinished run."""
-    from lowrank_cnn.train.evaluate import how_far
+    from lowrank_cnn.train.trained import how_far
 
     if words := how_far(model, best=best):
         errors.print(f"These are the weights of {model} {words}, not those of a finished run.")

@@ -80,18 +80,12 @@ DataPath = Annotated[
         panel=IMAGES,
     ),
 ]
-TestPath = Annotated[str | None, option("Other images to test on, named as --data is.", "--test", panel=IMAGES)]
-ValSplit = Annotated[
-    float | None, option("Share of each class to test on, if --data has no test images.", panel=IMAGES)
-]
 ClassNames = Annotated[
     Path | None,
     option("File with a class folder, a tab or comma, and the name to show for it in each line.", panel=IMAGES),
 ]
-Channels = Annotated[int | None, option("Read images as grey (1) or in colour (3).", panel=IMAGES)]
 Bad = Annotated[Literal["skip", "refuse"], option("What to do with images that cannot be used.", panel=IMAGES)]
 Missing = Annotated[Literal["skip", "refuse"], option("What to do if a shard is missing.", panel=IMAGES)]
-Hold = Annotated[float, option("Hold sets of this size in memory.", "--hold-gb", panel=IMAGES, min=0)]
 Limit = Annotated[int | None, option("Use at most this many images of each split.", panel=IMAGES)]
 Size = Annotated[str | None, option("Resize every image to this square (64), or to 48x64.", panel=IMAGES)]
 Workers = Annotated[int, option("Processes that decode streamed images.", panel=IMAGES)]

@@ -6,42 +6,23 @@ import json
 import shlex
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lowrank_cnn.cli.options import (
+    IMAGES,
     NETWORK,
     TRAINING,
-    Bad,
-    Channels,
-    ClassNames,
-    Compile,
-    DataPath,
-    Decode,
-    Device,
-    Hold,
-    Into,
     Json,
-    Limit,
-    Model,
-    Pretrained,
-    Recompute,
-    Settings,
-    Size,
-    Stride,
-    TestPath,
-    ValSplit,
-    Width,
-    Workers,
     grouped,
     option,
 )
 from lowrank_cnn.cli.show import console, print_json, print_problems, print_table
-from lowrank_cnn.core.errors import LowRankError, first_line, nearest
+from lowrank_cnn.core.errors import LowRankError, check_number, first_line, nearest
 from lowrank_cnn.core.files import read_text
 from lowrank_cnn.core.processes import first_process
 from lowrank_cnn.core.text import counted, first_few, si
@@ -51,103 +32,102 @@ if TYPE_CHECKING:
     from lowrank_cnn.method.finalize_shapes import LearnedShapes
     from lowrank_cnn.method.schemes import Scheme
     from lowrank_cnn.train import Recipe
-    from lowrank_cnn.train.record import Record
+    from lowrank_cnn.train.run_folder import Record
 
-# The options of `lowrank train`, in groups, and what each group stands for in Python.
+# The options of `lowrank train`, in groups. What is seldom changed is set by name: --set NAME=VALUE.
 
 _MOST_GB = 2**30
-"""Without end (--hold-gb inf), in a number that bytes can be counted by."""
+"""Without end (hold_gb=inf), in a number that bytes can be counted by."""
+RARE = {"stride": int, "channels": int, "hold_gb": float, "bad": str}
+"""Settings of the network and of the images; all others are `RunSettings` or fields of the recipe."""
+FORMER = {"norm": "batch", "stride": "2", "precision": "bf16", "quantize": "int8", "decode": "gpu"}
+FORMER |= {"compile": "true", "no-compile": "false", "checkpoint-activations": "true", "checkpoint-every": "60"}
+FORMER |= {"deterministic": "true", "hold-gb": "8", "channels": "1", "bad": "refuse"}
+"""Options of earlier versions that are settings now, each with an example of its value."""
+
+
+def former_option(name: str) -> str:
+    """What replaces an option that `lowrank train` had; empty if it never had it."""
+    if name == "tensorboard":
+        return f"--{name} is now --log tensorboard."
+    field = name.removeprefix("no-").replace("-", "_")
+    return f"--{name} is now a setting: --set {field}={FORMER[name]}." if name in FORMER else ""
 
 
 @dataclass(frozen=True)
 class NetworkOptions:
     """How the network is built."""
 
-    scheme: Annotated[
-        str | None, option("A scheme for one of our networks; any other is converted.", panel=NETWORK)
-    ] = None
-    macs: Annotated[
-        float | None, option("Share of the MACs that --scheme 'learned(...)' keeps.", panel=NETWORK)
-    ] = None
-    latency: Annotated[
-        float | None, option("Share of the time that --scheme 'learned(...)' keeps.", panel=NETWORK)
-    ] = None
-    shapes: Annotated[
-        Path | None, option("A shapes.json of learned shapes, to train from scratch.", panel=NETWORK)
-    ] = None
-    width: Width = None
-    norm: Annotated[str | None, option("batch or none; by default as in the recipe.", panel=NETWORK)] = None
-    stride: Stride = None
-    pretrained: Pretrained = None
-    into: Into = None
+    scheme: Annotated[str | None, option("Low-rank scheme; other networks are converted.", panel=NETWORK)] = None
+    width: Annotated[float | None, option("Scale the filters of one of our networks.", panel=NETWORK)] = None
+    pretrained: Annotated[str | None, option("Trained weights: cifar10, or default.", panel=NETWORK)] = None
+    into: Annotated[str | None, option("Your network before conversion: path.py:f.", panel=NETWORK)] = None
+    macs: Annotated[float | None, option("MACs that scheme learned(...) keeps: 0.4.", panel=NETWORK)] = None
+    latency: Annotated[float | None, option("Time that scheme learned(...) keeps: 0.5.", panel=NETWORK)] = None
+    shapes: Annotated[Path | None, option("Learned shapes.json to train from scratch.", panel=NETWORK)] = None
 
     def training(self) -> tuple[str | None, Training]:
         """The scheme that the network is built by, and the function that trains it."""
-
         return training_of(self.scheme, self.shapes, macs=self.macs, latency=self.latency)
 
-    def building(self, model: str, scheme: str | None, recipe: Recipe) -> dict[str, Any]:
+    def building(
+        self, model: str, scheme: str | None, recipe: Recipe, norm: str | None, stride: int | None
+    ) -> dict[str, Any]:
         """The options that the network is built with.
 
         The recipe chooses norm and pool, except for trained weights and for networks that are not ours.
         """
         from lowrank_cnn.cli.source import is_path
 
-        own = {"norm": self.norm} if self.pretrained or is_path(model) else recipe.network()
-        return {**own, "scheme": scheme, "width": self.width, "stride": self.stride, "pretrained": self.pretrained}
+        own = {"norm": norm} if self.pretrained or is_path(model) else recipe.network()
+        return {**own, "scheme": scheme, "width": self.width, "stride": stride, "pretrained": self.pretrained}
 
 
 @dataclass(frozen=True)
-class RecipeOptions:
-    """The recipe, and the fields of it that are set."""
+class TrainingOptions:
+    """The recipe, and what is changed of it."""
 
-    recipe: Annotated[str, option("A training recipe: `lowrank recipes` lists them.", panel=TRAINING)] = "modern"
+    recipe: Annotated[
+        str, option("`lowrank recipes` lists them; else modern.", panel=TRAINING, show_default=False)
+    ] = "modern"
     epochs: Annotated[int | None, option("Epochs to train at most.", panel=TRAINING)] = None
     batch_size: Annotated[int | None, option("Images per step, over all processes.", panel=TRAINING)] = None
     lr: Annotated[float | None, option("Learning rate at the start.", panel=TRAINING)] = None
-    precision: Annotated[str | None, option("auto, fp32, bf16 or fp16.", panel=TRAINING)] = None
-    quantize: Annotated[
-        Literal["int8"] | None, option("Train with rounded layers, for an int8 export.", panel=TRAINING)
+    settings: Annotated[
+        list[str] | None,
+        option("Any other setting; repeatable.", "--set", panel=TRAINING, metavar="<name=value>"),
     ] = None
-    settings: Settings = None
 
-    def resolve(self, file: dict[str, Any], norm: str | None) -> Recipe:
-        """The recipe with the fields that --config, then the options, then --set change."""
-        from lowrank_cnn.train import get_recipe
-        from lowrank_cnn.train.recipe import parse_settings
+    def read(self, file: dict[str, Any]) -> tuple[Recipe, dict[str, Any]]:
+        """The recipe, and the settings that are no part of it; also the recipe's norm, if it was set.
 
-        own = {"epochs": self.epochs, "batch_size": self.batch_size, "lr": self.lr, "precision": self.precision}
-        own |= {"norm": norm, "quantize": self.quantize}
-        given = {name: value for name, value in own.items() if value is not None}
-        settings = parse_settings(self.settings or [])
-        if "name" in settings:
-            raise LowRankError(f"a recipe is chosen by its name with --recipe {settings['name']}, not with --set.")
-        return get_recipe(self.recipe, **(file | given | settings))
+        Options replace what --config says, and --set replaces both.
+        """
+        from lowrank_cnn.train.recipe import RunSettings, changed, parse_settings, read_value
+        from lowrank_cnn.train.recipes import get_recipe
+
+        own = {"epochs": self.epochs, "batch_size": self.batch_size, "lr": self.lr}
+        typed = parse_settings(self.settings or [])
+        if "name" in typed:
+            raise LowRankError(f"a recipe is chosen by its name with --recipe {typed['name']}, not with --set.")
+        given = file | {name: value for name, value in own.items() if value is not None} | typed
+        run = {field.name: given.pop(field.name) for field in fields(RunSettings) if field.name in given}
+        rare = {name: read_value(name, kind, given.pop(name)) for name, kind in RARE.items() if name in given}
+        recipe = get_recipe(self.recipe, **given)
+        changed(RunSettings(), run)  # refused now, before images are read
+        return recipe, run | rare | ({"norm": recipe.norm} if "norm" in given else {})
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Where and how the run is carried out."""
+    """Where the run is carried out and kept."""
 
-    seed: Annotated[int, option("Seed of weights, data order, and dropout.", panel=TRAINING)] = 0
     out: Annotated[Path | None, option("Directory for checkpoints and the record.", "--out", "-o")] = None
     resume: Annotated[bool, option("Resume the run in --out.", "--resume")] = False
-    device: Device = "auto"
-    teacher: Annotated[
-        Path | None, option("Run directory of a network to distil from, as well as labels.", panel=TRAINING)
-    ] = None
-    compile_: Compile = None
-    recompute: Recompute = False
-    tensorboard: Annotated[bool, option("The same as --log tensorboard.", "--tensorboard")] = False
-    log: Annotated[
-        list[str] | None, option("Also log to tensorboard, csv, wandb, mlflow or trackio; repeatable.")
-    ] = None
-    checkpoint_every: Annotated[float, option("Seconds between checkpoints.", min=0)] = 30.0
-    workers: Workers = 0
-    decode: Decode = "cpu"
-    deterministic: Annotated[
-        bool, option("Same bits in every run, on the CPU or one GPU; slower.", "--deterministic", panel=TRAINING)
-    ] = False
+    seed: Annotated[int, option("Seed of weights, data order, dropout.", panel=TRAINING, show_default=False)] = 0
+    teacher: Annotated[Path | None, option("A run to distil from, as well as labels.", panel=TRAINING)] = None
+    device: Annotated[str, option("auto, cpu, cuda, cuda:1 or mps.", show_default=False)] = "auto"
+    log: Annotated[list[str] | None, option("tensorboard, csv, wandb, mlflow, trackio.", metavar="<name>")] = None
 
     def check(self, precision: str, data: str) -> None:
         """Refuse a device that does not exist, a directory in use or of the images, and an unknown logger."""
@@ -157,40 +137,38 @@ class RunOptions:
 
         resolve_precision(precision, resolve_device(self.device))
         check_loggers(self.log or ())
-        if self.resume and self.out is None:
-            raise LowRankError("there is nothing to resume without the directory of a run: give --out.")
-        if self.out is not None and not self.resume:
-            RunDirectory(self.out).check_apart_from(data)
-            RunDirectory(self.out).check_free()
+        directory = RunDirectory.open(self.out, data, resume=self.resume)
+        if directory and not self.resume:
+            directory.check_free()
 
     def for_fit(self) -> dict[str, Any]:
         """These options as `fit` takes them."""
-        names = ("seed", "out", "resume", "device", "tensorboard", "checkpoint_every", "workers", "decode")
-        same = {name: getattr(self, name) for name in (*names, "deterministic")}
-        teacher = {} if self.teacher is None else {"teacher": self.teacher}
-        how = {"compile": "auto" if self.compile_ is None else self.compile_, "log": self.log or ()}
-        return {**same, **how, **teacher, "checkpoint_activations": self.recompute}
+        given = {**asdict(self), "log": self.log or ()}
+        return {name: value for name, value in given.items() if value is not None or name != "teacher"}
 
 
 @dataclass(frozen=True)
 class ImageOptions:
     """How images are read."""
 
-    test: TestPath = None
-    val_split: ValSplit = None
-    class_names: ClassNames = None
-    bad: Bad = "skip"
-    limit: Limit = None
-    hold: Hold = 2.0
-    image_size: Size = None
-    channels: Channels = None
+    test: Annotated[str | None, option("Other images to test on, named as --data is.", "--test", panel=IMAGES)] = (
+        None
+    )
+    val_split: Annotated[float | None, option("Share to test on if there is no test set.", panel=IMAGES)] = None
+    class_names: Annotated[Path | None, option("Lines of a class folder, a tab, its name.", panel=IMAGES)] = None
+    image_size: Annotated[str | None, option("Resize every image to 64x64 (64) or 48x64.", panel=IMAGES)] = None
+    limit: Annotated[int | None, option("Use at most this many images of a split.", panel=IMAGES)] = None
+    workers: Annotated[int, option("Processes that decode streamed images.", panel=IMAGES, show_default=False)] = 0
 
-    def reading(self, data: str, *, progress: bool) -> Callable[..., Data]:
+    def reading(self, data: str, *, progress: bool, rare: dict[str, Any]) -> Callable[..., Data]:
         """A function that reads the images, with other options where those are given."""
         from lowrank_cnn.data import open_data
 
-        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "hold"}
-        held = int(min(self.hold, _MOST_GB) * 2**30)
+        hold = rare.pop("hold_gb", 2.0)
+        check_number("hold_gb", hold, least=0)
+        options = asdict(self) | {"channels": rare.pop("channels", None), "bad": rare.pop("bad", "skip")}
+        del options["workers"]
+        held = int(min(hold, _MOST_GB) * 2**30)
         return partial(open_data, data, resident_bytes=held, progress=progress, **options)
 
 
@@ -219,8 +197,9 @@ def _apply(context: typer.Context, value: Path | None) -> Path | None:
         fields = {"name": recipe} if isinstance(recipe, str) else dict(recipe)
         if "name" in fields:  # the recipe that the other fields change, as --recipe says it
             values["recipe"] = fields.pop("name")
+        options = _by_parameter(context.command, values, value, settings=fields)
         context.meta[_RECIPE] = fields
-        context.default_map = {**(context.default_map or {}), **_by_parameter(context.command, values, value)}
+        context.default_map = {**(context.default_map or {}), **options}
     return value
 
 
@@ -248,8 +227,8 @@ def config_recipe(context: typer.Context) -> dict[str, Any]:
     return dict(context.meta.get(_RECIPE, {}))
 
 
-def _by_parameter(command: Any, values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Values by the names of the command's parameters; the file has them as they are typed."""
+def _by_parameter(command: Any, values: dict[str, Any], path: Path, *, settings: dict[str, Any]) -> dict[str, Any]:
+    """Values by the names of the command's parameters; former options are added to the settings."""
     named = {}
     for parameter in command.params:
         for word in (*parameter.opts, parameter.name or ""):
@@ -257,6 +236,9 @@ def _by_parameter(command: Any, values: dict[str, Any], path: Path) -> dict[str,
     given, several = {}, {parameter.name for parameter in command.params if getattr(parameter, "multiple", False)}
     for key, value in values.items():
         name = named.get(key.replace("-", "_"))
+        if key.replace("_", "-") in FORMER:
+            settings[key.replace("-", "_")] = value
+            continue
         if name is None or name == "config":
             raise LowRankError(f"{path} sets {key!r}, which is no option: {nearest(key, named)}")
         given[name] = [value] if name in several and not isinstance(value, list) else value
@@ -266,38 +248,35 @@ def _by_parameter(command: Any, values: dict[str, Any], path: Path) -> dict[str,
 @grouped
 def train_command(
     context: typer.Context,
-    model: Model,
-    data: DataPath,
-    network: NetworkOptions,
-    training: RecipeOptions,
-    run: RunOptions,
+    model: Annotated[str, typer.Argument(help="Name (`lowrank models`), run, file, or path.py:function.")],
+    data: Annotated[str, option("Folder, .csv, shards, Hub name or digits.", panel=IMAGES)],
     images: ImageOptions,
+    network: NetworkOptions,
+    training: TrainingOptions,
+    run: RunOptions,
     as_json: Json = False,
     config: Config = None,
 ) -> None:
     """Train a network, from scratch or from trained weights.
 
-    A run can be killed at any time and resumed. Under torchrun, all its processes train together.
+    A run can be killed at any time and resumed. Under torchrun, all its processes train together. --set changes
+    fields of the recipe, and rare settings that docs/commands.md lists.
 
     Examples:
 
-      lowrank train nin-c3-lr --data digits --recipe digits --width 0.25 --out runs/first
+      lowrank train nin-c3-lr --data digits --recipe digits --out runs/first
       lowrank train vgg11-gmp-lr --data photos --image-size 64 --out runs/photos
-      lowrank train torchvision:resnet18 --pretrained default --scheme lr --data photos --out runs/r18
-      lowrank train nin-c3-lr --data photos --out runs/photos --resume
-      lowrank train vgg11-gmp --data photos --scheme "learned(kx1, 1xk)" --macs 0.4 --out runs/shapes
-      lowrank train vgg11-gmp --data photos --shapes runs/shapes/shapes.json --out runs/again
-      lowrank train runs/photos --data photos --quantize int8 --lr 0.001 --epochs 5 --out runs/int8
+      lowrank train runs/photos --data photos --set quantize=int8 --lr 0.001
     """
     from lowrank_cnn.cli.source import build_for, check_model, is_weights
     from lowrank_cnn.train.distributed import seed_generators
     from lowrank_cnn.train.failure import may_end_process
-    from lowrank_cnn.train.inputs import as_network_wants, check_network
-    from lowrank_cnn.train.score import check_classes
+    from lowrank_cnn.train.inputs import as_network_wants, check_classes, check_network
 
-    recipe = training.resolve(config_recipe(context), network.norm)
+    recipe, rare = training.read(config_recipe(context))
     scheme, train = network.training()
-    building, reading = network.building(model, scheme, recipe), images.reading(data, progress=not as_json)
+    building = network.building(model, scheme, recipe, rare.pop("norm", None), rare.pop("stride", None))
+    reading = images.reading(data, progress=not as_json, rare=rare)
     seed_generators(run.seed)
     check_model(model, **building)  # before the images are read, which may take long
     run.check(recipe.precision, data)
@@ -311,8 +290,9 @@ def train_command(
     if not as_json:
         _print_start(wanted, recipe, run.out, source.remark, tuned=wanted is not found and is_weights(model))
     told = None if as_json else _problems_of(wanted)
+    how = {"workers": images.workers, **rare, **run.for_fit()}
     with may_end_process():
-        record = train(source.network.train(), wanted, recipe, progress=not as_json, **run.for_fit())
+        record = train(source.network.train(), wanted, recipe, progress=not as_json, **how)
     _print_result(record, run.out, as_json)
     if told is not None and first_process() and _problems_of(wanted) != told:  # a stream finds them on its way
         print_problems(wanted)
@@ -378,7 +358,7 @@ def _held_out_in_words(data: Data, share: float) -> str:
 
 
 def _print_result(record: Record, out: Path | None, as_json: bool) -> None:
-    from lowrank_cnn.train.score import TOP_FIVE
+    from lowrank_cnn.train.evaluate import TOP_FIVE
 
     r = record.result
     if not first_process():

@@ -32,8 +32,7 @@ from lowrank_cnn.train import fit, get_recipe
 from lowrank_cnn.train.failure import NotFiniteError
 from lowrank_cnn.train.inputs import augmentation, image_size
 from lowrank_cnn.train.recipe import Recipe, differences, in_words
-from lowrank_cnn.train.record import Record, load_record
-from lowrank_cnn.train.run_folder import RunDirectory
+from lowrank_cnn.train.run_folder import Record, RunDirectory, load_record
 from lowrank_cnn.train.trained import load_checkpoint
 
 MEASURES = ("top1", "top5", "overfit")

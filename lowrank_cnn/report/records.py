@@ -30,8 +30,8 @@ from lowrank_cnn.deploy.timing import LayerTime
 from lowrank_cnn.models import family_of, list_models
 from lowrank_cnn.models.build import count_by_name
 from lowrank_cnn.models.hub import CONFIG, WEIGHTS
-from lowrank_cnn.train.record import Epoch
-from lowrank_cnn.train.score import TOP_FIVE, WrongImage
+from lowrank_cnn.train.evaluate import TOP_FIVE, WrongImage
+from lowrank_cnn.train.run_folder import Epoch
 
 CPU, GPU = "CPU", "GPU"
 LONGEST_TEXT = 200

@@ -6,7 +6,7 @@ from lowrank_cnn.train.failure import Interrupted, NotFiniteError, OutOfMemoryEr
 from lowrank_cnn.train.fit import fit
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recipes import RECIPES, get_recipe
-from lowrank_cnn.train.record import Record, load_record
+from lowrank_cnn.train.run_folder import Record, load_record
 
 __all__ = [
     "RECIPES",

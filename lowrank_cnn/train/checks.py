@@ -1,8 +1,9 @@
-"""Warnings before a run starts. The network is trained all the same."""
+"""Errors and warnings before training starts."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,11 @@ from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.data.resident import holds_bytes
 from lowrank_cnn.method.channels import why_fixed
 from lowrank_cnn.method.finalize_shapes import has_learned
+from lowrank_cnn.method.select import check_values
 from lowrank_cnn.models.network import Network
-from lowrank_cnn.train.inputs import augmentation
-from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.distributed import resolve_precision
+from lowrank_cnn.train.inputs import Inputs, augmentation, input_size
+from lowrank_cnn.train.recipe import Recipe, RunSettings
 
 Dropout = nn.modules.dropout._DropoutNd
 BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -41,66 +44,74 @@ SMALL_BATCH = 16
 """Nobody is told to make a batch smaller than this."""
 
 
-def remarks(model: nn.Module, recipe: Recipe) -> list[str]:
-    """Warnings about a network and a recipe that do not fit each other."""
+def check_request(model: object, recipe: Recipe, how: RunSettings, loss: Any, teacher: object) -> None:
+    """Refuse what is no network or no loss, and settings that have no effect together."""
+    if not isinstance(model, nn.Module):
+        hint = "give its .network" if hasattr(model, "network") else "create_model makes one from a name"
+        raise LowRankError(f"fit trains an nn.Module, not a {type(model).__name__}: {hint}.")
+    check_values(model)
+    if recipe.quantize != "none" and (how.compile or how.checkpoint_activations):
+        raise LowRankError("quantize trains layer by layer: leave compile and checkpoint_activations out.")
+    if recipe.quantize != "none" and recipe.precision == "fp16":
+        raise LowRankError("quantize rounds in fp32 or bf16, and fp16 rounds small steps away: set precision.")
+    if loss is None:
+        return
+    if not callable(loss):
+        raise LowRankError(f"a loss is a function of outputs and targets, not {loss!r:.60}.")
+    learned = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    if name := next((name for name, parameter in learned if parameter.requires_grad), ""):
+        raise LowRankError(
+            f"the loss has parameters ({name}), and fit trains those of the network: make them a part of the "
+            "network, or freeze them by loss.requires_grad_(False)."
+        )
+    if teacher is not None:
+        raise LowRankError("a loss of your own takes the place of the teacher's: ask the teacher within it.")
+    if recipe.class_weights != "none":
+        raise LowRankError("a loss of your own weighs classes itself: set class_weights=none.")
+
+
+def remarks(model: nn.Module, recipe: Recipe, inputs: Inputs, device: torch.device) -> Iterator[str]:
+    """Warnings about a network, a recipe and images that do not fit each other; the run starts all the same."""
     has = model.config if isinstance(model, Network) else recipe.network()
-    said = [
-        f"The recipe {recipe.name} is for networks with {name}={wanted!r}; this one has {name}={has.get(name)!r}."
-        for name, wanted in recipe.network().items()
-        if wanted is not None and has.get(name) != wanted
-    ]
+    for name, wanted in recipe.network().items():
+        if wanted is not None and has.get(name) != wanted:
+            ours = f"{name}={has.get(name)!r}"
+            yield f"The recipe {recipe.name} is for networks with {name}={wanted!r}; this one has {ours}."
     if recipe.drop_epochs and recipe.epochs <= max(recipe.drop_epochs):
         drops = " and ".join(map(str, recipe.drop_epochs))
-        said.append(f"The learning rate is divided after {drops} epochs; this run has {recipe.epochs}.")
+        yield f"The learning rate is divided after {drops} epochs; this run has {recipe.epochs}."
     if recipe.schedule in ("cosine", "poly") and (recipe.drop_epochs or recipe.levels):
         dividing = "drop_epochs" if recipe.drop_epochs else "levels"
-        said.append(f"The schedule {recipe.schedule} ends at zero by itself; {dividing} divides the rate on top.")
-    learns, size = has_learned(model), notes(model).input_size
-    if learns and size and (why := why_fixed(model, size)):
-        said.append(f"Filters keep their order, so that each shape gets one run of them, because {why}.")
+        yield f"The schedule {recipe.schedule} ends at zero by itself; {dividing} divides the rate on top."
+    size = notes(model).input_size
+    with unchanged(model):
+        why = why_fixed(model, size) if has_learned(model) and size else ""
+    if why:
+        yield f"Filters keep their order, so that each shape gets one run of them, because {why}."
     if begun := notes(model).begun_from:
-        said.append(
-            f"The network begins with trained weights ({begun}); images are prepared anew, for these data."
+        yield f"The network begins with trained weights ({begun}); images are prepared anew, for these data."
+    if "tested_on" in inputs.data.details:
+        yield "There is no data set to test on, as in fit(network, (train, test)): the images trained on are used."
+    precision = resolve_precision(recipe.precision, device.type)
+    if device.type == "cpu" and precision in ("bf16", "fp16"):
+        yield f"{precision} trains many times slower than fp32 on most CPUs (--set precision=fp32)."
+    batches = len(inputs.train)
+    if batches * recipe.epochs < FEW_STEPS and recipe.batch_size > SMALL_BATCH:
+        each = f"{counted(batches, 'batch')} of {counted(recipe.batch_size, 'image')} in an epoch"
+        told = f"This run has {counted(batches * recipe.epochs, 'step')}, {each}"
+        yield f"{told}: a smaller --batch-size or more --epochs gives more."
+    if found := dropout_before_batch_norm(model, inputs.size, rate=recipe.dropout):
+        dropout, norm = found[0]
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        yield (
+            f"Dropout {dropout!r} is before batch norm {norm!r}{more}: the norm evaluates with other statistics "
+            "than it was trained with, which costs accuracy. Set dropout to 0 (--set dropout=0), or move it."
         )
-    return said
-
-
-def data_remarks(data: Data) -> list[str]:
-    """A warning where a data set of the user's own comes without one to test on."""
-    if "tested_on" not in data.details:
-        return []
-    return [
-        "There is no data set to test on, as in fit(network, (train, test)): accuracy is on the images trained on."
-    ]
-
-
-def precision_remarks(precision: str, device: torch.device) -> list[str]:
-    """A warning where half precision is chosen on a CPU, most of which only emulate it."""
-    if device.type != "cpu" or precision not in ("bf16", "fp16"):
-        return []
-    return [f"{precision} trains many times slower than fp32 on most CPUs (--precision fp32)."]
-
-
-def step_remarks(batches: int, recipe: Recipe) -> list[str]:
-    """A warning where a run has few steps: batch norm then evaluates with statistics of its beginning."""
-    steps = batches * recipe.epochs
-    if steps >= FEW_STEPS or recipe.batch_size <= SMALL_BATCH:
-        return []
-    each = f"{counted(batches, 'batch')} of {counted(recipe.batch_size, 'image')} in an epoch"
-    return [f"This run has {counted(steps, 'step')}, {each}: a smaller --batch-size or more --epochs gives more."]
-
-
-def dropout_remarks(model: nn.Module, recipe: Recipe, size: InputSize) -> list[str]:
-    """A warning where dropout stands before batch norm: evaluation then uses statistics that do not fit."""
-    found = dropout_before_batch_norm(model, size, rate=recipe.dropout)
-    if not found:
-        return []
-    dropout, norm = found[0]
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    return [
-        f"Dropout {dropout!r} stands before batch norm {norm!r}{more}: the norm evaluates with other statistics "
-        "than it was trained with, which costs accuracy. Set dropout to 0 (--set dropout=0), or move it."
-    ]
+    if recipe.quantize != "none" and calls_pools_as_functions(model, inputs.size):
+        yield (
+            "The network calls F.avg_pool2d or F.adaptive_avg_pool2d: an int8 file rounds what they read, and "
+            "training does not. Use nn.AvgPool2d or nn.AdaptiveAvgPool2d."
+        )
 
 
 def dropout_before_batch_norm(
@@ -144,25 +155,18 @@ def dropout_before_batch_norm(
     return list(found.items())
 
 
-def rounding_remarks(model: nn.Module, recipe: Recipe, size: InputSize) -> list[str]:
-    """A warning where training with int8 layers does not see an average pool, which is called as a function."""
-    if recipe.quantize == "none":
-        return []
-    pools = [module for module in model.modules() if isinstance(module, nn.AvgPool2d | nn.AdaptiveAvgPool2d)]
+def calls_pools_as_functions(model: nn.Module, size: InputSize) -> bool:
+    """Whether a network averages by functions, whose inputs training in int8 does not see."""
     calls, by_module = _PoolCalls(), []
     try:
         with contextlib.ExitStack() as hooks, unchanged(model, evaluating=True), torch.no_grad(), calls:
-            for pool in pools:
-                hooks.enter_context(pool.register_forward_hook(lambda pool, *_: by_module.append(pool)))
+            for pool in model.modules():
+                if isinstance(pool, nn.AvgPool2d | nn.AdaptiveAvgPool2d):
+                    hooks.enter_context(pool.register_forward_hook(lambda pool, *_: by_module.append(pool)))
             call(model, blank(size, next(model.parameters()).device, batch=2))
     except (RuntimeError, ValueError):  # training says what is wrong with a network that cannot run
-        return []
-    if calls.number <= len(by_module):
-        return []
-    return [
-        "The network calls F.avg_pool2d or F.adaptive_avg_pool2d: an int8 file rounds what they read, and "
-        "training does not. Use nn.AvgPool2d or nn.AdaptiveAvgPool2d."
-    ]
+        return False
+    return calls.number > len(by_module)
 
 
 class _PoolCalls(TorchFunctionMode):
@@ -181,11 +185,12 @@ _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 
 
-def check_memory(network: nn.Module, data: Data, recipe: Recipe, size: InputSize, device: torch.device) -> None:
+def check_memory(network: nn.Module, data: Data, recipe: Recipe, device: torch.device) -> None:
     """Refuse a run that cannot fit: a process that takes too much memory is killed without a message."""
     free = free_memory(device)
     if free is None:
         return
+    size = input_size(data.test, augmentation(recipe))
     splits = [split for split in (data.train, data.test) if isinstance(split, ResidentSplit)]
     images = sum(held_bytes(split, recipe, device) for split in splits)
     maps = map_bytes(network, size) * max(1, recipe.batch_size // recipe.accumulate)

@@ -1,4 +1,4 @@
-"""Where a run computes: device, precision and processes, through Lightning Fabric.
+"""Device, precision and processes of a run, through Lightning Fabric.
 
 The same call serves a laptop, one GPU, and every process that `torchrun` started, on one machine or several.
 """
@@ -26,55 +26,36 @@ if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
 Made = TypeVar("Made")
-STRATEGIES = ("auto", "ddp")
 _FOUND: dict[str, Callable[[], int]] = {
     "cpu": lambda: sys.maxsize,  # the CPU is one device, whatever number it is given
     "cuda": torch.cuda.device_count,
     "mps": torch.mps.device_count,
 }
-_FABRIC_PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed"}
-"""fp16 is set up by hand: Fabric would scale the loss by a scaler that looks at the device after every step."""
 
 
-def launch(device: str = "auto", precision: str = "auto", strategy: str = "auto") -> Fabric:
-    """A Fabric on the device asked for, joined with the other processes where there are any."""
-    if strategy not in STRATEGIES:
-        raise LowRankError(f"strategy is one of {', '.join(STRATEGIES)}, not {strategy!r}.")
+def launch(device: str = "auto", precision: str = "auto") -> Fabric:
+    """A Fabric on the device asked for, joined with the other processes that torchrun started."""
     fabric = require("lightning_fabric", extra="train", purpose="training")
+    logging.getLogger("lightning_fabric").setLevel(logging.WARNING)  # its remarks on precision are in the record
     kind, _, index = resolve_device(device).partition(":")
     world = int(os.environ.get("WORLD_SIZE", 1))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    with _without_hints():
-        launched = fabric.Fabric(
-            accelerator=kind,
-            devices=local if world > 1 else [int(index)] if index else 1,
-            num_nodes=max(1, world // local),
-            strategy="ddp" if world > 1 and strategy == "auto" else strategy,
-            **_arithmetic(resolve_precision(precision, kind), kind),
-        )
-        launched.launch()
+    match resolve_precision(precision, kind):
+        case "fp16":  # by hand: Fabric would scale the loss by a scaler that looks at the device after every step
+            plugins = require("lightning_fabric.plugins", extra="train", purpose="training")
+            unscaled = torch.amp.GradScaler(kind, enabled=False)
+            arithmetic: dict[str, Any] = {"plugins": [plugins.MixedPrecision("16-mixed", kind, scaler=unscaled)]}
+        case resolved:
+            arithmetic = {"precision": {"fp32": "32-true", "bf16": "bf16-mixed"}[resolved]}
+    launched = fabric.Fabric(
+        accelerator=kind,
+        devices=local if world > 1 else [int(index)] if index else 1,
+        num_nodes=max(1, world // local),
+        strategy="ddp" if world > 1 else "auto",
+        **arithmetic,
+    )
+    launched.launch()
     return launched
-
-
-def _arithmetic(precision: str, kind: str) -> dict[str, Any]:
-    """Fabric's options for a precision."""
-    if precision != "fp16":
-        return {"precision": _FABRIC_PRECISION[precision]}
-    plugins = require("lightning_fabric.plugins", extra="train", purpose="training")
-    unscaled = torch.amp.GradScaler(kind, enabled=False)
-    return {"plugins": [plugins.MixedPrecision("16-mixed", kind, scaler=unscaled)]}
-
-
-@contextlib.contextmanager
-def _without_hints() -> Iterator[None]:
-    """Show Fabric's warnings, but not its remarks on precision, which the record has."""
-    log = logging.getLogger("lightning_fabric")
-    level = log.level
-    log.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def resolve_device(device: str) -> str:
@@ -160,7 +141,7 @@ def gather_objects(fabric: Fabric, value: Any) -> list[Any]:
 
 
 def made_by_first(make: Callable[[], Made], device: str) -> Made:
-    """What the first process makes, in all processes that torchrun started; they all raise its error."""
+    """Call `make` in the first process and give all processes its result; they all raise its error."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return make()
     fabric = launch(device)
@@ -206,25 +187,17 @@ def conditions(fabric: Fabric) -> dict[str, Any]:
     }
 
 
-def changed_conditions(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Each condition that differs, as name: (before, now); older checkpoints state none."""
-    return {name: (saved[name], now[name]) for name in now if name in saved and saved[name] != now[name]}
-
-
 @contextlib.contextmanager
 def repeatable(on: bool, *, processes: int = 1) -> Iterator[None]:
     """Run the block with torch's deterministic algorithms, and put all settings back after it.
 
     An operation that has no deterministic algorithm raises `LowRankError`.
-
-        with repeatable(True):
-            train()
     """
     if not on:
         yield
         return
     if processes > 1:
-        raise LowRankError("--deterministic is for one process: sums over several differ from run to run.")
+        raise LowRankError("deterministic is for one process: sums over several differ from run to run.")
     cudnn = torch.backends.cudnn
     before = torch.are_deterministic_algorithms_enabled(), cudnn.benchmark, os.environ.get(_WORKSPACE)
     os.environ.setdefault(_WORKSPACE, ":4096:8")  # which cuBLAS reads when it is first used
@@ -237,7 +210,7 @@ def repeatable(on: bool, *, processes: int = 1) -> Iterator[None]:
         if "deterministic" not in str(error):
             raise
         reason = str(error).partition(", but you set")[0].partition(". ")[0]
-        raise LowRankError(f"this network cannot be trained with --deterministic: {reason}.") from error
+        raise LowRankError(f"this network cannot be trained with deterministic=true: {reason}.") from error
     finally:
         torch.use_deterministic_algorithms(before[0])
         cudnn.benchmark = before[1]

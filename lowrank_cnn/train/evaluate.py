@@ -1,46 +1,320 @@
-"""`evaluate`: the accuracy of a trained network on images with labels. `predict`: the classes of other images."""
+"""How good a network is: its scores, `evaluate` on images with labels, and `predict`, the classes of other images.
+
+Scores are exact over any number of processes.
+"""
 
 from __future__ import annotations
 
 import io
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from lowrank_cnn.core.compare import unchanged
-from lowrank_cnn.core.errors import LowRankError, require
-from lowrank_cnn.core.modules import call
+from lowrank_cnn.core.errors import LowRankError, check_number, require
+from lowrank_cnn.core.modules import batch_length, call
 from lowrank_cnn.core.text import counted, first_few
-from lowrank_cnn.data import Augment, Data, Loader, Preprocess, Problems, make_loader, open_data
+from lowrank_cnn.data import Augment, Data, Loader, Preprocess, Problems, Split, make_loader, open_data
 from lowrank_cnn.data.augment import centre_crop, resize_shorter
-from lowrank_cnn.data.decode import BadImageError, decode_image, stack
+from lowrank_cnn.data.decode import BadImageError, decode_image, stack, thumbnail
 from lowrank_cnn.data.folders import image_files, read_image
 from lowrank_cnn.data.own import for_classes, is_dataset
 from lowrank_cnn.data.store import ImageProgress
 from lowrank_cnn.data.streamed import frame
 from lowrank_cnn.data.types import places_by_name
+from lowrank_cnn.method.activations import evaluating
 from lowrank_cnn.method.select import check_values
 from lowrank_cnn.train.distributed import resolve_device
 from lowrank_cnn.train.failure import lost_process_as_user_error
-from lowrank_cnn.train.inputs import check_network, evaluation_batch, input_size, open_for, preprocessing
-from lowrank_cnn.train.objective import ranking
+from lowrank_cnn.train.inputs import (
+    check_fits,
+    check_network,
+    evaluation_batch,
+    input_size,
+    open_for,
+    preprocessing,
+)
+from lowrank_cnn.train.objective import Loss, class_scores, hits, ranking
 from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.run_folder import CheckpointStore, DamagedCheckpointError, Position, read_state
-from lowrank_cnn.train.score import Evaluation, check_fits, score
-from lowrank_cnn.train.short_runs import averaged_views
 from lowrank_cnn.train.trained import Trained, carried_by, load_checkpoint, load_pretrained
 
 __all__ = ["Evaluation", "Trained", "evaluate", "load_checkpoint", "load_pretrained", "predict"]
 
-Ranking = list[tuple[str, float]]
-"""Classes with their probabilities, the likeliest first."""
+BINS = 15
+"""Bins of confidence in which calibration is measured."""
+WORST = 20
+PAIRS = 20
+MOST_CLASSES = 200
+"""A record holds the whole confusion matrix of this many classes at most; of more, the most confused pairs."""
+
+
+@dataclass(frozen=True)
+class WrongImage:
+    """A misclassified image: its file or row, its class, and the class that the network predicted."""
+
+    image: str
+    true: str
+    predicted: str
+    probability: float
+    loss: float
+    thumbnail: str | None = None
+    """A small JPEG as a data URI, which the report shows."""
+
+
+@dataclass(frozen=True)
+class EvaluationDetails:
+    """Counts behind an accuracy.
+
+    `confusion` [true class, predicted class] counts images. `bins` [BINS, 3] holds for each bin of the highest
+    probability the number of images, the sum of these probabilities and the number of right answers. `worst` are
+    the wrong images of the largest loss, the largest first. `right` tells of each image, in the order of the set,
+    whether its answer was right. Several processes together have neither of the two.
+    """
+
+    classes: tuple[str, ...]
+    confusion: Tensor
+    bins: Tensor
+    worst: tuple[WrongImage, ...] = ()
+    right: Tensor | None = None
+
+    def per_class(self) -> list[dict[str, Any]]:
+        """For each class the number of its images, and the share that was recognised; None where it has none."""
+        totals, right = self.confusion.sum(1).tolist(), self.confusion.diagonal().tolist()
+        return [
+            {"class": name, "n": n, "accuracy": correct / n if n else None}
+            for name, n, correct in zip(self.classes, totals, right, strict=True)
+        ]
+
+    def most_confused(self, most: int = PAIRS) -> list[dict[str, Any]]:
+        """Pairs of true and predicted class, the most frequent first; `share` is of the class's images."""
+        wrong = self.confusion.clone()
+        wrong.fill_diagonal_(0)
+        counts, places = wrong.flatten().sort(descending=True, stable=True)
+        totals = self.confusion.sum(1)
+        return [
+            {
+                "true": self.classes[place // len(self.classes)],
+                "predicted": self.classes[place % len(self.classes)],
+                "n": count,
+                "share": count / int(totals[place // len(self.classes)]),
+            }
+            for count, place in zip(counts[:most].tolist(), places[:most].tolist(), strict=True)
+            if count
+        ]
+
+    @property
+    def calibration_error(self) -> float:
+        """The expected calibration error: how far confidence is from accuracy, averaged over images."""
+        n, confidence, right = self.bins.double().unbind(1)
+        return float((confidence - right).abs().sum() / n.sum().clamp_min(1))
+
+    def to_dict(self, *, pictures: bool = True) -> dict[str, Any]:
+        """In values that JSON can hold: the field `details` of a record's result.
+
+        Without `pictures` the worst images are only named.
+        """
+        small = len(self.classes) <= MOST_CLASSES
+        bins = [
+            {"n": int(n), "confidence": confidence / n if n else None, "accuracy": right / n if n else None}
+            for n, confidence, right in self.bins.tolist()
+        ]
+        return {
+            "per_class": self.per_class(),
+            "confusion": self.confusion.tolist() if small else None,
+            "most_confused": self.most_confused(),
+            "worst": [
+                {name: value for name, value in vars(image).items() if pictures or name != "thumbnail"}
+                for image in self.worst
+            ],
+            "calibration": {"bins": bins, "error": self.calibration_error},
+        }
+
+
+class DetailsCollector:
+    """Gathers the details of an evaluation batch by batch, on the device."""
+
+    def __init__(self, classes: Sequence[str], device: torch.device) -> None:
+        self.classes = tuple(classes)
+        number = len(self.classes)
+        self.confusion = torch.zeros(number * number, dtype=torch.float64, device=device)
+        self.bins = torch.zeros(BINS, 3, dtype=torch.float64, device=device)
+        self.worst = torch.zeros(0, 5, dtype=torch.float64, device=device)
+        """Rows of loss, place in the set, true class, predicted class and its probability."""
+        self.right: list[Tensor] = []
+        self.seen = 0
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Count a batch; images come in the order of the set."""
+        # By the scores, as accuracy is counted: probabilities round to equal ones more often.
+        predicted = logits.argmax(1)
+        confidence = logits.float().softmax(1).amax(1)
+        self.right.append(predicted == labels)
+        right = self.right[-1].double()
+        places = labels * len(self.classes) + predicted
+        self.confusion += torch.bincount(places, minlength=len(self.confusion))
+        bins = (confidence * BINS).long().clamp(0, BINS - 1)
+        rows = torch.stack([torch.ones_like(right), confidence.double(), right], dim=1)
+        self.bins.index_add_(0, bins, rows)
+        self._keep_worst(logits, labels, predicted, confidence)
+        self.seen += len(labels)
+
+    def _keep_worst(self, logits: Tensor, labels: Tensor, predicted: Tensor, confidence: Tensor) -> None:
+        loss = functional.cross_entropy(logits.float(), labels, reduction="none")
+        place = torch.arange(self.seen, self.seen + len(labels), device=labels.device)
+        rows = torch.stack([t.double() for t in (loss, place, labels, predicted, confidence)], dim=1)
+        rows = torch.cat([self.worst, rows[predicted != labels]])
+        self.worst = rows[rows[:, 0].argsort(descending=True, stable=True)[:WORST]]
+
+    def details(self, split: Split | None, add_up: Callable[[Tensor], Tensor] = Tensor.clone) -> EvaluationDetails:
+        """All that was gathered; `split` has the images in the order they came, None leaves single images out."""
+        number = len(self.classes)
+        confusion = add_up(self.confusion).round().long().view(number, number).cpu()
+        worst = self._worst_images(split) if split else ()
+        right = torch.cat(self.right).cpu() if split and self.right else None
+        return EvaluationDetails(self.classes, confusion, add_up(self.bins).cpu(), worst, right)
+
+    def _worst_images(self, split: Split) -> tuple[WrongImage, ...]:
+        return tuple(
+            WrongImage(
+                image=split.describe(int(place)),
+                true=self.classes[int(true)],
+                predicted=self.classes[int(said)],
+                probability=probability,
+                loss=loss,
+                thumbnail=thumbnail(split.picture(int(place))),
+            )
+            for loss, place, true, said, probability in self.worst.tolist()
+        )
+
+
+TOP_FIVE = 5
+"""Top-5 counts an answer as right if the class is among this many; it is not shown for fewer classes."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The accuracy of a network on `n` images, as shares between 0 and 1, and its mean cross-entropy.
+
+    `details` has accuracies per class, the confusion matrix, the worst images and the calibration.
+    """
+
+    top1: float
+    top5: float
+    n: int
+    loss: float
+    details: EvaluationDetails | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def rank(self) -> float:
+        """Networks are compared by this: larger is better."""
+        return self.top1
+
+    def to_dict(self) -> dict[str, float]:
+        """The four figures in values that JSON can hold."""
+        return {"top1": self.top1, "top5": self.top5, "n": self.n, "loss": self.loss}
+
+
+@dataclass(frozen=True)
+class LossEvaluation:
+    """The mean of the user's own loss, and the accuracy if outputs are classes."""
+
+    loss: float
+    n: int
+    top1: float | None = None
+    details: None = None
+
+    @property
+    def rank(self) -> float:
+        """Larger is better; a loss that is NaN comes last."""
+        return -math.inf if math.isnan(self.loss) else -self.loss
+
+    def to_dict(self) -> dict[str, float | None]:
+        """The figures in values that JSON can hold."""
+        return {"top1": self.top1, "top5": None, "n": self.n, "loss": self.loss}
+
+
+@torch.no_grad()
+def score_by_loss(
+    network: nn.Module, batches: Iterable[tuple[Any, Any]], loss: Loss, *, forward: Callable[[Any], Any]
+) -> LossEvaluation:
+    """The mean of a loss over all items, each batch weighted by its number of them."""
+    total, right, n = 0.0, 0, 0
+    answered = True
+    with evaluating(network):
+        for images, targets in batches:
+            outputs = forward(images)
+            n_images = batch_length(images)
+            total += float(loss(outputs, targets)) * n_images
+            found = hits(outputs, targets)
+            answered = answered and found is not None
+            right, n = right + int(found or 0), n + n_images
+    return LossEvaluation(total / max(n, 1), n, right / max(n, 1) if answered else None)
+
+
+@torch.no_grad()
+def score(
+    network: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    device: torch.device,
+    forward: Callable[[Tensor], Tensor] | None = None,
+    add_up: Callable[[Tensor], Tensor] = Tensor.clone,
+    classes: Sequence[str] = (),
+    split: Split | None = None,
+) -> Evaluation:
+    """Evaluate over batches; `add_up` sums a tensor over processes where there are several.
+
+    With the names of the `classes` the result has details; `split` names and shows the worst images.
+    """
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    collector = DetailsCollector(classes, device) if classes else None
+    with evaluating(network):
+        for images, labels in batches:
+            logits = class_scores((forward or partial(call, network))(images)).float()
+            sums += _count(logits, labels)
+            if collector:
+                collector.add(logits, labels)
+    top1, top5, n, loss = add_up(sums).tolist()
+    result = Evaluation(top1 / max(n, 1), top5 / max(n, 1), int(n), loss / max(n, 1))
+    return replace(result, details=collector.details(split, add_up)) if collector else result
+
+
+def _count(logits: Tensor, labels: Tensor) -> Tensor:
+    ranked = ranking(logits)[:, :TOP_FIVE] == labels[:, None]
+    loss = functional.cross_entropy(logits, labels, reduction="sum")
+    n = torch.full_like(loss, len(labels))
+    return torch.stack([ranked[:, 0].sum(), ranked.sum(), n, loss]).double()
+
+
+def averaged_views(forward: Callable[[Tensor], Tensor], recipe: Recipe) -> Callable[[Tensor], Tensor]:
+    """A forward that averages the logits of an image, its mirror image and two shifts, as the recipe says.
+
+    The shifts, up and left and down and right, count for half.
+    """
+
+    def scores(images: Tensor) -> Tensor:
+        return class_scores(forward(images), recipe.output)
+
+    def mirrored(images: Tensor) -> Tensor:
+        return (scores(images) + scores(images.flip(-1))) / 2 if recipe.test_mirror else scores(images)
+
+    def shifted(images: Tensor) -> Tensor:
+        step, (height, width) = recipe.test_shift, images.shape[2:]
+        padded = functional.pad(images, (step,) * 4, mode="reflect")
+        views = (padded[:, :, at : at + height, at : at + width] for at in (0, 2 * step))
+        one, other = (mirrored(view.contiguous(memory_format=torch.channels_last)) for view in views)
+        return mirrored(images) / 2 + (one + other) / 4
+
+    return shifted if recipe.test_shift else mirrored
 
 
 @lost_process_as_user_error()
@@ -58,7 +332,7 @@ def evaluate(
 ) -> Evaluation:
     """Top-1, top-5 and loss on the test images, one centre crop per image, in full precision.
 
-    Where its recipe averages views of an image (`test_mirror`, `test_shift`), so does this.
+    Views of an image are averaged if the recipe says so (`test_mirror`, `test_shift`).
 
     `model` is a network, what `load_checkpoint` gives, or the path of what it reads. A network that was loaded or
     trained carries how its images are prepared. Any other takes the preprocessing given, or one fitted to the
@@ -89,7 +363,7 @@ def evaluate(
     check_values(trained.network)
     network = trained.network.to(place)
     size = input_size(data.test, trained.augment)
-    check_fits(network, size, len(trained.classes), place, output=trained.recipe.output)
+    check_fits(network, size, len(trained.classes), place, trained.recipe.output)
     loader = make_loader(
         data.test,
         batch_size=batch_size or evaluation_batch(data.test, trained.augment),
@@ -110,7 +384,7 @@ def evaluate(
             classes=trained.classes,
             split=data.test,
         )
-    if math.isnan(found.loss):  # the largest of scores that are NaN is a class like any other
+    if math.isnan(found.loss):  # argmax of NaN gives a class like any other
         raise LowRankError(f"the network gives NaN on images of {data.name}, so it has no accuracy.")
     return found
 
@@ -145,29 +419,22 @@ def _trained(
 
 
 def held_out_images(trained: Trained, source: str | Path, **options: Any) -> Data | None:
-    """The set with the images to test on that training held out of it; None if it is not the set of that run.
-
-    Older runs do not say whether they had a limit: then it was the number of images that they trained on.
-    """
+    """The set with the images to test on that training held out of it; None if it is not the set of that run."""
     if not trained.held_out:
         return None
     split = trained.held_out["val_split"]
-    known = {"image_size": trained.size_option, "channels": trained.channels}
-    for limit in [split["limit"]] if "limit" in split else [None, trained.held_out["train"]]:
-        known |= {"val_split": split["share"], "val_seed": split["seed"], "limit": limit}
-        try:
-            data = open_data(source, **known, **options)
-        except LowRankError:  # such as a set that has test images
-            return None
-        if data.digest == trained.held_out["digest"]:
-            return data
-    return None
+    known = {"image_size": trained.size_option, "channels": trained.channels, "limit": split.get("limit")}
+    try:
+        data = open_data(source, **known, val_split=split["share"], val_seed=split["seed"], **options)
+    except LowRankError:  # such as a set that has test images
+        return None
+    return data if data.digest == trained.held_out["digest"] else None
 
 
 def changed_set(trained: Trained, data: Data) -> str | None:
     """A warning where a set has the name of the one that the network was trained on, but not its digest.
 
-    Which of its images training held out is then not known: most of them may have been trained on.
+    Nobody can tell then which of its images training held out: most of them may have been trained on.
     """
     if not trained.held_out or trained.held_out.get("name") != data.name:
         return None
@@ -210,48 +477,8 @@ def _relabelled(loader: Loader, places: Tensor, shown: ImageProgress) -> Iterato
         shown.advance(len(labels))
 
 
-def how_far(path: str | Path, *, best: bool = False) -> str | None:
-    """How far training was when the weights that `load_checkpoint` reads were saved; None if it was complete.
-
-    None as well for an exported file, which does not say.
-    """
-    path = Path(path)
-    best = best or path.name.startswith("best-")
-    whole = path if path.is_dir() else path.parent  # whether a run came to its end, its newest state knows
-    stem = CheckpointStore(whole).newest() if path.is_dir() or best else path.with_suffix("")
-    if stem is None or not stem.with_suffix(".json").is_file():
-        return None
-    try:
-        state = read_state(stem)
-    except DamagedCheckpointError:  # the weights that were asked for are others, and were read
-        return None
-    position, epochs = Position(**state["position"]), int(state["recipe"]["epochs"])
-    if position.done(epochs):
-        return None
-    chosen = Position(epoch=position.best_epoch) if best else position
-    return chosen.told(epochs)
-
-
-@overload
-def predict(
-    model: Any,
-    images: Any,
-    *,
-    top: int = ...,
-    device: str = ...,
-    bad: Literal["refuse"] = ...,
-    output: str | None = ...,
-) -> list[Ranking]: ...
-@overload
-def predict(
-    model: Any,
-    images: Any,
-    *,
-    top: int = ...,
-    device: str = ...,
-    bad: Literal["skip"],
-    output: str | None = ...,
-) -> list[Ranking | None]: ...
+Ranking = list[tuple[str, float]]
+"""Classes with their probabilities, the likeliest first."""
 
 
 @torch.no_grad()
@@ -263,7 +490,7 @@ def predict(
     device: str = "auto",
     bad: Literal["refuse", "skip"] = "refuse",
     output: str | None = None,
-) -> Any:
+) -> list[Any]:
     """For each image the likeliest classes with their probabilities, the likeliest first.
 
     `model` is a run's directory, an exported file, or a network that was loaded or trained. `images` is one image
@@ -275,8 +502,7 @@ def predict(
     >>> predict("runs/photos", ["holiday.jpg"], top=2)  # doctest: +SKIP
     [[('beach', 0.93), ('city', 0.05)]]
     """
-    if not isinstance(top, int) or top < 1:
-        raise LowRankError(f"top is the number of classes to name, at least 1, not {top!r}.")
+    check_number("top", top, least=1, whole=True)
     if bad not in ("refuse", "skip"):
         raise LowRankError(f"bad is refuse or skip, not {bad!r}.")
     trained = _with_preparation(model).with_output(output)

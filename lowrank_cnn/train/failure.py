@@ -225,7 +225,7 @@ class StoppedWithin(Exception):
 
 @dataclass
 class StepStart:
-    """What a step changes before its update: batch norm statistics, the tally of the epoch, random generators."""
+    """State that a step changes before its update: batch norm statistics, the tally, random generators."""
 
     changed: list[tuple[Tensor, Tensor]]
     generators: dict[str, Tensor]

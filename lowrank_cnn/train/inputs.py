@@ -1,4 +1,4 @@
-"""The batches of a run: held-out images, preprocessing, and loaders, as the recipe asks."""
+"""The batches of a run (held-out images, preprocessing, loaders), and whether a network can take them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parameter import is_lazy
 
-from lowrank_cnn.core.compare import tensors_of
-from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.core.modules import InputSize, checked_size, is_example
+from lowrank_cnn.core.compare import tensors_of, unchanged
+from lowrank_cnn.core.environment import is_out_of_memory
+from lowrank_cnn.core.errors import LowRankError, first_line
+from lowrank_cnn.core.modules import InputSize, blank, call, checked_size, in_words, is_example
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.text import counted
@@ -36,11 +40,11 @@ from lowrank_cnn.data.own import DatasetSplit, data_of, in_short, is_dataset
 from lowrank_cnn.data.preprocess import AsGiven
 from lowrank_cnn.data.sources import LARGE_SIDE
 from lowrank_cnn.data.streamed import frame
-from lowrank_cnn.data.types import Decode, Split
-from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.data.types import Split
+from lowrank_cnn.method.init import weight_layers
+from lowrank_cnn.method.layers import CompositeConv2d, weights_of
 from lowrank_cnn.train.objective import class_scores
 from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.score import check_outputs, outputs_here
 
 _FITTED: WeakKeyDictionary[Split, dict[tuple[object, ...], Preprocess]] = WeakKeyDictionary()
 """Statistics of the splits in use, so that short runs on one set do not compute them again."""
@@ -48,10 +52,6 @@ EVALUATION_PIXELS = 2**20
 """Size of an evaluation batch: large enough to fill a device, small enough for any."""
 HOLDOUT_SEED = 0
 """Every run holds out the same images, whatever its seed, so that runs can be compared on them."""
-
-
-Vary = Callable[[Any, Any, int, int], tuple[Any, Any]]
-"""From a batch, the epoch and its number to the batch that the step sees."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class Inputs:
     preprocess: Preprocess
     watched: str
     size: InputSize
-    vary: Vary
+    vary: Callable[[Any, Any, int, int], tuple[Any, Any]]
+    """From a batch, the epoch and the number of the batch to the batch that the step sees."""
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Any]]:
         """The batches to train on, varied and mixed as the recipe says."""
@@ -82,7 +83,7 @@ def make_inputs(
     rank: int = 0,
     world: int = 1,
     workers: int = 0,
-    decode: Decode = "cpu",
+    decode: str = "cpu",
     dtype: torch.dtype = torch.float32,
     saved: dict[str, Tensor] | None = None,
 ) -> Inputs:
@@ -92,14 +93,14 @@ def make_inputs(
     """
     data.check_labels()
     kept = data.holdout(held_out(recipe, len(data.train)), HOLDOUT_SEED) if recipe.holdout else data
-    _check_batch(recipe, len(kept.train), len(data.train))
-    size = input_size(data.test, augmentation(recipe))
-    if is_example(size):
-        _check_several(recipe)
-    else:
-        _check_window(recipe, size, cropped=not isinstance(data.train, DatasetSplit))
-    preprocess = preprocess_from_dict(saved) if saved else preprocessing(kept.train, recipe, device)
     augment = augmentation(recipe)
+    size = input_size(data.test, augment)
+    _check_batch(recipe, len(kept.train), len(data.train))
+    _check_several(recipe) if is_example(size) else _check_window(recipe, size, data.train)
+    preprocess = preprocess_from_dict(saved) if saved else preprocessing(kept.train, recipe, device)
+    pixels = PixelAugment(recipe.zoom, recipe.jitter, recipe.auto_augment)
+    pixels.check(preprocess)
+    mixer = Mixer(recipe.mixup, recipe.cutmix, len(data.classes), seed=seed, rank=rank)
 
     def batches(split: Split, *, train: bool) -> Loader:
         return make_loader(
@@ -113,31 +114,21 @@ def make_inputs(
             world=world,
             train=train,
             workers=workers,
-            decode=decode if train else "cpu",
+            decode="gpu" if train and decode == "gpu" else "cpu",
             dtype=dtype,
         )
 
-    test = batches(data.test, train=False)
-    watch = batches(kept.test, train=False) if recipe.holdout else test
-    train = batches(kept.train, train=True)
-    watched = "holdout" if recipe.holdout else "test"
-    vary = _variation(recipe, preprocess, len(data.classes), seed=seed, rank=rank)
-    return Inputs(data, train, watch, test, preprocess, watched, size, vary)
-
-
-def _variation(recipe: Recipe, preprocess: Preprocess, classes: int, *, seed: int, rank: int) -> Vary:
-    """Augment a batch on the device: zooms and colours, then mixing."""
-    pixels = PixelAugment(recipe.zoom, recipe.jitter, recipe.auto_augment)
-    pixels.check(preprocess)
-    mixer = Mixer(recipe.mixup, recipe.cutmix, classes, seed=seed, rank=rank)
-
     def vary(images: Any, targets: Any, epoch: int, batch: int) -> tuple[Any, Any]:
+        """Augment a batch on the device: zooms and colours, then mixing."""
         if pixels.active:
             assert isinstance(preprocess, Standardize)
             images = pixels(images, preprocess, seed, epoch, batch, rank)
         return mixer(images, targets, epoch, batch) if recipe.mixup or recipe.cutmix else (images, targets)
 
-    return vary
+    test = batches(data.test, train=False)
+    watch = batches(kept.test, train=False) if recipe.holdout else test
+    watched = "holdout" if recipe.holdout else "test"
+    return Inputs(data, batches(kept.train, train=True), watch, test, preprocess, watched, size, vary)
 
 
 def held_out(recipe: Recipe, images: int) -> int:
@@ -178,11 +169,12 @@ def _check_several(recipe: Recipe) -> None:
             )
 
 
-def _check_window(recipe: Recipe, size: InputSize, *, cropped: bool) -> None:
+def _check_window(recipe: Recipe, size: InputSize, split: Split) -> None:
     """Refuse settings that leave nothing to see of images of this size; the user's own data is not cropped."""
     _, height, width = checked_size(size)
     limits = {"test_shift": min(height, width)}
-    limits |= {"cutout": 2 * max(height, width), "pad": max(height, width) + 1} if cropped else {}
+    if not isinstance(split, DatasetSplit):
+        limits |= {"cutout": 2 * max(height, width), "pad": max(height, width) + 1}
     for field, limit in limits.items():
         if (value := getattr(recipe, field)) >= limit:
             raise LowRankError(
@@ -297,13 +289,83 @@ def as_network_wants(
     return reading(**wanted) if wanted else images
 
 
+def check_classes(data: Data) -> None:
+    """Refuse a data set of one class: a network learns nothing from it, and every answer would be right."""
+    if len(data.classes) < 2:
+        names = ", ".join(map(str, data.classes)) or "none"
+        raise LowRankError(
+            f"{data.name} has fewer than two classes ({names}): give the folder that has a folder of images for "
+            "each class, or a loss of your own for another task (fit(..., loss=...))."
+        )
+
+
 def check_network(network: nn.Module, data: Data, recipe: Recipe, *, output: str | None = None) -> None:
     """Refuse a network for another number of classes, before images are decoded, which may take long.
 
-    `output` replaces that of the recipe: the one of several outputs that has the class scores.
+    `output` replaces that of the recipe: the one of several outputs that has the class scores. A network that
+    fails here may still work on the device that trains: `check_fits` decides there.
     """
-    size = input_size(data.test, augmentation(recipe))
-    check_outputs(network, size, len(data.classes), output=output or recipe.output)
+    outputs = outputs_here(network, input_size(data.test, augmentation(recipe)))
+    if outputs is not None:
+        _check_scores(outputs, len(data.classes), output or recipe.output)
+
+
+@torch.no_grad()
+def outputs_here(network: nn.Module, size: InputSize) -> Any:
+    """The outputs of a network for one image, on the device that it is on; None if it fails there.
+
+    A network whose weights are made by its first forward is not run: they depend on the seed.
+    """
+    weights = [*network.parameters(), *network.buffers()]
+    if any(map(is_lazy, weights)):
+        return None
+    device = weights[0].device if weights else torch.device("cpu")
+    try:
+        with unchanged(network, evaluating=True):
+            return call(network, blank(size, device))
+    except Exception:
+        return None
+
+
+@torch.no_grad()
+def check_fits(
+    network: nn.Module,
+    size: InputSize,
+    classes: int | None,
+    device: torch.device,
+    output: str | None = None,
+) -> None:
+    """Refuse a network that cannot take images of this size, or has other than one output per class.
+
+    With `classes=None` any output will do; `output` is the one of several that has the class scores.
+    """
+    try:
+        with unchanged(network, evaluating=True):
+            outputs = call(network, blank(size, device))
+    except Exception as error:  # a forward may fail in any way of its own
+        if is_out_of_memory(error):
+            raise
+        one = checked_size(size)
+        wrong = not is_example(size) and one[0] > 3 >= one[-1]
+        first = " Channels come first, as in 3x32x32." if wrong else ""
+        raise LowRankError(f"the network cannot take {in_words(size)}: {first_line(error)}.{first}") from error
+    if classes is not None:
+        _check_scores(outputs, classes, output)
+
+
+def _check_scores(outputs: Any, classes: int, output: str | None) -> None:
+    logits = class_scores(outputs, output)
+    if logits.ndim != 2:
+        given = "x".join(map(str, logits.shape[1:])) or "one number"
+        raise LowRankError(
+            f"the network gives {given} for an image, and not a score for each class: another task needs a loss "
+            "of your own (fit(..., loss=...))."
+        )
+    if logits.shape != (1, classes):
+        raise LowRankError(
+            f"the network has {counted(logits.shape[1], 'output')} for an image, and the data "
+            f"{counted(classes, 'class')}: build it with num_classes={classes}."
+        )
 
 
 def channels_of(network: nn.Module) -> int | None:
@@ -325,3 +387,65 @@ def _outputs(network: nn.Module, size: InputSize, recipe: Recipe) -> int:
     for module in network.modules():
         found = getattr(module, "out_features", getattr(module, "out_channels", found))
     return found if isinstance(found, int) else 0
+
+
+# A whitening first layer, after Page (2019), "How to train your ResNet".
+
+WHITENED_IMAGES = 4096
+WHITENING_EPSILON = 5e-4
+
+
+@torch.no_grad()
+def whiten_first_layer(
+    network: nn.Module, train: Loader, *, add_up: Callable[[Tensor], Tensor] = Tensor.clone
+) -> None:
+    """Give the network's first conv whitening filters, from the first batches to train on, and freeze them.
+
+    A composite has directions of its own for each shape of filter. `add_up` sums over processes.
+    """
+    name, layer = next(iter(weight_layers(network)), ("", None))
+    if layer is None or isinstance(layer, nn.Linear):
+        raise LowRankError("whiten_first needs a network that begins with a conv: set whiten_first=false.")
+    images = _some_images(train)
+    for weight in weights_of(layer):
+        if weight.shape[1] != images.shape[1]:
+            raise LowRankError(f"whiten_first needs the first conv, {name}, to see all channels of an image.")
+        weight.copy_(whitening_filters(weight, patch_covariance(images, weight.shape[2:], add_up)))
+        weight.requires_grad_(False)
+
+
+def _some_images(train: Loader) -> Tensor:
+    found: list[Tensor] = []
+    batches = train.epoch(0)
+    for images, _ in islice(batches, len(train)):
+        found.append(images)
+        if sum(map(len, found)) >= WHITENED_IMAGES:
+            break
+    return torch.cat(found)[:WHITENED_IMAGES].float()
+
+
+def patch_covariance(images: Tensor, shape: torch.Size, add_up: Callable[[Tensor], Tensor]) -> Tensor:
+    """The second moments [n, n] of patches of this shape, in double precision: images have a mean of zero."""
+    work = torch.float32 if images.device.type == "mps" else torch.float64
+    size = images.shape[1] * shape.numel()
+    total = torch.zeros(size * size + 1, dtype=work, device=images.device)
+    for part in images.split(512):
+        patches = functional.unfold(part, tuple(shape)).transpose(1, 2).reshape(-1, size).to(work)
+        total[:-1] += (patches.T @ patches).flatten()
+        total[-1] += len(patches)
+    total = add_up(total)
+    return (total[:-1] / total[-1]).view(size, size)
+
+
+def whitening_filters(weight: Tensor, covariance: Tensor) -> Tensor:
+    """Filters in place of a weight [d, c, h, w]: the widest directions, their negatives, then mixtures.
+
+    With C the covariance of patches of the shape of a filter, and C = sum_i l_i v_i v_i^T, a filter is
+    v_i / sqrt(l_i + epsilon), and another its negative, since a rectifier cuts half. If there are more filters
+    than directions and negatives, the rest keep their random directions, in the whitened space.
+    """
+    values, vectors = torch.linalg.eigh(covariance)
+    directions = (vectors / (values.clamp(min=0) + WHITENING_EPSILON).sqrt()).T.flip(0)
+    pairs = min(len(directions), len(weight) // 2)
+    rest = functional.normalize(weight[2 * pairs :].flatten(1).to(directions), dim=1) @ directions
+    return torch.cat([directions[:pairs], -directions[:pairs], rest]).view(weight.shape).to(weight)

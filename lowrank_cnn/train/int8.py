@@ -22,6 +22,7 @@ from lowrank_cnn.method.branches import BranchedConv2d
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.shaped_layers import ShapedConv2d
 from lowrank_cnn.models.network import GlobalAveragePool
+from lowrank_cnn.train.recipe import Recipe
 
 Ranges = Mapping[str, tuple[float, float]]
 """The least and largest input of each layer that int8 represents."""
@@ -35,11 +36,16 @@ _RANGE = "_int8_range"
 
 
 @contextmanager
-def trained_in_int8(network: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Within the block, all convs, linear layers and average pools of a network round as int8 does.
+def trained_in_int8(network: nn.Module, recipe: Recipe, *, processes: int = 1) -> Iterator[dict[str, Tensor]]:
+    """Within the block, all convs, linear layers and average pools of a network round as int8 does, if asked to.
 
     Yields the state of each layer, (low, high, batches seen), which training updates in place.
     """
+    if recipe.quantize == "none":
+        yield {}
+        return
+    if processes > 1:
+        raise LowRankError("quantize trains in one process: start it without torchrun, on one device.")
     if any(isinstance(layer, ShapedConv2d) for layer in network.modules()):
         raise LowRankError("learn shapes first, then train the network that they give with quantize.")
     if any(isinstance(layer, BranchedConv2d) for layer in network.modules()):

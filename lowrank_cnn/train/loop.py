@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from types import MappingProxyType
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,18 +21,21 @@ from torch import Tensor, nn
 from lowrank_cnn.core.compare import tensors_of
 from lowrank_cnn.core.environment import is_out_of_memory, room
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.core.modules import call
+from lowrank_cnn.core.modules import call, checked_size, is_example
+from lowrank_cnn.core.notes import notes
+from lowrank_cnn.method.rewrite import in_channels_last
 from lowrank_cnn.train.distributed import (
     agree_on,
-    changed_conditions,
     conditions,
     copy_from_first,
     gather_objects,
     gather_tensors,
     generator_states,
+    resolve_precision,
     restore_generators,
     sum_over_processes,
 )
+from lowrank_cnn.train.evaluate import Evaluation, LossEvaluation, averaged_views, score, score_by_loss
 from lowrank_cnn.train.failure import (
     Interrupted,
     NotFiniteError,
@@ -46,15 +49,24 @@ from lowrank_cnn.train.failure import (
     stopping_within,
 )
 from lowrank_cnn.train.inputs import Inputs
-from lowrank_cnn.train.objective import Objective
+from lowrank_cnn.train.objective import Loss, Objective, class_balance
 from lowrank_cnn.train.optimizers import LevelOff, freeze_parameters, in_evaluation, learning_rate
 from lowrank_cnn.train.progress import Progress
-from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.record import Epoch, Record
-from lowrank_cnn.train.run_folder import Checkpoint, Position, RunDirectory, recipe_changes
-from lowrank_cnn.train.score import Evaluation, LossEvaluation, score, score_by_loss
-from lowrank_cnn.train.short_runs import averaged_views
-from lowrank_cnn.train.step import StepBuilder, Tally, TrainingStep, copy_into, is_optional
+from lowrank_cnn.train.recipe import Recipe, RunSettings
+from lowrank_cnn.train.recompute import recomputed
+from lowrank_cnn.train.run_folder import Checkpoint, Epoch, Position, Record, RunDirectory, recipe_changes
+from lowrank_cnn.train.step import (
+    COMPILED,
+    EAGER,
+    StepBuilder,
+    Tally,
+    TrainingStep,
+    copy_into,
+    fused_to_train,
+    is_optional,
+    resolved,
+)
+from lowrank_cnn.train.trained import Trained, make_teacher
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -78,23 +90,37 @@ class Trainer:
         self,
         fabric: Fabric,
         network: nn.Module,
-        builder: StepBuilder,
         inputs: Inputs,
         recipe: Recipe,
-        record: Record,
+        how: RunSettings,
+        identity: Mapping[str, Any],
         *,
-        directory: RunDirectory | None = None,
-        checkpoint_every: float = 30.0,
-        objective: Objective | None = None,
-        callbacks: Sequence[Callback] = (),
-        ranges: Mapping[str, Tensor] = MappingProxyType({}),
+        directory: RunDirectory | None,
+        loss: Loss | None,
+        teacher: nn.Module | Trained | str | Path | None,
+        callbacks: Sequence[Callback],
+        ranges: Mapping[str, Tensor],
+        saved: Checkpoint | None,
+        say: Callable[[str], None],
     ) -> None:
-        self.fabric, self.network, self.inputs, self.builder = fabric, network, inputs, builder
-        self.recipe, self.record, self.directory = recipe, record, directory
-        self.checkpoint_every, self.callbacks = checkpoint_every, callbacks
+        """`identity` is the network, data and seed of the run; `saved` the checkpoint to go on from."""
+        self.fabric, self.network, self.inputs, self.recipe, self.how = fabric, network, inputs, recipe, how
+        self.directory, self.callbacks = directory, callbacks
+        decoded = {} if how.decode == "cpu" else {"decode": how.decode}
+        self.record = Record(
+            **{**identity, "data": identity["data"] | decoded},
+            recipe=recipe.to_dict(),
+            watched=inputs.watched,
+            precision=resolve_precision(recipe.precision, fabric.device.type),
+            device=str(fabric.device),
+            processes=fabric.world_size,
+            begun_from=notes(network).begun_from,
+        )
+        self.builder = self._ways_to_step(loss, saved.state["execution"] if saved else {}, say)
         self.frozen = [*in_evaluation(network), *freeze_parameters(network, recipe.freeze)]
-        forward = next(iter(builder.forwards.values()))
-        options = {"objective": objective, "scaled": record.precision == "fp16", "ranges": ranges}
+        forward = next(iter(self.builder.forwards.values()))
+        objective, scaled = self._objective(loss, teacher), self.record.precision == "fp16"
+        options = {"objective": objective, "scaled": scaled, "ranges": ranges}
         self.step = TrainingStep(network, forward, fabric.backward, recipe, fabric.device, **options)
         patience = recipe.patience if recipe.levels else max(1, recipe.early_stop)
         self.levels = LevelOff(patience, recipe.levels, recipe.min_delta)
@@ -110,6 +136,42 @@ class Trainer:
         changes = [getattr(callback, "changes_until", None) for callback in callbacks]
         self.changes_until = max((epoch for epoch in changes if epoch is not None), default=0)
         self.may_change = None in changes  # a callback that tells nothing may change weights after any epoch
+        if saved:
+            self.restore(saved, say)
+
+    def _ways_to_step(self, loss: Loss | None, before: dict[str, Any], say: Callable[[str], None]) -> StepBuilder:
+        """The ways to run a step, of which the builder chooses one; a resumed run keeps what it did `before`."""
+        alone = self.fabric.device.type == "cuda" and self.fabric.world_size == 1
+        graphs = self.how.cuda_graphs and alone and loss is None and not is_example(self.inputs.size)
+        running = running_network(self, graphs, say)
+        plain = self.recipe.quantize == "none" and not self.how.checkpoint_activations
+        compile = resolved(
+            "auto" if self.how.compile is None else self.how.compile,
+            able=graphs and plain and not torch.are_deterministic_algorithms_enabled(),
+            before=before,
+        )
+        forwards: dict[str, nn.Module] = {}
+        if compile is not True:
+            forwards[EAGER] = self.fabric.setup_module(running)
+        if compile:
+            # Dropout draws the same numbers as without the compiler, so that results are the same.
+            compiled: Any = torch.compile(running, dynamic=False, options={"fallback_random": True})
+            # Fabric would take the compiler off and put it on again around its own wrapper.
+            forwards[COMPILED] = self.fabric.setup_module(compiled, _reapply_compile=False)
+        return StepBuilder(forwards, graphs, say)
+
+    def _objective(self, loss: Loss | None, teacher: nn.Module | Trained | str | Path | None) -> Objective:
+        """The loss that the run minimises."""
+        weights = answers = None
+        data, size, device = self.inputs.data, self.inputs.size, self.fabric.device
+        if self.recipe.class_weights == "balanced":
+            weights = class_balance(data.train, len(data.classes)).to(device)
+        if teacher is not None:
+            if is_example(size):
+                raise LowRankError("a teacher takes one image, and this network has several inputs: leave it out.")
+            autocast, one = self.fabric.autocast, checked_size(size)
+            answers = make_teacher(teacher, data, self.inputs.preprocess, device, autocast, one)
+        return Objective(self.recipe, class_weights=weights, loss=loss, teacher=answers)
 
     @property
     def iteration(self) -> int:
@@ -169,7 +231,7 @@ class Trainer:
             self.progress.step(self.step.read_tally(), self._rate(self.iteration), self.iteration)
         if self.fabric.world_size > 1 and self.iteration % LOOK_EVERY:
             return
-        late = self.directory is not None and time.monotonic() - self.saved_at >= self.checkpoint_every
+        late = self.directory is not None and time.monotonic() - self.saved_at >= self.how.checkpoint_every
         wish = agree_on(self.fabric, 2 if stop else 1 if late else 0)
         if wish:
             self.save()
@@ -368,7 +430,10 @@ class Trainer:
     def restore(self, checkpoint: Checkpoint, say: Callable[[str], None]) -> None:
         """Continue from a checkpoint, with the generators of this process, and say which settings have changed."""
         changes = recipe_changes(checkpoint.state["recipe"], self.recipe)
-        changes |= changed_conditions(checkpoint.state.get("conditions", {}), conditions(self.fabric))
+        before = checkpoint.state["conditions"]
+        changes |= {
+            name: (before[name], now) for name, now in conditions(self.fabric).items() if before[name] != now
+        }
         # A run that goes on in another precision starts with a fresh loss scale, or fresh ranges of int8.
         known = [name for name in self.step.tensors() if name in checkpoint.tensors or not is_optional(name)]
         copy_into(self.step.tensors(), {name: checkpoint.tensors[name] for name in known})
@@ -379,6 +444,13 @@ class Trainer:
         self.position = Position(**checkpoint.state["position"])
         self.levels.restore(checkpoint.state["levels"])
         self.saved = replace(self.position)
+        stored = self.directory and [self.directory.store.stems("best", end) for end in (".json", ".safetensors")]
+        if self.position.best_epoch and self.directory and stored and not all(stored):
+            say(
+                f"The best weights, of epoch {self.position.best_epoch}, are gone from {self.directory.path}: "
+                "the best of the epochs to come are kept."
+            )
+            self.position.best_epoch, self.position.best_accuracy = 0, -1.0
         for field, (before, now) in changes.items():
             say(f"From here on, {field} is {now}; it was {before}.")
             self.position.changes.append({"epoch": self.position.epoch, "field": field, "from": before, "to": now})
@@ -404,3 +476,23 @@ class Trainer:
         self.record.status = status
         if self.directory and self.fabric.is_global_zero:
             self.directory.write_record(self.record)
+
+
+def running_network(trainer: Trainer, graphs: bool, say: Callable[[str], None]) -> nn.Module:
+    """The network in channels_last as it is run: fused if that is possible and faster, recomputed if asked for."""
+    network, recipe, recompute = trainer.network, trainer.recipe, trainer.how.checkpoint_activations
+    in_channels_last(network)
+    if recipe.dropout is not None:
+        for module in network.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = recipe.dropout
+    # What is fused, and which algorithm cuDNN takes, depends on times, which differ from run to run.
+    repeats = torch.are_deterministic_algorithms_enabled()
+    running = network
+    # A fused batch norm cannot be frozen, and a fused layer does not round. Launched one by one, fused layers cost
+    # the host more than they save the device: graphs alone gain.
+    if graphs and not (repeats or recipe.freeze or in_evaluation(network) or recipe.quantize != "none"):
+        running = fused_to_train(network, checked_size(trainer.inputs.size), say, recompute=recompute)
+    if trainer.fabric.device.type == "cuda":
+        torch.backends.cudnn.benchmark = not repeats  # not before: a few images need no search
+    return recomputed(network).train() if recompute and running is network else running

@@ -1,4 +1,4 @@
-"""What a step minimises: cross-entropy with its refinements, a loss of the user's own, and a teacher's answers."""
+"""The loss of a step: cross-entropy with its refinements, or the user's own; distillation from a teacher."""
 
 from __future__ import annotations
 
@@ -36,8 +36,12 @@ def class_scores(outputs: Any, output: str | None = None) -> Tensor:
         return outputs
     named = _by_name(outputs)
     in_a_row = isinstance(outputs, tuple | list) or all(map(_NUMBERED.fullmatch, named))
-    name = _default(named, in_a_row) if output is None else _numbered(named, output)
-    found = named.get(name) if name is not None else None
+    if output is None:
+        first = next(iter(named), LOGITS) if in_a_row or len(named) == 1 else LOGITS
+        found = named.get(LOGITS, named.get(first))
+    else:
+        by_number = dict(zip(map(str, range(len(named))), named.values(), strict=True))
+        found = named.get(output, by_number.get(output))
     if isinstance(found, Tensor):
         return found
     known = ", ".join(named) or f"a {type(outputs).__name__}"
@@ -73,21 +77,6 @@ def _by_name(outputs: Any) -> dict[str, Any]:
     return {}
 
 
-def _default(named: Mapping[str, Any], in_a_row: bool) -> str | None:
-    """The output that needs no choice; of outputs in a row, the first."""
-    if LOGITS in named:
-        return LOGITS
-    return next(iter(named), None) if in_a_row or len(named) == 1 else None
-
-
-def _numbered(named: Mapping[str, Any], output: str) -> str | None:
-    """The name of an output that is given by name or by number."""
-    if output in named:
-        return output
-    number = int(output) if output.isdecimal() else len(named)
-    return list(named)[number] if number < len(named) else None
-
-
 Loss = Callable[[Any, Any], Tensor]
 """From the network's outputs and the targets of a batch to one number."""
 
@@ -95,7 +84,7 @@ Loss = Callable[[Any, Any], Tensor]
 class Objective:
     """The loss of a batch. Targets are class numbers, or probabilities of classes where images were mixed.
 
-    With a `teacher`, a share of the loss (`distill_weight`) asks for the teacher's answers in place of the labels.
+    With a `teacher`, a share of the loss (`distill_weight`) compares with the teacher's answers, not the labels.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ nothing. Weight decay acts on weights alone; biases and norms are left free.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
@@ -92,7 +92,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Parameters of one weight decay and one share of the learning rate together; frozen ones are left out.
 
-    What learns faster decays by less at that rate, so that each step takes as much of it as of the weights.
+    Parameters that learn faster have a smaller weight decay, so that each step decays all by the same amount.
     """
     factors = layer_factors(named, recipe.layer_decay, whole)
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
@@ -124,7 +124,7 @@ def layer_factors(names: Iterable[str], decay: float, whole: Collection[str] = (
 def layer_of(name: str, whole: Collection[str] = ()) -> str:
     """The module that a parameter belongs to; one of a list, as the filter groups of a composite, to the list's.
 
-    What lies within a module of `whole` belongs to that one.
+    Parameters within a module of `whole` belong to that module.
 
     >>> layer_of("conv1.weight"), layer_of("conv1.weights.0"), layer_of("conv2.join.weight", {"conv2"})
     ('conv1', 'conv1', 'conv2')
@@ -272,6 +272,32 @@ def orthogonal(matrix: Tensor) -> Tensor:
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return (x.T if tall else x).to(matrix.dtype)
+
+
+# For short runs: fast biases of norms (Page 2019) and Lookahead (Zhang et al. 2019), as in cifar10-airbench.
+
+
+def norm_biases(network: nn.Module) -> set[str]:
+    """Names of the biases of batch norms, which a recipe may let learn faster."""
+    norms = (n for n, m in network.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+    known = dict(network.named_parameters())
+    return {name for norm in norms if (name := f"{norm}.bias".lstrip(".")) in known}
+
+
+def decay_at(share: float, most: float) -> float:
+    """How much of the slow weights stays: little at first, and `most` at the end of the run."""
+    return most * share**3
+
+
+@torch.no_grad()
+def look_ahead(weights: Mapping[str, Tensor], slow: Mapping[str, Tensor], decay: float) -> None:
+    """Move slow weights towards the weights, and go on from there; statistics of norms are weights too."""
+    names = [name for name, tensor in weights.items() if tensor.is_floating_point()]
+    averages, fast = [slow[name] for name in names], [weights[name] for name in names]
+    torch._foreach_lerp_(averages, fast, 1 - decay)  # pyright: ignore
+    torch._foreach_copy_(fast, averages)  # pyright: ignore
+    for name in weights.keys() - set(names):
+        slow[name].copy_(weights[name])
 
 
 Verdict = Literal["go", "drop", "stop"]

@@ -1,36 +1,48 @@
-"""What a run shows, a moving bar or one line per epoch, and the loggers that get the figures of each epoch."""
+"""The progress of a run, as a moving bar or one line per epoch, and the loggers of its figures."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lowrank_cnn.core.errors import LowRankError, nearest, require
+from lowrank_cnn.core.errors import LowRankError, first_line, nearest, require
 from lowrank_cnn.core.files import below, read_json, replacing, write_json
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.text import printable
-from lowrank_cnn.train.record import Epoch, Record
+from lowrank_cnn.train.run_folder import Epoch, Record
 from lowrank_cnn.train.step import Tally
+
+if TYPE_CHECKING:
+    from lowrank_cnn.train.loop import Trainer
 
 REFRESH_SECONDS = 0.5
 _NOTEBOOK_WIDTH = 110
+PROJECT = "lowrank-cnn"
+IDENTITIES = ".loggers"
+_SHOWN = ("lr", "train_loss", "train_accuracy", "accuracy", "images_per_second")
+_RESULT = ("top1", "top5", "loss", "macs", "params", "seconds")
 
 
 class Progress:
-    """Shows nothing: the base class, used as it is by all processes but the first."""
+    """Shows nothing and passes figures on to loggers; all processes but the first use it as it is."""
+
+    def __init__(self) -> None:
+        self.loggers: dict[str, Logger] = {}
+        self.epochs_done = 0
 
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        pass
+    def __exit__(self, *error: object) -> None:
+        self._each(lambda logger: logger.close(error[0] is not None))
 
     def due(self) -> bool:
         """Whether to show figures now. Reading them makes the device wait, so this is seldom true."""
@@ -40,13 +52,33 @@ class Progress:
         """Print a line that stays."""
 
     def step(self, tally: Tally, rate: float, iteration: int) -> None:
-        """Show where the run stands."""
+        """Show how far the run is."""
 
     def epoch(self, row: Epoch, epochs: int) -> None:
-        """Show a finished epoch."""
+        """Log and show a finished epoch."""
+        self.epochs_done = row.epoch
+        self._log({name: value for name in _SHOWN if (value := getattr(row, name)) is not None})
+        watched = "" if row.accuracy is None else f"  accuracy {row.accuracy:.2%}"
+        self.say(  # short enough for a terminal of 80 columns
+            f"epoch {row.epoch}/{epochs}  loss {row.train_loss:.4f}  train {row.train_accuracy:.1%}{watched}  "
+            f"lr {row.lr:.2g}  {row.images_per_second:,.0f} images/s"
+        )
 
     def result(self, result: Mapping[str, Any]) -> None:
-        """Show the result on the test images, at the end of a run."""
+        """Log the result on the test images."""
+        self._log({f"test_{name}": result[name] for name in _RESULT if result.get(name) is not None})
+
+    def _log(self, values: dict[str, float]) -> None:
+        self._each(lambda logger: logger.log(values, self.epochs_done))
+
+    def _each(self, call: Callable[[Logger], object]) -> None:
+        """Call every logger. One that fails, as when its server is gone, is dropped with a warning."""
+        for name, logger in list(self.loggers.items()):
+            try:
+                call(logger)
+            except Exception as error:
+                del self.loggers[name]
+                self.say(f"Logging to {name} stopped ({_reason(error)}). The run goes on without it.")
 
 
 class Lines(Progress):
@@ -55,14 +87,12 @@ class Lines(Progress):
     def say(self, line: str) -> None:
         print(printable(line), flush=True)
 
-    def epoch(self, row: Epoch, epochs: int) -> None:
-        self.say(epoch_line(row, epochs))
-
 
 class Live(Progress):
     """One line that moves: epoch, loss, accuracy, learning rate, images per second, time left."""
 
     def __init__(self, total: int, per_epoch: int, start: int, *, processes: int = 1) -> None:
+        super().__init__()
         rich = require("rich.progress", extra="train", purpose="the progress line")
         self.bar: Any = rich.Progress(
             rich.TextColumn("{task.description}"),
@@ -79,7 +109,8 @@ class Live(Progress):
         self.bar.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
         self.bar.stop()
 
     def due(self) -> bool:
@@ -102,7 +133,7 @@ class Live(Progress):
     def epoch(self, row: Epoch, epochs: int) -> None:
         self.shown_images = 0.0
         self.bar.update(self.task, completed=row.epoch * self.per_epoch)
-        self.say(epoch_line(row, epochs))
+        super().epoch(row, epochs)
 
 
 class NotebookLine(Live):
@@ -110,11 +141,12 @@ class NotebookLine(Live):
 
     def __enter__(self) -> NotebookLine:
         display = require("IPython.display", extra="train", purpose="the progress line of a notebook").display
-        self.output = display(_as_text(""), raw=True, display_id=True)
+        self.output = display({"text/plain": ""}, raw=True, display_id=True)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.output.update(_as_text(""), raw=True)
+    def __exit__(self, *error: object) -> None:
+        Progress.__exit__(self, *error)
+        self.output.update({"text/plain": ""}, raw=True)
 
     def say(self, line: str) -> None:
         print(printable(line), flush=True)
@@ -125,11 +157,7 @@ class NotebookLine(Live):
         options = {"force_jupyter": False, "force_terminal": False, "no_color": True}
         screen = console(file=io.StringIO(), width=_NOTEBOOK_WIDTH, **options)
         screen.print(self.bar.get_renderable())
-        self.output.update(_as_text(screen.file.getvalue().rstrip()), raw=True)
-
-
-def _as_text(line: str) -> dict[str, str]:
-    return {"text/plain": line}
+        self.output.update({"text/plain": screen.file.getvalue().rstrip()}, raw=True)
 
 
 def moving_line() -> type[Live] | None:
@@ -140,198 +168,103 @@ def moving_line() -> type[Live] | None:
     return NotebookLine if rich.Console().is_jupyter else None
 
 
-def epoch_line(row: Epoch, epochs: int) -> str:
-    """A finished epoch in one line, short enough for a terminal of 80 columns."""
-    watched = "" if row.accuracy is None else f"  accuracy {row.accuracy:.2%}"
-    return (
-        f"epoch {row.epoch}/{epochs}  loss {row.train_loss:.4f}  train {row.train_accuracy:.1%}{watched}  "
-        f"lr {row.lr:.2g}  {row.images_per_second:,.0f} images/s"
+@contextlib.contextmanager
+def showing(show: Progress, trainer: Trainer, names: Sequence[str]) -> Iterator[Progress]:
+    """The progress of a run, on a line that moves if there is a terminal, with these loggers."""
+    if isinstance(show, Lines) and (line := moving_line()):
+        total, processes = trainer.recipe.epochs * trainer.per_epoch, trainer.fabric.world_size
+        show = line(total, trainer.per_epoch, trainer.iteration, processes=processes)
+    if names and trainer.fabric.is_global_zero:
+        trainer.update_record()
+        show.epochs_done = len(trainer.record.history)
+        show.loggers = start_loggers(names, trainer.record, trainer.directory and trainer.directory.path)
+    with show:
+        yield show
+
+
+@dataclass(frozen=True)
+class Logger:
+    """Receives figures by name with the number of an epoch; `close` gets whether the run failed.
+
+    A client is imported when its logger is used. A resumed run continues the run of the client, whose `identity`
+    is kept in `.loggers` beside the record.
+    """
+
+    log: Callable[[dict[str, float], int], object]
+    close: Callable[[bool], object] = lambda failed: None
+    identity: str | None = None
+
+
+def _tensorboard(record: Record, folder: Path | None, identity: str | None) -> Logger:
+    """Scalars in the folder `tensorboard` of the run: `tensorboard --logdir runs` shows them."""
+    tensorboard = require("torch.utils.tensorboard", extra="train", purpose="writing TensorBoard scalars")
+    place = below(_needed(folder), _needed(folder) / "tensorboard")
+    writer: Any = tensorboard.SummaryWriter(str(place), purge_step=len(record.history) + 1)
+
+    def log(values: dict[str, float], epoch: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, epoch)
+
+    return Logger(log, lambda failed: writer.close())
+
+
+def _csv(record: Record, folder: Path | None, identity: str | None) -> Logger:
+    """The history as `history.csv` in the run's directory, whole after every epoch."""
+    path = _needed(folder) / "history.csv"
+
+    def log(values: dict[str, float], epoch: int) -> None:
+        with replacing(path, parents=False) as temporary, temporary.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [field.name for field in fields(Epoch)], extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(record.history)
+
+    return Logger(log)
+
+
+def _wandb(record: Record, folder: Path | None, identity: str | None) -> Logger:
+    """A run of Weights & Biases. `WANDB_PROJECT`, `WANDB_MODE=offline` and its other variables work."""
+    wandb: Any = require("wandb", extra="wandb", purpose="--log wandb")
+    options = {"dir": str(folder)} if folder else {}
+    options |= {} if os.environ.get("WANDB_PROJECT") else {"project": PROJECT}
+    options |= {"id": identity, "resume": "allow"} if identity else {}
+    run = wandb.init(config=_about(record), name=_name(record, folder), **options)
+    return Logger(
+        lambda values, epoch: run.log(values, step=epoch),
+        lambda failed: run.finish(exit_code=int(failed)),
+        run.id,
     )
 
 
-PROJECT = "lowrank-cnn"
-IDENTITIES = ".loggers"
-_SHOWN = ("lr", "train_loss", "train_accuracy", "accuracy", "images_per_second")
-_RESULT = ("top1", "top5", "loss", "macs", "params", "seconds")
-
-
-class Logger:
-    """Receives the figures of a run. `folder` is the run's directory, None where it has none.
-
-    A client is imported when its logger is used. A run that is resumed continues the run of the client, whose
-    identity is kept in `.loggers` beside the record.
-    """
-
-    def __init__(self, record: Record, folder: Path | None, identity: str | None) -> None:
-        """`identity` is the id that the logger gave this run before it was interrupted."""
-        self.identity = identity
-
-    def epoch(self, row: Epoch) -> None:
-        """Take the figures of a finished epoch."""
-        self.log({name: value for name in _SHOWN if (value := getattr(row, name)) is not None}, row.epoch)
-
-    def result(self, result: Mapping[str, Any], epoch: int) -> None:
-        """Take the result on the test images."""
-        self.log({f"test_{name}": result[name] for name in _RESULT if result.get(name) is not None}, epoch)
-
-    def log(self, values: Mapping[str, float], epoch: int) -> None:
-        raise NotImplementedError
-
-    def close(self, *, failed: bool) -> None:
-        """Finish; `failed` where the run was interrupted or ended with an error."""
-
-
-class TensorBoardLogger(Logger):
-    """Scalars in the folder `tensorboard` of the run: `tensorboard --logdir runs` shows them."""
-
-    def __init__(self, record: Record, folder: Path | None, identity: str | None) -> None:
-        super().__init__(record, folder, identity)
-        if folder is None:
-            raise LowRankError("TensorBoard scalars are written beside the run: give --out.")
-        tensorboard = require("torch.utils.tensorboard", extra="train", purpose="writing TensorBoard scalars")
-        self.writer: Any = tensorboard.SummaryWriter(
-            str(below(folder, folder / "tensorboard")), purge_step=len(record.history) + 1
-        )
-
-    def log(self, values: Mapping[str, float], epoch: int) -> None:
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, epoch)
-
-    def close(self, *, failed: bool) -> None:
-        self.writer.close()
-
-
-class CsvLogger(Logger):
-    """The history as `history.csv` in the run's directory, whole after every epoch."""
-
-    def __init__(self, record: Record, folder: Path | None, identity: str | None) -> None:
-        super().__init__(record, folder, identity)
-        if folder is None:
-            raise LowRankError("the history is written beside the run: give --out.")
-        self.path, self.rows = folder / "history.csv", [dict(row) for row in record.history]
-
-    def epoch(self, row: Epoch) -> None:
-        self.rows.append(asdict(row))
-        with replacing(self.path, parents=False) as temporary, temporary.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(Epoch)], extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(self.rows)
-
-    def result(self, result: Mapping[str, Any], epoch: int) -> None:
-        """The record has it."""
-
-
-class WandbLogger(Logger):
-    """A run of Weights & Biases. `WANDB_PROJECT`, `WANDB_MODE=offline` and its other variables work."""
-
-    def __init__(self, record: Record, folder: Path | None, identity: str | None) -> None:
-        wandb: Any = require("wandb", extra="wandb", purpose="--log wandb")
-        options = {"dir": str(folder)} if folder else {}
-        project = {} if os.environ.get("WANDB_PROJECT") else {"project": PROJECT}
-        again = {"id": identity, "resume": "allow"} if identity else {}
-        self.run: Any = wandb.init(
-            config=_about(record), name=_name(record, folder), **project, **options, **again
-        )
-        super().__init__(record, folder, self.run.id)
-
-    def log(self, values: Mapping[str, float], epoch: int) -> None:
-        self.run.log(dict(values), step=epoch)
-
-    def close(self, *, failed: bool) -> None:
-        self.run.finish(exit_code=int(failed))
-
-
-class MlflowLogger(Logger):
+def _mlflow(record: Record, folder: Path | None, identity: str | None) -> Logger:
     """A run of MLflow, at `MLFLOW_TRACKING_URI` or in the folder `mlruns`."""
-
-    def __init__(self, record: Record, folder: Path | None, identity: str | None) -> None:
-        self.mlflow: Any = require("mlflow", extra="mlflow", purpose="--log mlflow")
-        if not identity:
-            self.mlflow.set_experiment(PROJECT)
-        run = self.mlflow.start_run(run_id=identity, run_name=_name(record, folder))
-        super().__init__(record, folder, run.info.run_id)
-        if not identity:
-            self.mlflow.log_params({name: str(value)[:500] for name, value in _flat(_about(record)).items()})
-
-    def log(self, values: Mapping[str, float], epoch: int) -> None:
-        self.mlflow.log_metrics(dict(values), step=epoch)
-
-    def close(self, *, failed: bool) -> None:
-        self.mlflow.end_run("FAILED" if failed else "FINISHED")
+    mlflow: Any = require("mlflow", extra="mlflow", purpose="--log mlflow")
+    if not identity:
+        mlflow.set_experiment(PROJECT)
+    run = mlflow.start_run(run_id=identity, run_name=_name(record, folder))
+    if not identity:
+        mlflow.log_params({name: str(value)[:500] for name, value in _flat(_about(record)).items()})
+    return Logger(
+        lambda values, epoch: mlflow.log_metrics(values, step=epoch),
+        lambda failed: mlflow.end_run("FAILED" if failed else "FINISHED"),
+        run.info.run_id,
+    )
 
 
-class TrackioLogger(Logger):
+def _trackio(record: Record, folder: Path | None, identity: str | None) -> Logger:
     """A run of Trackio, on this machine: `trackio show` opens the page."""
-
-    def __init__(self, record: Record, folder: Path | None, identity: str | None) -> None:
-        self.trackio: Any = require("trackio", extra="trackio", purpose="--log trackio")
-        name = identity or _name(record, folder)
-        resumed = {"resume": "must"} if identity else {}
-        self.trackio.init(project=PROJECT, name=name, config=_flat(_about(record)), **resumed)
-        super().__init__(record, folder, name)
-
-    def log(self, values: Mapping[str, float], epoch: int) -> None:
-        self.trackio.log(dict(values), step=epoch)
-
-    def close(self, *, failed: bool) -> None:
-        self.trackio.finish()
+    trackio: Any = require("trackio", extra="trackio", purpose="--log trackio")
+    name, resumed = identity or _name(record, folder), {"resume": "must"} if identity else {}
+    trackio.init(project=PROJECT, name=name, config=_flat(_about(record)), **resumed)
+    return Logger(lambda values, epoch: trackio.log(values, step=epoch), lambda failed: trackio.finish(), name)
 
 
-LOGGERS: dict[str, type[Logger]] = {
-    "tensorboard": TensorBoardLogger,
-    "csv": CsvLogger,
-    "wandb": WandbLogger,
-    "mlflow": MlflowLogger,
-    "trackio": TrackioLogger,
+LOGGERS: dict[str, Callable[[Record, Path | None, str | None], Logger]] = {
+    "tensorboard": _tensorboard,
+    "csv": _csv,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+    "trackio": _trackio,
 }
-
-
-class Logged(Progress):
-    """Pass everything on to another way of showing, and the figures of epochs to the loggers too."""
-
-    def __init__(self, shown: Progress, names: Sequence[str], record: Record, folder: Path | None) -> None:
-        check_loggers(names)
-        place = folder / IDENTITIES if folder else None
-        known = _identities(place) if place and record.history else {}
-        self.shown, self.epochs = shown, len(record.history)
-        self.loggers = {name: _started(name, record, folder, known.get(name)) for name in dict.fromkeys(names)}
-        identities = {name: own for name, logger in self.loggers.items() if (own := logger.identity)}
-        if place and identities:
-            write_json(place, {**known, **identities})
-
-    def __enter__(self) -> Logged:
-        self.shown.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._each(lambda logger: logger.close(failed=error[0] is not None))
-        self.shown.__exit__(*error)
-
-    def due(self) -> bool:
-        return self.shown.due()
-
-    def say(self, line: str) -> None:
-        self.shown.say(line)
-
-    def step(self, tally: Tally, rate: float, iteration: int) -> None:
-        self.shown.step(tally, rate, iteration)
-
-    def epoch(self, row: Epoch, epochs: int) -> None:
-        self.epochs = row.epoch
-        self._each(lambda logger: logger.epoch(row))
-        self.shown.epoch(row, epochs)
-
-    def result(self, result: Mapping[str, Any]) -> None:
-        self._each(lambda logger: logger.result(result, self.epochs))
-
-    def _each(self, call: Callable[[Logger], None]) -> None:
-        """Call every logger. One that fails, as when its server is gone, is dropped with a warning."""
-        for name, logger in list(self.loggers.items()):
-            try:
-                call(logger)
-            except Exception as error:
-                del self.loggers[name]
-                self.shown.say(f"Logging to {name} stopped ({_reason(error)}). The run goes on without it.")
 
 
 def check_loggers(names: Sequence[str]) -> None:
@@ -341,29 +274,36 @@ def check_loggers(names: Sequence[str]) -> None:
             raise LowRankError(f"there is no logger {name!r}: {nearest(name, LOGGERS)}")
 
 
-def _started(name: str, record: Record, folder: Path | None, identity: str | None) -> Logger:
-    """The logger, or one sentence where its client refuses: no login, no server, no store."""
-    try:
-        return LOGGERS[name](record, folder, identity)
-    except LowRankError:
-        raise
-    except Exception as error:
-        raise LowRankError(f"--log {name} could not start: {_reason(error)}") from error
+def start_loggers(names: Sequence[str], record: Record, folder: Path | None) -> dict[str, Logger]:
+    """The loggers of these names; one sentence if a client refuses: no login, no server, no store."""
+    place = folder / IDENTITIES if folder else None
+    known: dict[str, Any] = {}
+    if place and record.history:
+        with contextlib.suppress(LowRankError):  # without identities, loggers begin new runs
+            known = dict(read_json(place))
+    loggers: dict[str, Logger] = {}
+    for name in dict.fromkeys(names):
+        try:
+            loggers[name] = LOGGERS[name](record, folder, known.get(name))
+        except LowRankError:
+            raise
+        except Exception as error:
+            raise LowRankError(f"--log {name} could not start: {_reason(error)}") from error
+    identities = {name: logger.identity for name, logger in loggers.items() if logger.identity}
+    if place and identities:
+        write_json(place, {**known, **identities}, parents=False)
+    return loggers
+
+
+def _needed(folder: Path | None) -> Path:
+    if folder is None:
+        raise LowRankError("TensorBoard and CSV files are written beside the run: give --out.")
+    return folder
 
 
 def _reason(error: Exception) -> str:
     """The first line of a client's error; some write pages."""
-    line = (str(error).strip() or type(error).__name__).splitlines()[0].strip()
-    return line if len(line) <= 200 else f"{line[:197]}..."
-
-
-def _identities(path: Path) -> dict[str, Any]:
-    """What loggers of the interrupted run had as their own; without it they begin new runs."""
-    try:
-        found = read_json(path)
-    except LowRankError:
-        return {}
-    return found if isinstance(found, dict) else {}
+    return f"{first_line(error):.200}"
 
 
 def _name(record: Record, folder: Path | None) -> str:
@@ -371,7 +311,7 @@ def _name(record: Record, folder: Path | None) -> str:
 
 
 def _about(record: Record) -> dict[str, Any]:
-    """What the run is: its network, data, recipe and seed."""
+    """The network, data, recipe and seed of a run."""
     data = {key: record.data[key] for key in ("name", "train", "test") if key in record.data}
     return {"model": record.model, "data": data, "recipe": record.recipe, "seed": record.seed}
 

@@ -1,137 +1,95 @@
-"""A recipe: everything that decides how a network is trained, as one frozen row of plain values."""
+"""A recipe says how a network is trained, run settings how that is carried out: frozen rows of plain values."""
 
 from __future__ import annotations
 
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from lowrank_cnn.core.errors import LowRankError, check_type, nearest
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.data.mixes import AUTO_AUGMENTS
 
-
-def parse_settings(settings: list[str]) -> dict[str, str]:
-    """Settings of the command line, `["lr=0.05", "crop=none"]`, as overrides for `get_recipe`."""
-    pairs = [setting.partition("=") for setting in settings]
-    for field, sign, _ in pairs:
-        if not sign:
-            raise LowRankError(f"a setting is written field=value, as in lr=0.05; {field!r} has no '='.")
-    return {field.strip().replace("-", "_"): value.strip() for field, _, value in pairs}
-
-
-def read_value(field: str, kind: object, value: object) -> typing.Any:
-    """The value as a field of this type wants it; text is understood as the command line writes it."""
-    if isinstance(kind, types.UnionType):
-        if value is None or str(value).lower() in ("none", ""):
-            return None
-        kind = next(option for option in typing.get_args(kind) if option is not types.NoneType)
-    try:
-        return _READERS[kind](value)
-    except (KeyError, OverflowError, TypeError, ValueError) as error:
-        wanted = getattr(kind, "__name__", kind)
-        raise LowRankError(f"{field} wants a value of type {wanted}, not {value!r}.") from error
-
-
-def _read_text(value: object) -> str:
-    """Text, or a number that names something; several names are joined as the command line writes them."""
-    if isinstance(value, list | tuple):
-        return ", ".join(_read_text(one) for one in value)
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise TypeError(value)
-    return str(value)
-
-
-def _read_bool(value: object) -> bool:
-    return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[str(value).lower()]
-
-
-def _read_int(value: object) -> int:
-    number = float(value)  # type: ignore[arg-type]
-    if number != int(number):
-        raise ValueError(value)
-    return int(number)
-
-
-def _read_numbers(value: object) -> tuple[int, ...]:
-    items = value.replace(",", " ").split() if isinstance(value, str) else value
-    return tuple(_read_int(item) for item in items)  # type: ignore[union-attr]
-
-
-_READERS: dict[object, typing.Callable[[typing.Any], object]] = {
-    str: _read_text,
-    bool: _read_bool,
-    int: _read_int,
-    float: float,
-    tuple[int, ...]: _read_numbers,
-}
-
-
-SCHEDULES = ("paper", "poly", "cosine", "triangle", "constant")
-PREPROCESSING = ("standardize", "whiten")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
-OPTIMIZERS = ("sgd", "adamw", "muon")
-CLASS_WEIGHTS = ("none", "balanced")
+LARGE = 10.0**9
 
-QUANTIZE = ("none", "int8")
-_ALLOWED = {
-    "schedule": SCHEDULES,
-    "preprocess": PREPROCESSING,
-    "precision": PRECISIONS,
-    "optimizer": OPTIMIZERS,
-    "class_weights": CLASS_WEIGHTS,
-    "auto_augment": AUTO_AUGMENTS,
-    "quantize": QUANTIZE,
-}
-_LARGE = 10.0**9
-_RANGES = {
-    "batch_size": (1, _LARGE),
-    "epochs": (1, _LARGE),
-    "lr": (1e-12, _LARGE),
-    "momentum": (0, 0.99999),
-    "weight_decay": (0, _LARGE),
-    "clip_norm": (0, _LARGE),
-    "warmup": (0, _LARGE),
-    "power": (0, _LARGE),
-    "holdout": (0, _LARGE),
-    "patience": (1, _LARGE),
-    "levels": (0, _LARGE),
-    "min_delta": (0, 1),
-    "drop_factor": (1, _LARGE),
-    "label_smoothing": (0, 0.999),
-    "aux_weight": (0, _LARGE),
-    "ema": (0, 1),
-    "evaluate_every": (1, _LARGE),
-    "zca_epsilon": (0, _LARGE),
-    "resize": (1, _LARGE),
-    "crop": (1, _LARGE),
-    "pad": (0, _LARGE),
-    "cutout": (0, _LARGE),
-    "dropout": (0, 0.999),
-    "beta2": (0, 0.99999),
-    "layer_decay": (0.01, 1),
-    "accumulate": (1, _LARGE),
-    "early_stop": (0, _LARGE),
-    "mixup": (0, 100),
-    "cutmix": (0, 100),
-    "zoom": (0.01, 1),
-    "jitter": (0, 1),
-    "distill_weight": (0, 1),
-    "distill_temperature": (0.1, 100),
-    "lr_start": (0, 1),
-    "lr_end": (0, 1),
-    "bias_rate": (1e-3, _LARGE),
-    "lookahead": (0, _LARGE),
-    "lookahead_decay": (0, 1),
-    "test_shift": (0, _LARGE),
-}
+
+def declare(
+    default: Any,
+    *,
+    limits: tuple[float, float] | None = None,
+    options: Collection[str] = (),
+    fixed: bool = False,
+) -> Any:
+    """A field with its limits or options. A `fixed` field cannot change when a run is resumed.
+
+    The saved state or the order of the data depends on a fixed field.
+    """
+    return dataclasses.field(default=default, metadata={"limits": limits, "options": options, "fixed": fixed})
+
+
+def within(default: Any, least: float = 0, most: float = LARGE, *, fixed: bool = False) -> Any:
+    """A number between two limits."""
+    return declare(default, limits=(least, most), fixed=fixed)
+
+
+def one_of(default: str, options: Collection[str], *, fixed: bool = False) -> Any:
+    """A word out of a list."""
+    return declare(default, options=options, fixed=fixed)
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Checked:
+    """A dataclass whose fields stay within what `declare` says of them."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, options, limits = getattr(self, field.name), *map(field.metadata.get, ("options", "limits"))
+            if options and value not in options:
+                raise LowRankError(f"{field.name} is one of {', '.join(options)}, not {value!r}.")
+            if limits and value is not None and not limits[0] <= value <= limits[1]:
+                raise LowRankError(f"{field.name} lies between {limits[0]:g} and {limits[1]:g}, not at {value}.")
+        for wrong, sentence in self.conflicts():
+            if wrong:
+                raise LowRankError(sentence)
+
+    def conflicts(self) -> list[tuple[object, str]]:
+        """Combinations of fields that exclude each other: whether there is one, and what to change."""
+        return []
+
+
+@dataclass(frozen=True)
+class RunSettings(Checked):
+    """How a run is carried out, where that is seldom changed: `fit(..., NAME=VALUE)` or `--set NAME=VALUE`.
+
+    - `workers`: processes that decode streamed images.
+    - `decode`: gpu lets the GPU decode streamed photographs to train on, which needs torchvision.
+    - `compile`: true trains through torch.compile, false does not. By default a run on a GPU that is long enough
+      to pay for it measures both.
+    - `cuda_graphs`: false launches the kernels of a step one by one.
+    - `checkpoint_activations`: saves memory; stages are computed again in the backward pass.
+    - `checkpoint_every`: seconds between checkpoints.
+    - `deterministic`: the same bits whenever the run is repeated or resumed, on the CPU or on one GPU.
+    """
+
+    workers: int = within(0)
+    decode: str = one_of("cpu", ("cpu", "gpu"))
+    compile: bool | None = None
+    cuda_graphs: bool = True
+    checkpoint_activations: bool = False
+    checkpoint_every: float = within(30.0)
+    deterministic: bool = False
+
+    def conflicts(self) -> list[tuple[object, str]]:
+        recomputing = "compile and checkpoint_activations exclude each other: torch traces no such stages."
+        return [(self.compile and self.checkpoint_activations, recomputing)]
+
+
+@dataclass(frozen=True)
+class Recipe(Checked):
     """How to train. Every field is a plain value, so a recipe prints, compares, and travels as JSON.
 
     `holdout` takes images out of the training set (a share below 1, else a count) for every decision made
@@ -164,102 +122,101 @@ class Recipe:
 
     name: str = "custom"
     # the optimiser
-    batch_size: int = 128
-    epochs: int = 200
-    lr: float = 0.1
-    momentum: float = 0.9
+    batch_size: int = within(128, 1, fixed=True)
+    epochs: int = within(200, 1)
+    lr: float = within(0.1, 1e-12)
+    momentum: float = within(0.9, 0, 0.99999)
     nesterov: bool = False
-    weight_decay: float = 5e-4
-    clip_norm: float = 0.0
-    optimizer: str = "sgd"
-    beta2: float = 0.999
-    layer_decay: float = 1.0
-    freeze: str = ""
-    accumulate: int = 1
+    weight_decay: float = within(5e-4)
+    clip_norm: float = within(0.0)
+    optimizer: str = one_of("sgd", ("sgd", "adamw", "muon"), fixed=True)
+    beta2: float = within(0.999, 0, 0.99999)
+    layer_decay: float = within(1.0, 0.01, 1)
+    freeze: str = declare("", fixed=True)
+    accumulate: int = within(1, 1)
     # the schedule
-    schedule: str = "constant"
-    warmup: float = 0.0
-    power: float = 0.5
-    holdout: float = 0.0
-    patience: int = 10
-    levels: int = 0
-    min_delta: float = 0.0005
-    drop_factor: float = 10.0
+    schedule: str = one_of("constant", ("paper", "poly", "cosine", "triangle", "constant"))
+    warmup: float = within(0.0)
+    power: float = within(0.5)
+    holdout: float = within(0.0, fixed=True)
+    patience: int = within(10, 1)
+    levels: int = within(0)
+    min_delta: float = within(0.0005, 0, 1)
+    drop_factor: float = within(10.0, 1)
     drop_epochs: tuple[int, ...] = ()
-    early_stop: int = 0
+    early_stop: int = within(0)
     # the loss, and what is evaluated
-    label_smoothing: float = 0.0
-    aux_weight: float = 0.3
-    class_weights: str = "none"
-    distill_weight: float = 0.5
-    distill_temperature: float = 2.0
-    ema: float = 0.0
-    evaluate_every: int = 1
+    label_smoothing: float = within(0.0, 0, 0.999)
+    aux_weight: float = within(0.3)
+    class_weights: str = one_of("none", ("none", "balanced"))
+    distill_weight: float = within(0.5, 0, 1)
+    distill_temperature: float = within(2.0, 0.1, 100)
+    ema: float = within(0.0, 0, 1, fixed=True)
+    evaluate_every: int = within(1, 1)
     # the images
-    preprocess: str = "standardize"
-    zca_epsilon: float = 0.1
-    resize: int | None = None
-    crop: int | None = None
-    pad: int = 0
+    preprocess: str = one_of("standardize", ("standardize", "whiten"), fixed=True)
+    zca_epsilon: float = within(0.1, fixed=True)
+    resize: int | None = within(None, 1, fixed=True)
+    crop: int | None = within(None, 1, fixed=True)
+    pad: int = within(0)
     mirror: bool = True
-    cutout: int = 0
-    zoom: float = 1.0
-    jitter: float = 0.0
-    auto_augment: str = "none"
-    mixup: float = 0.0
-    cutmix: float = 0.0
+    cutout: int = within(0)
+    zoom: float = within(1.0, 0.01, 1)
+    jitter: float = within(0.0, 0, 1)
+    auto_augment: str = one_of("none", AUTO_AUGMENTS)
+    mixup: float = within(0.0, 0, 100)
+    cutmix: float = within(0.0, 0, 100)
     # the network and its arithmetic
-    norm: str | None = None
-    pool: str | None = None
-    dropout: float | None = None
+    norm: str | None = declare(None, fixed=True)
+    pool: str | None = declare(None, fixed=True)
+    dropout: float | None = within(None, 0, 0.999)
     output: str | None = None
-    precision: str = "auto"
-    quantize: str = "none"
+    precision: str = one_of("auto", PRECISIONS)
+    quantize: str = one_of("none", ("none", "int8"))
     # short runs
-    lr_start: float = 0.0
-    lr_end: float = 0.0
-    bias_rate: float = 1.0
-    lookahead: int = 0
-    lookahead_decay: float = 0.95**5
-    whiten_first: bool = False
-    alternate_mirror: bool = False
+    lr_start: float = within(0.0, 0, 1)
+    lr_end: float = within(0.0, 0, 1)
+    bias_rate: float = within(1.0, 1e-3)
+    lookahead: int = within(0, fixed=True)
+    lookahead_decay: float = within(0.95**5, 0, 1)
+    whiten_first: bool = declare(False, fixed=True)
+    alternate_mirror: bool = declare(False, fixed=True)
     test_mirror: bool = False
-    test_shift: int = 0
+    test_shift: int = within(0)
 
-    def __post_init__(self) -> None:
-        for field, allowed in _ALLOWED.items():
-            if (value := getattr(self, field)) not in allowed:
-                raise LowRankError(f"{field} is one of {', '.join(allowed)}, not {value!r}.")
-        for field, (low, high) in _RANGES.items():
-            value = getattr(self, field)
-            if value is not None and not low <= value <= high:
-                raise LowRankError(f"{field} lies between {low:g} and {high:g}, not at {value}.")
-        if any(epoch < 1 for epoch in self.drop_epochs):
-            raise LowRankError(f"drop_epochs are numbers of epochs, 1 or more, not {min(self.drop_epochs)}.")
-        if self.nesterov and self.momentum == 0:
-            raise LowRankError("nesterov needs a momentum above 0.")
-        if self.batch_size % self.accumulate:
-            raise LowRankError(
-                f"a batch of {counted(self.batch_size, 'image')} does not part into accumulate={self.accumulate} "
-                "equal parts."
-            )
-        if self.early_stop and not self.holdout:
-            raise LowRankError("early_stop watches held-out training images: set holdout (0.1, say).")
-        if self.early_stop and self.levels:
-            raise LowRankError("levels ends the run by itself: clear early_stop or levels.")
-        if self.lookahead and self.ema:
-            raise LowRankError("lookahead and ema both average weights: clear one (lookahead=0 or ema=0).")
-        if self.alternate_mirror and not self.mirror:
-            raise LowRankError("alternate_mirror says when images are mirrored: set mirror=true as well.")
-        if self.levels and self.drop_epochs:
-            raise LowRankError(
-                "levels finds the drops and drop_epochs states them: clear one (drop_epochs= or levels=0)."
-            )
-        if self.levels and not self.holdout:
-            raise LowRankError(
+    def conflicts(self) -> list[tuple[object, str]]:
+        """Combinations of fields that exclude each other."""
+        first, batch = min(self.drop_epochs, default=1), counted(self.batch_size, "image")
+        return [
+            (first < 1, f"drop_epochs are numbers of epochs, 1 or more, not {first}."),
+            (self.nesterov and self.momentum == 0, "nesterov needs a momentum above 0."),
+            (
+                self.batch_size % self.accumulate,
+                f"a batch of {batch} does not part into accumulate={self.accumulate} equal parts.",
+            ),
+            (
+                self.early_stop and not self.holdout,
+                "early_stop watches held-out training images: set holdout (0.1, say).",
+            ),
+            (self.early_stop and self.levels, "levels ends the run by itself: clear early_stop or levels."),
+            (
+                self.lookahead and self.ema,
+                "lookahead and ema both average weights: clear one (lookahead=0 or ema=0).",
+            ),
+            (
+                self.alternate_mirror and not self.mirror,
+                "alternate_mirror says when images are mirrored: set mirror=true as well.",
+            ),
+            (
+                self.levels and self.drop_epochs,
+                "levels finds the drops and drop_epochs states them: clear one (drop_epochs= or levels=0).",
+            ),
+            (
+                self.levels and not self.holdout,
                 "the levelling-off rule watches held-out training images: set holdout (0.1, say), "
-                "or state known drops with drop_epochs and set levels=0."
-            )
+                "or state known drops with drop_epochs and set levels=0.",
+            ),
+        ]
 
     def network(self) -> dict[str, Any]:
         """The options of `create_model` that the recipe is for."""
@@ -270,14 +227,14 @@ class Recipe:
         return {**dataclasses.asdict(self), "drop_epochs": list(self.drop_epochs)}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> Recipe:
-        """The recipe that `to_dict` wrote."""
+    def from_dict(cls, values: Mapping[str, object]) -> typing.Self:
+        """The recipe that `to_dict` wrote; fields that an older version did not have get their defaults."""
         check_type("a recipe", values, dict)
         return changed(cls(), values)
 
 
 def differences(one: Mapping[str, object], other: Mapping[str, object]) -> dict[str, tuple[object, object]]:
-    """Fields that train differently in two recipes of `to_dict`; those that an older one lacks have defaults."""
+    """Fields that train differently in two recipes of `to_dict`."""
     first, second = Recipe.from_dict(one).to_dict(), Recipe.from_dict(other).to_dict()
     return {
         field: (value, second[field])
@@ -292,11 +249,70 @@ def in_words(differ: Mapping[str, tuple[object, object]]) -> str:
     return f"{then}, not {now}"
 
 
-def changed(recipe: Recipe, values: Mapping[str, object]) -> Recipe:
-    """The recipe with some fields set by values or by the text of them."""
-    kinds = typing.get_type_hints(Recipe)
+Settings = TypeVar("Settings", bound=Checked)
+
+
+def changed(settings: Settings, values: Mapping[str, object]) -> Settings:
+    """A recipe, or settings of a run, with some fields set by values or by the text of them."""
+    kinds = typing.get_type_hints(type(settings))
     for field in values:
         if field not in kinds:
             raise LowRankError(f"a recipe has no field {field!r}: {nearest(field, kinds)}")
     read = {field: read_value(field, kinds[field], value) for field, value in values.items()}
-    return dataclasses.replace(recipe, **read)
+    return dataclasses.replace(settings, **read)
+
+
+def parse_settings(settings: Collection[str]) -> dict[str, str]:
+    """Settings of the command line, `["lr=0.05", "crop=none"]`, by name."""
+    pairs = [setting.partition("=") for setting in settings]
+    for field, sign, _ in pairs:
+        if not sign:
+            raise LowRankError(f"a setting is written field=value, as in lr=0.05; {field!r} has no '='.")
+    return {field.strip().replace("-", "_"): value.strip() for field, _, value in pairs}
+
+
+def read_value(field: str, kind: object, value: object) -> Any:
+    """The value as a field of this type wants it; text is understood as the command line writes it."""
+    if isinstance(kind, types.UnionType):
+        if value is None or str(value).lower() in ("none", "auto", ""):
+            return None
+        kind = next(option for option in typing.get_args(kind) if option is not types.NoneType)
+    try:
+        return _READERS[kind](value)
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
+        wanted = getattr(kind, "__name__", kind)
+        raise LowRankError(f"{field} wants a value of type {wanted}, not {value!r}.") from error
+
+
+def _read_text(value: object) -> str:
+    """Text, or a number that names something; several names are joined as the command line writes them."""
+    if isinstance(value, list | tuple):
+        return ", ".join(_read_text(one) for one in value)
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise TypeError(value)
+    return str(value)
+
+
+def _read_bool(value: object) -> bool:
+    return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[str(value).lower()]
+
+
+def _read_int(value: Any) -> int:
+    number = float(value)
+    if number != int(number):
+        raise ValueError(value)
+    return int(number)
+
+
+def _read_numbers(value: Any) -> tuple[int, ...]:
+    items = value.replace(",", " ").split() if isinstance(value, str) else value
+    return tuple(_read_int(item) for item in items)
+
+
+_READERS: dict[object, typing.Callable[[Any], object]] = {
+    str: _read_text,
+    bool: _read_bool,
+    int: _read_int,
+    float: float,
+    tuple[int, ...]: _read_numbers,
+}

@@ -1,14 +1,19 @@
-"""The directory of a run: its recipe, record and checkpoints, and the rules for resuming it.
+"""The folder of a run: its record, its checkpoints, and the rules for resuming it. Reading them runs no code.
+
+A record says what was trained, how, on what, and the result: one JSON file for reports, sealed with a checksum.
+Records of older versions have no checksum; they are read all the same, and `Record.sealed` is then False.
 
 A checkpoint is a pair of files. `step-00000120.safetensors` holds the tensors; `step-00000120.json` holds the
 rest, the checksum of the tensors, and its own. The JSON file is written last, so a complete pair was written to
-the end. The two most recent pairs are kept, and the best one. Reading them runs no code.
+the end. The two most recent pairs are kept, and the best one.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import typing
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -18,15 +23,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowrank_cnn.core.environment import environment
 from lowrank_cnn.core.errors import LowRankError, require
 from lowrank_cnn.core.files import (
     LARGEST_JSON,
+    SEAL,
     BrokenSealError,
+    UnreadableError,
+    as_path,
     clear_temporaries,
     delete,
     is_regular,
+    is_sealed,
     locked,
     parse_json,
+    read_json,
     read_regular,
     sealed,
     set_aside,
@@ -34,11 +45,125 @@ from lowrank_cnn.core.files import (
     write_atomically,
     write_json,
 )
-from lowrank_cnn.core.text import counted
+from lowrank_cnn.core.text import counted, html_table, si
 from lowrank_cnn.data import Data
 from lowrank_cnn.models.build import entry_description
 from lowrank_cnn.train.recipe import Recipe, differences, in_words
-from lowrank_cnn.train.record import Record, load_record
+
+SCHEMA = 1
+KIND = "training"
+LATER = {"begun_from", "execution"}
+"""Fields that older records lack."""
+NOT_WRITTEN = {"right", "sealed"}
+"""Fields that the file does not have."""
+STATUSES = ("running", "interrupted", "failed", "finished")
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One line of the history. Accuracies are shares; a value is None if it was not measured.
+
+    Seconds and speed are those of training alone, without the evaluation.
+    """
+
+    epoch: int
+    lr: float | None
+    train_loss: float | None
+    train_accuracy: float | None
+    accuracy: float | None
+    seconds: float | None
+    images_per_second: float | None
+
+
+@dataclass
+class Record:
+    """One training run. `history` holds `Epoch` rows as dictionaries; `result` is empty until the end.
+
+    `watched` says whose accuracy the history shows: the images held out of training, or the test set.
+    `changes` are the fields of the recipe that were changed when an interrupted run was resumed.
+    `result["details"]` says more of the test images (`EvaluationDetails.to_dict`): `per_class` accuracies, the
+    `confusion` matrix by true class (None beyond 200 classes), the `most_confused` pairs, the `worst` images,
+    and `calibration` by bins of confidence with its expected error. `data["digest"]` is the identity of the
+    images, `data["val_split"]` the share of them that was taken for testing.
+    `begun_from` names the trained weights that the network had before the run; empty where it had none.
+    `execution` says how steps ran, compiled or not and as a CUDA graph or not; empty before the first.
+    `right` says for each test image, in the order of the set, whether the network classified it correctly;
+    None for several processes, for other tasks, and in a record that was read from a file.
+    `sealed` says whether the file that the record was read from had a checksum; it is not written either.
+    """
+
+    model: dict[str, Any]
+    recipe: dict[str, Any]
+    data: dict[str, Any]
+    seed: int
+    watched: str
+    precision: str
+    device: str
+    processes: int = 1
+    history: list[dict[str, Any]] = field(default_factory=list)
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    result: dict[str, Any] = field(default_factory=dict)
+    status: str = "running"
+    environment: dict[str, Any] = field(default_factory=environment)
+    begun_from: str = ""
+    execution: dict[str, Any] = field(default_factory=dict)
+    kind: str = KIND
+    schema: int = SCHEMA
+    right: Tensor | None = field(default=None, compare=False, repr=False)
+    sealed: bool = field(default=True, compare=False)
+
+    def _repr_html_(self) -> str:
+        """The summary that notebooks show: the run, its result and its last epochs."""
+        about = (
+            f"{self.model['name']} on {self.data['name']}, {self.recipe['name']}, seed {self.seed}: {self.status}"
+        )
+        shown = {key: f"{self.result[key]:.2%}" for key in ("top1", "top5") if self.result.get(key) is not None}
+        shown |= {key: si(self.result[key]) for key in ("n", "macs", "params", "seconds") if self.result.get(key)}
+        result = ", ".join(f"{key} {value}" for key, value in shown.items())
+        columns = (">epoch", ">loss", ">train", ">accuracy", ">lr", ">images/s")
+        names = ("epoch", "train_loss", "train_accuracy", "accuracy", "lr", "images_per_second")
+        rows = [["" if row[name] is None else f"{row[name]:.4g}" for name in names] for row in self.history[-5:]]
+        return html_table(columns, rows, f"{about}. {result}")
+
+    def save(self, path: Path, *, parents: bool = True) -> None:
+        """Write the record with its checksum, in one move; `parents` makes its folder if it is not there."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in NOT_WRITTEN}
+        write_json(path, sealed(values), parents=parents)
+
+
+def load_record(path: str | Path) -> Record:
+    """Read the record of a run, given its file or the directory of the run."""
+    path = as_path(path)
+    path = path / "record.json" if path.is_dir() else path
+    if not path.exists():
+        raise LowRankError(f"there is no record of a run at {path}.")
+    try:
+        return _checked(read_json(path), path)
+    except UnreadableError as error:
+        raise LowRankError(f"{path} is not the record of a run: {error}.") from error
+    except BrokenSealError as error:
+        raise LowRankError(
+            f"{path} is damaged or was edited: {error}. To use it as it is, delete its field {SEAL}."
+        ) from error
+
+
+def _checked(stored: object, path: Path) -> Record:
+    if not isinstance(stored, dict) or stored.get("kind") != KIND:
+        raise LowRankError(f"{path} is not the record of a training run.")
+    values = unsealed(stored)
+    if values.get("schema") != SCHEMA:
+        raise LowRankError(f"{path} has schema {values.get('schema')}; this version reads schema {SCHEMA}.")
+    known = {f.name for f in dataclasses.fields(Record)} - NOT_WRITTEN
+    wrong = sorted((values.keys() ^ known) - (LATER - values.keys()))
+    if wrong:
+        raise LowRankError(f"{path} is not a record of this version: {', '.join(wrong)} missing or unknown.")
+    for name, kind in typing.get_type_hints(Record).items():
+        if name in values and not isinstance(values[name], typing.get_origin(kind) or kind):
+            raise LowRankError(f"{path} is not the record of a run: its {name} is not of type {kind}.")
+    if values["status"] not in STATUSES:
+        raise LowRankError(f"{path} has the status {values['status']!r}; known are {', '.join(STATUSES)}.")
+    return Record(**values, sealed=is_sealed(stored))
+
 
 FORMAT = "lowrank-cnn checkpoint 1"
 KEEP = 2
@@ -96,22 +221,27 @@ class Position:
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The checkpoints of one run, in one directory."""
+    """The checkpoints of one run, in one directory: those called "step", and the "best"."""
 
     directory: Path
 
     def save(self, checkpoint: Checkpoint, iteration: int, *, kind: str = "step", keep: int = KEEP) -> None:
-        """Write a checkpoint, and only then remove those that it replaces."""
-        write_checkpoint(self.directory / f"{kind}-{iteration:08d}", checkpoint)
-        for stem in self._superseded(kind, iteration, keep):
+        """Write a checkpoint, and only then remove those that it replaces.
+
+        These are all but the last few complete pairs; also any beyond `iteration`, of a run that was taken back.
+        """
+        written = self.directory / f"{kind}-{iteration:08d}"
+        write_checkpoint(written, checkpoint)
+        complete = [stem for stem in self.stems(kind) if stem.name <= written.name]
+        for stem in sorted({*self.stems(kind), *self.stems(kind, ".safetensors")} - {*complete[-keep:]}):
             # The manifest goes first: without it, what is left no longer counts as a checkpoint.
             if delete(stem.with_suffix(".json")):
                 delete(stem.with_suffix(".safetensors"))
 
-    def latest(self, say: Callable[[str], None], *, kind: str = "step") -> Checkpoint | None:
+    def latest(self, say: Callable[[str], None]) -> Checkpoint | None:
         """The newest intact checkpoint; `say` gets a sentence about each damaged newer one."""
         damages: list[str] = []
-        for stem in reversed(self._stems(kind, ".json")):
+        for stem in reversed(self.stems("step")):
             try:
                 checkpoint = read_checkpoint(stem)
             except DamagedCheckpointError as damage:
@@ -127,21 +257,25 @@ class CheckpointStore:
             )
         return None
 
-    def newest(self) -> Path | None:
-        """The path of the newest checkpoint, intact or not; None if nothing has been saved yet."""
-        return max(self._stems("step", ".json"), default=None)
+    def best(self) -> Checkpoint:
+        """The best weights; an error says whether they are damaged or missing."""
+        if not (found := self.stems("best")):
+            raise LowRankError(
+                f"{self.directory} has no best weights (best-*.json and best-*.safetensors): the last ones are "
+                "used without --best."
+            )
+        try:
+            return read_checkpoint(found[-1])
+        except DamagedCheckpointError as damage:
+            raise LowRankError(f"{damage} The last weights are used without --best.") from damage
 
-    def _stems(self, kind: str, suffix: str) -> list[Path]:
+    def stems(self, kind: str, suffix: str = ".json") -> list[Path]:
+        """The paths of checkpoints, without suffix, the newest last."""
         return sorted(path.with_suffix("") for path in self.directory.glob(f"{kind}-*{suffix}"))
-
-    def _superseded(self, kind: str, iteration: int, keep: int) -> list[Path]:
-        """All but the last few complete pairs; also any beyond `iteration`, of a run that was taken back."""
-        complete = [stem for stem in self._stems(kind, ".json") if stem.name <= f"{kind}-{iteration:08d}"]
-        return sorted({*self._stems(kind, ".json"), *self._stems(kind, ".safetensors")} - {*complete[-keep:]})
 
 
 def write_checkpoint(stem: Path, checkpoint: Checkpoint) -> None:
-    """Write the pair of files `stem.safetensors` and `stem.json`, in this order, to a folder that is there.
+    """Write the pair of files `stem.safetensors` and `stem.json`, in this order.
 
     A folder that was moved is not made again: the run would then lie in two places.
     """
@@ -201,12 +335,7 @@ def _sha256(payload: bytes) -> str:
     return hashlib.sha256(payload).hexdigest()
 
 
-FIXED = ("batch_size", "holdout", "preprocess", "zca_epsilon", "resize", "crop", "ema", "norm", "pool")
-FIXED += ("lookahead", "whiten_first", "alternate_mirror", "optimizer", "freeze")
-"""Fields that cannot change in mid-run: the order of the data and the saved state depend on them."""
 IMAGES = "images with the digest"
-CLASSES = "number of classes"
-_LAYER, _CLASS = "layer ", "class number "
 RECIPE, RECORD = "recipe.json", "record.json"
 _MOST_LETTERS = 60
 
@@ -220,6 +349,16 @@ class RunDirectory:
     @property
     def store(self) -> CheckpointStore:
         return CheckpointStore(self.path)
+
+    @classmethod
+    def open(cls, out: str | Path | None, data: object, *, resume: bool) -> RunDirectory | None:
+        """The directory of a run; None for a run that is not saved."""
+        if out is None and resume:
+            raise LowRankError("there is nothing to resume without the directory of a run: give --out.")
+        directory = None if out is None else cls(Path(out))
+        if directory and not resume and isinstance(data, str | Path):
+            directory.check_apart_from(data)
+        return directory
 
     def held(self) -> AbstractContextManager[None]:
         """Keep every other process out of the directory while the block lasts."""
@@ -265,8 +404,13 @@ class RunDirectory:
         say(f"The run in {self.path} has finished{fewer}: nothing is left to do.")
         return record
 
-    def resume(self, data: Data, about: Mapping[str, Any], say: Callable[[str], None]) -> Checkpoint | None:
-        """The newest whole checkpoint, or None where the run never came to write one."""
+    def start(
+        self, data: Data, about: Mapping[str, Any], say: Callable[[str], None], *, resume: bool
+    ) -> Checkpoint | None:
+        """The newest whole checkpoint to resume from; None for a new run, which must not lie over another."""
+        if not resume:
+            self.check_free()
+            return None
         checkpoint = self.store.latest(lambda damage: say(f"{damage} The one before it is used."))
         if checkpoint:
             check_same_run(checkpoint.state, about)
@@ -320,12 +464,12 @@ def _is_of_run(record: Record, checkpoint: Checkpoint) -> bool:
 
 def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to go on with another network, data set or seed than the run was started with."""
-    differing = _differing(before, now)
-    if list(differing) == [IMAGES]:
+    if not (differing := _differing(before, now)):
+        return
+    what, (then, offered) = next(iter(differing.items()))  # what follows may follow from it
+    if what == IMAGES:
         raise _other_images(before["data"]["name"], "their names, sizes or contents have changed")
-    if told := _telling(list(differing)):
-        started = " and ".join(f"the {what} {_short(differing[what][0])}" for what in told)
-        raise _other_run(started, " and ".join(_short(differing[what][1]) for what in told))
+    raise _other_run(f"the {what} {_short(then)}", _short(offered))
 
 
 def check_same_images(data: Data, checkpoint: Checkpoint, say: Callable[[str], None]) -> None:
@@ -350,25 +494,12 @@ def _other_images(name: str, why: str) -> LowRankError:
     )
 
 
-def _telling(differing: list[str]) -> list[str]:
-    """The differences to report: none that follows from another, one layer at most, and one class at most."""
-    implied = (IMAGES,) if len(differing) > 1 else ()
-    implied += ("network's ", _LAYER) if "network" in differing else ()
-    implied += (_CLASS,) if CLASSES in differing else ()
-    told: dict[str, str] = {}
-    for what in differing:
-        many = next((kind for kind in (_LAYER, _CLASS) if what.startswith(kind)), what)
-        if not what.startswith(implied):
-            told.setdefault(many, what)
-    return list(told.values())
-
-
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The facts in which two runs differ, as name: (before, now). A digest that is not known is not compared."""
     then, wanted = _identity(before), _identity(now)
     differing: dict[str, tuple[Any, Any]] = {}
     for what in then | wanted:
-        missing = "dense" if what.startswith(_LAYER) else None  # a layer that was not rewritten is dense
+        missing = "dense" if what.startswith("layer ") else None  # a layer that was not rewritten is dense
         pair = then.get(what, missing), wanted.get(what, missing)
         if pair[0] != pair[1] and not (what == IMAGES and None in pair):
             differing[what] = pair
@@ -376,7 +507,7 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, t
 
 
 def _identity(about: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity of a run: each fact by the words that name it."""
+    """The identity of a run: each fact by the words that name it, before the facts that follow from it."""
     model, data = about["model"], about["data"]
     found = entry_description(model)
     ours = found["model"] is not None
@@ -385,10 +516,10 @@ def _identity(about: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "network": model["name"] if ours else model.get("class", model["name"]),
         **{f"network's {field}": value for field, value in options.items()},
-        **{f"{_LAYER}{row['name']} as": row["scheme"] for row in found["conversion"]["changed"]},
+        **{f"layer {row['name']} as": row["scheme"] for row in found["conversion"]["changed"]},
         "data set": data["name"],
-        CLASSES: len(data["classes"]),
-        **{f"{_CLASS}{number} as": name for number, name in enumerate(data["classes"])},
+        "number of classes": len(data["classes"]),
+        **{f"class number {number} as": name for number, name in enumerate(data["classes"])},
         "number of training images": data["train"],
         "number of test images": data["test"],
         "image size": "x".join(map(str, data["image"])) or "varying",
@@ -411,10 +542,10 @@ def _short(value: object) -> str:
 
 def recipe_changes(saved: dict[str, Any], recipe: Recipe) -> dict[str, tuple[Any, Any]]:
     """Fields that differ from the saved recipe, as field: (before, now); refuses a change of a fixed field."""
-    before, now = Recipe.from_dict(saved).to_dict(), recipe.to_dict()  # an older one may lack a field
+    before, now = type(recipe).from_dict(saved).to_dict(), recipe.to_dict()  # an older one may lack a field
     changes = {name: (before[name], now[name]) for name in now if before[name] != now[name]}
-    for name in FIXED:
+    fixed = [one.name for one in dataclasses.fields(recipe) if one.metadata.get("fixed")]
+    for name in fixed:
         if name in changes:
-            then, after = changes[name]
-            raise _other_run(f"{name}={_short(then)}", _short(after))
+            raise _other_run(f"{name}={_short(changes[name][0])}", _short(changes[name][1]))
     return changes

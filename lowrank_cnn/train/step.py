@@ -28,10 +28,9 @@ from lowrank_cnn.kernels.cuda_graph import captured
 from lowrank_cnn.kernels.device import for_graphs
 from lowrank_cnn.train.distributed import generator_states, restore_generators
 from lowrank_cnn.train.objective import Objective, hits
-from lowrank_cnn.train.optimizers import Optimizer, whole_layers
+from lowrank_cnn.train.optimizers import Optimizer, decay_at, look_ahead, norm_biases, whole_layers
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recompute import recomputed
-from lowrank_cnn.train.short_runs import decay_at, look_ahead, norm_biases
 
 _SCALE, _INT8 = "scale.", "int8."
 

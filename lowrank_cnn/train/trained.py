@@ -27,7 +27,14 @@ from lowrank_cnn.train.inputs import augmentation
 from lowrank_cnn.train.int8 import Ranges, ranges_of
 from lowrank_cnn.train.objective import class_scores
 from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.run_folder import Checkpoint, CheckpointStore, read_checkpoint, read_state
+from lowrank_cnn.train.run_folder import (
+    Checkpoint,
+    CheckpointStore,
+    DamagedCheckpointError,
+    Position,
+    read_checkpoint,
+    read_state,
+)
 
 
 @dataclass(frozen=True)
@@ -144,17 +151,31 @@ def classes_of(path: str | Path) -> tuple[str, ...] | None:
     """The classes that the weights of a run or an exported file are for; None where they do not say."""
     path = resolve(path)
     try:
-        card = read_card(path) if is_exported(path) else read_state(_newest(path))
+        stems = CheckpointStore(path).stems("step") if path.is_dir() else [path.with_suffix("")]
+        card = read_card(path) if is_exported(path) else read_state(stems[-1])
         return tuple(card["data"]["classes"]) if card else None
-    except (LowRankError, KeyError, TypeError):  # loading them says what is wrong
+    except (LowRankError, IndexError, KeyError, TypeError):  # loading them says what is wrong
         return None
 
 
-def _newest(path: Path) -> Path:
-    stem = CheckpointStore(path).newest() if path.is_dir() else path.with_suffix("")
-    if stem is None:
-        raise LowRankError(f"{path} holds no checkpoint.")
-    return stem
+def how_far(path: str | Path, *, best: bool = False) -> str | None:
+    """How far training was when the weights that `load_checkpoint` reads were saved; None if it was complete.
+
+    None as well for an exported file, which does not say.
+    """
+    path = Path(path)
+    best = best or path.name.startswith("best-")
+    whole = path if path.is_dir() else path.parent  # whether a run came to its end, its newest state knows
+    stems = CheckpointStore(whole).stems("step") if path.is_dir() or best else [path.with_suffix("")]
+    try:
+        state = read_state(stems[-1])
+    except (IndexError, DamagedCheckpointError):  # an exported file; or the weights that were read are others
+        return None
+    position, epochs = Position(**state["position"]), int(state["recipe"]["epochs"])
+    if position.done(epochs):
+        return None
+    chosen = Position(epoch=position.best_epoch) if best else position
+    return chosen.told(epochs)
 
 
 def load_pretrained(name: str, data: str) -> Trained:
@@ -219,8 +240,10 @@ def _read(path: Path, best: bool) -> Checkpoint:
                 f"{path} is neither a run's directory, nor one of its checkpoints, nor an exported .safetensors."
             )
         return read_checkpoint(path.with_suffix(""))
+    if best:
+        return CheckpointStore(path).best()
     passed_over: list[str] = []
-    checkpoint = CheckpointStore(path).latest(passed_over.append, kind="best" if best else "step")
+    checkpoint = CheckpointStore(path).latest(passed_over.append)
     if checkpoint is None:
         raise LowRankError(f"{path} holds no checkpoint.")
     if passed_over:

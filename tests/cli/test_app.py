@@ -180,7 +180,7 @@ def test_output_that_cannot_be_written_is_said():
 
 @pytest.mark.parametrize(("signals", "code"), [([signal.SIGTERM], 143), ([signal.SIGINT, signal.SIGINT], 130)])
 def test_training_outlives_its_reader_and_ends_by_signals_without_a_traceback(tmp_path, signals, code):
-    process = start(*TRAIN, "--epochs", 1000, "--limit", 128, "--checkpoint-every", 0.1, "--out", tmp_path)
+    process = start(*TRAIN, "--epochs", 1000, "--limit", 128, "--set", "checkpoint_every=0.1", "--out", tmp_path)
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from lowrank_cnn.cli.train import _held_out_in_words, _told
+from lowrank_cnn.cli.app import run
+from lowrank_cnn.cli.train import (
+    FORMER,
+    ImageOptions,
+    NetworkOptions,
+    TrainingOptions,
+    _held_out_in_words,
+    _told,
+)
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.data import Data, ResidentSplit, open_data
@@ -61,11 +69,11 @@ def test_a_teacher_is_distilled_from(train_small, tmp_path):
 
 
 def test_training_with_rounded_layers_keeps_their_ranges(train_small, tmp_path):
-    done = train_small("--out", tmp_path / "int8", "--quantize", "int8")
+    done = train_small("--out", tmp_path / "int8", "--set", "quantize=int8")
     assert done.exit_code == 0, (done.output, done.exception)
     assert load_record(tmp_path / "int8").recipe["quantize"] == "int8"
     assert load_checkpoint(tmp_path / "int8").ranges
-    wrong = train_small("--out", tmp_path / "both", "--quantize", "int8", "--checkpoint-activations")
+    wrong = train_small("--out", tmp_path / "both", "--set", "quantize=int8", "--set", "checkpoint_activations=1")
     assert "leave compile and checkpoint_activations out" in str(wrong.exception)
 
 
@@ -119,11 +127,11 @@ def test_a_bad_network_is_refused_before_the_images_are_opened(lowrank, tmp_path
     mistakes = [
         (["nin", "--scheme", "rl"], "no scheme 'rl'"),
         (["nin", "--width", "0"], "width must be a number above 0"),
-        (["nin", "--norm", "layer"], "norm is None or 'batch'"),
+        (["nin", "--set", "norm=layer"], "norm is None or 'batch'"),
         (["vgg11", "--recipe", "nin-modern"], "vgg11 has none"),
         ([named, "--scheme", "rl"], "no scheme 'rl'"),
         ([named, "--width", "2"], "taken as it is"),
-        ([named, "--norm", "batch"], "taken as it is"),
+        ([named, "--set", "norm=batch"], "taken as it is"),
     ]
     for words, says in mistakes:
         error = lowrank("train", *words, "--data", "squares").exception
@@ -134,11 +142,11 @@ def test_a_bad_network_is_refused_before_the_images_are_opened(lowrank, tmp_path
 def test_activations_are_computed_again_where_that_is_asked_for(train_small, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        import_module("lowrank_cnn.train.fit"), "recomputed", lambda network: asked.append(network) or network
+        import_module("lowrank_cnn.train.loop"), "recomputed", lambda network: asked.append(network) or network
     )
     assert train_small().exit_code == 0
     assert not asked
-    assert train_small("--checkpoint-activations").exit_code == 0
+    assert train_small("--set", "checkpoint_activations=true").exit_code == 0
     assert len(asked) == 1
 
 
@@ -158,7 +166,7 @@ def test_json_is_all_that_is_printed(train_small):
 
 
 def test_the_network_takes_its_options_and_the_shape_of_the_data(train_small, tmp_path):
-    train_small("--scheme", "dense", "--norm", "none", "--set", "pool=average", "--out", tmp_path)
+    train_small("--scheme", "dense", "--set", "norm=none", "--set", "pool=average", "--out", tmp_path)
     model = load_record(tmp_path).model
     assert (model["num_classes"], model["in_channels"], model["width"]) == (2, 1, 0.05)
     assert (model["scheme"], model["norm"], model["pool"]) == ("dense", None, "average")
@@ -198,20 +206,8 @@ def in_colour(data: Data) -> Data:
 
 def test_trained_weights_are_trained_on_and_the_record_says_so(lowrank, squares, tmp_path, monkeypatch):
     monkeypatch.setattr("lowrank_cnn.data.open_data", lambda *_, **__: in_colour(squares()))
-    small = (
-        "--set",
-        "crop=none",
-        "--set",
-        "pad=0",
-        "--set",
-        "cutout=0",
-        "--set",
-        "freeze=features.conv1*",
-        "--epochs",
-        "1",
-        "--batch-size",
-        "16",
-    )
+    fields = ("crop=none", "pad=0", "cutout=0", "freeze=features.conv1*", "epochs=1", "batch_size=16")
+    small = [word for field in fields for word in ("--set", field)]
     named = ("train", "nin-c3-lr", "--pretrained", "cifar10", "--data", "squares")
     done = lowrank(*named, "--out", tmp_path, "--device", "cpu", *small)
     assert done.exit_code == 0, done.output
@@ -286,18 +282,11 @@ def test_a_network_in_the_users_file_is_told_the_number_of_classes(lowrank, tmp_
     )
     more = ["--data", "squares", *SMALL[2:]]
     assert lowrank("train", f"{own}:net", *more, "--out", tmp_path / "run").exit_code == 0
-    again = (
-        "evaluate",
-        tmp_path / "run",
-        "--data",
-        "squares",
-        "--device",
-        "cpu",
-        "--into",
-        f"{own}:net",
-        "--json",
+    again = ("--data", "squares", "--device", "cpu", "--into", f"{own}:net", "--json")
+    assert (
+        json.loads(lowrank("evaluate", tmp_path / "run", *again).output)["top1"]
+        == load_record(tmp_path / "run").result["top1"]
     )
-    assert json.loads(lowrank(*again).output)["top1"] == load_record(tmp_path / "run").result["top1"]
 
 
 @pytest.fixture
@@ -393,3 +382,56 @@ def test_bad_images_that_a_stream_finds_are_told_at_the_end(lowrank, tmp_path, m
     assert done.exit_code == 0, done.output
     told = " ".join(done.output.split())
     assert told.index("epoch 1/1") < told.index("1 undecodable image (photos/a/bad.png")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--precision", "bf16"], "--precision is now a setting: --set precision=bf16."),
+        (["--no-compile"], "--no-compile is now a setting: --set compile=false."),
+        (["--checkpoint-every=3"], "--checkpoint-every is now a setting: --set checkpoint_every=60."),
+        (["--tensorboard"], "--tensorboard is now --log tensorboard."),
+        (["--widht", "2"], "No such option"),
+    ],
+)
+def test_former_options_say_what_replaces_them(capsys, words, says):
+    assert run(["train", "nin", "--data", "digits", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_every_former_option_is_a_setting_and_files_may_still_name_it():
+    settings = [f"{name.removeprefix('no-')}={value}" for name, value in FORMER.items()]
+    recipe, rare = TrainingOptions("modern", epochs=3, lr=0.02, settings=[*settings, "lr=0.1"]).read(
+        {"epochs": 9, "batch_size": 32, "decode": "cpu"}
+    )
+    assert (recipe.epochs, recipe.batch_size, recipe.lr) == (3, 32, 0.1)
+    assert (recipe.norm, recipe.precision, recipe.quantize) == ("batch", "bf16", "int8")
+    assert (rare["stride"], rare["hold_gb"], rare["channels"], rare["bad"]) == (2, 8.0, 1, "refuse")
+    assert (rare["norm"], rare["decode"], rare["compile"], rare["checkpoint_every"]) == (
+        "batch",
+        "gpu",
+        "false",
+        "60",
+    )
+
+
+def test_the_recipe_chooses_the_norm_except_for_trained_weights_and_networks_that_are_not_ours():
+    recipe = get_recipe("modern")
+    built = NetworkOptions(width=0.5).building("nin", "lr", recipe, None, 2)
+    assert built == {**recipe.network(), "scheme": "lr", "width": 0.5, "stride": 2, "pretrained": None}
+    for model, options in [("nin", NetworkOptions(pretrained="cifar10")), ("mine.py:net", NetworkOptions())]:
+        built = options.building(model, None, recipe, None, None)
+        assert "pool" not in built
+        assert built["norm"] is None
+
+
+def test_images_are_read_with_every_option_and_held_in_bytes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lowrank_cnn.data.open_data", lambda *words, **options: (words, options))
+    rare = {"hold_gb": 0.5, "channels": 1, "deterministic": "true"}
+    words, options = ImageOptions(limit=7).reading("photos", progress=False, rare=rare)(bad="raise")
+    assert (words, rare) == (("photos",), {"deterministic": "true"})
+    assert (options["limit"], options["resident_bytes"], options["bad"]) == (7, 2**29, "raise")
+    endless = ImageOptions().reading("photos", progress=False, rare={"hold_gb": float("inf")})()[1]
+    assert endless["resident_bytes"] > 2**50
+    with pytest.raises(LowRankError, match="hold_gb must be a number of at least 0"):
+        ImageOptions().reading("photos", progress=False, rare={"hold_gb": -1.0})

@@ -20,8 +20,7 @@ from PIL import Image
 
 import lowrank_cnn as lr
 from lowrank_cnn.data import Data
-from lowrank_cnn.train.record import Record
-from lowrank_cnn.train.run_folder import Checkpoint
+from lowrank_cnn.train.run_folder import Checkpoint, Record
 
 OPTIONS = (
     "num_classes", "in_channels", "width", "norm", "stride", "scheme", "dropout", "image_size", "pool", "init",

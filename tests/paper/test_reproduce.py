@@ -19,7 +19,7 @@ from lowrank_cnn.paper.experiments import EXPERIMENTS, ExperimentPart, lines
 from lowrank_cnn.paper.reproduce import build_table, macs, prepare, reproduce
 from lowrank_cnn.train import NotFiniteError, load_record
 from lowrank_cnn.train.inputs import augmentation, image_size
-from lowrank_cnn.train.record import Record
+from lowrank_cnn.train.run_folder import Record
 
 SMALL = {"width": 0.0625, "epochs": 2, "crop": 28, "pad": 0, "mirror": False, "batch_size": 32}
 ONE = {"parts": ("plain",), "networks": ("nin",), "seeds": 1}

@@ -17,7 +17,7 @@ import torch
 from lowrank_cnn.core.files import sealed
 from lowrank_cnn.method.count import Count, count
 from lowrank_cnn.models import create_model
-from lowrank_cnn.train.score import EvaluationDetails, WrongImage
+from lowrank_cnn.train.evaluate import EvaluationDetails, WrongImage
 
 sys.path.insert(0, str(Path(__file__).parent))  # for record_examples
 

@@ -22,7 +22,7 @@ from lowrank_cnn.report.records import (
     require_records,
     shown_elsewhere,
 )
-from lowrank_cnn.train.score import DetailsCollector, EvaluationDetails
+from lowrank_cnn.train.evaluate import DetailsCollector, EvaluationDetails
 
 DEEP = json.loads('{"a":' * 900 + "1" + "}" * 900)
 PICTURE = "data:image/png;base64,iVBORw0KGgo="

@@ -18,6 +18,7 @@ from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.train import Interrupted, Recipe, Record, fit
 from lowrank_cnn.train.failure import StopRequest, may_end_process
 from lowrank_cnn.train.loop import Trainer
+from lowrank_cnn.train.trained import Trained, load_checkpoint
 
 STATEFUL = Recipe(
     name="stateful",
@@ -66,6 +67,11 @@ def train(out: Path | None, recipe: Recipe = STATEFUL, **options) -> tuple[nn.Mo
     network = tiny_net(stateful=recipe is STATEFUL)
     options = {"progress": False, "device": "cpu", **options}
     return network, fit(network, tiny_data(), recipe, out=out, **options)
+
+
+def load_best(directory: Path) -> Trained:
+    """The best weights of a plain run."""
+    return load_checkpoint(directory, best=True, network=tiny_net())
 
 
 def last_weights(directory: Path) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What the last bits depend on is recorded, said when it changes, and kept by --deterministic."""
+"""What the last bits depend on is recorded, said when it changes, and kept by deterministic=True."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.kernels.device import mode
 from lowrank_cnn.train import load_record
 from lowrank_cnn.train.distributed import (
-    changed_conditions,
     generator_states,
     repeatable,
     restore_generators,
@@ -37,7 +36,7 @@ def test_settings_are_put_back():
 
 
 def test_an_operation_without_a_deterministic_algorithm_is_one_sentence():
-    told = r"cannot be trained with --deterministic: x does not have a deterministic implementation\.$"
+    told = r"cannot be trained with deterministic=true: x does not have a deterministic implementation\.$"
     with pytest.raises(LowRankError, match=told), repeatable(True):
         raise RuntimeError("x does not have a deterministic implementation, but you set it. You can turn it off")
     with pytest.raises(RuntimeError, match="something else"), repeatable(True):
@@ -47,11 +46,6 @@ def test_an_operation_without_a_deterministic_algorithm_is_one_sentence():
 def test_several_processes_are_refused():
     with pytest.raises(LowRankError, match="one process"), repeatable(True, processes=2):
         pytest.fail("entered")
-
-
-def test_only_stated_conditions_are_compared():
-    assert changed_conditions({}, {"threads": 2}) == {}
-    assert changed_conditions({"threads": 1, "torch": "a"}, {"threads": 2, "torch": "a"}) == {"threads": (1, 2)}
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

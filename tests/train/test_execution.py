@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.schemes import build_conv
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train import step as execution
@@ -108,11 +107,6 @@ def test_the_record_says_how_steps_ran_and_a_resumed_run_reads_it(driver, tmp_pa
     assert record.execution == {"compiled": False, "cuda_graph": False}
     _, again = driver.train(tmp_path / "run", driver.PLAIN, epochs=4, resume=True)
     assert again.execution == record.execution
-
-
-def test_other_values_are_refused(driver):
-    with pytest.raises(LowRankError, match='compile is True, False or "auto"'):
-        driver.train(None, driver.PLAIN, compile="yes")
 
 
 def test_a_compiled_run_is_the_run_without(driver, monkeypatch):

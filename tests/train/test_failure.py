@@ -13,16 +13,12 @@ from torch import nn
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.train import Interrupted, NotFiniteError, OutOfMemoryError, fit, load_record
 from lowrank_cnn.train.failure import (
-    StoppedWithin,
     StopRequest,
     first_not_finite,
     lost_process_as_user_error,
     oom_as_user_error,
-    resume_hint,
-    stopping_within,
 )
 from lowrank_cnn.train.loop import Trainer
-from lowrank_cnn.train.run_folder import Position
 
 
 class Explode(nn.Module):
@@ -37,13 +33,6 @@ def chain(*modules: nn.Module) -> nn.Sequential:
 def test_the_first_bad_output_is_named():
     network = chain(nn.Conv2d(1, 1, 1), nn.Sequential(nn.ReLU(), Explode()), Explode())
     assert first_not_finite(network, torch.ones(1, 1, 2, 2)) == "the output of layer '1.1' (Explode)"
-
-
-def test_bad_weights_are_named_before_their_output():
-    network = chain(nn.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 1))
-    with torch.no_grad():
-        nn.init.constant_(network[1].weight, float("nan"))  # type: ignore[arg-type]
-    assert first_not_finite(network, torch.ones(1, 1, 2, 2)) == "the weights of layer '1' (Conv2d)"
 
 
 def test_weights_in_a_list_belong_to_their_layer():
@@ -96,7 +85,9 @@ def test_a_quick_run_that_diverges_keeps_its_last_epoch_and_goes_on_as_if_nothin
     assert all(torch.equal(t, again.state_dict()[name]) for name, t in whole.state_dict().items())
 
 
-def test_a_run_that_diverges_at_once_says_that_only_its_start_is_saved(driver, tmp_path):
+def test_a_run_that_diverges_says_how_far_what_was_saved_has_come(driver, tmp_path):
+    assert "epoch 2, batch 3" in (says := diverge(driver, None, burns_at=8))
+    assert "Nothing is saved: start anew" in says
     assert "Only the state before any training is saved" in diverge(driver, tmp_path, burns_at=3)
     assert driver.newest(tmp_path) == 0
 
@@ -117,27 +108,6 @@ def test_on_a_full_disk_what_was_saved_before_stands(driver, tmp_path, monkeypat
 
     monkeypatch.setattr(Trainer, "_write", full)
     assert "Only the state before any training is saved" in diverge(driver, tmp_path, burns_at=8)
-
-
-@pytest.mark.parametrize(
-    ("position", "words"),
-    [
-        (None, "Nothing is saved: start anew"),
-        (Position(), "Only the state before any training is saved"),
-        (Position(batch=1), "is the state after 1 batch of the first of 9 epochs:"),
-        (Position(epoch=4), "is the state after 4 of 9 epochs:"),
-        (Position(epoch=4, batch=2), "is the state after 4 of 9 epochs and 2 batches of the next:"),
-    ],
-)
-def test_the_hint_says_how_far_what_was_saved_has_come(position: Position | None, words: str):
-    assert words in resume_hint(position, 9)
-
-
-def test_divergence_is_met_at_the_end_of_the_epoch_without_a_directory(driver):
-    network = driver.tiny_net()
-    network.insert(2, Fuse(burns_at=8))
-    with pytest.raises(NotFiniteError, match=r"epoch 2, batch 3.*Nothing is saved: start anew"):
-        driver.fit(network, driver.tiny_data(), driver.PLAIN, progress=False, device="cpu")
 
 
 class Fuse(nn.Module):
@@ -257,24 +227,6 @@ def test_a_run_stopped_within_a_step_goes_on_exactly(driver, tmp_path, monkeypat
     train(again := network(0), tmp_path / "stopped", resume=True)
     for name, value in whole.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
-
-
-def test_layers_are_left_alone_afterwards():
-    network, stop = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), StopRequest()
-    with stopping_within(network, stop):
-        network(torch.ones(1, 2)).sum().backward()
-        stop.received = True
-        with pytest.raises(StoppedWithin):
-            network(torch.ones(1, 2))
-    network(torch.ones(1, 2))
-
-
-def test_it_is_said_at_once(capsys):
-    stop = StopRequest()
-    with stop.listening():
-        stop._receive(2, None)
-        stop._receive(2, None)
-    assert capsys.readouterr().err.count("Stopping at the next safe point") == 1
 
 
 def test_an_operation_that_takes_long_does_not_delay_the_stop(driver, program, tmp_path):

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lowrank_cnn.core.modules import checked_size
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train import Recipe, Record, fit
-from lowrank_cnn.train.fit import laid_out
+from lowrank_cnn.train.loop import Trainer, running_network
 from lowrank_cnn.train.step import fused_to_train
 
 
@@ -92,9 +93,10 @@ def test_the_look_leaves_no_trace():
 def whole_run(name: str, monkeypatch: pytest.MonkeyPatch, *, fused: bool, **options) -> tuple[nn.Module, Record]:
     """A short run with dropout, batch norm and a moving average, its layers fused as they would be on a GPU."""
 
-    def fusing(model: nn.Module, recipe: Recipe, size: tuple[int, int, int], *args, **kwargs) -> nn.Module:
-        placed = laid_out(model, recipe, size, *args, **kwargs)
-        return fused_to_train(placed, size, pytest.fail) if fused else placed
+    def fusing(trainer: Trainer, graphs: bool, say) -> nn.Module:
+        recompute, size = trainer.how.checkpoint_activations, checked_size(trainer.inputs.size)
+        placed = running_network(trainer, graphs, say)
+        return fused_to_train(trainer.network, size, pytest.fail, recompute=recompute) if fused else placed
 
     draw = torch.Generator().manual_seed(0)
     images = torch.randint(0, 255, (48, 3, 16, 16), generator=draw, dtype=torch.uint8)
@@ -103,7 +105,7 @@ def whole_run(name: str, monkeypatch: pytest.MonkeyPatch, *, fused: bool, **opti
     torch.manual_seed(1)
     network = create_model(name, num_classes=4, width=0.1, norm="batch", stride=1)
     with monkeypatch.context() as patch:
-        patch.setattr(import_module("lowrank_cnn.train.fit"), "laid_out", fusing)
+        patch.setattr(import_module("lowrank_cnn.train.loop"), "running_network", fusing)
         record = fit(
             network, Data("noise", tuple("abcd"), split, split), recipe, progress=False, device="cpu", **options
         )

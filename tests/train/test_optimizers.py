@@ -1,8 +1,11 @@
-"""Update rules against torch's own and their definitions; frozen layers, layer-wise rates, skipped steps."""
+"""Update rules against torch's own and their definitions; schedules by hand; frozen layers, layer-wise rates."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,7 +16,15 @@ from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train import Recipe, fit
-from lowrank_cnn.train.optimizers import Optimizer, freeze_parameters, layer_factors, orthogonal
+from lowrank_cnn.train.evaluate import LossEvaluation
+from lowrank_cnn.train.optimizers import (
+    LevelOff,
+    Optimizer,
+    freeze_parameters,
+    layer_factors,
+    learning_rate,
+    orthogonal,
+)
 from lowrank_cnn.train.step import TrainingStep
 
 CPU = torch.device("cpu")
@@ -25,18 +36,13 @@ def net() -> nn.Sequential:
 
 
 def stepped(network: nn.Module, recipe: Recipe, steps: int = 3, skip: float = 0.0) -> Optimizer:
-    device = torch.device("cpu")
-    rule = Optimizer(dict(network.named_parameters()), recipe, device, torch.tensor(skip))
+    rule = Optimizer(dict(network.named_parameters()), recipe, CPU, torch.tensor(skip))
     rule.set_rate(recipe.lr)
-    for step in range(steps):
-        rule.zero_grad()
-        images = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(step)).double()
-        network(images).square().sum().backward()
-        rule.step()
+    take_steps(network, rule, steps)
     return rule
 
 
-def torch_stepped(network: nn.Module, rule: torch.optim.Optimizer, steps: int = 3) -> None:
+def take_steps(network: nn.Module, rule: torch.optim.Optimizer | Optimizer, steps: int = 3) -> None:
     for step in range(steps):
         rule.zero_grad()
         images = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(step)).double()
@@ -57,18 +63,18 @@ def assert_equal(one: nn.Module, other: nn.Module) -> None:
         torch.testing.assert_close(value, other.state_dict()[name], rtol=1e-5, atol=1e-7)
 
 
-def test_sgd_is_torchs() -> None:
-    ours, theirs = net(), net()
-    stepped(ours, Recipe(lr=0.01, weight_decay=0.1, nesterov=True))
-    torch_stepped(theirs, torch.optim.SGD(groups(theirs, 0.1), lr=0.01, momentum=0.9, nesterov=True))
-    assert_equal(ours, theirs)
-
-
-def test_adamw_is_torchs() -> None:
-    ours, theirs = net(), net()
-    stepped(ours, Recipe(optimizer="adamw", lr=0.01, weight_decay=0.1, beta2=0.95))
-    torch_stepped(theirs, torch.optim.AdamW(groups(theirs, 0.1), lr=0.01, betas=(0.9, 0.95)))
-    assert_equal(ours, theirs)
+@pytest.mark.parametrize(
+    ("fields", "theirs", "options"),
+    [
+        ({"nesterov": True}, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        ({"optimizer": "adamw", "beta2": 0.95}, torch.optim.AdamW, {"betas": (0.9, 0.95)}),
+    ],
+)
+def test_rules_are_torchs(fields: dict, theirs: type, options: dict) -> None:
+    ours, plain = net(), net()
+    stepped(ours, Recipe(lr=0.01, weight_decay=0.1, **fields))
+    take_steps(plain, theirs(groups(plain, 0.1), lr=0.01, **options))
+    assert_equal(ours, plain)
 
 
 @pytest.mark.parametrize("shape", [(6, 20), (20, 6), (8, 8)])
@@ -215,3 +221,74 @@ def test_the_last_layer_is_spared_as_a_whole(scheme: str) -> None:
     freeze_parameters(network, "backbone")
     trained = {(name.partition(".")[0], value.requires_grad) for name, value in network.named_parameters()}
     assert trained == {("0", False), ("1", True)}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "iteration", "share"),
+    [
+        ("constant", 50, 1),
+        ("paper", 0, 1),
+        ("paper", 20_000, 1 / 2),  # 1 / (1 + 0.1 * 0.0005 * 20000)
+        ("paper", 1_000_000, 1 / 51),
+        ("poly", 0, 1),
+        ("poly", 75, 1 / 2),
+        ("poly", 100, 0),
+        ("poly", 101, 0),
+        ("cosine", 0, 1),
+        ("cosine", 50, 1 / 2),
+        ("cosine", 25, (1 + math.sqrt(0.5)) / 2),
+        ("cosine", 100, 0),
+    ],
+)
+def test_the_rate_follows_its_schedule(schedule, iteration, share):
+    recipe = Recipe(schedule=schedule, lr=0.1, weight_decay=5e-4, power=0.5, epochs=20)
+    assert learning_rate(recipe, iteration, per_epoch=5) == pytest.approx(0.1 * share)
+
+
+def test_warm_up_rises_linearly_and_the_cosine_starts_after_it():
+    recipe = Recipe(lr=0.4, schedule="cosine", warmup=2.0, epochs=10)
+    rates = [learning_rate(recipe, t, per_epoch=5) for t in range(50)]
+    assert rates[:3] == pytest.approx([0.04, 0.08, 0.12])
+    assert rates[9] == rates[10] == pytest.approx(0.4)
+    assert rates[30] == pytest.approx(0.2)
+    assert all(a > b for a, b in pairwise(rates[10:]))
+
+
+def test_drops_divide_the_rate():
+    recipe = Recipe(lr=0.1, schedule="paper", weight_decay=5e-4, epochs=1)
+    assert learning_rate(recipe, 20_000, per_epoch=10, drops=2) == pytest.approx(0.0005)
+    assert learning_rate(Recipe(lr=0.1), 7, per_epoch=10) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("rule", "accuracies", "verdicts", "drops"),
+    [
+        ({"patience": 2, "levels": 5}, "5 6 6 6 7 7 6 7 7", "go go go drop go go drop go stop", [4, 7]),
+        ({"patience": 1, "levels": 1}, "1 1 2 2", "go drop go stop", [2]),
+        ({"patience": 2, "levels": 1, "min_delta": 1}, "5 5.5 5.9", "go go drop", [3]),
+        ({"patience": 2, "levels": 0}, "-5 -4 -3 -2", "go go go go", []),  # losses that fall
+    ],
+)
+def test_levelling_off_drops_then_stops_when_a_drop_does_not_help(rule, accuracies, verdicts, drops):
+    level = LevelOff(**rule)
+    assert [level.update(float(a), epoch) for epoch, a in enumerate(accuracies.split(), 1)] == verdicts.split()
+    assert level.drops == drops
+
+
+def test_the_rule_goes_on_from_its_saved_state():
+    accuracies = [0.5, 0.5, 0.6, 0.6, 0.6, 0.7, 0.7, 0.7, 0.7]
+    whole = LevelOff(patience=2, levels=3)
+    expected = [whole.update(a, e) for e, a in enumerate(accuracies, 1)]
+    for cut in range(len(accuracies)):
+        first, second = LevelOff(patience=2, levels=3), LevelOff(patience=2, levels=3)
+        verdicts = [first.update(a, e) for e, a in enumerate(accuracies[:cut], 1)]
+        second.restore(json.loads(json.dumps(first.state())))
+        verdicts += [second.update(a, e) for e, a in enumerate(accuracies[cut:], cut + 1)]
+        assert verdicts == expected
+
+
+def test_a_loss_that_is_nan_comes_last():
+    rule = LevelOff(patience=1, levels=0)
+    ranks = [LossEvaluation(loss, 1).rank for loss in (float("nan"), 2.0, float("nan"))]
+    assert [rule.update(rank, epoch) for epoch, rank in enumerate(ranks, 1)] == ["go", "go", "stop"]
+    assert rule.best == -2.0

@@ -1,14 +1,20 @@
-"""What a run shows on a terminal, in a notebook, and elsewhere."""
+"""What a run shows on a terminal, in a notebook and elsewhere, and what loggers get (clients are stand-ins)."""
 
 from __future__ import annotations
 
+import csv
 import io
 import re
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
-from lowrank_cnn.train.progress import Lines, Live, NotebookLine, Progress, moving_line
-from lowrank_cnn.train.record import Epoch
+from lowrank_cnn.core.errors import LowRankError, MissingExtra
+from lowrank_cnn.train import load_record
+from lowrank_cnn.train.progress import Live, NotebookLine, moving_line
+from lowrank_cnn.train.run_folder import Epoch
 from lowrank_cnn.train.step import Tally
 
 ROW = Epoch(2, 0.05, 1.25, 0.5, 0.625, 4.0, 12_500.0)
@@ -20,18 +26,8 @@ def test_one_line_per_epoch_where_there_is_no_terminal(driver, capsys):
     assert len(lines) == 3
     assert lines[0].startswith("epoch 1/3  loss ")
     assert "images/s" in lines[0]
-
-
-def test_quiet_means_quiet(driver, capsys):
     driver.train(None, driver.PLAIN, progress=False)
     assert capsys.readouterr().out == ""
-
-
-def test_an_epoch_in_one_line(capsys):
-    Lines().epoch(ROW, 10)
-    assert capsys.readouterr().out == (
-        "epoch 2/10  loss 1.2500  train 50.0%  accuracy 62.50%  lr 0.05  12,500 images/s\n"
-    )
 
 
 def test_the_live_line_names_every_figure():
@@ -87,9 +83,124 @@ def test_a_notebook_shows_one_output_with_the_time_left(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("epoch 2/10  loss 1.2500")
 
 
-def test_silence_is_the_default(capsys):
-    with Progress() as silent:
-        silent.say("nothing")
-        silent.epoch(ROW, 10)
-        silent.step(Tally(0, 0, 0, 0, False), 0.1, 1)
-    assert capsys.readouterr().out == ""
+Calls = list[tuple[str, dict[str, Any]]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """What the clients were called with."""
+    heard: Calls = []
+
+    def hear(name: str, answer: object = None):
+        def call(*values: Any, **options: Any) -> object:
+            heard.append((name, {**options, "values": values}))
+            return answer
+
+        return call
+
+    wandb, mlflow, trackio = (ModuleType(name) for name in ("wandb", "mlflow", "trackio"))
+    run = SimpleNamespace(id="w1", log=hear("wandb.log"), finish=hear("wandb.finish"))
+    wandb.init = hear("wandb.init", run)
+    mlflow.start_run = hear("mlflow.start_run", SimpleNamespace(info=SimpleNamespace(run_id="m1")))
+    for name in ("set_experiment", "log_params", "log_metrics", "end_run"):
+        setattr(mlflow, name, hear(f"mlflow.{name}"))
+    for name in ("init", "log", "finish"):
+        setattr(trackio, name, hear(f"trackio.{name}"))
+    for module in (wandb, mlflow, trackio):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return heard
+
+
+def of(calls: Calls, name: str) -> list[dict[str, Any]]:
+    return [options for called, options in calls if called == name]
+
+
+def test_scalars_for_tensorboard(driver, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _, record = driver.train(tmp_path, driver.PLAIN, log="tensorboard")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert {"lr", "train_loss", "accuracy"} <= set(events.Tags()["scalars"])
+    assert [event.step for event in events.Scalars("train_loss")] == [1, 2, 3]
+    assert events.Scalars("test_top1")[0].value == pytest.approx(record.result["top1"])
+
+
+def test_the_history_as_a_table(driver, tmp_path):
+    driver.train(tmp_path, driver.PLAIN, log="csv")
+    with (tmp_path / "history.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    history = load_record(tmp_path).history
+    assert [float(row["train_loss"]) for row in rows] == [row["train_loss"] for row in history]
+    assert [int(row["epoch"]) for row in rows] == [1, 2, 3]
+
+
+def test_clients_get_the_run_its_epochs_and_its_result(driver, tmp_path, calls):
+    _, record = driver.train(tmp_path, driver.PLAIN, log=("wandb", "mlflow", "trackio"))
+    (begun,) = of(calls, "wandb.init")
+    assert begun["config"]["recipe"]["lr"] == record.recipe["lr"]
+    assert (begun["project"], begun["name"]) == ("lowrank-cnn", tmp_path.name)
+    assert of(calls, "mlflow.log_params")[0]["values"][0]["recipe.epochs"] == "3"
+    for name in ("wandb.log", "mlflow.log_metrics", "trackio.log"):
+        logged = of(calls, name)
+        assert [call["step"] for call in logged] == [1, 2, 3, 3]
+        assert logged[0]["values"][0]["train_loss"] == record.history[0]["train_loss"]
+        assert logged[-1]["values"][0]["test_top1"] == record.result["top1"]
+    assert of(calls, "wandb.finish") == [{"exit_code": 0, "values": ()}]
+    assert of(calls, "mlflow.end_run")[0]["values"] == ("FINISHED",)
+
+
+def test_a_run_that_is_resumed_continues_where_its_logs_stopped(driver, tmp_path, calls):
+    def stop(row: Epoch, network: object) -> None:
+        if row.epoch == 2:
+            raise RuntimeError("cut")
+
+    names = ("csv", *("wandb", "mlflow", "trackio"))
+    with pytest.raises(RuntimeError, match="cut"):
+        driver.train(tmp_path, driver.PLAIN, log=names, callbacks=[stop], checkpoint_every=0)
+    assert of(calls, "wandb.finish")[0]["exit_code"] == 1
+    assert of(calls, "mlflow.end_run")[0]["values"] == ("FAILED",)
+    driver.train(tmp_path, driver.PLAIN, log=names, resume=True)
+    assert of(calls, "wandb.init")[1]["id"] == "w1"
+    assert of(calls, "mlflow.start_run")[1]["run_id"] == "m1"
+    assert of(calls, "trackio.init")[1]["resume"] == "must"
+    with (tmp_path / "history.csv").open() as file:
+        assert [row["epoch"] for row in csv.DictReader(file)] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
+def test_a_client_that_is_not_installed_is_named(driver, monkeypatch, name: str):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtra, match=rf"--log {name} needs {name}: pip install 'lowrank-cnn\[{name}\]'"):
+        driver.train(None, driver.PLAIN, log=name)
+
+
+def test_a_client_that_cannot_start_is_one_sentence(driver, calls, monkeypatch):
+    def refuse(**options: Any) -> None:
+        raise ValueError("No API key configured.\nA second line.")
+
+    monkeypatch.setattr("wandb.init", refuse)
+    with pytest.raises(LowRankError, match=r"^--log wandb could not start: No API key configured$"):
+        driver.train(None, driver.PLAIN, log="wandb")
+
+
+def test_a_server_that_goes_away_does_not_end_the_run(driver, tmp_path, calls, monkeypatch, capsys):
+    def lost(values: Any, step: int) -> None:
+        if step == 2:
+            raise ConnectionError("server lost")
+
+    monkeypatch.setattr("mlflow.log_metrics", lost)
+    _, record = driver.train(tmp_path, driver.PLAIN, log=("mlflow", "trackio"), progress=True)
+    assert len(record.history) == 3
+    assert "Logging to mlflow stopped (server lost)." in capsys.readouterr().out
+    assert [call["step"] for call in of(calls, "trackio.log")] == [1, 2, 3, 3]
+    assert of(calls, "mlflow.end_run") == []
+
+
+def test_mistakes_are_one_sentence(driver):
+    with pytest.raises(LowRankError, match="no logger 'wandbb': did you mean wandb"):
+        driver.train(None, driver.PLAIN, log="wandbb")
+    for name in ("csv", "tensorboard"):
+        with pytest.raises(LowRankError, match="give --out"):
+            driver.train(None, driver.PLAIN, log=name)

@@ -13,10 +13,11 @@ from torch.nn import functional as F
 import lowrank_cnn as lr
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Data, ResidentSplit
-from lowrank_cnn.train.optimizers import learning_rate
+from lowrank_cnn.train.evaluate import averaged_views
+from lowrank_cnn.train.inputs import patch_covariance, whitening_filters
+from lowrank_cnn.train.optimizers import decay_at, learning_rate, look_ahead
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recipes import get_recipe
-from lowrank_cnn.train.short_runs import averaged_views, decay_at, look_ahead, patch_covariance, whitening_filters
 from lowrank_cnn.train.step import TrainingStep
 
 CPU = torch.device("cpu")
@@ -81,11 +82,6 @@ def test_lookahead_happens_every_so_many_steps_of_a_run():
     blended = again.weights[name]
     assert torch.equal(again.averages[name], blended)
     assert decay_at(0.5, 0.8) == pytest.approx(0.1)
-
-
-def test_lookahead_and_a_moving_average_exclude_each_other():
-    with pytest.raises(LowRankError, match="both average weights"):
-        Recipe(lookahead=5, ema=0.9)
 
 
 def test_a_triangle_rises_to_its_peak_and_falls_to_its_end():

@@ -79,34 +79,6 @@ def test_the_tally_counts_loss_hits_and_images():
     assert tally.correct == 2 * (logits.argmax(1) == labels).sum().item()
 
 
-def test_auxiliary_losses_count_for_their_weight():
-    class Auxiliary(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.main, self.side = nn.Linear(4, 3), nn.Linear(4, 3)
-
-        def forward(self, x):
-            x = x.flatten(1)
-            return self.main(x), self.side(x)
-
-    torch.manual_seed(0)
-    net = Auxiliary()
-    before = copy.deepcopy(net)
-    step = TrainingStep(
-        net, net, lambda loss: loss.backward(), Recipe(momentum=0, weight_decay=0, aux_weight=0.3), CPU
-    )
-    images, labels = torch.randn(6, 4, 1, 1), torch.arange(6) % 3
-    step.prepare(1.0, 0)
-    step(images, labels)
-    main, side = before(images)
-    gradients = torch.autograd.grad(
-        F.cross_entropy(main, labels) + 0.3 * F.cross_entropy(side, labels), list(before.parameters())
-    )
-    for now, then, gradient in zip(net.parameters(), before.parameters(), gradients, strict=True):
-        torch.testing.assert_close(now, then - gradient)
-    assert step.read_tally().loss == pytest.approx(6 * F.cross_entropy(main, labels).item(), rel=1e-5)
-
-
 def test_the_average_follows_the_weights():
     net = network()
     step = make_step(net, Recipe(ema=0.5))
@@ -268,15 +240,10 @@ def test_the_scale_follows_overflows_and_good_steps():
     assert halted  # it is the network that is not finite
 
 
-def test_a_run_in_fp16_learns(driver):
-    _, record = driver.train(None, driver.PLAIN, epochs=6, precision="fp16")
-    assert record.precision == "fp16"
-    assert record.result["top1"] > 0.7
-
-
 def test_a_run_in_fp16_resumes_exactly_and_after_another_precision(driver, tmp_path):
     recipe = dataclasses.replace(driver.STATEFUL, epochs=3)
-    whole, _ = driver.train(None, recipe, precision="fp16")
+    whole, record = driver.train(None, recipe, precision="fp16")
+    assert (record.precision, record.history[-1]["train_loss"] < record.history[0]["train_loss"]) == ("fp16", True)
     driver.train(tmp_path / "fp16", dataclasses.replace(recipe, epochs=1), precision="fp16")
     again, _ = driver.train(tmp_path / "fp16", recipe, precision="fp16", resume=True)
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in whole.state_dict().items())

@@ -7,7 +7,6 @@ import dataclasses
 import errno
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -141,12 +140,6 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(driver, tmp_path, monkeypa
     assert_same_weights(whole.state_dict(), again.state_dict())
 
 
-def test_a_directory_with_a_run_is_not_overwritten(driver, tmp_path):
-    driver.train(tmp_path, epochs=1)
-    with pytest.raises(LowRankError, match="already holds a run"):
-        driver.train(tmp_path, epochs=1)
-
-
 def test_a_finished_run_is_left_alone(driver, tmp_path, capsys):
     _, first = driver.train(tmp_path, epochs=1)
     files = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
@@ -200,13 +193,6 @@ def test_going_on_with_another_run_is_refused(driver, tmp_path, change, sentence
 
 
 @pytest.mark.parametrize("epochs", [1, 2], ids=["finished", "unfinished"])
-def test_going_on_with_another_seed_is_refused(driver, tmp_path, epochs):
-    driver.train(tmp_path, epochs=1)
-    with pytest.raises(LowRankError, match="the seed 0"):
-        driver.train(tmp_path, epochs=epochs, seed=1, resume=True)
-
-
-@pytest.mark.parametrize("epochs", [1, 2], ids=["finished", "unfinished"])
 def test_going_on_with_other_images_is_refused(driver, tmp_path, epochs):
     driver.train(tmp_path, driver.PLAIN, epochs=1)
     options = {"epochs": epochs, "out": tmp_path, "resume": True, "device": "cpu"}
@@ -218,47 +204,42 @@ def test_going_on_with_other_images_is_refused(driver, tmp_path, epochs):
         driver.fit(driver.tiny_net(), dataclasses.replace(data, test=smaller), driver.PLAIN, **options)
 
 
-def test_going_on_with_another_network_names_what_differs():
-    data = {"name": "tiny", "classes": ["a"], "train": 4, "test": 2, "image": [1, 8, 8]}
-    before = {"model": {"name": "nin", "width": 1.0, "norm": None}, "data": data, "seed": 0}
-    now = {**before, "model": {"name": "nin", "width": 0.5, "norm": None}}
-    with pytest.raises(
-        LowRankError,
-        match=r"^this run .* with the network's width 1.0, and cannot go on with 0.5: leave .* another --out\.$",
-    ):
-        check_same_run(before, now)
-
-
 def converted(schemes: dict[str, str]) -> dict[str, object]:
     rows = [{"name": name, "scheme": scheme} for name, scheme in schemes.items()]
     return {"name": "Net+lr", "base": "Net", "config": None, "class": "Net", "conversion": {"changed": rows}}
 
 
-def test_refusals_to_go_on_speak_of_layers_and_classes_in_a_sentence():
-    data = {"name": "tiny", "classes": ["cat", "dog"], "train": 4, "test": 2, "image": [1, 8, 8]}
-    before = {"model": converted({"a": "lr", "b": "lr"}), "data": data, "seed": 0}
-    finer, fewer = (converted(schemes) for schemes in ({"a": "lr(branches)", "b": "separable"}, {"a": "lr"}))
-    cases = (
-        ({"model": finer}, "the layer a as lr, and cannot go on with lr(branches)"),
-        ({"model": fewer}, "the layer b as lr, and cannot go on with dense"),
-        ({"data": {**data, "classes": ["cat", "owl"]}}, "the class number 1 as dog, and cannot go on with owl"),
-        ({"data": {**data, "classes": ["cat"]}}, "the number of classes 2, and cannot go on with 1"),
-    )
+DATA = {"name": "tiny", "classes": ["cat", "dog"], "train": 4, "test": 2, "image": [1, 8, 8], "digest": "1f"}
+BEFORE = {"model": converted({"a": "lr", "b": "lr"}), "data": DATA, "seed": 0}
+OURS = {**BEFORE, "model": {"name": "nin", "width": 1.0, "norm": None}}
+OWN = {**BEFORE, "model": {"name": "old.py:net", "class": "Net"}}
+
+
+@pytest.mark.parametrize(
+    ("before", "change", "says"),
+    [
+        (BEFORE, {"seed": 1}, "the seed 0, and cannot go on with 1"),
+        (BEFORE, {"model": converted({"a": "lr(branches)", "b": "cp"})}, "the layer a as lr, and .* lr.branches."),
+        (BEFORE, {"model": converted({"a": "lr"})}, "the layer b as lr, and cannot go on with dense"),
+        (BEFORE, {"data": {**DATA, "classes": ["cat", "owl"]}}, "the class number 1 as dog, and .* with owl"),
+        (BEFORE, {"data": {**DATA, "classes": ["cat"]}}, "the number of classes 2, and cannot go on with 1"),
+        (OURS, {"model": {**OURS["model"], "width": 0.5}}, "the network's width 1.0, and cannot go on with 0.5"),
+        (OWN, {"model": {"name": "old.py:net", "class": "Other"}}, "the network Net, and .* with Other"),
+    ],
+)
+def test_another_run_is_not_gone_on_with(before, change, says):
     check_same_run(before, before)
-    for change, says in cases:
-        whole = f"this run was started with {says}: leave that as it was, or start a new run in another --out."
-        with pytest.raises(LowRankError, match=f"^{re.escape(whole)}$"):
-            check_same_run(before, {**before, **change})
+    whole = rf"^this run was started with {says}: leave that as it was, or start a new run in another --out\.$"
+    with pytest.raises(LowRankError, match=whole):
+        check_same_run(before, {**before, **change})
 
 
-def test_a_file_of_the_user_may_be_renamed_between_the_parts_of_a_run():
-    data = {"name": "tiny", "classes": ["a"], "train": 4, "test": 2, "image": [1, 8, 8]}
-    models = ({"name": "old.py:net", "class": "Net"}, {"name": "new.py:net", "class": "Net"}, {"name": "Net"})
-    first, renamed, of_python = ({"model": model, "data": data, "seed": 0} for model in models)
-    check_same_run(first, renamed)
-    check_same_run(of_python, first)
-    with pytest.raises(LowRankError, match="with the network Net, and cannot go on with Other"):
-        check_same_run(first, {**first, "model": {"name": "old.py:net", "class": "Other"}})
+def test_files_may_be_renamed_and_images_may_not_change():
+    check_same_run(OWN, {**OWN, "model": {"name": "new.py:net", "class": "Net"}})
+    check_same_run({**OWN, "model": {"name": "Net"}}, OWN)
+    with pytest.raises(LowRankError, match=r"^the images of tiny are not those that this run was started with"):
+        check_same_run(BEFORE, {**BEFORE, "data": {**DATA, "digest": "2e"}})
+    check_same_run({**BEFORE, "data": {**DATA, "digest": None}}, BEFORE)
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"kind": "training", "schema": 1}'])
@@ -324,16 +305,6 @@ def test_the_record_of_another_run_does_not_finish_this_one(driver, tmp_path, ca
     _, record = driver.train(tmp_path / "one", driver.PLAIN, epochs=1, seed=0, resume=True, progress=True)
     assert "is not the record of the checkpoint beside it" in capsys.readouterr().out
     assert record.seed == load_record(tmp_path / "one").seed == 0
-
-
-def test_images_that_changed_between_runs_are_refused():
-    data = {"name": "photos", "classes": ["a"], "train": 4, "test": 2, "image": [3, 8, 8], "digest": "1f"}
-    before = {"model": {"name": "nin"}, "data": data, "seed": 0}
-    check_same_run(before, before)
-    with pytest.raises(LowRankError, match=r"^the images of photos are not those that this run was started with"):
-        check_same_run(before, {**before, "data": {**data, "digest": "2e"}})
-    older = {**before, "data": {key: value for key, value in data.items() if key != "digest"}}
-    check_same_run(older, before)
 
 
 def photos(root: Path) -> list[Path]:
@@ -407,8 +378,3 @@ def test_a_smaller_learning_rate_is_allowed_and_said(driver, tmp_path, capsys):
     assert "lr is 0.01; it was 0.05" in capsys.readouterr().out
     assert record.history[1]["lr"] == pytest.approx(0.01, rel=1e-3)
     assert {"epoch": 1, "field": "lr", "from": 0.05, "to": 0.01} in load_record(tmp_path).changes
-
-
-def test_resume_without_a_directory_is_refused(driver):
-    with pytest.raises(LowRankError, match="--out"):
-        driver.train(None, resume=True)
