@@ -2,17 +2,27 @@
 
 import json
 import resource
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.files import replacing
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.models import create_model
-from lowrank_cnn.models.network_file import Stored, is_exported, read_weights, without_storage, write_weights
+from lowrank_cnn.models.network_file import (
+    Stored,
+    is_exported,
+    read_header,
+    read_weights,
+    without_storage,
+    write_network_file,
+    write_weights,
+)
 
 CARD = {"data": {"classes": ["a", "b"], "image": [1, 16, 16]}}
 
@@ -71,17 +81,6 @@ def test_other_weights_are_refused(tmp_path, change: str):
         read_weights(path)
 
 
-@pytest.mark.parametrize("size", ["3x3", [3, 0, 3], [3, 8], [3, "8", 8], None])
-def test_a_size_that_is_none_is_left_out(tmp_path, size: object):
-    path = tmp_path / "net.safetensors"
-    net = create_model("nin", width=0.05)
-    write_weights(path, Stored(net, (3, 8, 8)))
-    with safe_open(path, framework="pt") as file:
-        about = json.loads(file.metadata()["lowrank_cnn"])
-    save_file(load_file(path), path, metadata={"lowrank_cnn": json.dumps({**about, "input": size})})
-    assert read_weights(path).input_size is None
-
-
 def test_a_checkpoint_of_a_run_is_no_exported_file(tmp_path):
     path = tmp_path / "step-00000001.safetensors"
     assert not is_exported(path)
@@ -110,13 +109,29 @@ def test_every_tensor_keeps_its_precision(tmp_path):
     assert fresh[0].weight.dtype == torch.float32
 
 
-def header_of(path, change: dict[str, object]) -> None:
+def change_header(path: Path, change: dict[str, object]) -> None:
     """Rewrite the header of a file: the options of its network, or anything else that it says."""
     with safe_open(path, framework="pt") as file:
         about = json.loads(file.metadata()["lowrank_cnn"])
-    model = {**about["model"], **change.pop("model", {})}
+    model = {**about["model"], **change.pop("model")} if "model" in change else about["model"]
     tensors = {} if change.pop("empty", False) else load_file(path)
     save_file(tensors, path, metadata={"lowrank_cnn": json.dumps({**about, "model": model, **change})})
+
+
+@pytest.mark.parametrize("size", ["3x3", [3, 0, 3], [3, 8], [3, "8", 8], None])
+def test_a_size_that_is_none_is_left_out(tmp_path, size: object):
+    path = tmp_path / "net.safetensors"
+    write_weights(path, Stored(create_model("nin", width=0.05), (3, 8, 8)))
+    change_header(path, {"input": size})
+    assert read_weights(path).input_size is None
+
+
+def test_a_large_conversion_of_a_foreign_network_is_refused_before_it_is_built(tmp_path):
+    path, net = tmp_path / "net.safetensors", nn.Sequential(nn.Conv2d(3, 8, 3))
+    write_weights(path, Stored(net))
+    change_header(path, {"conversion": {"changed": [{"name": "0", "scheme": "lr-join(m=999999999)"}]}})
+    with pytest.raises(LowRankError, match="missing or unknown"):
+        read_weights(path, into=net)
 
 
 @pytest.mark.parametrize(
@@ -135,30 +150,11 @@ def header_of(path, change: dict[str, object]) -> None:
 def test_a_small_file_that_names_a_large_network_is_refused(tmp_path, change: dict, match: str):
     path = tmp_path / "net.safetensors"
     write_weights(path, Stored(create_model("nin", width=0.05)))
-    header_of(path, change)
+    change_header(path, dict(change))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(LowRankError, match=match):
         read_weights(path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB: 256 MiB
-
-
-def test_a_large_conversion_of_a_foreign_network_is_refused_before_it_is_built(tmp_path):
-    path = tmp_path / "net.safetensors"
-    net = nn.Sequential(nn.Conv2d(3, 8, 3))
-    write_weights(path, Stored(net))
-    with safe_open(path, framework="pt") as file:
-        about = json.loads(file.metadata()["lowrank_cnn"])
-    about["conversion"] = {"changed": [{"name": "0", "scheme": "lr-join(m=999999999)"}]}
-    save_file(load_file(path), path, metadata={"lowrank_cnn": json.dumps(about)})
-    with pytest.raises(LowRankError, match="missing or unknown"):
-        read_weights(path, into=net)
-
-
-def test_nested_nonsense_is_damage(tmp_path):
-    path = tmp_path / "net.safetensors"
-    save_file({}, path, metadata={"lowrank_cnn": "[" * 100_000})
-    with pytest.raises(LowRankError, match="description is damaged"):
-        read_weights(path)
 
 
 def test_a_network_can_be_copied_without_storage():
@@ -178,3 +174,50 @@ def test_a_network_with_weights_that_a_hook_computes_comes_back(tmp_path):
     write_weights(path, Stored(net))
     x = torch.randn(2, 3, 8, 8)
     assert torch.equal(read_weights(path, into=make()).network(x), net(x))
+
+
+def test_weights_keep_their_precision_and_a_shared_tensor_is_written_once(tmp_path: Path):
+    shared = torch.randn(3, 4)
+    weights = {"a": shared, "b": shared, "half": torch.randn(2).bfloat16(), "steps": torch.tensor(7)}
+    write_network_file(tmp_path / "net.safetensors", weights, {"model": None}, {"mean": torch.ones(3)})
+    file = read_header(tmp_path / "net.safetensors")
+    assert file.shapes == {"a": (3, 4), "half": (2,), "steps": ()}
+    found = file.weights()
+    assert found["half"].dtype == torch.bfloat16
+    assert torch.equal(found["a"], shared)
+    assert file.preprocess().keys() == {"mean"}
+    assert file.description == {"model": None}
+
+
+def test_the_description_may_name_a_precision_to_compute_in(tmp_path: Path):
+    weights = {"a": torch.randn(3).half(), "steps": torch.tensor(7)}
+    write_network_file(tmp_path / "net.safetensors", weights, {"dtype": "torch.float32"}, {})
+    found = read_header(tmp_path / "net.safetensors").weights()
+    assert (found["a"].dtype, found["steps"].dtype) == (torch.float32, torch.int64)
+
+
+@pytest.mark.parametrize(
+    "header", [None, {"lowrank_cnn": "["}, {"lowrank_cnn": "[1]"}, {"lowrank_cnn": "[" * 10**5}]
+)
+def test_a_file_without_a_description_is_refused_in_a_sentence(tmp_path: Path, header: dict[str, str] | None):
+    path = tmp_path / "net.safetensors"
+    save_file({"a": torch.ones(1)}, path, metadata=header)
+    with pytest.raises(LowRankError, match=r"build a network"):
+        read_header(path)
+
+
+def test_what_is_no_tensor_and_no_safetensors_is_refused_in_a_sentence(tmp_path: Path):
+    with pytest.raises(LowRankError, match="not a tensor"):
+        write_network_file(tmp_path / "a.safetensors", {"a": 3}, {}, {})  # type: ignore[dict-item]
+    (tmp_path / "b.safetensors").write_bytes(b"nothing")
+    with pytest.raises(LowRankError, match="is not a safetensors file"):
+        read_header(tmp_path / "b.safetensors")
+
+
+def test_an_error_of_the_system_is_raised_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(LowRankError, match="the disk is full"), replacing(tmp_path / "net.safetensors") as file:
+        write_network_file(file, {"weight": torch.ones(2)}, {}, {})
