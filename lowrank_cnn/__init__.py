@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lowrank_cnn.method.finalize_shapes import LearnedShapes, load_shapes
     from lowrank_cnn.method.init import composite_sigma, init_
     from lowrank_cnn.method.layers import CompositeConv2d
-    from lowrank_cnn.method.schemes import FactoredConv2d, Scheme, build_conv, parse_scheme
+    from lowrank_cnn.method.schemes import Basis, FactoredConv2d, Scheme, build_conv, parse_scheme, register_scheme
     from lowrank_cnn.method.select import stages
     from lowrank_cnn.method.spec import Composite, FilterGroup
     from lowrank_cnn.method.thin import thin
@@ -61,7 +61,7 @@ _HOMES = {
     "method.finalize_shapes": ["LearnedShapes", "load_shapes"],
     "method.init": ["composite_sigma", "init_"],
     "method.layers": ["CompositeConv2d"],
-    "method.schemes": ["FactoredConv2d", "Scheme", "build_conv", "parse_scheme"],
+    "method.schemes": ["Basis", "FactoredConv2d", "Scheme", "build_conv", "parse_scheme", "register_scheme"],
     "method.select": ["stages"],
     "method.spec": ["Composite", "FilterGroup"],
     "method.thin": ["thin"],
@@ -89,6 +89,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "Basis",
     "Composite",
     "CompositeConv2d",
     "Count",
@@ -130,6 +131,7 @@ __all__ = [
     "predict",
     "push_to_hub",
     "quantize",
+    "register_scheme",
     "save_pretrained",
     "stages",
     "thin",

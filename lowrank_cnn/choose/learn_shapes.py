@@ -40,14 +40,15 @@ from lowrank_cnn.method.geometry import form_of
 from lowrank_cnn.method.init import weight_layers
 from lowrank_cnn.method.rewrite import copy_with, frozen_like, in_channels_last, rewrite
 from lowrank_cnn.method.schemes import NONE, Scheme, parse_scheme
+from lowrank_cnn.method.schemes import Learned as LearnedScheme
 from lowrank_cnn.method.select import Where, check_rewritable, select
 from lowrank_cnn.method.shaped_layers import (
     GatedLinear,
     ShapedConv2d,
-    conv_of_form,
     exact_scheme,
     may_remove,
     shaped_convs,
+    shaped_layer,
 )
 from lowrank_cnn.method.spec import Pair
 from lowrank_cnn.train.distributed import generator_states, made_by_first, resolve_device, restore_generators
@@ -190,7 +191,7 @@ def _check_asked(model: nn.Module, recipe: Recipe, by: str) -> None:
 
 def learned_scheme(shapes: Sequence[str] | Scheme, multiple: int = 8) -> Scheme:
     """The scheme of these shapes; a scheme is returned as it is."""
-    if isinstance(shapes, Scheme) and shapes.name == "learned":
+    if isinstance(shapes, LearnedScheme):
         return shapes
     if isinstance(shapes, str | Scheme) or not all(isinstance(shape, str) for shape in shapes):
         raise LowRankError(f'shapes are a list like ("kx1", "1xk", "kxk", "none"), not {shapes!r}.')
@@ -240,7 +241,7 @@ def shape_network(
         new.copy_dense(layer.weight, layer.bias)  # type: ignore[operator]
         frozen_like(layer, new)
 
-    new = rewrite(model, schemes, fill=fill, kept=kept)
+    new = rewrite(model, schemes, build=shaped_layer, fill=fill, kept=kept)
     note(new, input_size=tuple(input_size))
     return new
 
@@ -346,7 +347,7 @@ def _deployed(network: nn.Module, image: Tensor) -> Callable[[], object]:
 
 def _layer_run(layer: ShapedConv2d, counts: Mapping[Pair, int], x: Tensor) -> Callable[[], object]:
     """A layer with these filters, to be timed: on a GPU inside a CUDA graph, where launches take no time."""
-    conv = in_channels_last(conv_of_form(layer.form, exact_scheme([*counts.items()])).eval()).to(x)
+    conv = in_channels_last(exact_scheme([*counts.items()]).build_form(layer.form).eval()).to(x)
     return captured(lambda: conv(x)).replay if x.is_cuda else lambda: conv(x)
 
 

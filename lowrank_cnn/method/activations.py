@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset
 from lowrank_cnn.core.compare import copied, tensors_of, unchanged
 from lowrank_cnn.core.errors import LowRankError, first_line
 from lowrank_cnn.core.modules import first_input
-from lowrank_cnn.method.channel import FactoredLayer, groups_of
+from lowrank_cnn.method.chains import FactoredLayer, groups_of
 from lowrank_cnn.method.geometry import Sides, form_of
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.schemes import FactoredConv2d

@@ -17,10 +17,10 @@ from torch import nn
 from lowrank_cnn.core.clock import measure
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.modules import InputSize, arguments
-from lowrank_cnn.method.channel import basis_filters, channel_params, groups_of, outputs_of
+from lowrank_cnn.method.chains import groups_of, outputs_of
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.rewrite import copy_with, rewrite
-from lowrank_cnn.method.schemes import Scheme, macs_per_pixel, stage_weights
+from lowrank_cnn.method.schemes import Scheme
 
 Convs = Mapping[str, nn.Conv2d]
 Choice = Mapping[str, Scheme | None]
@@ -162,11 +162,9 @@ def dense_costs(model: nn.Module, convs: Convs, kind: str, input_size: InputSize
 
 def step_cost(conv: nn.Conv2d, scheme: Scheme, dense: int, kind: str) -> int:
     """What a scheme costs in the place of a conv that costs `dense`."""
-    if kind == "params" and not isinstance(conv, nn.Conv2d):
-        return channel_params(conv, basis_filters(conv, scheme))
     if kind == "params":
-        return sum(stage_weights(conv, scheme)) + (0 if conv.bias is None else conv.out_channels)
-    return round(dense / conv.weight.numel() * macs_per_pixel(conv, scheme))
+        return scheme.params(conv)
+    return round(dense / conv.weight.numel() * scheme.macs(conv))
 
 
 def _fresh_curve(conv: nn.Conv2d, schemes: Sequence[Scheme], dense: int, kind: str) -> Curve:
@@ -188,7 +186,7 @@ def _fewer_filters(conv: nn.Conv2d, scheme: Scheme) -> dict[Scheme, None]:
     if filters // groups < len(scheme.shapes):
         return {}
     schemes = {scheme: None}
-    if scheme.to is not None or scheme.name in ("separable", "cp"):
+    if scheme.mixes:
         units = [max(groups, round(share * filters / groups) * groups) for share in SHARES]
         most = filters if scheme.m is None else scheme.stages((3, 3), filters, channel_groups=groups)[0].filters
         schemes |= {replace(scheme, m=m): None for m in units if len(scheme.shapes) <= m < most}

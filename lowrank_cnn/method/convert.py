@@ -29,7 +29,7 @@ from lowrank_cnn.method.budget import Budget, fresh_curves, within
 from lowrank_cnn.method.count import LayerCount, count
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.rewrite import Change, Conversion, Fill, changes_of, check_calls, low_rank_layers, rewrite
-from lowrank_cnn.method.schemes import FactoredConv2d, Scheme, parse_scheme, relative_cost
+from lowrank_cnn.method.schemes import FactoredConv2d, Scheme, parse_scheme
 from lowrank_cnn.method.select import Kept, NothingToConvertError, Where, select
 
 __all__ = ["Change", "Conversion", "Cost", "Fill", "conversion_costs", "convert", "notes", "rewrite"]
@@ -142,11 +142,18 @@ def _candidates(scheme: str | Scheme | None, budget: Budget | None) -> list[Sche
     if scheme is None and budget is None:
         raise LowRankError("give a scheme, such as lr, or a budget that chooses schemes: macs, params or latency.")
     candidates = [parse_scheme(text) for text in (BY_BUDGET if scheme is None else (scheme,))]
-    if candidates[0].name == "embed":
-        raise LowRankError("embed changes the number of channels that the next layer expects: use lr-join.")
-    if candidates[0].name == "exact":
+    check_channels(candidates[0])
+    if candidates[0].one_layer:
         raise LowRankError("exact counts the filters of one layer: use mixture, or apply learned shapes.")
     return candidates
+
+
+def check_channels(scheme: Scheme) -> None:
+    """Refuse a scheme that gives other channels than the layer has: the next layer expects those."""
+    if scheme.to not in (None, 1.0):
+        raise LowRankError(
+            f"{scheme.name} changes the number of channels that the next layer expects: use lr-join."
+        )
 
 
 def cheaper_only(
@@ -155,8 +162,8 @@ def cheaper_only(
     """The schemes that make their conv cheaper in MACs, and why the other convs stay."""
     cheaper, kept = {}, []
     for name, scheme in schemes.items():
-        share = relative_cost(convs[name], scheme)
-        if share < 1 or scheme.name == "dense":
+        share = scheme.relative_cost(convs[name])
+        if share < 1 or not scheme.saves:
             cheaper[name] = scheme
         else:
             kept.append(Kept(name, type(convs[name]).__name__, f"{scheme} would cost {share:.2f} of its MACs"))

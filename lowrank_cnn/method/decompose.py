@@ -30,8 +30,8 @@ from lowrank_cnn.method.activations import (
     window_covariance,
 )
 from lowrank_cnn.method.budget import Budget, within
-from lowrank_cnn.method.channel import FactoredLayer, groups_of, outputs_of
-from lowrank_cnn.method.convert import cheaper_only, nothing_cheaper, warn_of_slow_layers
+from lowrank_cnn.method.chains import FactoredConv2d, FactoredLayer, groups_of, outputs_of
+from lowrank_cnn.method.convert import cheaper_only, check_channels, nothing_cheaper, warn_of_slow_layers
 from lowrank_cnn.method.factorize import CPFactors
 from lowrank_cnn.method.ranks import (
     Keeps,
@@ -45,12 +45,10 @@ from lowrank_cnn.method.ranks import (
 from lowrank_cnn.method.rewrite import check_calls, copy_with, rewrite
 from lowrank_cnn.method.schemes import (
     SCHEMES,
-    FactoredConv2d,
     Fitted,
     Scheme,
     fit_layer,
     parse_scheme,
-    useful_rank,
 )
 from lowrank_cnn.method.select import Kept, Where, select
 
@@ -105,8 +103,8 @@ def decompose(
     scheme = parse_scheme(scheme)
     _check(scheme)
     budget = Budget.of(energy=energy, macs=macs, params=params, latency=latency)
-    by_fit = scheme.name == "cp" and budget is not None
-    scheme = SCHEMES["separable"] if by_fit else scheme
+    by_fit = scheme.rival is not None and budget is not None
+    scheme = SCHEMES[scheme.rival] if scheme.rival and by_fit else scheme
     fits: dict[str, CPFactors] = {}
     convs, kept = _fittable(model, scheme, where)
     batches = image_batches(images, model) if images is not None else []
@@ -200,7 +198,7 @@ def refitted(
         inputs = [x for x, _ in seen(new, layer, batches)]
         if not right or len(right) != len(inputs):  # a layer that is not called, or not as often
             continue
-        if layer.scheme.name == "separable":
+        if layer.scheme.weighs_inputs:
             fit_layer(name, conv, layer, window_covariance(layer, inputs))  # type: ignore[arg-type]
         found[name] = replace(report[name], error=refit(layer, inputs, right))
     return found
@@ -212,7 +210,7 @@ def _as_asked(
     """The scheme itself; if it sets no m, with at most as many filters as improve the fit."""
     schemes = {}
     for name, conv in convs.items():
-        most = useful_rank(conv, scheme) * groups_of(conv)
+        most = scheme.useful_rank(conv) * groups_of(conv)
         capped = scheme.m is None and most < outputs_of(conv)
         schemes[name] = replace(scheme, m=most) if capped else scheme
     return (schemes, ()) if allow_costlier else cheaper_only(convs, schemes)
@@ -236,7 +234,7 @@ def _chosen(
 
 
 def _check(scheme: Scheme) -> None:
-    if scheme.name in ("lr", "dense") or (scheme.name == "mixture" and scheme.to is None):
+    if not scheme.mixes:
         raise LowRankError(
             f"trained filters cannot be fitted by {scheme}, which mixes nothing after its filters: "
             "use separable, cp, lr-join or a mixture with a join."
@@ -246,8 +244,7 @@ def _check(scheme: Scheme) -> None:
             f"trained filters see all channels, and those of {scheme} a part: leave channel_groups out, or train "
             "from scratch with convert."
         )
-    if scheme.name == "embed":
-        raise LowRankError("embed changes the number of channels that the next layer expects: use lr-join.")
+    check_channels(scheme)
 
 
 def _fittable(model: nn.Module, scheme: Scheme, where: Where) -> tuple[dict[str, nn.Conv2d], tuple[Kept, ...]]:

@@ -150,6 +150,41 @@ def _nearest(weight: Tensor, m: int) -> Part:
     return Part(filters, F.pad(join, (0, extra)), product)
 
 
+def grouped_factors(
+    weight: Tensor, basis: Composite, groups: int, *, sweeps: int = 30
+) -> tuple[list[Tensor], Tensor]:
+    """A basis and its join for each channel group by itself, put together as the layers hold them."""
+    own = Composite(tuple(FilterGroup(*g.kernel, g.filters // groups) for g in basis.groups))
+    parts = [crossed_factors(part, own, sweeps=sweeps) for part in weight.chunk(groups)]
+    together = [torch.cat(filters) for filters in zip(*(filters for filters, _ in parts), strict=True)]
+    return together, torch.cat([join for _, join in parts])
+
+
+def grouped_weight(basis: Sequence[Tensor], join: Tensor, groups: int) -> Tensor:
+    """The dense weight that equals a basis and its join, group by group."""
+    apart = zip(*(filters.chunk(groups) for filters in basis), strict=True)
+    return torch.cat([crossed_weight(own, part) for own, part in zip(apart, join.chunk(groups), strict=True)])
+
+
+def spectrum_shares(matrices: Tensor) -> Tensor:
+    """The share of the squares that 1, 2, ... components keep of matrices [groups, rows, columns] together."""
+    together = torch.linalg.svdvals(matrices).square().sum(0)
+    return together.cumsum(0) / together.sum().clamp_min(1e-30)
+
+
+def channel_factors(matrices: Tensor, m: int) -> tuple[Tensor, Tensor, float]:
+    """[groups, m, columns] and [groups, rows, m], whose product is nearest, and the share of squares it keeps."""
+    left, values, right = torch.linalg.svd(matrices, full_matrices=False)
+    rank = min(m, values.shape[1])
+    root = values[:, :rank].sqrt()
+    filters = matrices.new_zeros(len(matrices), m, matrices.shape[2])
+    filters[:, :rank] = root[:, :, None] * right[:, :rank]
+    mixing = matrices.new_zeros(len(matrices), matrices.shape[1], m)
+    mixing[:, :, :rank] = left[:, :, :rank] * root[:, None]
+    kept = values[:, :rank].square().sum() / values.square().sum().clamp_min(1e-30)
+    return filters, mixing, float(kept)
+
+
 # CP forms of trained filters: a 1x1, an upright and a lying strip per channel, and a 1x1 (Lebedev et al. 2015).
 #
 # A dense weight [d, c, k_h, k_w] is fitted by a sum of m outer products, by tensorly's alternating least

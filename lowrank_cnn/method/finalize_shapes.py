@@ -33,15 +33,8 @@ from lowrank_cnn.method.rewrite import (
     laid_out_as,
     rewrite,
 )
-from lowrank_cnn.method.schemes import Scheme, parse_scheme
-from lowrank_cnn.method.shaped_layers import (
-    GatedLinear,
-    ShapedConv2d,
-    conv_of_form,
-    exact_layer,
-    exact_scheme,
-    shaped_convs,
-)
+from lowrank_cnn.method.schemes import Exact, Scheme, parse_scheme
+from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, exact_scheme, shaped_convs
 from lowrank_cnn.method.spec import Pair
 
 _TOLERANCE = 1e-9
@@ -71,7 +64,7 @@ class LearnedShapes:
     def of(cls, model: nn.Module) -> LearnedShapes:
         """The learned shapes of a settled network; empty for any other network."""
         found = {change.name: parse_scheme(change.scheme) for change in changes_of(model)}
-        return cls({name: scheme for name, scheme in found.items() if scheme.name == "exact"})
+        return cls({name: scheme for name, scheme in found.items() if isinstance(scheme, Exact)})
 
     def to_dict(self) -> dict[str, Any]:
         """In values that JSON can hold."""
@@ -101,7 +94,7 @@ def load_shapes(path: str | Path) -> LearnedShapes:
         raise LowRankError(
             f"{path} holds no learned shapes: `lowrank train --scheme learned` writes them."
         ) from error
-    if any(scheme.name != "exact" for scheme in layers.values()):
+    if not all(isinstance(scheme, Exact) for scheme in layers.values()):
         raise LowRankError(f"{path} holds schemes other than exact, which learned shapes are written in.")
     return LearnedShapes(layers)
 
@@ -176,7 +169,7 @@ def _settled_conv(layer: ShapedConv2d, order: Tensor, arriving: Tensor | None) -
     groups: list[tuple[Pair, int]] = [(layer.starts[s], chosen.count(s)) for s in dict.fromkeys(chosen)]
     inputs = arriving if arriving is not None else torch.arange(layer.in_channels)
     scheme = exact_scheme(groups, len(inputs) if len(inputs) < layer.in_channels else None)
-    new = laid_out_as(layer, conv_of_form(layer.form, scheme)).train(layer.training)
+    new = laid_out_as(layer, scheme.build_form(layer.form)).train(layer.training)
     parts = order.split([count for _, count in groups])
     for target, (shape, _), filters in zip(weights_of(new), groups, parts, strict=True):
         target.copy_(layer.taps_of(filters, shape)[:, inputs])
@@ -192,7 +185,7 @@ def _picked(layer: nn.Module, places: Tensor, *, dim: int) -> tuple[nn.Module, S
     plain = layer
     if isinstance(layer, GatedLinear):
         plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-    new = exact_layer(plain, narrower) if narrower.inputs or plain is not layer else copy.deepcopy(layer)
+    new = narrower.build(plain) if narrower.inputs or plain is not layer else copy.deepcopy(layer)
     state = {key: tensor for key, tensor in layer.state_dict().items() if key != "inputs"}
     for key, tensor in state.items():
         if tensor.dim() and not (dim and key == "bias"):

@@ -24,7 +24,7 @@ from torch import nn
 from lowrank_cnn.core.errors import check_type
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.method.branches import BranchedConv2d
-from lowrank_cnn.method.channel import FactoredLayer
+from lowrank_cnn.method.chains import FactoredLayer
 from lowrank_cnn.method.layers import CompositeConv2d, weights_of
 from lowrank_cnn.method.schemes import FactoredConv2d
 from lowrank_cnn.method.spec import Composite

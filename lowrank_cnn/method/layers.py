@@ -246,7 +246,10 @@ def mask_weights(holder: nn.Module | list[Tensor]) -> None:
 
 
 def conv_of(in_channels: int, composite: Composite, *, padding: Padding = "same", **options: Any) -> nn.Module:
-    """A composite layer; with a single group, a plain `nn.Conv2d`."""
+    """A composite layer; with a single group, a plain `nn.Conv2d`, which may be depthwise."""
+    if composite.depthwise and len(composite.groups) == 1:
+        composite = Composite((FilterGroup(*composite.kernel, composite.filters),))
+        options["channel_groups"] = in_channels
     sides = enclosing_padding(padding, composite.kernel, pair(options.get("dilation", 1), "dilation"))
     if len(composite.groups) > 1 or not symmetric(sides) or options.get("shuffle"):
         return CompositeConv2d(in_channels, composite, padding=sides, **options)
@@ -282,6 +285,8 @@ def _check_channels(in_channels: int, composite: Composite, channel_groups: int)
             f"{counted(in_channels, 'input channel')} cannot be divided into {channel_groups} channel groups."
         )
     for group in composite.groups:
+        if group.depthwise or len(group.kernel) != 2:
+            raise LowRankError(f"a composite layer has 2-D filters that are as deep as its input, not {group}.")
         if group.filters % channel_groups:
             raise LowRankError(f"the filter group {group} does not divide into {channel_groups} channel groups.")
 

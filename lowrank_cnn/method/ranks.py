@@ -6,7 +6,6 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from fractions import Fraction
 from itertools import accumulate
 
 import torch
@@ -16,19 +15,13 @@ from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.modules import InputSize
 from lowrank_cnn.method.activations import output_error, outputs, refit, seen, window_covariance
 from lowrank_cnn.method.budget import Convs, Curve, Step, dense_costs, step_cost
-from lowrank_cnn.method.channel import FactoredLayer, channel_energy, groups_of
-from lowrank_cnn.method.factorize import CPFactors, cp_factors, kept_energy, separable_energy
+from lowrank_cnn.method.chains import FactoredConv2d, FactoredLayer, groups_of
+from lowrank_cnn.method.factorize import CPFactors, cp_factors
 from lowrank_cnn.method.rewrite import copy_with, replacement
 from lowrank_cnn.method.schemes import (
     SCHEMES,
-    FactoredConv2d,
     Scheme,
     fit_layer,
-    grouped_factors,
-    grouped_weight,
-    macs_per_pixel,
-    relative_cost,
-    useful_rank,
 )
 
 Keeps = Callable[[int], float]
@@ -41,8 +34,6 @@ WHOLE = 8
 """Under a budget, filter groups are multiples of this, as fast kernels need."""
 _UNITS = 16
 """A layer with fewer units to choose from than this is not rounded to whole units: that would be too coarse."""
-_SWEEPS = 2
-"""Sweeps of a fit that only compares numbers of filters: a rough one is enough."""
 BELOW = 1 / 3
 """The share of a layer's MACs below which CP is tried in place of a separable pair."""
 _MOST_WORK = 3e8
@@ -65,7 +56,7 @@ def by_energy(
     chosen = {}
     for name, conv in convs.items():
         keeps = measured[name] if measured else keeper(conv, scheme)
-        most = useful_rank(conv, scheme) * groups_of(conv) if allow_costlier else dearest(conv, scheme)
+        most = scheme.useful_rank(conv) * groups_of(conv) if allow_costlier else dearest(conv, scheme)
         if allow_costlier or (most and keeps(most) >= energy):
             m = 1 + bisect_left(range(1, most), energy, key=keeps)
             chosen[name] = replace(scheme, m=m + -m % groups_of(conv))
@@ -100,29 +91,25 @@ def sizes_of(conv: nn.Conv2d, scheme: Scheme, steps: int) -> list[int]:
 def dearest(conv: nn.Conv2d, scheme: Scheme) -> int:
     """The most basis filters with which a layer is still cheaper than dense and gains by more; zero for none."""
     cheaper = bisect_left(
-        range(1, useful_rank(conv, scheme) + 1),
+        range(1, scheme.useful_rank(conv) + 1),
         conv.weight.numel(),
-        key=lambda n: macs_per_pixel(conv, replace(scheme, m=n * groups_of(conv))),
+        key=lambda n: replace(scheme, m=n * groups_of(conv)).macs(conv),
     )
     return cheaper * groups_of(conv)
 
 
 def keeper(conv: nn.Conv2d, scheme: Scheme) -> Keeps:
     """The share of squared weights that m basis filters keep, as a function of m."""
-    if not isinstance(conv, nn.Conv2d):
-        spectrum = channel_energy(conv)
-        return lambda m: float(spectrum[min(max(1, m // groups_of(conv)), len(spectrum)) - 1])
-    weight = conv.weight.detach().double()
-    if scheme.name == "separable":
-        kept = separable_energy(weight, lying_first=scheme.shapes[0][0].startswith("1x"), groups=groups_of(conv))
-        return lambda m: float(kept[min(max(1, m // groups_of(conv)), len(kept)) - 1])
-    return lambda m: _crossed_energy(weight, conv, replace(scheme, m=m))
+    kept = scheme.spectrum(conv)
+    if kept is None:
+        return lambda m: replace(scheme, m=m).energy(conv)
+    return lambda m: float(kept[min(max(1, m // groups_of(conv)), len(kept)) - 1])
 
 
 def weights_keeper(conv: nn.Conv2d, scheme: Scheme) -> Keeps:
     """`keeper`, interpolated between a few numbers of filters where every one of them takes a fit."""
     keeps = keeper(conv, scheme)
-    if scheme.name == "separable" or not isinstance(conv, nn.Conv2d):
+    if scheme.spectrum(conv) is not None:
         return keeps
     return between([(m, keeps(m)) for m in dict.fromkeys(sizes_of(conv, scheme, _FITTED))])
 
@@ -147,19 +134,14 @@ def better_by_cp(
     chosen, fits = dict(schemes), {}
     for name, separable in schemes.items():
         conv = convs[name]
-        m = _components(conv, macs_per_pixel(conv, separable))
-        if conv.groups > 1 or relative_cost(conv, separable) >= BELOW or m < 1:
+        m = _components(conv, separable.macs(conv))
+        if conv.groups > 1 or separable.relative_cost(conv) >= BELOW or m < 1:
             continue
         found = cp_factors(conv.weight, m) if conv.weight.numel() * m <= _MOST_WORK else None
         assert isinstance(separable.m, int)
         if found is not None and found.energy > keeper(conv, separable)(separable.m):
             chosen[name], fits[name] = replace(SCHEMES["cp"], m=m), found
     return chosen, fits
-
-
-def _crossed_energy(weight: Tensor, conv: nn.Conv2d, scheme: Scheme) -> float:
-    basis, join = grouped_factors(weight, conv, scheme, sweeps=_SWEEPS)
-    return kept_energy(weight, grouped_weight(basis, join, groups_of(conv)))
 
 
 def _curve(conv: nn.Conv2d, scheme: Scheme, dense: int, kind: str, keeps: Keeps | None) -> Curve:
@@ -172,8 +154,7 @@ def _curve(conv: nn.Conv2d, scheme: Scheme, dense: int, kind: str, keeps: Keeps 
 
 def _unit(conv: nn.Conv2d, scheme: Scheme) -> int:
     """The step of m that fills whole groups of filters; a smaller one for small layers, where it is too coarse."""
-    shares = [share for _, share in scheme.shapes] if scheme.name != "separable" else [Fraction(1)]
-    parts = math.lcm(*((share / sum(shares)).denominator for share in shares))
+    parts = math.lcm(*((share / sum(scheme.shares)).denominator for share in scheme.shares))
     unit = math.lcm(WHOLE * parts, groups_of(conv))
     return unit if dearest(conv, scheme) >= _UNITS * unit else groups_of(conv)
 
@@ -188,7 +169,7 @@ def _components(conv: nn.Conv2d, most: int) -> int:
     if conv.groups > 1:
         return 0
     sizes = range(1, most + 1)
-    return bisect_right(sizes, most, key=lambda m: macs_per_pixel(conv, replace(SCHEMES["cp"], m=m)))
+    return bisect_right(sizes, most, key=lambda m: replace(SCHEMES["cp"], m=m).macs(conv))
 
 
 # Measure how much of a network's output, or of its score, remains when one layer is decomposed.
@@ -241,8 +222,7 @@ def data_fitted(name: str, conv: nn.Conv2d, scheme: Scheme, given: Sequence[tupl
     """A replacement fitted to the weights of a conv and, where they are given, to its inputs and outputs."""
     layer = replacement(conv, scheme)
     inputs = [x for x, _ in given]
-    separable = scheme.name == "separable"
-    covariance = window_covariance(layer, inputs) if given and separable else None  # type: ignore[arg-type]
+    covariance = window_covariance(layer, inputs) if given and scheme.weighs_inputs else None  # type: ignore[arg-type]
     fit_layer(name, conv, layer, covariance)
     if given and isinstance(layer, FactoredConv2d | FactoredLayer):
         refit(layer, inputs, [y for _, y in given])

@@ -17,12 +17,10 @@ from lowrank_cnn.core.errors import LowRankError, first_line
 from lowrank_cnn.core.modules import InputSize, arguments
 from lowrank_cnn.core.notes import Change, Conversion, Kept, forget, note, notes
 from lowrank_cnn.method.branches import BranchedConv2d, fold_branches
-from lowrank_cnn.method.channel import FactoredLayer, build_factored, is_torch_layer
-from lowrank_cnn.method.geometry import form_of
+from lowrank_cnn.method.chains import FactoredConv2d, FactoredLayer
 from lowrank_cnn.method.init import followed_by_relu, init_
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.method.schemes import FactoredConv2d, Scheme, build_conv
-from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, exact_layer, shaped_layer
+from lowrank_cnn.method.schemes import Scheme
 
 # Find references to layers that a deep copy does not follow, and calls of layers that were meant to be replaced.
 #
@@ -154,8 +152,8 @@ def _marker(name: str, called: set[str]):
     return hook
 
 
-_BY_LAYER = {"exact": exact_layer, "learned": shaped_layer}
-"""Schemes that choose layers by their kind themselves: of convs, linear layers and batch norms."""
+Build = Callable[[nn.Module, Scheme], nn.Module]
+"""Makes what replaces a layer under a scheme; its weights are set later."""
 Fill = Callable[[str, nn.Conv2d, nn.Module], None]
 """Gives a replacement its weights: called with the name, the dense conv and what replaces it."""
 
@@ -172,13 +170,21 @@ def low_rank_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def rewrite(
-    model: nn.Module, schemes: Mapping[str, Scheme], *, fill: Fill | None = None, kept: Sequence[Kept] = ()
+    model: nn.Module,
+    schemes: Mapping[str, Scheme],
+    *,
+    build: Build | None = None,
+    fill: Fill | None = None,
+    kept: Sequence[Kept] = (),
 ) -> nn.Module:
-    """A copy of `model` in which each conv named is replaced by its own scheme; without `fill`, fresh."""
+    """A copy of `model` in which each layer named is replaced by its own scheme; without `fill`, fresh.
+
+    `build` makes the layers, in place of the schemes themselves.
+    """
     if fill is not None and any(scheme.branches for scheme in schemes.values()):
         raise LowRankError("branches train from fresh weights: take the scheme without branches to fit weights.")
     convs = {name: _layer(model, name, scheme) for name, scheme in schemes.items()}
-    layers = {name: replacement(conv, schemes[name]) for name, conv in convs.items()}
+    layers = {name: replacement(conv, schemes[name], build) for name, conv in convs.items()}
     new = copy_with(model, {convs[name]: layer for name, layer in layers.items()})
     if fill is None:  # the card of a trained network does not describe fresh weights
         forget(new, "training_card")
@@ -214,27 +220,10 @@ def copy_with(model: nn.Module, replaced: Mapping[Any, Any] = MappingProxyType({
     return new
 
 
-def replacement(conv: nn.Conv2d, scheme: Scheme) -> nn.Module:
-    """Build what replaces a conv under a scheme, on its device and in its dtype; its weights are set later."""
-    if scheme.name in _BY_LAYER:
-        return laid_out_as(conv, _BY_LAYER[scheme.name](conv, scheme)).train(conv.training)
-    if not isinstance(conv, nn.Conv2d):
-        return laid_out_as(conv, build_factored(conv, scheme)).train(conv.training)
-    form = form_of(conv)
-    assert form is not None, "only plain convolutions are selected"
-    layer = build_conv(
-        form.in_channels,
-        form.out_channels,
-        form.kernel,
-        scheme,
-        stride=form.stride,
-        padding=form.padding,
-        dilation=form.dilation,
-        channel_groups=form.groups,
-        padding_mode=form.padding_mode,
-        bias="last" if form.bias else False,
-    )
-    return laid_out_as(conv, layer).train(conv.training)
+def replacement(layer: nn.Module, scheme: Scheme, build: Build | None = None) -> nn.Module:
+    """Build what replaces a layer, on its device and in its dtype; its weights are set later."""
+    new = build(layer, scheme) if build else scheme.build(layer)
+    return laid_out_as(layer, new).train(layer.training)
 
 
 def laid_out_as(old: nn.Module, new: nn.Module) -> nn.Module:
@@ -264,11 +253,9 @@ def _layer(model: nn.Module, name: str, scheme: Scheme) -> nn.Conv2d:
         conv = model.get_submodule(name)
     except AttributeError:
         raise LowRankError(f"the network has no layer {name}, which was to be rewritten.") from None
-    if (scheme.name == "channel" and is_torch_layer(conv)) or scheme.name in _BY_LAYER:
-        return conv  # type: ignore[return-value]
-    if not isinstance(conv, nn.Conv2d) or form_of(conv) is None:
+    if not scheme.takes_layer(conv):
         raise LowRankError(f"{name} is a {type(conv).__name__}, not a plain convolution to rewrite.")
-    return conv
+    return conv  # type: ignore[return-value]
 
 
 def is_channels_last(tensor: Tensor) -> bool:
@@ -308,8 +295,8 @@ def _filters(layer: nn.Module) -> Iterator[str]:
         yield f"norm,{layer.num_features}"
     elif isinstance(layer, _ConvNd):
         yield f"{'x'.join(map(str, layer.kernel_size))},{layer.out_channels}"
-    elif isinstance(layer, ShapedConv2d | GatedLinear):
-        yield f"learned,{layer.weight.shape[0]}"
+    elif hasattr(layer, "copy_dense"):  # it learns the shapes of its filters
+        yield f"learned,{len(layer.weight)}"  # type: ignore[arg-type]
     else:
         for stage in layer.children():
             yield from _filters(stage)

@@ -1,134 +1,76 @@
 """Schemes: how a dense convolution is replaced by composites.
 
-A *scheme* says how a dense k_h x k_w convolution with d filters is replaced by one composite or by a chain of two
-with no activation between (four for `cp`).
+A *scheme* says how a dense k_h x k_w convolution with d filters is replaced by one composite or by a chain of
+them with no activation between.
 
     >>> scheme = parse_scheme("mixture(kx1=3, 1xk=3, kxk=2, join)")
     >>> for composite in scheme.stages((3, 3), 64):
     ...     print(composite)
     3x1,24 + 1x3,24 + 3x3,16
     1x1,64
+
+Each *kind* of scheme is a class with all that is particular to it: its stages, which axes each stage runs along,
+how trained filters are fitted, and which layers it takes. Named schemes are rows of `SCHEMES`; a program adds its
+own by `register_scheme`.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import ceil
-from typing import Any, ClassVar, Literal, TypeVar
+from math import ceil, prod
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from lowrank_cnn.core.errors import LowRankError, nearest
 from lowrank_cnn.core.notes import Fitted
 from lowrank_cnn.core.text import counted
-from lowrank_cnn.kernels.reference import compose, ungrouped
-from lowrank_cnn.method.branches import BranchedConv2d, branched_conv
-from lowrank_cnn.method.channel import (
+from lowrank_cnn.kernels.reference import compose
+from lowrank_cnn.method.branches import branched_conv
+from lowrank_cnn.method.chains import (
+    FactoredConv2d,
     FactoredLayer,
-    basis_filters,
-    channel_macs,
-    channel_rank,
-    fit_factored,
+    factored_layer,
+    groups_of,
+    is_torch_layer,
     outputs_of,
 )
 from lowrank_cnn.method.factorize import (
     CPFactors,
     centred,
+    channel_factors,
     cp_factors,
-    crossed_factors,
-    crossed_weight,
+    grouped_factors,
+    grouped_weight,
     kept_energy,
+    separable_energy,
     separable_factors,
+    spectrum_shares,
 )
-from lowrank_cnn.method.geometry import Padding, Sides, enclosing_padding, pair, recentred
-from lowrank_cnn.method.layers import CompositeConv2d, conv_of, weights_of
+from lowrank_cnn.method.geometry import ConvForm, Padding, enclosing_padding, form_of, pair, recentred
+from lowrank_cnn.method.layers import conv_of, weights_of
 from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
 
-# What a scheme may be: the names, the shapes, and the options that go together.
-
-NAMES = ("dense", "separable", "lr", "lr-join", "mixture", "channel", "cp", "embed", "exact", "learned")
 NONE = "none"
 """The shape of a filter that `learned` may remove."""
 SHAPE = re.compile(r"(k|[1-9]\d{0,4})x(k|[1-9]\d{0,4})")
 LARGEST = 10**9
-
-_JOINS: dict[str, tuple[float | None, ...]] = {
-    "mixture": (None, 1.0),
-    "lr-join": (1.0,),
-    "channel": (1.0,),
-    "embed": (),
-}
-"""What `to` may be: a mixture has a join or none, an embedding one to any share, the others none."""
+BOTH = (0, 1)
+"""The axes of a stage that takes the stride, dilation and padding of the conv along height and width."""
+SCHEMES: dict[str, Scheme] = {}
+"""Every scheme by name, with its defaults."""
+_OPTIONS: dict[str, frozenset[str]] = {}
+"""What a scheme takes in brackets besides shapes, by name."""
 
 
 @dataclass(frozen=True)
-class SchemeFields:
-    """What a scheme is made of; `Scheme` says what each field means."""
-
-    name: str
-    shapes: tuple[tuple[str, Fraction], ...] = ()
-    m: int | float | None = None
-    to: float | None = None
-    inputs: int | None = None
-    multiple: int | None = None
-    channel_groups: int = 1
-    branches: bool = False
-
-
-def check_scheme(scheme: SchemeFields) -> None:
-    """Raise `LowRankError` for a scheme that no layer can be built from."""
-    if scheme.name not in NAMES:
-        raise LowRankError(f"there is no scheme {scheme.name!r}; {nearest(str(scheme.name), NAMES)}")
-    if scheme.name != "embed" and scheme.to not in _JOINS.get(scheme.name, (None,)):
-        raise LowRankError(f"the scheme {scheme.name} cannot join to {scheme.to}; embed(to={scheme.to}) can.")
-    for shape, proportion in scheme.shapes:
-        if not SHAPE.fullmatch(shape) and not (scheme.name == "learned" and shape == NONE):
-            raise LowRankError(f"a filter shape is written like kx1, 1xk, kxk or 5x1, not {shape!r}.")
-        if not 0 < proportion <= LARGEST:
-            raise LowRankError(f"the proportion of {shape} filters must be positive, not {proportion}.")
-        if scheme.name == "exact" and proportion.denominator != 1:
-            raise LowRankError(f"the scheme exact counts filters: {shape}={proportion} is no whole number.")
-    numbers = {"m": scheme.m, "to": scheme.to, "in": scheme.inputs, "multiple": scheme.multiple}
-    numbers |= {"channel_groups": scheme.channel_groups}
-    for label, value in numbers.items():
-        if value is not None and not 0 < value <= LARGEST:
-            raise LowRankError(
-                f"{label} in the scheme {scheme.name} must be positive and at most {LARGEST:,}, not {value:g}."
-            )
-    if scheme.branches and scheme.name not in ("dense", "lr", "lr-join", "mixture"):
-        raise LowRankError(f"branches are for dense, lr, lr-join and mixture, not for {scheme.name}.")
-    if scheme.branches and scheme.channel_groups > 1:
-        raise LowRankError("branches see all channels: a scheme has either branches or channel_groups.")
-    if scheme.name == "mixture" and scheme.to is None and scheme.m is not None:
-        raise LowRankError("m basis filters need a join after them: write mixture(..., m=..., join).")
-    if scheme.name == "channel" and scheme.shapes != (("kxk", Fraction(1)),):
-        raise LowRankError("the scheme channel has filters of the layer's own kernel: it takes m alone.")
-    if scheme.name == "cp" and scheme.shapes:
-        raise LowRankError("the scheme cp has strips of the layer's own kernel: it takes m alone.")
-    if scheme.name == "separable" and not _crossed([shape for shape, _ in scheme.shapes]):
-        raise LowRankError("a separable scheme has two shapes, one upright and one lying: 1xk and kx1.")
-    shapes = [shape for shape, _ in scheme.shapes if shape != NONE]
-    if scheme.name in ("lr", "lr-join", "mixture", "embed", "learned") and not shapes:
-        raise LowRankError(f"the scheme {scheme.name} needs shapes, like {scheme.name}(kx1, 1xk, kxk).")
-
-
-def _crossed(shapes: Sequence[str]) -> bool:
-    lying = [shape.startswith("1x") for shape in shapes]
-    upright = [shape.endswith("x1") for shape in shapes]
-    return len(shapes) == 2 and (lying, upright) in (
-        ([True, False], [False, True]),
-        ([False, True], [True, False]),
-    )
-
-
-@dataclass(frozen=True)
-class Scheme(SchemeFields):
+class Scheme:
     """How a dense convolution is replaced. Build one with `parse_scheme`.
 
     - `shapes`: the basis filters' shapes, in terms of the dense k_h x k_w ("kx1", "1xk", "kxk", "5x1"), each with
@@ -148,17 +90,77 @@ class Scheme(SchemeFields):
     3x1,32 + 1x3,32 -> 1x1,64
     """
 
+    name: str
+    shapes: tuple[tuple[str, Fraction], ...] = ()
+    m: int | float | None = None
+    to: float | None = None
+    inputs: int | None = None
+    multiple: int | None = None
+    channel_groups: int = 1
+    branches: bool = False
+
+    parts: ClassVar[tuple[str, ...]] = ("basis", "join")
+    """The names of a chain's layers."""
+    layers: ClassVar[tuple[type[nn.Module], ...]] = (_ConvNd,)
+    """The layers that it may take."""
+    inner_biases: ClassVar[bool] = True
+    """Whether layers before the last may have biases."""
+    saves: ClassVar[bool] = True
+    """Whether it is there to make layers cheaper."""
+    weighs_inputs: ClassVar[bool] = False
+    """Whether its fit can weigh errors by the covariance of the layer's inputs."""
+    one_layer: ClassVar[bool] = False
+    """Whether it describes one given layer, and cannot be asked for a whole network."""
+    rival: ClassVar[str | None] = None
+    """Under a budget, layers take this scheme unless the own one fits them better."""
+
+    def __new__(cls, name: str = "", *_: Any, **__: Any) -> Scheme:
+        """`Scheme("lr", ...)` is of the kind that has this name."""
+        return object.__new__(type(SCHEMES[name]) if cls is Scheme and name in SCHEMES else cls)
+
     def __post_init__(self) -> None:
-        check_scheme(self)
+        if type(self) is Scheme:
+            raise LowRankError(f"there is no scheme {self.name!r}; {nearest(str(self.name), SCHEMES)}")
+        object.__setattr__(self, "shapes", tuple((shape, Fraction(share)) for shape, share in self.shapes))
+        self.check()
         if isinstance(self.m, float) and self.m == 1:  # one spelling of d, so that equal schemes compare equal
             object.__setattr__(self, "m", None)
 
+    def check(self) -> None:
+        """Raise `LowRankError` if no layer can be built from it."""
+        for shape, proportion in self.shapes:
+            if not self.takes_shape(shape):
+                raise LowRankError(f"a filter shape is written like kx1, 1xk, kxk or 5x1, not {shape!r}.")
+            if not 0 < proportion <= LARGEST:
+                raise LowRankError(f"the proportion of {shape} filters must be positive, not {proportion}.")
+        numbers = {"m": self.m, "to": self.to, "in": self.inputs, "multiple": self.multiple}
+        for label, value in {**numbers, "channel_groups": self.channel_groups}.items():
+            if value is not None and not 0 < value <= LARGEST:
+                raise LowRankError(
+                    f"{label} in the scheme {self.name} must be positive and at most {LARGEST:,}, not {value:g}."
+                )
+        options = _OPTIONS.get(self.name, frozenset({"to", "branches"}))
+        if self.branches and "branches" not in options:
+            able = [name for name, taken in _OPTIONS.items() if "branches" in taken]
+            raise LowRankError(f"branches are for {', '.join(able)}, not for {self.name}.")
+        if self.branches and self.channel_groups > 1:
+            raise LowRankError("branches see all channels: a scheme has either branches or channel_groups.")
+        default = SCHEMES.get(self.name)
+        joins = (default.to, 1.0) if default and "join" in options else (default and default.to,)
+        if default and "to" not in options and self.to not in joins:
+            raise LowRankError(f"the scheme {self.name} cannot join to {self.to}; embed(to={self.to}) can.")
+
+    def takes_shape(self, shape: str) -> bool:
+        return bool(SHAPE.fullmatch(shape))
+
+    # How it is written.
+
     def __str__(self) -> str:
-        default = SCHEMES[self.name]
+        default, options = SCHEMES.get(self.name, self), _OPTIONS.get(self.name, frozenset())
         items = [] if self.shapes == default.shapes else [_shape_text(*item) for item in self.shapes]
         items += [f"m={self.m}"] if self.m is not None else []
-        items += ["join"] if self.name == "mixture" and self.to is not None else []
-        items += [f"to={self.to}"] if self.name == "embed" and self.to != default.to else []
+        items += ["join"] if "join" in options and self.to is not None else []
+        items += [f"to={self.to}"] if "to" in options and self.to != default.to else []
         items += [f"in={self.inputs}"] if self.inputs is not None else []
         items += [f"multiple={self.multiple}"] if self.multiple != default.multiple else []
         items += [f"channel_groups={self.channel_groups}"] if self.channel_groups > 1 else []
@@ -168,17 +170,31 @@ class Scheme(SchemeFields):
     def to_dict(self) -> dict[str, object]:
         """A form for configuration files; `parse_scheme` reads it back."""
         shapes = {shape: str(proportion) for shape, proportion in self.shapes}
-        exact = {"in": self.inputs} if self.inputs is not None else {}
-        learned = {"multiple": self.multiple} if self.multiple is not None else {}
-        grouped = {"channel_groups": self.channel_groups} if self.channel_groups > 1 else {}
-        branched = {"branches": True} if self.branches else {}
         known: dict[str, object] = {"name": self.name, "shapes": shapes, "m": self.m, "to": self.to}
-        return {**known, **exact, **learned, **grouped, **branched}
+        known |= {"in": self.inputs} if self.inputs is not None else {}
+        known |= {"multiple": self.multiple} if self.multiple is not None else {}
+        known |= {"channel_groups": self.channel_groups} if self.channel_groups > 1 else {}
+        return known | ({"branches": True} if self.branches else {})
+
+    # What it builds.
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a layer after the basis filters mixes them: m can be chosen, and trained filters be fitted."""
+        return True
+
+    @property
+    def axes(self) -> tuple[tuple[int, ...], ...]:
+        """The axes that each stage runs along (0 vertical, 1 horizontal), where it has the conv's stride."""
+        return BOTH, ()
+
+    @property
+    def shares(self) -> tuple[Fraction, ...]:
+        """The proportions in which m basis filters are shared out among shapes."""
+        return (Fraction(1),)
 
     def out_filters(self, filters: int) -> int:
         """The output channels of the replacement of a conv with `filters` filters."""
-        if self.name == "exact" and self.shapes:
-            return int(sum(count for _, count in self.shapes))
         return filters if self.to is None else _scaled(self.to, filters)
 
     def for_layer(self, in_channels: int, filters: int, channel_groups: int = 1) -> Scheme:
@@ -197,69 +213,437 @@ class Scheme(SchemeFields):
             raise LowRankError(f"a convolution has a positive number of filters, not {filters!r}.")
         if not isinstance(channel_groups, int) or channel_groups < 1:
             raise LowRankError(f"channel_groups is a positive number, not {channel_groups!r}.")
-        if self.name == "dense":
-            return (Composite((FilterGroup(*kernel, filters),)),)
-        if self.name == "learned":
-            raise LowRankError("shapes are learned in training: use learn_shapes, or `lowrank train --scheme`.")
-        shapes = [(resolve_shape(shape, kernel), proportion) for shape, proportion in self.shapes]
-        if self.name == "exact":
-            own = [(kernel, Fraction(filters))]
-            return (Composite(tuple(FilterGroup(*shape, int(count)) for shape, count in shapes or own)),)
-        if self.name == "separable":
-            (first, _), (second, _) = shapes
-            m = _units(_scaled(self.m, filters), channel_groups)
-            return Composite((FilterGroup(*first, m),)), Composite((FilterGroup(*second, filters),))
-        if self.name == "cp":
-            return self._cp_stages(kernel, filters, channel_groups)
+        return self.chain(kernel, filters, channel_groups)
+
+    def chain(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
+        """The composites of this kind of scheme."""
+        raise NotImplementedError
+
+    def obstacle(self, layer: nn.Module) -> str:
+        """The reason why it cannot replace a layer of torch; empty if it can."""
+        if isinstance(layer, _ConvTransposeNd):
+            return "it is transposed: the scheme channel takes it"
+        if not isinstance(layer, nn.Conv2d):
+            return "it is not two-dimensional: the scheme channel takes it"
+        if min(layer.kernel_size) == 1:
+            return f"its kernel is {layer.kernel_size[0]}x{layer.kernel_size[1]}"
+        return "it is depthwise" if is_depthwise(layer) else ""
+
+    def takes_layer(self, layer: nn.Module) -> bool:
+        """Whether `build` can make something of a layer."""
+        return isinstance(layer, nn.Conv2d) and form_of(layer) is not None
+
+    def build(self, layer: nn.Module) -> nn.Module:
+        """What replaces a layer; its weights are set later."""
+        form = form_of(layer) if isinstance(layer, nn.Conv2d) else None
+        assert form is not None, "only plain convolutions are selected"
+        return self.build_form(form)
+
+    def build_form(self, form: ConvForm) -> nn.Module:
+        """What replaces a conv of this form."""
+        return build_conv(
+            self.inputs or form.in_channels,
+            form.out_channels,
+            form.kernel,
+            self,
+            stride=form.stride,
+            padding=form.padding,
+            dilation=form.dilation,
+            channel_groups=form.groups,
+            padding_mode=form.padding_mode,
+            bias="last" if form.bias else False,
+        )
+
+    # What it costs.
+
+    def stage_weights(self, conv: nn.Conv2d) -> list[int]:
+        """The number of weights of each layer that replaces a conv."""
+        scheme = self.for_layer(conv.in_channels, conv.out_channels, conv.groups)
+        stages = scheme.stages(conv.kernel_size, conv.out_channels, channel_groups=conv.groups)  # type: ignore[arg-type]
+        depths = [conv.in_channels // scheme.channel_groups, *(stage.filters for stage in stages)]
+        return [stage.weights(depth // conv.groups) for stage, depth in zip(stages, depths, strict=False)]
+
+    def params(self, layer: nn.Module) -> int:
+        """Parameters of what replaces a layer, with the bias."""
+        return sum(self.stage_weights(layer)) + (0 if layer.bias is None else outputs_of(layer))  # type: ignore[arg-type]
+
+    def macs(self, layer: nn.Module) -> int:
+        """MACs per output pixel of what replaces a layer; for a dense conv this is its number of weights.
+
+        A stage whose stride comes later computes more pixels than the chain gives.
+        """
+        assert isinstance(layer, nn.Conv2d)
+        weights, axes = self.stage_weights(layer), self.axes
+        later = [[axis for stage in axes[place + 1 :] for axis in stage] for place in range(len(weights))]
+        pixels = [prod(layer.stride[axis] for axis in found) for found in later]
+        return sum(own * times for own, times in zip(weights, pixels, strict=True))
+
+    def relative_cost(self, layer: nn.Module) -> float:
+        """The MACs of what replaces a layer, as a share of its own."""
+        return self.macs(layer) / layer.weight.numel()  # type: ignore[operator, union-attr]
+
+    # How it fits trained filters.
+
+    def useful_rank(self, layer: nn.Module) -> int:
+        """The number of basis filters per channel group beyond which a fit does not improve."""
+        raise NotImplementedError
+
+    def spectrum(self, layer: nn.Module) -> Tensor | None:
+        """The share of the squared weight that 1, 2, ... filters per channel group keep.
+
+        None where every number of filters takes a fit of its own.
+        """
+        return None
+
+    def energy(self, layer: nn.Module) -> float:
+        """The share of the squared weight that m filters keep, by a quick fit."""
+        raise NotImplementedError
+
+    def fit(self, name: str, conv: nn.Module, layer: nn.Module, known: Any = None) -> float:
+        """Give a chain the filters nearest to those of a conv, and return the share of its energy that they keep.
+
+        `known` is what was found before: the covariance of the inputs, or the factors.
+        """
+        raise NotImplementedError
+
+
+class Basis(Scheme):
+    """Filters of several shapes side by side, optionally mixed by a 1x1 join.
+
+    A class of one's own overrides `sides`, and `register_scheme` makes it known:
+
+    >>> import lowrank_cnn as lr
+    >>> class Longer(lr.Basis):
+    ...     def sides(self, kernel):
+    ...         return [((kernel[0] + 2, 1), 1), ((1, kernel[1] + 2), 1)]
+    >>> print(*Longer("longer", to=1.0).stages((3, 3), 64), sep=" -> ")
+    5x1,32 + 1x5,32 -> 1x1,64
+    """
+
+    def check(self) -> None:
+        super().check()
+        if self.to is None and self.m is not None:
+            raise LowRankError("m basis filters need a join after them: write mixture(..., m=..., join).")
+        if type(self).sides is Basis.sides and not self.shapes:
+            raise LowRankError(f"the scheme {self.name} needs shapes, like {self.name}(kx1, 1xk, kxk).")
+
+    @property
+    def mixes(self) -> bool:
+        return self.to is not None
+
+    @property
+    def shares(self) -> tuple[Fraction, ...]:
+        return tuple(Fraction(share) for _, share in self.sides((3, 3)))
+
+    def sides(self, kernel: Pair) -> Sequence[tuple[Pair, int | Fraction]]:
+        """The heights and widths of the filters for a dense kernel, each with its proportion."""
+        return [(resolve_shape(shape, kernel), proportion) for shape, proportion in self.shapes]
+
+    def chain(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
         parts = channel_groups * self.channel_groups
         if self.to is None:
-            return (_share_out(shapes, filters, parts),)
-        basis = _share_out(shapes, _units(_scaled(self.m, filters), parts), parts)
+            return (_share_out(self.sides(kernel), filters, parts),)
+        basis = _share_out(self.sides(kernel), _units(_scaled(self.m, filters), parts), parts)
         return basis, Composite((FilterGroup(1, 1, self.out_filters(filters)),))
 
-    def _cp_stages(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
-        """A 1x1, an upright and a lying strip for each of its channels, and a 1x1."""
+    def obstacle(self, layer: nn.Module) -> str:
+        few = isinstance(layer, _ConvNd) and layer.out_channels // layer.groups < len(self.shapes)
+        return super().obstacle(layer) or (f"it has too few filters for the scheme {self}" if few else "")
+
+    def useful_rank(self, layer: nn.Module) -> int:
+        assert isinstance(layer, nn.Conv2d)
+        depth, filters = layer.in_channels // layer.groups, layer.out_channels // layer.groups
+        sides = self.sides(layer.kernel_size)  # type: ignore[arg-type]
+        first = _share_out(sides, 1000 * len(sides), 1)
+        return max(ceil(min(filters, depth * g.taps) * Fraction(first.filters, g.filters)) for g in first.groups)
+
+    def fit(self, name: str, conv: nn.Module, layer: nn.Module, known: Any = None) -> float:
+        first, second = layer.children()
+        basis, join = self.factors(conv)
+        _fill(first, basis)
+        _fill(second, [join])
+        return kept_energy(_exact(conv), grouped_weight(basis, join, groups_of(conv)))
+
+    def energy(self, layer: nn.Module) -> float:
+        basis, join = self.factors(layer, sweeps=2)  # enough to compare numbers of filters
+        return kept_energy(_exact(layer), grouped_weight(basis, join, groups_of(layer)))
+
+    def factors(self, conv: nn.Module, *, sweeps: int = 30) -> tuple[list[Tensor], Tensor]:
+        """The filters and the join nearest to a conv."""
+        assert isinstance(conv, nn.Conv2d)
+        whole = self.stages(conv.kernel_size, conv.out_channels, channel_groups=conv.groups)[0]  # type: ignore[arg-type]
+        return grouped_factors(_exact(conv), whole, conv.groups, sweeps=sweeps)
+
+
+class Dense(Basis):
+    """The conv as it is; with branches, it trains beside them."""
+
+    saves = False
+
+    def check(self) -> None:
+        if self.shapes:
+            raise LowRankError("the scheme dense takes no shapes: it leaves a convolution as it is.")
+        super().check()
+
+    def sides(self, kernel: Pair) -> Sequence[tuple[Pair, int | Fraction]]:
+        return [(kernel, 1)]
+
+
+class Channel(Basis):
+    """Filters of the layer's own kernel, fewer of them, and a join. It takes layers of any kind."""
+
+    layers = (_ConvNd, nn.Linear)
+
+    def check(self) -> None:
+        if self.shapes != (("kxk", Fraction(1)),):
+            raise LowRankError("the scheme channel has filters of the layer's own kernel: it takes m alone.")
+        super().check()
+
+    def obstacle(self, layer: nn.Module) -> str:
+        return "it is depthwise" if is_depthwise(layer) else ""
+
+    def takes_layer(self, layer: nn.Module) -> bool:
+        return is_torch_layer(layer) or super().takes_layer(layer)
+
+    def filters_of(self, layer: nn.Module) -> int:
+        """The m of a layer, in whole channel groups."""
+        return self.stages((1, 1), outputs_of(layer), channel_groups=groups_of(layer))[0].filters
+
+    def build(self, layer: nn.Module) -> nn.Module:
+        if isinstance(layer, nn.Conv2d):
+            return super().build(layer)
+        return factored_layer(layer, self.filters_of(layer), self)
+
+    def params(self, layer: nn.Module) -> int:
+        if isinstance(layer, nn.Conv2d):
+            return super().params(layer)
+        basis, join = self._weights(layer)
+        return basis + join + (0 if layer.bias is None else outputs_of(layer))
+
+    def macs(self, layer: nn.Module) -> int:
+        if isinstance(layer, nn.Conv2d):
+            return super().macs(layer)
+        basis, join = self._weights(layer)
+        # A transposed conv works on the pixels of its input, the join on those of its output.
+        return basis + join * (prod(layer.stride) if isinstance(layer, _ConvTransposeNd) else 1)
+
+    def _weights(self, layer: nn.Module) -> tuple[int, int]:
+        m, filters = self.filters_of(layer), outputs_of(layer)
+        return layer.weight.numel() * m // filters, m * filters // groups_of(layer)  # type: ignore[union-attr, operator]
+
+    def useful_rank(self, layer: nn.Module) -> int:
+        if isinstance(layer, nn.Conv2d):
+            return super().useful_rank(layer)
+        filters = outputs_of(layer) // groups_of(layer)
+        return min(filters, layer.weight.numel() // groups_of(layer) // filters)  # type: ignore[union-attr, operator]
+
+    def spectrum(self, layer: nn.Module) -> Tensor | None:
+        return None if isinstance(layer, nn.Conv2d) else spectrum_shares(_matrices(layer))
+
+    def fit(self, name: str, conv: nn.Module, layer: nn.Module, known: Any = None) -> float:
+        if isinstance(conv, nn.Conv2d):
+            return super().fit(name, conv, layer)
+        basis, join = layer.children()
+        matrix, groups = _matrices(conv), groups_of(conv)
+        filters, mixing, energy = channel_factors(matrix, outputs_of(basis) // groups)
+        if isinstance(conv, _ConvTransposeNd):
+            shape = (groups, filters.shape[1], conv.in_channels // groups, *conv.kernel_size)
+            filters = filters.reshape(shape).transpose(1, 2)
+        _fill(basis, [filters.reshape(basis.weight.shape)])  # type: ignore[union-attr, arg-type]
+        _fill(join, [mixing.reshape(join.weight.shape)])  # type: ignore[union-attr, arg-type]
+        return energy
+
+
+class Separable(Scheme):
+    """A strip along one axis, then one along the other (Jaderberg et al. 2014)."""
+
+    parts = ("first", "second")
+    weighs_inputs = True
+
+    def check(self) -> None:
+        super().check()
+        ends = {(shape.startswith("1x"), shape.endswith("x1")) for shape, _ in self.shapes}
+        if len(self.shapes) != 2 or ends != {(True, False), (False, True)}:
+            raise LowRankError("a separable scheme has two shapes, one upright and one lying: 1xk and kx1.")
+
+    @property
+    def lying_first(self) -> bool:
+        return self.shapes[0][0].startswith("1x")
+
+    @property
+    def axes(self) -> tuple[tuple[int, ...], ...]:
+        return ((1,), (0,)) if self.lying_first else ((0,), (1,))
+
+    def chain(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
+        first, second = (resolve_shape(shape, kernel) for shape, _ in self.shapes)
+        m = _units(_scaled(self.m, filters), channel_groups)
+        return Composite((FilterGroup(*first, m),)), Composite((FilterGroup(*second, filters),))
+
+    def obstacle(self, layer: nn.Module) -> str:
+        reason = super().obstacle(layer)
+        return "" if reason and is_depthwise(layer) and "depthwise" in reason else reason
+
+    def useful_rank(self, layer: nn.Module) -> int:
+        assert isinstance(layer, nn.Conv2d)
+        depth, filters = layer.in_channels // layer.groups, layer.out_channels // layer.groups
+        height, width = layer.kernel_size
+        taps = max(resolve_shape(self.shapes[0][0], (height, width)))
+        return min(depth * taps, filters * (height if self.lying_first else width))
+
+    def spectrum(self, layer: nn.Module) -> Tensor | None:
+        return separable_energy(_exact(layer), lying_first=self.lying_first, groups=groups_of(layer))
+
+    def fit(self, name: str, conv: nn.Module, layer: nn.Module, known: Any = None) -> float:
+        first, second = layer.children()
+        upright, lying = (second, first) if self.lying_first else (first, second)
+        target = centred(_exact(conv), (upright.kernel_size[0], lying.kernel_size[1]))  # type: ignore[index, union-attr]
+        options = {"lying_first": self.lying_first, "groups": groups_of(conv), "covariance": known}
+        halves = separable_factors(target, outputs_of(first), **options)
+        for stage, weight in zip((first, second), halves, strict=True):
+            _fill(stage, [weight])
+        return kept_energy(_exact(conv), compose(*halves, groups=groups_of(conv)))
+
+
+class CP(Scheme):
+    """A 1x1, an upright and a lying strip for each of its channels, and a 1x1 (Lebedev et al. 2015)."""
+
+    parts = ("reduce", "upright", "lying", "join")
+    inner_biases = False
+    rival = "separable"
+
+    def check(self) -> None:
+        super().check()
+        if self.shapes:
+            raise LowRankError("the scheme cp has strips of the layer's own kernel: it takes m alone.")
+
+    @property
+    def axes(self) -> tuple[tuple[int, ...], ...]:
+        return (), (0,), (1,), ()
+
+    def chain(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
         if channel_groups > 1:
             raise LowRankError("the scheme cp takes convolutions without channel groups.")
         m = _scaled(self.m, filters)
-        shapes = ((1, 1, m), (kernel[0], 1, m), (1, kernel[1], m), (1, 1, filters))
-        return tuple(Composite((FilterGroup(*shape),)) for shape in shapes)
+        strips = FilterGroup(kernel[0], 1, m, depthwise=True), FilterGroup(1, kernel[1], m, depthwise=True)
+        groups = (FilterGroup(1, 1, m), *strips, FilterGroup(1, 1, filters))
+        return tuple(Composite((group,)) for group in groups)
+
+    def obstacle(self, layer: nn.Module) -> str:
+        grouped = groups_of(layer) > 1
+        return super().obstacle(layer) or (
+            "it has channel groups: the scheme separable takes it" if grouped else ""
+        )
+
+    def useful_rank(self, layer: nn.Module) -> int:
+        weight: Any = layer.weight
+        return weight.numel() // max(weight.shape)
+
+    def fit(self, name: str, conv: nn.Module, layer: nn.Module, known: CPFactors | None = None) -> float:
+        found = known or cp_factors(conv.weight, outputs_of(next(layer.children())))  # type: ignore[arg-type]
+        if found is None:
+            raise LowRankError(f"tensorly finds no CP form of {name or 'the conv'}: use separable there.")
+        *tensors, energy = found
+        for stage, tensor in zip(layer.children(), tensors, strict=True):
+            _fill(stage, [tensor])
+        return energy
+
+
+class Exact(Scheme):
+    """Filters of one layer, counted by shape, and its input channels: what learning shapes ends with."""
+
+    one_layer = True
+
+    @property
+    def mixes(self) -> bool:
+        return False
+
+    def check(self) -> None:
+        super().check()
+        for shape, proportion in self.shapes:
+            if proportion.denominator != 1:
+                raise LowRankError(f"the scheme exact counts filters: {shape}={proportion} is no whole number.")
+
+    def out_filters(self, filters: int) -> int:
+        return int(sum(number for _, number in self.shapes)) or filters
+
+    def chain(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
+        shapes = [(resolve_shape(shape, kernel), int(number)) for shape, number in self.shapes]
+        return (Composite(tuple(FilterGroup(*shape, number) for shape, number in shapes or [(kernel, filters)])),)
+
+    def takes_layer(self, layer: nn.Module) -> bool:
+        return True
+
+    def build(self, layer: nn.Module) -> nn.Module:
+        """A conv, linear layer or batch norm of the counted filters and inputs."""
+        if isinstance(layer, nn.Linear):
+            return nn.Linear(self.inputs or layer.in_features, layer.out_features, bias=layer.bias is not None)
+        if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
+            options = {"eps": layer.eps, "momentum": layer.momentum, "affine": layer.affine}
+            kept = {**options, "track_running_stats": layer.track_running_stats}
+            return type(layer)(self.inputs or layer.num_features, **kept)
+        form = form_of(layer) if isinstance(layer, nn.Conv2d) else None
+        if form is None or form.groups != 1:
+            raise LowRankError(f"the scheme {self} is for a plain conv, linear layer or batch norm.")
+        return self.build_form(form)
+
+
+class Learned(Scheme):
+    """Filters that choose among these shapes while they train; `none` lets them be removed."""
+
+    @property
+    def mixes(self) -> bool:
+        return False
+
+    def check(self) -> None:
+        super().check()
+        if all(shape == NONE for shape, _ in self.shapes):
+            raise LowRankError(f"the scheme {self.name} needs shapes, like {self.name}(kx1, 1xk, kxk).")
+
+    def takes_shape(self, shape: str) -> bool:
+        return shape == NONE or super().takes_shape(shape)
+
+    def chain(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
+        raise LowRankError("shapes are learned in training: use learn_shapes, or `lowrank train --scheme`.")
+
+    def takes_layer(self, layer: nn.Module) -> bool:
+        return True
+
+
+def register_scheme(scheme: Scheme, *options: str) -> Scheme:
+    """Make a scheme known by its name, to `parse_scheme` and with it to every call and command of this process.
+
+    `options` are those that its text takes in brackets: m, join, to, channel_groups, branches.
+
+    >>> lr.register_scheme(lr.Basis("cross", (("kx1", 1), ("1xk", 1), ("1x1", 2)), to=1.0), "m")  # doctest: +SKIP
+    >>> lr.convert(model, "cross(m=0.5)")  # doctest: +SKIP
+    """
+    if not re.fullmatch(r"[\w-]+", scheme.name):
+        raise LowRankError(f"the name of a scheme has letters, digits, - and _, not {scheme.name!r}.")
+    if unknown := set(options) - {"m", "join", "to", "channel_groups", "branches", "in", "multiple"}:
+        raise LowRankError(f"a scheme has no option {', '.join(sorted(unknown))}.")
+    _OPTIONS[scheme.name], SCHEMES[scheme.name] = frozenset(options), scheme
+    return scheme
 
 
 _HALVES = (("kx1", Fraction(1)), ("1xk", Fraction(1)))
+_EVERY = (*_HALVES, ("1x1", Fraction(1)), ("kxk", Fraction(1)))
+_OWN = (("kxk", Fraction(1)),)
+
+register_scheme(Dense("dense"), "branches")
+register_scheme(Separable("separable", tuple(reversed(_HALVES))), "m")
+register_scheme(Basis("lr", _HALVES), "channel_groups", "branches")
+register_scheme(Basis("lr-join", _HALVES, to=1.0), "m", "channel_groups", "branches")
+register_scheme(Basis("mixture", (*_HALVES, *_OWN)), "m", "join", "channel_groups", "branches")
+register_scheme(Channel("channel", _OWN, to=1.0), "m")
+register_scheme(CP("cp"), "m")
+register_scheme(Basis("embed", _HALVES, to=0.5), "m", "to")
+register_scheme(Exact("exact"), "in")
+register_scheme(Learned("learned", _EVERY, multiple=8), "multiple")
+
 _NUMBER = re.compile(r"[+-]?\d{0,20}(\.\d{0,20})?(e[+-]?\d{1,2})?|\d{1,20}/\d{1,20}", re.IGNORECASE)
 """Numbers that are safe to build: Python would spend minutes on 1e9999999."""
 _LONGEST = 2000
 """Characters of a scheme's text."""
-
-SCHEMES: dict[str, Scheme] = {}
-"""Every scheme by name, with its defaults."""
-
-
-SCHEMES |= {
-    "dense": Scheme("dense"),
-    "separable": Scheme("separable", tuple(reversed(_HALVES))),
-    "lr": Scheme("lr", _HALVES),
-    "lr-join": Scheme("lr-join", _HALVES, to=1.0),
-    "mixture": Scheme("mixture", (*_HALVES, ("kxk", Fraction(1)))),
-    "channel": Scheme("channel", (("kxk", Fraction(1)),), to=1.0),
-    "cp": Scheme("cp"),
-    "embed": Scheme("embed", _HALVES, to=0.5),
-    "exact": Scheme("exact"),
-    "learned": Scheme("learned", (*_HALVES, ("1x1", Fraction(1)), ("kxk", Fraction(1))), multiple=8),
-}
-
-_OPTIONS = {
-    "dense": {"branches"},
-    "separable": {"m"},
-    "lr": {"channel_groups", "branches"},
-    "lr-join": {"m", "channel_groups", "branches"},
-    "channel": {"m"},
-    "cp": {"m"},
-    "mixture": {"m", "join", "channel_groups", "branches"},
-    "embed": {"m", "to"},
-}
-_OPTIONS |= {"exact": {"in"}, "learned": {"multiple"}}
 
 
 def parse_scheme(text: str | Mapping[str, object] | Scheme) -> Scheme:
@@ -298,31 +682,29 @@ def _from_dict(fields: Mapping[str, object]) -> Scheme:
     if not isinstance(shapes, Mapping):
         raise LowRankError(f"the shapes of a scheme map a shape to its proportion, not {shapes!r}.")
     options = {key: value for key, value in known.items() if value is not None}
-    if options.get("to") == 1.0 and name in ("mixture", "lr-join", "channel"):  # their join, written out
+    if options.get("to") == 1.0 and "to" not in _OPTIONS.get(name, ()):  # a join, written out
         del options["to"]
-        options |= {"join": True} if name == "mixture" else {}
+        options |= {"join": True} if "join" in _OPTIONS.get(name, ()) else {}
     return _build(name, dict(shapes), options)
 
 
 def _build(name: str, shapes: Mapping[str, object], options: Mapping[str, object]) -> Scheme:
     if name not in SCHEMES:
         raise LowRankError(f"there is no scheme {name!r}; {nearest(name, SCHEMES)}")
-    allowed = _OPTIONS.get(name, set())
+    default, allowed = SCHEMES[name], _OPTIONS[name]
     if unknown := set(options) - allowed:
-        shaped = "" if name == "dense" else " and shapes"
+        shaped = "" if isinstance(default, Dense) else " and shapes"
         takes = f"takes {', '.join(sorted(allowed))}{shaped}" if allowed else "takes shapes alone"
         raise LowRankError(f"the scheme {name} {takes}, not {', '.join(sorted(unknown))}.")
-    if name == "dense" and shapes:
-        raise LowRankError("the scheme dense takes no shapes: it leaves a convolution as it is.")
-    default = SCHEMES[name]
-    proportions = tuple((shape, _fraction(value)) for shape, value in shapes.items()) or default.shapes
-    m = _amount(options["m"]) if "m" in options else default.m
-    to = float(_fraction(options["to"])) if "to" in options else default.to
-    to = 1.0 if _yes(options, "join") else to
-    inputs, multiple, parts = (_whole(options, key) for key in ("in", "multiple", "channel_groups"))
-    multiple = default.multiple if multiple is None else multiple
-    branches = _yes(options, "branches")
-    return Scheme(name, proportions, m, to, inputs, multiple, 1 if parts is None else parts, branches)
+    found: dict[str, Any] = {"m": _amount(options["m"])} if "m" in options else {}
+    if shapes:
+        found["shapes"] = tuple((shape, _fraction(value)) for shape, value in shapes.items())
+    if "to" in options or _yes(options, "join"):
+        found["to"] = float(_fraction(options["to"])) if "to" in options else 1.0
+    for key, field in (("in", "inputs"), ("multiple", "multiple"), ("channel_groups", "channel_groups")):
+        if key in options:
+            found[field] = _whole(options, key)
+    return replace(default, **found, branches=_yes(options, "branches"))
 
 
 def _whole(options: Mapping[str, object], key: str) -> int | None:
@@ -383,7 +765,7 @@ def _units(filters: int, unit: int) -> int:
     return max(1, round(filters / unit)) * unit
 
 
-def _share_out(shapes: Sequence[tuple[Pair, Fraction]], filters: int, unit: int) -> Composite:
+def _share_out(shapes: Sequence[tuple[Pair, int | Fraction]], filters: int, unit: int) -> Composite:
     """Share `filters` out by proportion, in multiples of `unit`, so that the total is kept.
 
     Each shape gets its whole part; what is left goes one by one to the largest remainders (first on a tie).
@@ -391,100 +773,13 @@ def _share_out(shapes: Sequence[tuple[Pair, Fraction]], filters: int, unit: int)
     if filters % unit:
         raise LowRankError(f"{counted(filters, 'filter')} cannot be divided into {unit} channel groups.")
     whole, total = filters // unit, sum(proportion for _, proportion in shapes)
-    exact = [whole * proportion / total for _, proportion in shapes]
+    exact = [Fraction(whole * proportion) / total for _, proportion in shapes]
     counts = [int(value) for value in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
     for i in by_remainder[: whole - sum(counts)]:
         counts[i] += 1
     groups = [FilterGroup(*shape, n * unit) for (shape, _), n in zip(shapes, counts, strict=True) if n]
     return Composite(tuple(groups))
-
-
-# `build_conv` builds the layer or chain of layers that replaces a dense conv under a scheme.
-
-__all__ = ["CompositeConv2d", "FactoredConv2d", "build_conv"]
-
-T = TypeVar("T")
-
-
-class FactoredConv2d(nn.Sequential):
-    """Convs in a chain with nothing between them, so that together they are one linear map.
-
-    Its children are `basis` and `join`, `first` and `second` for a separable pair, or `reduce`, `upright`, `lying`
-    and `join` for a CP form, whose middle two are depthwise.
-
-    >>> import torch
-    >>> import lowrank_cnn as lr
-    >>> layer = lr.build_conv(16, 32, 3, "separable", padding=1)
-    >>> type(layer).__name__, layer(torch.zeros(1, 16, 8, 8)).shape[1]
-    ('FactoredConv2d', 32)
-    """
-
-    __jit_unused_properties__: ClassVar[list[str]] = [
-        "weight", "bias", "in_channels", "out_channels", "groups", "kernel_size", "stride", "dilation",
-        "padding", "padding_mode",
-    ]  # fmt: skip
-
-    def __init__(self, stages: OrderedDict[str, nn.Module], scheme: Scheme) -> None:
-        super().__init__(stages)
-        self.scheme = scheme
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight of the equivalent dense conv, with gradients, for tools that inspect weights."""
-        first, *rest = (stage.weight for stage in self.children())
-        if self.scheme.name == "cp":
-            upright, lying, join = rest
-            return compose(first * upright * lying, join)  # type: ignore[operator, arg-type]
-        return compose(ungrouped(first, self[0].groups // self.groups), *rest, groups=self.groups)  # type: ignore[arg-type, operator]
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The bias of the last layer, which is that of the whole chain if no other layer has one."""
-        return self[-1].bias  # type: ignore[return-value]
-
-    @property
-    def in_channels(self) -> int:
-        return self[0].in_channels  # type: ignore[return-value]
-
-    @property
-    def out_channels(self) -> int:
-        return self[-1].out_channels  # type: ignore[return-value]
-
-    @property
-    def groups(self) -> int:
-        """Those of the last layer: a join mixes what a basis kept apart."""
-        return self[-1].groups  # type: ignore[return-value]
-
-    @property
-    def kernel_size(self) -> Pair:
-        """The kernel of the equivalent dense conv."""
-        stages: Any = self
-        return max(stage.kernel_size[0] for stage in stages), max(stage.kernel_size[1] for stage in stages)
-
-    @property
-    def stride(self) -> Pair:
-        stages: Any = self
-        return math.prod(stage.stride[0] for stage in stages), math.prod(stage.stride[1] for stage in stages)
-
-    @property
-    def dilation(self) -> Pair:
-        stages: Any = self
-        return max(stage.dilation[0] for stage in stages), max(stage.dilation[1] for stage in stages)
-
-    @property
-    def padding(self) -> Sides:
-        """Pixels on the sides of each axis, ((top, bottom), (left, right)), as a composite layer has them."""
-        sides = [_sides_of(stage) for stage in self]
-        (top, bottom), (left, right) = (
-            [max(side) for side in zip(*axis, strict=True)] for axis in zip(*sides, strict=True)
-        )
-        return (top, bottom), (left, right)
-
-    @property
-    def padding_mode(self) -> str:
-        stages: Any = self  # those that pad nothing have the default
-        return next((stage.padding_mode for stage in stages if stage.padding_mode != "zeros"), "zeros")
 
 
 def build_conv(
@@ -516,122 +811,36 @@ def build_conv(
     stages = scheme.stages(kernel, filters, channel_groups=channel_groups)
     stride, dilation = pair(stride, "stride"), pair(dilation, "dilation")
     sides = enclosing_padding(padding, kernel, dilation)
-    common = {"channel_groups": channel_groups, "padding_mode": padding_mode}
-    parts = {"channel_groups": channel_groups * scheme.channel_groups}
-    whole = {
-        "stride": stride,
-        "padding": recentred(sides, kernel, stages[0].kernel, dilation),
-        "dilation": dilation,
-    }
-    first = branched_conv if scheme.branches else conv_of
-    if len(stages) == 1:
-        shuffle = scheme.channel_groups > 1
-        return first(in_channels, stages[0], **(whole | common | parts), shuffle=shuffle, bias=bool(bias))
-
-    def along(axis: int, stage: Composite) -> dict[str, Any]:
-        return _along(axis, whole, sides, kernel, stage) | common
-
-    places = [whole | common | parts, {"padding": 0} | common]
-    names: tuple[str, ...] = ("basis", "join")
-    if scheme.name == "separable":
-        places = [along(axis, stage) for axis, stage in zip(_axes(scheme), stages, strict=True)]
-        names = ("first", "second")
-    elif scheme.name == "cp":
-        strips = [along(axis, stages[1 + axis]) | {"channel_groups": stages[0].filters} for axis in (0, 1)]
-        places, names = [{"padding": 0}, *strips, {"padding": 0}], ("reduce", "upright", "lying", "join")
-    depths = (in_channels, *(stage.filters for stage in stages[:-1]))
-    biases = [bias is True and scheme.name != "cp"] * (len(stages) - 1) + [bool(bias)]
-    rows = zip(names, depths, stages, places, biases, strict=True)
-    make = {"basis": first}
-    layers = {name: make.get(name, conv_of)(depth, s, **place, bias=own) for name, depth, s, place, own in rows}
-    return FactoredConv2d(OrderedDict(layers), scheme)
+    layers: list[nn.Module] = []
+    for place, (stage, axes) in enumerate(zip(stages, scheme.axes, strict=False)):
+        first, last = place == 0, place == len(stages) - 1
+        around = recentred(sides, kernel, stage.kernel, dilation)
+        options: dict[str, Any] = {
+            "stride": _along(axes, stride, 1),
+            "dilation": _along(axes, dilation, 1),
+            "padding": _along(axes, around, (0, 0)),
+            "padding_mode": padding_mode,
+            "channel_groups": channel_groups * (scheme.channel_groups if first else 1),
+            "shuffle": first and last and scheme.channel_groups > 1,
+            "bias": bool(bias) if last else bias is True and scheme.inner_biases,
+        }
+        make = branched_conv if first and scheme.branches else conv_of
+        layers.append(make(in_channels if first else stages[place - 1].filters, stage, **options))
+    if len(layers) == 1:
+        return layers[0]
+    return FactoredConv2d(OrderedDict(zip(scheme.parts, layers, strict=True)), scheme)
 
 
-def _sides_of(stage: Any) -> Sides:
-    """The padding of one layer of a chain, for each side."""
-    if isinstance(stage, CompositeConv2d | BranchedConv2d):
-        return stage.padding
-    height, width = stage.padding
-    return (height, height), (width, width)
-
-
-def _axes(scheme: Scheme) -> tuple[int, int]:
-    """The axis (0 vertical, 1 horizontal) along which each half of a separable scheme runs."""
-    return (0, 1) if scheme.shapes[0][0].endswith("x1") else (1, 0)
-
-
-def _along(axis: int, whole: dict[str, Any], sides: Sides, kernel: Pair, stage: Composite) -> dict[str, Any]:
-    """The stride, dilation and padding of a dense conv along one axis, and none along the other."""
-    sides = recentred(sides, kernel, stage.kernel, whole["dilation"])
-    return {
-        "stride": _only(axis, whole["stride"], 1),
-        "dilation": _only(axis, whole["dilation"], 1),
-        "padding": _only(axis, sides, (0, 0)),
-    }
-
-
-def _only(axis: int, both: tuple[T, T], otherwise: T) -> tuple[T, T]:
-    return (both[0], otherwise) if axis == 0 else (otherwise, both[1])
-
-
-# The cost of what replaces a conv under a scheme, in multiply-accumulates per output pixel.
-
-
-def macs_per_pixel(conv: nn.Conv2d, scheme: Scheme) -> int:
-    """MACs per output pixel of what replaces a conv; for the conv itself this is its number of weights.
-
-    The first half of a separable pair has the stride of its own axis alone, and so computes more pixels; the first
-    layer of a CP form has none.
-    """
-    if not isinstance(conv, nn.Conv2d):
-        return channel_macs(conv, basis_filters(conv, scheme))
-    first, *rest = stage_weights(conv, scheme)
-    rows, columns = conv.stride
-    if scheme.name == "cp":
-        upright, *rest = rest
-        return first * rows * columns + upright * columns + sum(rest)
-    if scheme.name == "separable":
-        first *= rows if scheme.shapes[0][0].startswith("1x") else columns
-    return first + sum(rest)
-
-
-def stage_weights(conv: nn.Conv2d, scheme: Scheme) -> list[int]:
-    """The number of weights of each layer that replaces a conv."""
-    scheme = scheme.for_layer(conv.in_channels, conv.out_channels, conv.groups)
-    stages = scheme.stages(conv.kernel_size, conv.out_channels, channel_groups=conv.groups)  # type: ignore[arg-type]
-    depth, inner = conv.in_channels // conv.groups // scheme.channel_groups, stages[0].filters // conv.groups
-    depths = [1, 1, inner] if scheme.name == "cp" else [inner] * (len(stages) - 1)
-    return [stage.weights(channels) for stage, channels in zip(stages, (depth, *depths), strict=True)]
-
-
-def relative_cost(conv: nn.Conv2d, scheme: Scheme) -> float:
-    """The MACs of what replaces a conv, as a share of its own."""
-    return macs_per_pixel(conv, scheme) / conv.weight.numel()
-
-
-def useful_rank(conv: nn.Conv2d, scheme: Scheme) -> int:
-    """The number of basis filters per channel group beyond which a fit does not improve."""
-    if not isinstance(conv, nn.Conv2d):
-        return channel_rank(conv)
-    if scheme.name == "cp":
-        return conv.weight.numel() // max(conv.weight.shape)
-    depth, filters = conv.in_channels // conv.groups, conv.out_channels // conv.groups
-    many = replace(scheme, m=1000 * len(scheme.shapes))
-    first = many.stages(conv.kernel_size, conv.out_channels)[0]  # type: ignore[arg-type]
-    if scheme.name == "separable":
-        lying = first.kernel[0] == 1
-        (height, width), taps = conv.kernel_size, first.groups[0].taps
-        return min(depth * taps, filters * (height if lying else width))
-    return max(ceil(min(filters, depth * g.taps) * Fraction(first.filters, g.filters)) for g in first.groups)
-
-
-# Give the layers that replace a trained conv the filters nearest to its own.
+def _along(axes: Sequence[int], both: tuple[Any, Any], otherwise: Any) -> tuple[Any, Any]:
+    """The values of these axes; the other axes have another value."""
+    height, width = (value if axis in axes else otherwise for axis, value in enumerate(both))
+    return height, width
 
 
 @torch.no_grad()
 def fit_layer(
     name: str,
-    conv: nn.Conv2d,
+    conv: nn.Module,
     layer: nn.Module,
     covariance: Tensor | None = None,
     *,
@@ -642,68 +851,31 @@ def fit_layer(
     With the `covariance` of the windows that the first half of a separable pair reads, filters are nearest in what
     they give for such inputs, and not in their weights. The `factors` of a CP form are computed unless given.
     """
-    if isinstance(layer, FactoredLayer):
-        return Fitted(name, outputs_of(layer[0]), fit_factored(conv, layer))
-    if not isinstance(layer, FactoredConv2d):
+    if not isinstance(layer, FactoredConv2d | FactoredLayer):
         raise LowRankError(f"{name} was replaced by a {type(layer).__name__}, which mixes nothing: use lr-join.")
-    if layer.scheme.name == "cp":
-        return _fit_cp(name, conv, layer, factors)
-    weight = conv.weight.detach().double()
-    first, second = layer.children()
-    if layer.scheme.name == "separable":
-        upright, lying = sorted((first, second), key=lambda half: kernel_of(half)[0] == 1)
-        target = centred(weight, (kernel_of(upright)[0], kernel_of(lying)[1]))
-        options = {"lying_first": first is lying, "groups": conv.groups, "covariance": covariance}
-        halves = separable_factors(target, filters_of(first), **options)
-        filled, fitted = ([halves[0]], [halves[1]]), compose(*halves, groups=conv.groups)
-    else:
-        basis, join = grouped_factors(weight, conv, layer.scheme)
-        filled, fitted = (basis, [join]), grouped_weight(basis, join, conv.groups)
-    for stage, tensors in zip((first, second), filled, strict=True):
-        _fill(stage, tensors)
+    energy = layer.scheme.fit(name, conv, layer, covariance if factors is None else factors)
+    first, *_, last = layer.children()
     if conv.bias is not None:
-        second.bias.copy_(conv.bias)  # type: ignore[operator, union-attr]
-    layer.requires_grad_(conv.weight.requires_grad)
-    return Fitted(name, filters_of(first), kept_energy(weight, fitted))
+        last.bias.copy_(conv.bias)  # type: ignore[operator, union-attr]
+    layer.requires_grad_(conv.weight.requires_grad)  # type: ignore[union-attr, arg-type]
+    return Fitted(name, outputs_of(first), energy)
 
 
-def _fit_cp(name: str, conv: nn.Conv2d, layer: FactoredConv2d, factors: CPFactors | None) -> Fitted:
-    found = factors or cp_factors(conv.weight, filters_of(layer[0]))
-    if found is None:
-        raise LowRankError(f"tensorly finds no CP form of {name or 'the conv'}: use separable there.")
-    *tensors, energy = found
-    for stage, tensor in zip(layer.children(), tensors, strict=True):
-        _fill(stage, [tensor])
-    if conv.bias is not None:
-        layer[-1].bias.copy_(conv.bias)  # type: ignore[operator, union-attr]
-    layer.requires_grad_(conv.weight.requires_grad)
-    return Fitted(name, filters_of(layer[0]), energy)
+def is_depthwise(layer: nn.Module) -> bool:
+    """Whether each channel of a conv is filtered by itself."""
+    return isinstance(layer, _ConvNd) and layer.groups == layer.in_channels > 1
 
 
-def grouped_factors(
-    weight: Tensor, conv: nn.Conv2d, scheme: Scheme, *, sweeps: int = 30
-) -> tuple[list[Tensor], Tensor]:
-    """A basis and its join for each channel group by itself, put together as the layers hold them."""
-    groups = conv.groups
-    whole = scheme.stages(conv.kernel_size, conv.out_channels, channel_groups=groups)[0]  # type: ignore[arg-type]
-    own = Composite(tuple(FilterGroup(g.height, g.width, g.filters // groups) for g in whole.groups))
-    parts = [crossed_factors(part, own, sweeps=sweeps) for part in weight.chunk(groups)]
-    basis = [torch.cat(filters) for filters in zip(*(filters for filters, _ in parts), strict=True)]
-    return basis, torch.cat([join for _, join in parts])
+def _exact(layer: nn.Module) -> Tensor:
+    return layer.weight.detach().double()  # type: ignore[union-attr, operator]
 
 
-def grouped_weight(basis: Sequence[Tensor], join: Tensor, groups: int) -> Tensor:
-    """The dense weight that equals a basis and its join, group by group."""
-    apart = zip(*(filters.chunk(groups) for filters in basis), strict=True)
-    return torch.cat([crossed_weight(own, part) for own, part in zip(apart, join.chunk(groups), strict=True)])
-
-
-def kernel_of(stage: nn.Module) -> tuple[int, int]:
-    return stage.kernel_size  # type: ignore[return-value]
-
-
-def filters_of(stage: nn.Module) -> int:
-    return stage.out_channels  # type: ignore[return-value]
+def _matrices(layer: nn.Module) -> Tensor:
+    """The weight as [groups, filters of a group, everything else], in float64."""
+    weight, groups = _exact(layer), groups_of(layer)
+    if isinstance(layer, _ConvTransposeNd):  # [channels, filters of a group, ...]
+        return weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(2)
+    return weight.flatten(1).unflatten(0, (groups, -1))
 
 
 def _fill(stage: nn.Module, tensors: Sequence[Tensor]) -> None:

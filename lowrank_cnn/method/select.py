@@ -17,12 +17,12 @@ from lowrank_cnn.core.errors import LowRankError, nearest
 from lowrank_cnn.core.modules import InputSize, has_hooks
 from lowrank_cnn.core.notes import Kept, notes
 from lowrank_cnn.method.branches import BranchedConv2d
-from lowrank_cnn.method.channel import FactoredLayer, is_torch_layer
+from lowrank_cnn.method.chains import FactoredLayer, is_torch_layer
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.geometry import form_of
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.rewrite import held_by_functions
-from lowrank_cnn.method.schemes import FactoredConv2d, Scheme
+from lowrank_cnn.method.schemes import FactoredConv2d, Scheme, is_depthwise
 
 LARGE = 7
 """Kernels from which strips of a depthwise conv are worth two layers."""
@@ -138,16 +138,12 @@ def _quantised(module: nn.Module) -> bool:
 
 
 def _convs(model: nn.Module, scheme: Scheme | None = None) -> dict[str, _ConvNd]:
-    """Every conv by name, and for the scheme channel every linear layer; parts of low-rank layers are left out."""
-    kinds = (_ConvNd, nn.Linear) if scheme is not None and scheme.name == "channel" else (_ConvNd,)
+    """Every conv by name, or every layer that a scheme may take; parts of low-rank layers are left out."""
+    kinds = (_ConvNd,) if scheme is None else scheme.layers
     # Attention reads the weights of its layers itself.
     whole = FactoredConv2d | CompositeConv2d | BranchedConv2d | FactoredLayer | nn.MultiheadAttention
     inside = {id(part) for m in model.modules() if isinstance(m, whole) for part in m.modules()}
     return {name: m for name, m in model.named_modules() if isinstance(m, kinds) and id(m) not in inside}  # type: ignore[return-value]
-
-
-def _is_depthwise(conv: nn.Module) -> bool:
-    return isinstance(conv, _ConvNd) and conv.groups == conv.in_channels > 1
 
 
 def parameter_uses(model: nn.Module) -> Counter[int]:
@@ -157,11 +153,6 @@ def parameter_uses(model: nn.Module) -> Counter[int]:
 
 def _obstacle(conv: _ConvNd, scheme: Scheme, ties: Counter[int]) -> str:
     """The reason why a conv cannot be rewritten; empty if it can."""
-    factored = scheme.name == "channel"
-    if isinstance(conv, _ConvTransposeNd) and not factored:
-        return "it is transposed: the scheme channel takes it"
-    if not isinstance(conv, nn.Conv2d) and not factored:
-        return "it is not two-dimensional: the scheme channel takes it"
     if parametrize.is_parametrized(conv) or not isinstance(conv._parameters.get("weight"), nn.Parameter):
         return "its weight is computed from others: remove the parametrisation first"
     if conv.weight.is_complex():
@@ -169,19 +160,12 @@ def _obstacle(conv: _ConvNd, scheme: Scheme, ties: Counter[int]) -> str:
     if (form_of(conv) is None) if isinstance(conv, nn.Conv2d) else not is_torch_layer(conv):
         base = "nn.Conv2d" if isinstance(conv, nn.Conv2d) else "the layer of torch that it derives from"
         return f"its class {type(conv).__name__} computes something else than {base}"
-    if isinstance(conv, nn.Conv2d) and min(conv.kernel_size) == 1 and not factored:
-        return f"its kernel is {conv.kernel_size[0]}x{conv.kernel_size[1]}"
-    if _is_depthwise(conv) and scheme.name != "separable":
-        return "it is depthwise"
-    if scheme.name == "cp" and conv.groups > 1:
-        return "it has channel groups: the scheme separable takes it"
+    if reason := scheme.obstacle(conv):
+        return reason
     if ties[id(conv.weight)] > 1:
         return "it shares its weight with another layer"
     if has_hooks(conv):
         return "it has hooks, which would be lost"
-    several = scheme.name not in ("dense", "separable", "channel", "cp", "learned")
-    if several and isinstance(conv, _ConvNd) and conv.out_channels // conv.groups < len(scheme.shapes):
-        return f"it has too few filters for the scheme {scheme}"
     return ""
 
 
@@ -232,7 +216,7 @@ def _why_not(conv: nn.Module) -> str:
     """
     if not isinstance(conv, _ConvNd) or isinstance(conv, _ConvTransposeNd):
         return ""
-    if _is_depthwise(conv) and max(conv.kernel_size) < LARGE:
+    if is_depthwise(conv) and max(conv.kernel_size) < LARGE:
         return "it is depthwise with a small kernel: name it to convert it"
     patches = zip(conv.stride, conv.kernel_size, strict=True)
     if max(conv.kernel_size) > 1 and all(step >= size for step, size in patches):

@@ -19,10 +19,8 @@ from torch.nn import functional as F
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.kernels.reference import conv_on_sides, pad_on_sides
 from lowrank_cnn.method.geometry import ConvForm, form_of, offsets, recentred
-from lowrank_cnn.method.schemes import NONE, Scheme, build_conv, resolve_shape
+from lowrank_cnn.method.schemes import NONE, Learned, Scheme, resolve_shape
 from lowrank_cnn.method.spec import FilterGroup, Pair
-
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 
 
 class ShapedConv2d(nn.Module):
@@ -154,7 +152,12 @@ def may_remove(scheme: Scheme) -> bool:
 
 
 def shaped_layer(layer: nn.Module, scheme: Scheme) -> nn.Module:
-    """What a `learned` scheme makes of a conv, or of a linear layer that reads channels; weights not yet given."""
+    """What a scheme makes of a layer; `learned` takes convs, and linear layers that read channels.
+
+    Its weights are set later.
+    """
+    if not isinstance(scheme, Learned):
+        return scheme.build(layer)
     if isinstance(layer, nn.Linear):
         return GatedLinear(layer.in_features, layer.out_features, bias=layer.bias is not None)
     form = form_of(layer) if isinstance(layer, nn.Conv2d) else None
@@ -167,33 +170,3 @@ def exact_scheme(groups: list[tuple[Pair, int]], inputs: int | None = None) -> S
     """The scheme of filters that are counted by shape."""
     shapes = tuple((f"{h}x{w}", Fraction(count)) for (h, w), count in groups)
     return Scheme("exact", shapes, inputs=inputs)
-
-
-def exact_layer(layer: nn.Module, scheme: Scheme) -> nn.Module:
-    """What an `exact` scheme makes of a conv, a linear layer or a batch norm; weights not yet given."""
-    inputs = scheme.inputs
-    if isinstance(layer, nn.Linear):
-        return nn.Linear(inputs or layer.in_features, layer.out_features, bias=layer.bias is not None)
-    if isinstance(layer, _NORMS):
-        options = {"eps": layer.eps, "momentum": layer.momentum, "affine": layer.affine}
-        kept = {**options, "track_running_stats": layer.track_running_stats}
-        return type(layer)(inputs or layer.num_features, **kept)
-    form = form_of(layer) if isinstance(layer, nn.Conv2d) else None
-    if form is None or form.groups != 1:
-        raise LowRankError(f"the scheme {scheme} is for a plain conv, linear layer or batch norm.")
-    return conv_of_form(form, scheme)
-
-
-def conv_of_form(form: ConvForm, scheme: Scheme) -> nn.Module:
-    """The conv, or composite, of an `exact` scheme in the place of a dense conv."""
-    return build_conv(
-        scheme.inputs or form.in_channels,
-        scheme.out_filters(form.out_channels),
-        form.kernel,
-        scheme,
-        stride=form.stride,
-        padding=form.padding,
-        dilation=form.dilation,
-        padding_mode=form.padding_mode,
-        bias=form.bias,
-    )

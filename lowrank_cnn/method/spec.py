@@ -1,43 +1,63 @@
 """What a low-rank layer is, as data: filter groups, and composites of them.
 
-A *filter group* is `filters` filters of `height` x `width`. A *composite* is several groups over the same
-input, their outputs concatenated.
+A *filter group* is a number of filters of one shape. A *composite* is several groups over the same input, their
+outputs concatenated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from lowrank_cnn.core.errors import LowRankError
 
 Pair = tuple[int, int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class FilterGroup:
-    """`filters` filters, each `height` x `width` pixels and as deep as the input.
+    """Filters of one shape: `FilterGroup(height, width, filters)`, with one to three sides before the filters.
+
+    Each filter is as deep as the input, or, where `depthwise`, sees one channel: filter i the channel i.
 
     >>> import lowrank_cnn as lr
-    >>> lr.FilterGroup(3, 1, 32)
-    FilterGroup(height=3, width=1, filters=32)
+    >>> lr.FilterGroup(3, 1, 32).kernel, lr.FilterGroup(3, 3, 3, 16).taps
+    ((3, 1), 27)
+    >>> print(lr.FilterGroup(7, 7, 96, depthwise=True))
+    depthwise 7x7,96
     """
 
-    height: int
-    width: int
+    kernel: tuple[int, ...]
     filters: int
+    depthwise: bool
 
-    def __post_init__(self) -> None:
-        if any(not isinstance(v, int) or v < 1 for v in (self.height, self.width, self.filters)):
-            raise LowRankError(f"a filter group needs a positive height, width and filters, not {self!s}.")
+    def __init__(self, *sizes: int, depthwise: bool = False) -> None:
+        if not 2 <= len(sizes) <= 4 or any(not isinstance(v, int) or v < 1 for v in sizes):
+            told = ", ".join(map(repr, sizes))
+            raise LowRankError(f"a filter group has one to three sides and filters, all positive, not ({told}).")
+        for name, value in (("kernel", sizes[:-1]), ("filters", sizes[-1]), ("depthwise", depthwise)):
+            object.__setattr__(self, name, value)
 
     def __str__(self) -> str:
-        return f"{self.height}x{self.width},{self.filters}"
+        return f"{'depthwise ' * self.depthwise}{'x'.join(map(str, self.kernel))},{self.filters}"
+
+    @property
+    def height(self) -> int:
+        return self.kernel[-2] if len(self.kernel) > 1 else 1
+
+    @property
+    def width(self) -> int:
+        return self.kernel[-1]
 
     @property
     def taps(self) -> int:
         """Weights of one filter per input channel."""
-        return self.height * self.width
+        return prod(self.kernel)
+
+    def weights(self, in_channels: int) -> int:
+        """Weights of all filters, without biases."""
+        return self.taps * self.filters * (1 if self.depthwise else in_channels)
 
 
 @dataclass(frozen=True)
@@ -75,22 +95,27 @@ class Composite:
 
     @property
     def kernel(self) -> Pair:
-        """The smallest kernel that encloses every group."""
+        """The smallest 2-D kernel that encloses every group."""
         return max(g.height for g in self.groups), max(g.width for g in self.groups)
+
+    @property
+    def depthwise(self) -> bool:
+        """Whether any filters see one channel alone."""
+        return any(group.depthwise for group in self.groups)
 
     @property
     def fan_out(self) -> int:
         """Outgoing connections of one input value: the sum of h_i * w_i * d_i over the groups."""
-        return sum(group.taps * group.filters for group in self.groups)
+        return sum(group.taps * (1 if group.depthwise else group.filters) for group in self.groups)
 
     def weights(self, in_channels: int) -> int:
         """Weights without biases; also the multiply-accumulates per output pixel."""
-        return in_channels * self.fan_out
+        return sum(group.weights(in_channels) for group in self.groups)
 
 
 def _as_group(group: FilterGroup | Sequence[int]) -> FilterGroup:
     if isinstance(group, FilterGroup):
         return group
-    if not isinstance(group, Sequence) or len(group) != 3:
+    if not isinstance(group, Sequence):
         raise LowRankError(f"a filter group is (height, width, filters), not {group!r}.")
     return FilterGroup(*group)

@@ -187,7 +187,7 @@ def filter_banks(conv: nn.Module) -> list[Bank]:
         return [Bank(_title(weight), weight.detach()) for weight in weights]
     parts = [bank for stage in conv for bank in filter_banks(stage)]
     spatial = [bank for bank in parts if bank.weight.shape[-2:] != (1, 1)]
-    if conv.scheme.name == "separable":
+    if len(spatial) > 1 and "second" in dict(conv.named_children()):
         # The second half works on the first's channels, which are not colours.
         return [spatial[0], Bank("the two halves combined", conv.weight.detach())]
     return [*spatial, Bank("combined by the join", conv.weight.detach())]

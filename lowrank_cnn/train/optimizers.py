@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.branches import BranchedConv2d
-from lowrank_cnn.method.channel import FactoredLayer
+from lowrank_cnn.method.chains import FactoredLayer
 from lowrank_cnn.method.schemes import FactoredConv2d
 from lowrank_cnn.train.recipe import Recipe
 

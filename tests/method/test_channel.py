@@ -9,7 +9,7 @@ from torch import nn
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.method.activations import output_error, outputs
-from lowrank_cnn.method.channel import FactoredLayer
+from lowrank_cnn.method.chains import FactoredLayer
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.decompose import decompose

@@ -15,7 +15,6 @@ from lowrank_cnn.graph.merge import merge
 from lowrank_cnn.kernels.reference import ungrouped
 from lowrank_cnn.method.init import init_
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.method.schemes import relative_cost
 
 TEXTS = ("lr(channel_groups=2)", "lr-join(channel_groups=2)", "mixture(kx1, 1xk, kxk=2, join, channel_groups=4)")
 
@@ -75,12 +74,12 @@ def test_a_network_is_converted_counted_and_trained(text: str):
     assert found[:-2] in ([], [1])  # the first conv sees three colours, and may stay dense
     costs = {row.name: row.macs_after / row.macs_before for row in lr.conversion_costs(dense, new, (3, 12, 12))}
     for name in ("3", "6"):
-        assert costs[name] == pytest.approx(relative_cost(dense.get_submodule(name), lr.parse_scheme(text)))
+        assert costs[name] == pytest.approx(lr.parse_scheme(text).relative_cost(dense.get_submodule(name)))
 
 
 def test_half_of_the_channels_cost_half():
     conv = nn.Conv2d(16, 32, 3)
-    costs = [relative_cost(conv, lr.parse_scheme(text)) for text in ("lr", "lr(channel_groups=2)")]
+    costs = [lr.parse_scheme(text).relative_cost(conv) for text in ("lr", "lr(channel_groups=2)")]
     assert costs == pytest.approx([1 / 3, 1 / 6])
 
 

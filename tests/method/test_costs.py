@@ -5,7 +5,7 @@ from torch import nn
 
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.rewrite import replacement
-from lowrank_cnn.method.schemes import macs_per_pixel, parse_scheme, relative_cost, useful_rank
+from lowrank_cnn.method.schemes import parse_scheme
 
 SIZE = 16
 
@@ -16,15 +16,15 @@ def test_macs_per_pixel_are_those_that_the_counter_finds(scheme: str, groups: in
     conv = nn.Conv2d(8, 12, 5, padding=2, groups=groups, bias=False)
     layer = replacement(conv, parse_scheme(scheme))
     found = count(layer, (8, SIZE, SIZE)).macs
-    assert macs_per_pixel(conv, parse_scheme(scheme)) * SIZE**2 == found
-    assert relative_cost(conv, parse_scheme(scheme)) == found / count(conv, (8, SIZE, SIZE)).macs
+    assert parse_scheme(scheme).macs(conv) * SIZE**2 == found
+    assert parse_scheme(scheme).relative_cost(conv) == found / count(conv, (8, SIZE, SIZE)).macs
 
 
 def test_the_first_half_of_a_strided_pair_computes_more_pixels():
     conv = nn.Conv2d(8, 12, 3, stride=2, padding=1, bias=False)
     scheme = parse_scheme("separable(m=4)")
     found = count(replacement(conv, scheme), (8, SIZE, SIZE)).macs
-    assert macs_per_pixel(conv, scheme) * (SIZE // 2) ** 2 == found
+    assert scheme.macs(conv) * (SIZE // 2) ** 2 == found
 
 
 @pytest.mark.parametrize(
@@ -37,4 +37,4 @@ def test_the_first_half_of_a_strided_pair_computes_more_pixels():
     ],
 )
 def test_more_filters_than_the_rank_of_the_weight_are_of_no_use(conv: nn.Module, scheme: str, most: int):
-    assert useful_rank(conv, parse_scheme(scheme)) == most  # type: ignore[arg-type]
+    assert parse_scheme(scheme).useful_rank(conv) == most

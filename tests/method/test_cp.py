@@ -51,14 +51,12 @@ def test_a_form_is_the_dense_conv_of_its_weight(options, padding_mode):
 
 @pytest.mark.parametrize("stride", [1, 2, (1, 2)])
 def test_its_cost_is_what_counting_finds(stride):
-    from lowrank_cnn.method.schemes import macs_per_pixel, stage_weights
-
     conv, scheme = nn.Conv2d(12, 16, 3, stride=stride, padding=1), parse_scheme("cp(m=5)")
     layer = replacement(conv, scheme)
     pixels = count(conv, (12, 8, 8)).macs // conv.weight.numel()
-    assert count(layer, (12, 8, 8)).macs == pixels * macs_per_pixel(conv, scheme)
+    assert count(layer, (12, 8, 8)).macs == pixels * scheme.macs(conv)
     weights = sum(stage.weight.numel() for stage in layer)
-    assert sum(stage_weights(conv, scheme)) == weights
+    assert sum(scheme.stage_weights(conv)) == weights
 
 
 def test_the_factors_find_the_components():

@@ -8,7 +8,7 @@ from torch import nn
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.schemes import parse_scheme
-from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, exact_layer, shaped_layer
+from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, shaped_layer
 
 LEARNED = parse_scheme("learned(kx1, 1xk, kxk, 5x1, 1x5)")
 
@@ -87,12 +87,12 @@ def test_a_removed_channel_is_ignored():
 
 
 def test_exact_layers_have_the_filters_and_inputs_that_are_counted():
-    conv = exact_layer(nn.Conv2d(8, 16, 3, padding=1), parse_scheme("exact(3x1=4, 1x3=8, in=6)"))
+    conv = parse_scheme("exact(3x1=4, 1x3=8, in=6)").build(nn.Conv2d(8, 16, 3, padding=1))
     assert conv(torch.randn(1, 6, 5, 5)).shape == (1, 12, 5, 5)
-    assert exact_layer(nn.BatchNorm2d(8), parse_scheme("exact(in=6)")).num_features == 6
-    assert exact_layer(nn.Linear(8, 3), parse_scheme("exact(in=6)")).in_features == 6
+    assert parse_scheme("exact(in=6)").build(nn.BatchNorm2d(8)).num_features == 6
+    assert parse_scheme("exact(in=6)").build(nn.Linear(8, 3)).in_features == 6
     with pytest.raises(LowRankError, match="plain conv"):
-        exact_layer(nn.ReLU(), parse_scheme("exact(in=6)"))
+        parse_scheme("exact(in=6)").build(nn.ReLU())
     with pytest.raises(LowRankError, match="cannot learn"):
         shaped_layer(nn.ReLU(), LEARNED)
     with pytest.raises(LowRankError, match="without channel groups"):

@@ -1,0 +1,192 @@
+"""The layers of a chain: convs, or layers of any kind, one after the other with nothing between them.
+
+A `FactoredConv2d` replaces a 2-D conv. A `FactoredLayer` replaces a linear layer, or a 1-D, 3-D or transposed
+conv, by m filters of the same kernel and a pointwise layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from lowrank_cnn.core.modules import computes_as
+from lowrank_cnn.kernels.reference import compose, ungrouped
+from lowrank_cnn.method.branches import BranchedConv2d
+from lowrank_cnn.method.geometry import Sides
+from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.spec import Pair
+
+if TYPE_CHECKING:
+    from lowrank_cnn.method.schemes import Scheme
+
+KINDS = (nn.Linear, nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+"""Layers that a `FactoredLayer` replaces; `nn.Conv2d` is none of them."""
+
+
+class FactoredConv2d(nn.Sequential):
+    """Convs in a chain with nothing between them, so that together they are one linear map.
+
+    Its children are `basis` and `join`, `first` and `second` for a separable pair, or `reduce`, `upright`, `lying`
+    and `join` for a CP form, whose middle two are depthwise.
+
+    >>> import torch
+    >>> import lowrank_cnn as lr
+    >>> layer = lr.build_conv(16, 32, 3, "separable", padding=1)
+    >>> type(layer).__name__, layer(torch.zeros(1, 16, 8, 8)).shape[1]
+    ('FactoredConv2d', 32)
+    """
+
+    __jit_unused_properties__: ClassVar[list[str]] = [
+        "weight", "bias", "in_channels", "out_channels", "groups", "kernel_size", "stride", "dilation",
+        "padding", "padding_mode",
+    ]  # fmt: skip
+
+    def __init__(self, stages: OrderedDict[str, nn.Module], scheme: Scheme) -> None:
+        super().__init__(stages)
+        self.scheme = scheme
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight of the equivalent dense conv, with gradients, for tools that inspect weights."""
+        first, *rest = (stage for stage in self)
+        whole = ungrouped(first.weight, first.groups // self.groups)  # type: ignore[arg-type, operator]
+        for stage in rest:
+            depthwise = stage.groups == len(whole)  # each filter has one input: its taps are multiplied
+            whole = whole * stage.weight if depthwise else compose(whole, stage.weight, groups=self.groups)  # type: ignore[arg-type, operator]
+        return whole
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias of the last layer, which is that of the whole chain if no other layer has one."""
+        return self[-1].bias  # type: ignore[return-value]
+
+    @property
+    def in_channels(self) -> int:
+        return self[0].in_channels  # type: ignore[return-value]
+
+    @property
+    def out_channels(self) -> int:
+        return self[-1].out_channels  # type: ignore[return-value]
+
+    @property
+    def groups(self) -> int:
+        """Those of the last layer: a join mixes what a basis kept apart."""
+        return self[-1].groups  # type: ignore[return-value]
+
+    @property
+    def kernel_size(self) -> Pair:
+        """The kernel of the equivalent dense conv."""
+        stages: Any = self
+        return max(stage.kernel_size[0] for stage in stages), max(stage.kernel_size[1] for stage in stages)
+
+    @property
+    def stride(self) -> Pair:
+        stages: Any = self
+        return math.prod(stage.stride[0] for stage in stages), math.prod(stage.stride[1] for stage in stages)
+
+    @property
+    def dilation(self) -> Pair:
+        stages: Any = self
+        return max(stage.dilation[0] for stage in stages), max(stage.dilation[1] for stage in stages)
+
+    @property
+    def padding(self) -> Sides:
+        """Pixels on the sides of each axis, ((top, bottom), (left, right)), as a composite layer has them."""
+        sides = [_sides_of(stage) for stage in self]
+        (top, bottom), (left, right) = (
+            [max(side) for side in zip(*axis, strict=True)] for axis in zip(*sides, strict=True)
+        )
+        return (top, bottom), (left, right)
+
+    @property
+    def padding_mode(self) -> str:
+        stages: Any = self  # those that pad nothing have the default
+        return next((stage.padding_mode for stage in stages if stage.padding_mode != "zeros"), "zeros")
+
+
+def _sides_of(stage: Any) -> Sides:
+    """The padding of one layer of a chain, for each side."""
+    if isinstance(stage, CompositeConv2d | BranchedConv2d):
+        return stage.padding
+    height, width = stage.padding
+    return (height, height), (width, width)
+
+
+class FactoredLayer(nn.Sequential):
+    """A `basis` like the layer that it replaces, with m filters, and a pointwise `join`, with nothing between.
+
+    It has the attributes of that layer (`weight`, `stride`, `in_features`, ...): forwards and tools read them.
+    """
+
+    _OF_BASIS: ClassVar[tuple[str, ...]] = (
+        "in_channels", "in_features", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode",
+        "output_padding",
+    )  # fmt: skip
+    _OF_JOIN: ClassVar[tuple[str, ...]] = ("out_channels", "out_features", "bias")
+    __jit_unused_properties__: ClassVar[list[str]] = ["weight"]
+
+    def __init__(self, basis: nn.Module, join: nn.Module, scheme: Scheme) -> None:
+        super().__init__(OrderedDict(basis=basis, join=join))
+        self.scheme = scheme
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._OF_BASIS or name in self._OF_JOIN:
+            return getattr(self[0] if name in self._OF_BASIS else self[1], name)
+        return super().__getattr__(name)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight of the equivalent single layer, with gradients."""
+        basis, join = self[0].weight, self[1].weight.flatten(1)  # type: ignore[operator, union-attr]
+        if isinstance(self[0], nn.Linear):
+            return join @ basis  # type: ignore[operator]
+        groups = groups_of(self[0])
+        within, filters = join.unflatten(0, (groups, -1)), basis.unflatten(0, (groups, -1))  # type: ignore[operator]
+        transposed = isinstance(self[0], _ConvTransposeNd)  # its weight has the channels first
+        axes = "gdm,gcm...->gcd..." if transposed else "gdm,gm...->gd..."
+        return torch.einsum(axes, within, filters).flatten(0, 1)
+
+
+class FactoredTransposed(FactoredLayer):
+    """The factors of a transposed conv, which may be told the size of its output."""
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        return self.join(self.basis(input, output_size))
+
+
+def groups_of(layer: nn.Module) -> int:
+    """Channel groups; a linear layer has one."""
+    return layer.groups if isinstance(layer, _ConvNd) else 1
+
+
+def outputs_of(layer: nn.Module) -> int:
+    """Filters of a conv, outputs of a linear layer."""
+    return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels  # type: ignore[return-value]
+
+
+def is_torch_layer(layer: nn.Module) -> bool:
+    """Whether a layer computes what torch's layer of its kind computes."""
+    return any(isinstance(layer, kind) and computes_as(layer, kind) for kind in KINDS)
+
+
+def factored_layer(layer: nn.Module, m: int, scheme: Scheme) -> FactoredLayer:
+    """Build m filters like those of a layer, and their join; the weights are set later."""
+    filters, groups, biased = outputs_of(layer), groups_of(layer), layer.bias is not None
+    if isinstance(layer, nn.Linear):
+        basis = nn.Linear(layer.in_features, m, bias=False)
+        return FactoredLayer(basis, nn.Linear(m, filters, bias=biased), scheme)
+    assert isinstance(layer, _ConvNd)
+    options: dict[str, Any] = {"stride": layer.stride, "padding": layer.padding, "dilation": layer.dilation}
+    options |= {"groups": groups, "padding_mode": layer.padding_mode, "bias": False}
+    transposed = isinstance(layer, _ConvTransposeNd)
+    options |= {"output_padding": layer.output_padding} if transposed else {}
+    plain: Any = next(kind for kind in KINDS if isinstance(layer, kind))
+    basis = plain(layer.in_channels, m, layer.kernel_size, **options)
+    pointwise = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(layer.kernel_size) - 1]
+    join = pointwise(m, filters, 1, groups=groups, bias=biased)
+    return (FactoredTransposed if transposed else FactoredLayer)(basis, join, scheme)
