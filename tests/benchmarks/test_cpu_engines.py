@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from unittest import mock
 
 import pytest
 import torch
@@ -59,18 +58,6 @@ def test_an_engine_that_uses_more_threads_than_it_was_given_is_refused():
     assert cpu_engines.refusal(1, own=1.78, others=0.01) == "it used 1.78 cores for 1 threads"
     assert cpu_engines.refusal(2, own=1.78, others=0.01) == ""
     assert cpu_engines.refusal(2, own=1.78, others=0.5) == "others used 0.50 cores"
-
-
-def test_the_work_of_this_process_is_not_counted():
-    def work() -> None:
-        start = time.process_time()
-        while time.process_time() - start < 0.4:
-            pass
-
-    with mock.patch.object(cpu_engines, "busy_seconds", time.process_time):
-        _, own, others = cpu_engines.cores_used(work, patience=0)
-    assert own > 0
-    assert others < 0.1 * own
 
 
 def test_fast_networks_warm_up_as_long_as_slow_ones(monkeypatch):

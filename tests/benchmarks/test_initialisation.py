@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from benchmarks.run_book import kept_answers
-from lowrank_cnn.train import get_recipe
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +38,6 @@ def test_rates_are_tried_on_held_out_images_and_full_runs_follow(initialisation,
     initialisation.main([*common, "--seeds", "1"])
     assert json.loads(out.read_text())["rows"] == record["rows"]  # nothing is trained again
     assert "composite over normal by 0.2" in capsys.readouterr().out
-
-
-def test_drops_stay_at_their_share_of_a_shorter_run(initialisation):
-    short = initialisation.shortened(get_recipe("nin-paper"), 30)
-    assert (short.epochs, short.drop_epochs) == (30, (22, 27))
 
 
 def test_tries_may_be_as_long_as_full_runs(initialisation, tmp_path: Path, monkeypatch):

@@ -63,14 +63,6 @@ def test_the_size_of_a_rival_with_the_nearest_time_is_taken(shape_verdicts, book
     assert "may take as long" not in shape_verdicts.shown(book, found)
 
 
-def test_learned_networks_of_other_sizes_are_compared_at_equal_time_too(shape_verdicts, book):
-    book.runs("thin", 0.6, 2.0)
-    book.runs("latency:0.75", 0.7, 2.0)
-    found = shape_verdicts.judged(book)
-    assert [(one["ours"], one["verdict"]) for one in found["equal_time"]] == [("latency:0.75", YES)]
-    assert found["answers"] == []
-
-
 def test_a_size_is_proposed_where_times_differ(shape_verdicts, book):
     book.runs("thin", 0.6, 1.6)
     book.runs("proximal", 0.7, 2.0)

@@ -38,14 +38,6 @@ def test_a_group_that_answers_nothing_is_named(depth_flow):
     assert row["worst_group"] == ["features.conv3_1 1x3", 1.0]
 
 
-def test_basis_filters_are_judged_though_no_relu_follows(depth_flow):
-    net = network("vgg11-gmp-lr-join")
-    with torch.no_grad():
-        net.features.conv2_1[0].weights[0].zero_()
-    row = depth_flow.examined("net", net, batches())
-    assert row["dead_groups"] == ["features.conv2_1, basis 3x1"]
-
-
 def test_a_layer_that_swallows_gradients_shows(depth_flow):
     plain = depth_flow.examined("net", network("vgg11-gmp"), batches())
     net = network("vgg11-gmp")
@@ -97,16 +89,6 @@ def test_less_memory_is_kept_where_stages_are_computed_again(benchmark_module, t
     head = 4 * (512 + 6 * 4096)
     assert kept == pytest.approx(maps + 12 * sum(ends) + head, rel=0.02)
     assert again == pytest.approx(4 * 3 * 32**2 + 4 * sum(ends) + 4 * 512 * 2**2 + head, rel=0.02)
-
-
-def test_what_a_gpu_gave_stays_in_the_record(benchmark_module, tmp_path, monkeypatch):
-    peaks = {"rows": [{"network": "vgg11-gmp", "peak_bytes": 1}], "environment": {"gpu": "some"}}
-    (tmp_path / "memory.json").write_text(json.dumps({"peaks": peaks}))
-    words = ["--networks", "googlenet-lr", "--images", "32", "40"]
-    record = memory_record(benchmark_module, monkeypatch, tmp_path / "memory.json", *words)
-    assert record["peaks"] == peaks
-    assert record["environment"] == {"gpu": "some"}
-    assert [row["image"] for row in record["kept"]["rows"]] == [32, 32, 40, 40]
 
 
 def test_a_record_keeps_what_other_processors_gave(benchmark_module, write_shards, photo, tmp_path, monkeypatch):

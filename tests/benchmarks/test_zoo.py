@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-TIMM = """
+TIMM = '''
 import os, time
 import torch
 from torch import nn
@@ -21,6 +21,15 @@ __version__ = "9.9"
 
 def convs(width=8):
     return nn.Sequential(nn.Conv2d(3, width, 1), nn.Conv2d(width, width, 3, padding=1), nn.Conv2d(width, 4, 1))
+
+class NeedsValues(nn.Module):
+    """Cannot be built on the meta device."""
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.ones(1).item()
+        self.convs = convs()
+    def forward(self, x):
+        return {"out": self.convs(x) * self.scale, "more": [x]}
 
 class Frozen(nn.Module):
     def __init__(self):
@@ -37,9 +46,12 @@ def noisy():
     print("x" * 100_000)
     return convs()
 
+def broken():
+    raise RuntimeError("no such thing\\nand more")
+
 NETWORKS = {
-    "plain": convs, "crash": crash, "hang": hang, "noisy": noisy, "frozen": Frozen,
-    "mixer": lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 2)),
+    "plain": convs, "values": NeedsValues, "crash": crash, "hang": hang, "noisy": noisy, "broken": broken,
+    "mixer": lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), "large": lambda: convs(400), "frozen": Frozen,
 }
 
 def list_models():
@@ -49,7 +61,7 @@ def create_model(name, pretrained=False):
     network = NETWORKS[name]()
     network.pretrained_cfg = {"input_size": (3, 8, 8)}
     return network
-"""
+'''
 
 
 @pytest.fixture
@@ -75,12 +87,24 @@ def zoo(tmp_path: Path):
 @pytest.mark.nightly
 def test_no_network_takes_the_others_down(zoo):
     rows, printed = zoo("--patience", "60")
-    assert {name: row["outcome"] for name, row in rows.items()} == {
-        **dict.fromkeys(("plain", "noisy"), "converted"),
-        **dict.fromkeys(("crash", "hang"), "failed"),
+    outcomes = {name: row["outcome"] for name, row in rows.items()}
+    failed = ("crash", "hang", "broken")
+    assert outcomes == {
+        **dict.fromkeys(("plain", "values", "noisy", "large"), "converted"),
+        **dict.fromkeys(failed, "failed"),
         **dict.fromkeys(("mixer", "frozen"), "nothing to convert"),
     }
-    assert rows["hang"]["why"] == "took more than 60 s"
+    assert [rows[name]["why"].split(":")[0] for name in failed] == [
+        "its process ended with -6",
+        "took more than 60 s",
+        "LowRankError",
+    ]
+    assert rows["broken"]["why"].endswith("RuntimeError: no such thing")
+    assert (rows["plain"]["macs_before"], rows["plain"]["macs_after"]) == (
+        64 * (24 + 576 + 32),
+        64 * (24 + 192 + 64 + 32),
+    )
+    assert (rows["plain"]["changed"], rows["plain"]["kept"]) == (1, {"its kernel is 1x1": 2})
     assert "FAILED timm:crash: its process ended with -6" in printed
 
 

@@ -37,15 +37,6 @@ def test_size_card_and_preparation_come_back(tmp_path):
     assert found.network.state_dict().keys() == net.state_dict().keys()
 
 
-def test_what_is_not_known_is_left_out(tmp_path):
-    path = tmp_path / "net.safetensors"
-    net = nn.Sequential(nn.Conv2d(1, 2, 3))
-    write_weights(path, Stored(net))
-    found = read_weights(path, into=net)
-    assert (found.input_size, found.card, found.preprocess) == (None, None, {})
-    assert not hasattr(found.network, "input_size")
-
-
 class Tied(nn.Module):
     """Two layers with one weight."""
 
@@ -187,13 +178,6 @@ def test_weights_keep_their_precision_and_a_shared_tensor_is_written_once(tmp_pa
     assert torch.equal(found["a"], shared)
     assert file.preprocess().keys() == {"mean"}
     assert file.description == {"model": None}
-
-
-def test_the_description_may_name_a_precision_to_compute_in(tmp_path: Path):
-    weights = {"a": torch.randn(3).half(), "steps": torch.tensor(7)}
-    write_network_file(tmp_path / "net.safetensors", weights, {"dtype": "torch.float32"}, {})
-    found = read_header(tmp_path / "net.safetensors").weights()
-    assert (found["a"].dtype, found["steps"].dtype) == (torch.float32, torch.int64)
 
 
 @pytest.mark.parametrize(

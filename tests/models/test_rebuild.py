@@ -21,7 +21,6 @@ from lowrank_cnn.models.build import (
     dense_twin,
     entry_description,
     rebuild,
-    rebuild_options,
     run_entry,
     with_classes,
 )
@@ -38,12 +37,6 @@ def own() -> nn.Module:
 def converted() -> nn.Module:
     net = convert(create_model("nin", width=0.1), "lr", where="*conv1*")
     return decompose(net, "separable", macs=0.6, input_size=(3, 16, 16))
-
-
-def test_an_unconverted_network_is_its_options():
-    net = create_model("nin-c3-lr", num_classes=3, width=0.1)
-    assert run_entry(net) == net.config
-    assert rebuild(entry_description(through_json(run_entry(net)))).config == net.config
 
 
 def test_a_converted_network_is_built_again_layer_by_layer():
@@ -84,13 +77,6 @@ def test_a_network_of_others_keeps_the_name_that_its_user_gave_it():
         rebuild(entry_description(called))
     low_rank = through_json(run_entry(convert(net, "lr")))
     assert (low_rank["name"], low_rank["base"], low_rank["class"]) == ("own.py:net+lr", "own.py:net", "Sequential")
-
-
-def test_a_config_of_another_library_is_not_taken_for_ours():
-    net = own()
-    net.config = {"name": "nin", "hidden": object()}
-    assert run_entry(net) == {"name": "Sequential", "class": "Sequential"}
-    assert rebuild_options(net)["model"] is None
 
 
 @pytest.mark.parametrize(
@@ -206,7 +192,4 @@ def test_dense_networks_have_no_twin_and_converted_ones_do():
     converted = convert(create_model("nin", width=0.05), "lr")
     assert dense_twin(converted).config == converted.config
     assert dense_twin(create_model("nin", width=0.05, scheme="lr")).config["scheme"] is None
-
-
-def test_a_name_that_only_begins_alike_is_its_own_baseline():
     assert [baseline_of(name) for name in ("nin-c3", "ninety", "vgg11-gmp-lr")] == ["nin", "ninety", "vgg11-gmp"]
