@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -248,7 +248,7 @@ class Builder:
         if design.between:
             network = rectified_between(network)
         if isinstance(network, Network):
-            network.settle()  # what is particular to the family, of the layers that are new
+            network.settle()  # the family adjusts its new layers
         return network
 
     def count(self, design: Design) -> Count:
@@ -297,24 +297,22 @@ def rectified_between(network: nn.Module) -> nn.Module:
     return copy_with(network, replaced)
 
 
-def width_of_macs(builder: Builder, design: Design, macs: float) -> float:
-    """The width, a multiple of `STEP`, at which a design costs nearest to this many multiply-accumulates."""
-    return nearest_width(lambda width: builder.count(at_width(design, width)).macs, macs)
+def width_of_macs(builder: Builder, design: Design, target: float) -> float:
+    """The width, a multiple of `STEP` up to 4, at which a design costs nearest to this many MACs, by bisection."""
 
+    def macs(steps: int) -> int:
+        return builder.count(at_width(design, steps * STEP)).macs
 
-def nearest_width(cost: Callable[[float], float], target: float) -> float:
-    """Bisect a cost that rises with the width, over multiples of `STEP` up to 4."""
     low, high = 1, round(4 / STEP)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if cost(middle * STEP) < target else (low, middle)
-    return min((low, high), key=lambda n: abs(cost(n * STEP) - target)) * STEP
+        low, high = (middle, high) if macs(middle) < target else (low, middle)
+    return min((low, high), key=lambda steps: abs(macs(steps) - target)) * STEP
 
 
 # Forms of any network within a share of its MACs.
 
 LOW_RANK, THINNER, MIXED = "low-rank", "thinner", "mixed"
-FILTER_MULTIPLE = 8
 
 
 def build_form(
@@ -340,7 +338,7 @@ def _thinner(model: nn.Module, size: tuple[int, ...], share: float) -> nn.Module
     """A thinner network of at most this share: `thin` gives the nearest, which may lie above."""
     allowed = share * count(model, size).macs
     for part in (1.0, 0.9, 0.7, 0.5, 0.3):
-        found = thin(model, macs=part * share, input_size=size, multiple=FILTER_MULTIPLE)
+        found = thin(model, macs=part * share, input_size=size, multiple=8)
         if count(found, size).macs <= allowed:
             return found
     raise LowRankError(f"no thinner network has {share:.3f} of the MACs.")
@@ -351,7 +349,7 @@ MATCHES = ("macs", "time")
 
 @dataclass(frozen=True)
 class FrontierPlan:
-    """What `trace_frontier` is asked for.
+    """The request for `trace_frontier`.
 
     - `designs`: low-rank candidates by name or scheme; `widths`: those of the dense network, 1 always among them.
     - `widen`: also each candidate at the width where it costs the dense network's MACs, or time.

@@ -1,10 +1,10 @@
 """`design`: how to make a network cheaper on this machine: with low-rank filters, thinner, or both.
 
-Multiply-accumulates do not tell. A 3x3 conv may run by Winograd's algorithm and strips may not; a kernel may like
-strips. So every layer is measured in both forms, with the same MACs: strips (kx1 and 1xk), and a dense conv with
-fewer filters. The layer is advised to take the faster one. With images and targets, what each form would lose
-counts as well. Then whole networks within the budget are measured in turns: low-rank, thinner, and mixed, in which
-each layer has what it was advised to have.
+Multiply-accumulates do not tell. A 3x3 conv may run by Winograd's algorithm, and strips may not; other kernels run
+strips faster. Every layer is therefore measured in both forms, with the same MACs: strips (kx1 and 1xk), and a
+dense conv with fewer filters. The faster form is advised. With images and targets, the loss of each form counts as
+well. Then whole networks within the budget are measured in turns: low-rank, thinner, and mixed, which has the
+advised form in each layer.
 """
 
 from __future__ import annotations
@@ -48,14 +48,12 @@ CLEARLY = 0.97
 """Times that differ by less than this are called equal: then thinner is advised, which is simpler."""
 FILTER_MULTIPLE = 16
 """Kernels of most engines are made for multiples of this many filters."""
-
-
 Table = tuple[Sequence[str], list[tuple[str, ...]]]
 
 
 @dataclass(frozen=True)
 class LayerAdvice:
-    """One conv: milliseconds dense, as strips, and thinner with as many MACs; what each loses, where measured."""
+    """One conv: milliseconds dense, as strips, and thinner with as many MACs; what each loses, if measured."""
 
     name: str
     dense_ms: float
@@ -70,7 +68,7 @@ class LayerAdvice:
 def variants_of(conv: nn.Conv2d) -> dict[str, nn.Module]:
     """A conv, its strips, and a dense conv with as many MACs as these; also with filters in a number that suits.
 
-    Of 64 filters a third is 21, which may take longer than 32: a user would take those.
+    A third of 64 filters is 21, which may take longer than 32: then a user would take 32.
     """
     options: dict[str, Any] = {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
     options["padding_mode"] = conv.padding_mode
@@ -88,7 +86,7 @@ def variants_of(conv: nn.Conv2d) -> dict[str, nn.Module]:
 
 
 def layer_advice(name: str, ms: Mapping[str, float], damage: Mapping[str, Damage] | None) -> LayerAdvice:
-    """The form that is faster with as many MACs or, where damage is known, that loses less in as much time."""
+    """The form that is faster with as many MACs or, if damage is known, that loses less in as much time."""
     thin = min(time for form, time in ms.items() if form.startswith("thin"))
     told = f"strips take {ms['strips'] / ms['dense']:.2f} of its time, a thinner conv with as many MACs "
     told += f"{thin / ms['dense']:.2f}"
@@ -115,7 +113,7 @@ def measured_damage(
     data: Iterable[tuple[Tensor, Tensor]],
     loss: Callable[[Any, Any], Tensor] | None = None,
 ) -> dict[str, Damage]:
-    """What strips and removals would lose in each layer, on batches of (images, targets)."""
+    """The damage of strips and removals in each layer, on batches of (images, targets)."""
     batches, size = list(data), tuple(example.shape[1:])
     if not batches or not all(isinstance(batch, tuple | list) and len(batch) == 2 for batch in batches):
         raise LowRankError("data has a few batches, each of (images, targets).")
@@ -152,9 +150,9 @@ class MeasuredForm:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do, in `verdict`; `network` is that form with fresh weights, to be trained.
+    """The advice, as a sentence in `verdict`; `network` is the advised form with fresh weights, to be trained.
 
-    Where no form is faster, the choice is "dense", and `network` a copy of the one given, with its weights.
+    If no form is faster, the choice is "dense", and `network` is a copy of the one given, with its weights.
     `layers` and `forms` are what was measured.
     """
 

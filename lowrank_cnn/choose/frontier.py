@@ -295,7 +295,7 @@ def open_frontier(folder: Path, about: dict[str, Any], images: int) -> Frontier:
 
 
 def _facts(about: dict[str, Any]) -> dict[str, Any]:
-    """What all runs share, each fact by its name, with defaults for fields that recipes did not have then."""
+    """The shared settings of all runs by name, with defaults for recipe fields that are newer than the record."""
     whole = {**about, "recipe": {**json.loads(json.dumps(Recipe().to_dict())), **(about["recipe"] or {})}}
     nested = {key: value if isinstance(value, dict) else {"": value} for key, value in whole.items()}
     return {f"{key} {name}".strip(): value for key, fields in nested.items() for name, value in fields.items()}

@@ -81,9 +81,9 @@ class Learned:
 
     - `network`: the trained network, of plain convs and composites.
     - `shapes`: the filters of each layer; `shapes.apply(dense)` gives a fresh network to train from scratch.
-    - `macs`: the share of the dense network's MACs that is left; None where they cannot be counted.
+    - `macs`: the share of the dense network's MACs that is left; None if they cannot be counted.
     - `record`: the record of the run.
-    - `time`: for a budget of time, the share of the dense network's that the whole network was measured to take.
+    - `time`: for a budget of time, the measured share of the dense network's time.
     """
 
     network: nn.Module
@@ -174,7 +174,7 @@ def learn_shapes(
         left = count(network, size).macs / count(model, size).macs
     time = run.time_of(network)
     if time is not None and run.exceeded_by(time):
-        say(f"The network takes {time:.2f} of the time, and {budget.share:g} was asked for.")
+        say(f"The network takes {time:.2f} of the dense network's time; the budget is {budget.share:g}.")
     return Learned(network, found, left, record, time)
 
 
@@ -286,7 +286,7 @@ def layer_inputs(network: nn.Module, names: Sequence[str], image: Tensor) -> dic
     return seen
 
 
-# What each shape costs, counted or measured.
+# The cost of each shape, counted or measured.
 
 
 def mac_costs(network: nn.Module, dense: nn.Module, input_size: Sequence[int]) -> ShapeCosts:

@@ -74,7 +74,7 @@ def trace_frontier(
     device: str = "auto",
     say: Say = print,
 ) -> Frontier:
-    """Do what a plan asks for and is not done yet, and give the record of everything in `out`.
+    """Carry out the rest of a plan, and return the record of everything in `out`.
 
     >>> trace_frontier("airbench", data, "runs/f", FrontierPlan(("lr",), (0.5, 1.0), seeds=8))  # doctest: +SKIP
     """
@@ -101,14 +101,14 @@ def trace_frontier(
 
 
 class BudgetSpent(Exception):
-    """The time that was given is over; what is done is saved."""
+    """The budget of time is spent; finished runs are saved."""
 
 
 @dataclass
 class Tracer:
     """Carries a plan out, one step at a time, saving after each.
 
-    `designs` and `rows` are those that were asked for, by name: a folder may hold more.
+    `designs` and `rows` hold the designs of the plan by name; the folder may hold more.
     """
 
     found: Frontier
@@ -135,7 +135,7 @@ class Tracer:
             self._tune()
             self._run_all(self._left(), self._keep)
         except BudgetSpent:
-            self.say(f"The time is over ({self.plan.budget:.0f} s): the same command goes on from here.")
+            self.say(f"The time is over ({self.plan.budget:.0f} s): the same command continues from here.")
 
     @property
     def builder(self) -> Builder:

@@ -74,7 +74,7 @@ def resampled_gaps(ours: Tensor, theirs: Tensor, *, resamples: int, seed: int) -
 def _over_seeds(shares: Tensor, draw: torch.Generator) -> Tensor:
     """Means [resamples] of accuracies [resamples, runs] over runs drawn with replacement.
 
-    Of n runs the bootstrap shows (n - 1) / n of the variance: deviations are stretched to make up for it. The
+    The bootstrap of n runs shows (n - 1) / n of the variance: deviations are stretched to make up for it. The
     variance that is estimated from n runs is itself uncertain, as chi-squared with n - 1 degrees of freedom is:
     each resample has its own, which turns the normal distribution of a mean into Student's t.
     """

@@ -83,7 +83,7 @@ class ShapedConv2d(nn.Module):
     def shrink_outside(self, share: float) -> None:
         """Shrink the taps outside each filter's shape by a share, and use all taps again.
 
-        Of a removed filter all taps shrink.
+        All taps of a removed filter shrink.
         """
         outside = 1 - self.masks[self.choice] * self.kept[:, None, None]
         self.weight.mul_(1 - share * outside[:, None])
@@ -152,7 +152,7 @@ def may_remove(scheme: Scheme) -> bool:
 
 
 def shaped_layer(layer: nn.Module, scheme: Scheme) -> nn.Module:
-    """What a scheme makes of a layer; `learned` takes convs, and linear layers that read channels.
+    """Build what replaces a layer; `learned` takes convs, and linear layers that read channels.
 
     Its weights are set later.
     """

@@ -148,7 +148,7 @@ def name_of(model: nn.Module) -> str:
 
 
 def run_entry(model: nn.Module) -> dict[str, Any]:
-    """What the record of a run says about its network: a name for people, and what `rebuild` needs."""
+    """The entry of a network in the record of a run: a name for people, and the values that `rebuild` needs."""
     found, name = rebuild_options(model), name_of(model)
     config, changed = found["model"], found["conversion"]["changed"]
     if not changed:

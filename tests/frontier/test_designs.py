@@ -12,7 +12,6 @@ from lowrank_cnn.choose.candidates import (
     FrontierPlan,
     at_width,
     find_design,
-    nearest_width,
     width_of_macs,
 )
 from lowrank_cnn.core.errors import LowRankError
@@ -104,7 +103,6 @@ def test_a_text_that_is_no_design_is_refused(text: str, sentence: str):
 
 
 def test_a_width_is_found_at_which_a_design_costs_as_much():
-    assert nearest_width(lambda width: width**2, 0.25) == 0.5
     dense = SMALL.count(Design("dense")).macs
     width = width_of_macs(SMALL, CANDIDATES["lr"], dense)
     assert 1.3 < width < 2.5

@@ -212,7 +212,7 @@ def test_nothing_is_begun_once_the_time_is_over(trace, made_up: list, tmp_path: 
     lines: list[str] = []
     trace(FrontierPlan(("lr",), seeds=3, batch=0, match=(), budget=1e-9), say=lines.append)
     assert made_up == []
-    assert "goes on from here" in lines[-1]
+    assert "continues from here" in lines[-1]
     assert (tmp_path / RECORD).exists()
 
 
