@@ -1,13 +1,16 @@
-"""What is compared, as data: families, designs of their convs, and how a design becomes a network.
+"""The candidates that `design` and `frontier` compare, as data, and how each becomes a network.
 
-A design is a dense network of a family at some width, with its convs rewritten by a scheme everywhere or in some
-stages. Thin dense networks are designs as well, with the scheme `dense`: they are the controls.
+A design is a dense network at some width, with its convs rewritten by a scheme everywhere or in some stages. Thin
+dense networks are designs as well, with the scheme `dense`: they are the controls. `frontier` builds designs of a
+family at their widths; `design` builds three forms of a user's network within a share of its MACs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+import contextlib
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.core.clock import check_budget
-from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.core.errors import LowRankError, LowRankWarning, check_number, nearest
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.count import Count, count
 from lowrank_cnn.method.finalize_shapes import load_shapes
@@ -104,30 +107,18 @@ class Design:
     def dense(self) -> bool:
         return is_dense(self.scheme)
 
-    def to_dict(self) -> dict[str, Any]:
-        """In values that JSON can hold."""
-        return asdict(self)
-
 
 DENSE = Design("dense")
 """The family's own network, which all times are compared with."""
 DENSE_64S = Design("dense-64s", multiple=COARSE)
-"""Thin networks that a GPU likes: at a width of 1 it is `dense` itself."""
+"""Thin networks that a GPU runs fast: at a width of 1 it is `dense` itself."""
 DENSE_BRANCHES = Design("dense-branches", "dense(branches)")
 DENSE_64S_BRANCHES = Design("dense-64s-branches", "dense(branches)", multiple=COARSE)
 """The rivals of designs with branches: branches help squares too (Ding et al. 2021)."""
-CONTROLS = {
-    design.name: design
-    for design in (
-        DENSE,
-        DENSE_64S,
-        Design("dense-32s", multiple=32),
-        Design("dense-3x3", SMALL_SQUARES),
-        DENSE_BRANCHES,
-        DENSE_64S_BRANCHES,
-        Design("dense-2x", last=2.0),
-    )
-}
+DENSE_32S, DENSE_3X3 = Design("dense-32s", multiple=32), Design("dense-3x3", SMALL_SQUARES)
+DENSE_2X = Design("dense-2x", last=2.0)
+_DENSE = (DENSE, DENSE_64S, DENSE_32S, DENSE_3X3, DENSE_BRANCHES, DENSE_64S_BRANCHES, DENSE_2X)
+CONTROLS = {design.name: design for design in _DENSE}
 """Dense networks: thin ones are these at a width."""
 CANDIDATES: dict[str, Design] = {
     design.name: design
@@ -238,14 +229,16 @@ class Builder:
 
     def __call__(self, design: Design) -> nn.Module:
         """The network with fresh weights, by torch's generator as it stands."""
-        dense = create_model(self.family.network, **self._options())
-        network: nn.Module = dense
+        channels, height, width = self.size
+        made: dict[str, Any] = {"num_classes": self.classes, "in_channels": channels, "norm": self.norm}
+        made |= {"dropout": 0.0, "width": self.base, "image_size": height if height == width else None}
+        network: nn.Module = create_model(self.family.network, **made, **dict(self.family.options))
         if design.width != 1 or design.last != 1 or design.layers:
             own = dict.fromkeys(self.family.kept, 1.0)
             if design.last != 1:
-                own |= dict.fromkeys(last_stage(dense, self.size), design.last * design.width)
+                own |= dict.fromkeys(last_stage(network, self.size), design.last * design.width)
             own |= dict(design.layers)
-            network = thin(dense, width=design.width, input_size=self.size, multiple=design.multiple, layers=own)
+            network = thin(network, width=design.width, input_size=self.size, multiple=design.multiple, layers=own)
         if design.scheme.startswith(SHAPES):
             if design.width != 1:
                 raise LowRankError(f"{design.name} has the widths that were learned, and no others.")
@@ -255,25 +248,13 @@ class Builder:
         if design.between:
             network = rectified_between(network)
         if isinstance(network, Network):
-            network.settle()  # what is particular to the family, of the layers that are new
+            network.settle()  # the family adjusts its new layers
         return network
 
     def count(self, design: Design) -> Count:
         """The cost for one image, as the network runs once it is trained."""
         with torch.device("meta"):
             return count(self(design), self.size)
-
-    def _options(self) -> dict[str, Any]:
-        channels, height, width = self.size
-        side = {"image_size": height} if height == width else {}
-        made = {
-            "num_classes": self.classes,
-            "in_channels": channels,
-            "norm": self.norm,
-            "dropout": 0.0,
-            "width": self.base,
-        }
-        return {**made, **side, **dict(self.family.options)}
 
     def _where(self, network: nn.Module, where: str) -> Sequence[str]:
         """The convs that a scheme is for; never the layer that whitens patches, which is not trained."""
@@ -282,14 +263,13 @@ class Builder:
             for stage in stages(network, self.size)
         ]
         found = [stage for stage in found if stage]
-        if where == "all":
-            return [name for stage in found for name in stage]
         if where == "late":
-            return [name for stage in found[len(found) // 2 :] for name in stage]
-        if where == "wide":
-            widths = {name: _filters(network, name) for stage in found for name in stage}
-            return [name for name, filters in widths.items() if 2 * filters > max(widths.values())]
-        raise LowRankError(f"where is all, late or wide, not {where!r}.")
+            found = found[len(found) // 2 :]
+        names = [name for stage in found for name in stage]
+        if where != "wide":
+            return names
+        filters: dict[str, Any] = {name: network.get_submodule(name).out_channels for name in names}
+        return [name for name in names if 2 * filters[name] > max(filters.values())]
 
 
 def last_stage(network: nn.Module, size: tuple[int, int, int]) -> list[str]:
@@ -302,10 +282,6 @@ def last_stage(network: nn.Module, size: tuple[int, int, int]) -> list[str]:
         for row in rows
         if row.output[1:] in maps and isinstance(network.get_submodule(row.name), nn.Conv2d)
     ]
-
-
-def _filters(network: nn.Module, name: str) -> int:
-    return network.get_submodule(name).out_channels  # type: ignore[return-value]
 
 
 def rectified_between(network: nn.Module) -> nn.Module:
@@ -321,28 +297,59 @@ def rectified_between(network: nn.Module) -> nn.Module:
     return copy_with(network, replaced)
 
 
-def width_of_macs(builder: Builder, design: Design, macs: float) -> float:
-    """The width, a multiple of `STEP`, at which a design costs nearest to this many multiply-accumulates."""
-    return nearest_width(lambda width: builder.count(at_width(design, width)).macs, macs)
+def width_of_macs(builder: Builder, design: Design, target: float) -> float:
+    """The width, a multiple of `STEP` up to 4, at which a design costs nearest to this many MACs, by bisection."""
 
+    def macs(steps: int) -> int:
+        return builder.count(at_width(design, steps * STEP)).macs
 
-def nearest_width(cost: Callable[[float], float], target: float) -> float:
-    """Bisect a cost that rises with the width, over multiples of `STEP` up to 4."""
     low, high = 1, round(4 / STEP)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if cost(middle * STEP) < target else (low, middle)
-    return min((low, high), key=lambda n: abs(cost(n * STEP) - target)) * STEP
+        low, high = (middle, high) if macs(middle) < target else (low, middle)
+    return min((low, high), key=lambda steps: abs(macs(steps) - target)) * STEP
 
 
-# What `trace_frontier` is asked for, as one frozen row of plain values.
+# Forms of any network within a share of its MACs.
+
+LOW_RANK, THINNER, MIXED = "low-rank", "thinner", "mixed"
+
+
+def build_form(
+    model: nn.Module, size: tuple[int, ...], form: str, share: float, strips: Sequence[str] = ()
+) -> nn.Module:
+    """A form of a network with at most this share of its MACs; `LowRankError` says why there is none.
+
+    A low-rank network has strips in all layers, a mixed one in those named. If strips do not save enough, all
+    layers are thinner as well.
+    """
+    where = list(strips) if form == MIXED else None
+    with warnings.catch_warnings(action="ignore", category=LowRankWarning):  # forms are measured
+        if form == THINNER:
+            return _thinner(model, size, share)
+        if form == LOW_RANK:
+            with contextlib.suppress(LowRankError):
+                return convert(model, "lr", macs=share, input_size=size)
+        cheaper = count(convert(model, "lr", where=where, input_size=size), size).macs / count(model, size).macs
+        return convert(_thinner(model, size, min(1.0, share / cheaper)), "lr", where=where, input_size=size)
+
+
+def _thinner(model: nn.Module, size: tuple[int, ...], share: float) -> nn.Module:
+    """A thinner network of at most this share: `thin` gives the nearest, which may lie above."""
+    allowed = share * count(model, size).macs
+    for part in (1.0, 0.9, 0.7, 0.5, 0.3):
+        found = thin(model, macs=part * share, input_size=size, multiple=8)
+        if count(found, size).macs <= allowed:
+            return found
+    raise LowRankError(f"no thinner network has {share:.3f} of the MACs.")
+
 
 MATCHES = ("macs", "time")
 
 
 @dataclass(frozen=True)
 class FrontierPlan:
-    """What is asked for.
+    """The request for `trace_frontier`.
 
     - `designs`: low-rank candidates by name or scheme; `widths`: those of the dense network, 1 always among them.
     - `widen`: also each candidate at the width where it costs the dense network's MACs, or time.
@@ -375,13 +382,13 @@ class FrontierPlan:
         for name in (*self.widen, *self.match):
             if name not in MATCHES:
                 raise LowRankError(f"networks are matched by {' or '.join(MATCHES)}, not {name!r}.")
-        if self.seeds < 0 or self.batch < 0 or min(self.tries, self.processes) < 1:
-            raise LowRankError("seeds and batch are 0 or more, and tries and processes at least 1.")
+        for name, least in {"seeds": 0, "batch": 0, "tries": 1, "processes": 1}.items():
+            check_number(name, getattr(self, name), least=least, whole=True)
+        for rate in self.rates:
+            check_number("a factor of the learning rate", rate, above=0, below=1000)
         check_budget(self.budget)
         if self.teacher:
             find_design(self.teacher)
-        if any(not 0 < rate < 1000 for rate in self.rates):
-            raise LowRankError("a factor of the learning rate lies above 0 and below 1000.")
-        if not self.batch and "time" in (*self.widen, *self.match):
-            object.__setattr__(self, "widen", tuple(set(self.widen) - {"time"}))
-            object.__setattr__(self, "match", tuple(set(self.match) - {"time"}))
+        if not self.batch:  # nothing is timed
+            for name in ("widen", "match"):
+                object.__setattr__(self, name, tuple(by for by in getattr(self, name) if by != "time"))

@@ -1,18 +1,19 @@
 """`design`: how to make a network cheaper on this machine: with low-rank filters, thinner, or both.
 
-Multiply-accumulates do not tell. A 3x3 conv may run by Winograd's algorithm and strips may not; a kernel may like
-strips. So every layer is measured in both forms, with the same MACs: strips (kx1 and 1xk), and a dense conv with
-fewer filters. The layer is advised to take the faster one. With images and targets, what each form would lose
-counts as well. Then whole networks within the budget are measured in turns: low-rank, thinner, and mixed, in which
-each layer has what it was advised to have.
+Multiply-accumulates do not tell. A 3x3 conv may run by Winograd's algorithm, and strips may not; other kernels run
+strips faster. Every layer is therefore measured in both forms, with the same MACs: strips (kx1 and 1xk), and a
+dense conv with fewer filters. The faster form is advised. With images and targets, the loss of each form counts as
+well. Then whole networks within the budget are measured in turns: low-rank, thinner, and mixed, which has the
+advised form in each layer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowrank_cnn.choose.shape_costs import layer_inputs, shape_network
-from lowrank_cnn.choose.shape_damage import Damage, damage_by_loss
+from lowrank_cnn.choose.candidates import LOW_RANK, MIXED, THINNER, build_form
+from lowrank_cnn.choose.learn_shapes import layer_inputs, shape_network
+from lowrank_cnn.choose.shape_choice import Damage, measure_damage
 from lowrank_cnn.core.clock import Sample, measure
 from lowrank_cnn.core.compare import copied, unchanged
-from lowrank_cnn.core.errors import LowRankError, LowRankWarning, first_line, nearest
+from lowrank_cnn.core.errors import LowRankError, first_line, nearest
+from lowrank_cnn.core.numbers import round_up
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.text import text_table
 from lowrank_cnn.deploy.block_forms import has_strips
@@ -36,26 +39,22 @@ from lowrank_cnn.deploy.optimize import optimize
 from lowrank_cnn.deploy.quantize import quantize
 from lowrank_cnn.method.budget import Budget
 from lowrank_cnn.method.channels import free_routes
-from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.rewrite import copy_with, in_channels_last
 from lowrank_cnn.method.schemes import build_conv, parse_scheme
 from lowrank_cnn.method.select import check_rewritable, select
-from lowrank_cnn.method.thin import thin
 from lowrank_cnn.train.objective import class_scores
 
-# One conv as strips and as a thinner dense conv with as many MACs: their times, and what each would lose.
-
-LOW_RANK, THINNER = "low-rank", "thinner"
 CLEARLY = 0.97
 """Times that differ by less than this are called equal: then thinner is advised, which is simpler."""
-LIKED = 16
+FILTER_MULTIPLE = 16
 """Kernels of most engines are made for multiples of this many filters."""
+Table = tuple[Sequence[str], list[tuple[str, ...]]]
 
 
 @dataclass(frozen=True)
 class LayerAdvice:
-    """One conv: milliseconds dense, as strips, and thinner with as many MACs; what each loses, where measured."""
+    """One conv: milliseconds dense, as strips, and thinner with as many MACs; what each loses, if measured."""
 
     name: str
     dense_ms: float
@@ -70,7 +69,7 @@ class LayerAdvice:
 def variants_of(conv: nn.Conv2d) -> dict[str, nn.Module]:
     """A conv, its strips, and a dense conv with as many MACs as these; also with filters in a number that suits.
 
-    Of 64 filters a third is 21, which may take longer than 32: a user would take those.
+    A third of 64 filters is 21, which may take longer than 32: then a user would take 32.
     """
     options: dict[str, Any] = {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
     options["padding_mode"] = conv.padding_mode
@@ -79,7 +78,7 @@ def variants_of(conv: nn.Conv2d) -> dict[str, nn.Module]:
     )
     height, width = conv.kernel_size
     fewer = max(1, round(conv.out_channels * (height + width) / 2 / (height * width)))
-    numbers = {"thin": fewer, "thin, rounded up": min(conv.out_channels, -(-fewer // LIKED) * LIKED)}
+    numbers = {"thin": fewer, "thin, rounded up": min(conv.out_channels, round_up(fewer, FILTER_MULTIPLE))}
     thin = {
         name: nn.Conv2d(conv.in_channels, filters, (height, width), bias=conv.bias is not None, **options)
         for name, filters in numbers.items()
@@ -88,7 +87,7 @@ def variants_of(conv: nn.Conv2d) -> dict[str, nn.Module]:
 
 
 def layer_advice(name: str, ms: Mapping[str, float], damage: Mapping[str, Damage] | None) -> LayerAdvice:
-    """The form that is faster with as many MACs or, where damage is known, that loses less in as much time."""
+    """The form that is faster with as many MACs or, if damage is known, that loses less in as much time."""
     thin = min(time for form, time in ms.items() if form.startswith("thin"))
     told = f"strips take {ms['strips'] / ms['dense']:.2f} of its time, a thinner conv with as many MACs "
     told += f"{thin / ms['dense']:.2f}"
@@ -115,13 +114,13 @@ def measured_damage(
     data: Iterable[tuple[Tensor, Tensor]],
     loss: Callable[[Any, Any], Tensor] | None = None,
 ) -> dict[str, Damage]:
-    """What strips and removals would lose in each layer, on batches of (images, targets)."""
+    """The damage of strips and removals in each layer, on batches of (images, targets)."""
     batches, size = list(data), tuple(example.shape[1:])
     if not batches or not all(isinstance(batch, tuple | list) and len(batch) == 2 for batch in batches):
         raise LowRankError("data has a few batches, each of (images, targets).")
     shaped = shape_network(model, parse_scheme("learned(kx1, 1xk, none)"), size)
     try:
-        return damage_by_loss(shaped, free_routes(shaped, size), batches, loss or _cross_entropy)
+        return measure_damage(shaped, free_routes(shaped, size), batches, loss or _cross_entropy)
     except LowRankError:
         raise
     except Exception as error:  # a loss of the user's own may fail in any way
@@ -130,70 +129,6 @@ def measured_damage(
 
 def _cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
     return functional.cross_entropy(class_scores(outputs), targets)
-
-
-# Whole networks within a share of the MACs: low-rank, thinner, and mixed, as advised layer by layer.
-
-MIXED = "mixed"
-_MULTIPLE = 8
-
-Build = Callable[[float], nn.Module | None]
-"""Makes a network for a share of the MACs, or None where none can be made."""
-
-
-def form_builders(model: nn.Module, size: tuple[int, ...], layers: Sequence[LayerAdvice]) -> dict[str, Build]:
-    """How each form is made for a share of the MACs; one that cannot be made gives None."""
-    strips = [row.name for row in layers if row.choice == LOW_RANK]
-    forms: dict[str, Build] = {
-        LOW_RANK: lambda share: _low_rank(model, size, share, None),
-        THINNER: lambda share: _thinner(model, size, share),
-    }
-    if 0 < len(strips) < len(layers):
-        forms[MIXED] = lambda share: _low_rank(model, size, share, strips)
-    return {name: _or_none(build) for name, build in forms.items()}
-
-
-def _or_none(build: Build) -> Build:
-    def made(share: float) -> nn.Module | None:
-        with warnings.catch_warnings(action="ignore", category=LowRankWarning):  # forms are measured
-            try:
-                return build(share)
-            except LowRankError:
-                return None
-
-    return made
-
-
-def why_none(model: nn.Module, size: tuple[int, ...], share: float) -> str:
-    """Why a network cannot be made thinner to a share of the MACs, which all forms come to; empty if it can."""
-    try:
-        _thinner(model, size, share)
-    except LowRankError as error:
-        return str(error).rstrip(".")
-    return ""
-
-
-def _low_rank(model: nn.Module, size: tuple[int, ...], share: float, where: list[str] | None) -> nn.Module:
-    """Strips in all layers, or in some; where that does not save enough, all layers are thinner as well."""
-    if where is None:
-        try:
-            return convert(model, "lr", macs=share, input_size=size)
-        except LowRankError:
-            pass
-    cheaper = count(convert(model, "lr", where=where, input_size=size), size).macs / count(model, size).macs
-    return convert(_thinner(model, size, min(1.0, share / cheaper)), "lr", where=where, input_size=size)
-
-
-def _thinner(model: nn.Module, size: tuple[int, ...], share: float) -> nn.Module:
-    """A thinner network of at most this share: `thin` gives the nearest, which may lie above."""
-    allowed = share * count(model, size).macs
-    for part in (1.0, 0.9, 0.7, 0.5, 0.3):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", LowRankWarning)  # whether the MACs will do is decided here
-            found = thin(model, macs=part * share, input_size=size, multiple=_MULTIPLE)
-        if count(found, size).macs <= allowed:
-            return found
-    raise LowRankError(f"no thinner network has {share:.3f} of the MACs.")
 
 
 DENSE = "dense"
@@ -216,9 +151,9 @@ class MeasuredForm:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do, in `verdict`; `network` is that form with fresh weights, to be trained.
+    """The advice, as a sentence in `verdict`; `network` is the advised form with fresh weights, to be trained.
 
-    Where no form is faster, the choice is "dense", and `network` a copy of the one given, with its weights.
+    If no form is faster, the choice is "dense", and `network` is a copy of the one given, with its weights.
     `layers` and `forms` are what was measured.
     """
 
@@ -230,15 +165,24 @@ class Advice:
     device: str
     engine: str
 
-    def __str__(self) -> str:
-        rows = [
+    def tables(self) -> tuple[Table, Table]:
+        """The headings and rows of the layers, and of the whole networks; headings with < are left-aligned."""
+        layers = [
             (r.name, f"{r.dense_ms:.3f}", f"{r.strips_ms:.3f}", f"{r.thin_ms:.3f}", r.choice, r.why)
             for r in self.layers
         ]
-        layers = text_table(("layer", ">dense ms", ">strips ms", ">thin ms", "take", "why"), rows)
         forms = [(f.name, f"{f.macs:.3f}", f"{f.params:.3f}", f"{f.ms:.3f}", f"{f.time:.2f}") for f in self.forms]
-        whole = text_table(("network", ">MACs", ">params", ">ms", ">of the time"), forms)
-        return f"{layers}\n\n{whole}\n\n{self.verdict}"
+        return (
+            (("<layer", "dense ms", "strips ms", "thin ms", "<take", "<why"), layers),
+            (("<network", "MACs", "params", "ms", "of the time"), forms),
+        )
+
+    def __str__(self) -> str:
+        texts = [
+            text_table([name[1:] if name[0] == "<" else f">{name}" for name in names], rows)
+            for names, rows in self.tables()
+        ]
+        return "\n\n".join([*texts, self.verdict])
 
     def to_dict(self) -> dict[str, Any]:
         """In values that JSON can hold; without the network."""
@@ -284,10 +228,13 @@ def design(
     if not isinstance(example, Tensor) or example.dim() != 4 or not example.is_floating_point():
         raise LowRankError("the example is a batch of images in floating point, [N, channels, height, width].")
     (example,) = copied(example)
-    if engine in ("torch", "optimize"):
-        example, precision = example.to(_dtype(precision) or example.dtype), None
-    elif precision not in (None, *_IN_ENGINES):
+    in_torch = engine in ("torch", "optimize")
+    if in_torch and precision not in (None, *_DTYPES):
+        raise LowRankError(f"torch runs in {', '.join(_DTYPES)}, not in {precision!r}: name an engine for int8.")
+    if not in_torch and precision not in (None, *_IN_ENGINES):
         raise LowRankError(f"engines run in {', '.join(_IN_ENGINES)}, not in {precision!r}.")
+    if in_torch:
+        example, precision = example.to(_DTYPES.get(str(precision), example.dtype)), None
     placed = _checked(model, example)
     bench = AdviceBench(_unfrozen(model), example, *engine_for(placed, example, engine, precision), repeats)
     layers = bench.layers(placed, None if data is None else measured_damage(bench.model, example, data, loss))
@@ -316,13 +263,6 @@ def _unfrozen(model: nn.Module) -> nn.Module:
     for parameter in new.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     return new
-
-
-def _dtype(precision: str | None) -> torch.dtype | None:
-    """The dtype that torch computes in; None if none is named."""
-    if precision not in (None, *_DTYPES):
-        raise LowRankError(f"torch runs in {', '.join(_DTYPES)}, not in {precision!r}: name an engine for int8.")
-    return None if precision is None else _DTYPES[precision]
 
 
 @dataclass(frozen=True)
@@ -383,23 +323,38 @@ class AdviceBench:
 
     def forms(self, layers: tuple[LayerAdvice, ...], budget: Budget) -> dict[str, tuple[MeasuredForm, nn.Module]]:
         """The forms that reach the budget, measured in turns beside the dense network."""
-        builders = form_builders(self.model, self.size, layers)
-        if budget.kind == "macs":
-            found = {name: build(budget.share) for name, build in builders.items()}
-        else:
-            found = {name: self._within_time(build, budget.share) for name, build in builders.items()}
+        strips = [row.name for row in layers if row.choice == LOW_RANK]
+        found = {}
+        for form in (LOW_RANK, THINNER, MIXED) if 0 < len(strips) < len(layers) else (LOW_RANK, THINNER):
+            build = partial(self._built, form, strips)
+            found[form] = (build if budget.kind == "macs" else partial(self._within_time, build))(budget.share)
         networks = {name: network for name, network in found.items() if network is not None}
         if not networks:
-            why = why_none(self.model, self.size, budget.share)
+            why = self.why_none(budget.share)
             told = f"no form of this network reaches {budget.kind}={budget.share:g} here"
             raise LowRankError(f"{told}: {why}." if why else f"{told}.")
-        times = self.times({DENSE: self.model, **networks}, self.example)
-        return {
-            name: (self._form(name, network, times), network)
-            for name, network in {DENSE: self.model, **networks}.items()
-        }
+        networks = {DENSE: self.model, **networks}
+        times, dense, rows = self.times(networks, self.example), count(self.model, self.size), {}
+        for name, network in networks.items():
+            ours, ms = count(network, self.size), times[name].ms
+            shares = ours.macs / dense.macs, ours.params / dense.params
+            rows[name] = MeasuredForm(name, *shares, ms, ms / times[DENSE].ms), network
+        return rows
 
-    def _within_time(self, build: Build, share: float) -> nn.Module | None:
+    def _built(self, form: str, strips: Sequence[str], share: float) -> nn.Module | None:
+        with contextlib.suppress(LowRankError):
+            return build_form(self.model, self.size, form, share, strips)
+        return None
+
+    def why_none(self, share: float) -> str:
+        """Why the network cannot be made thinner to a share of the MACs, as all forms have to; empty if it can."""
+        try:
+            build_form(self.model, self.size, THINNER, share)
+        except LowRankError as error:
+            return str(error).rstrip(".")
+        return ""
+
+    def _within_time(self, build: Callable[[float], nn.Module | None], share: float) -> nn.Module | None:
         """The form with most MACs within a share of the time, by bisection."""
         low, high, best = 0.0, 1.0, None
         for _ in range(_STEPS):
@@ -414,11 +369,6 @@ class AdviceBench:
             else:
                 high = middle
         return best
-
-    def _form(self, name: str, network: nn.Module, times: Mapping[str, Sample]) -> MeasuredForm:
-        ours, dense = count(network, self.size), count(self.model, self.size)
-        ms = times[name].ms
-        return MeasuredForm(name, ours.macs / dense.macs, ours.params / dense.params, ms, ms / times[DENSE].ms)
 
 
 def _advice(
@@ -450,7 +400,7 @@ def _advice(
     kind = str(bench.example.dtype).removeprefix("torch.") if bench.precision == "fp32" else bench.precision
     verdict = f"{says} Measured on {device} in {bench.engine}, {kind}: {others}."
     verdict += "" if inside else f" Measured once more, none is within {budget.share:g} of the time."
-    if plain is None and (why := why_none(bench.model, bench.size, budget.share)):
+    if plain is None and (why := bench.why_none(budget.share)):
         verdict += f" No thinner network was measured: {why}."
     network = forms[best.name][1]
     return Advice(verdict, best.name, network, layers, tuple(f for f, _ in forms.values()), device, bench.engine)

@@ -133,9 +133,6 @@ class DesignRow:
             self.tries.append(known := RateTry(rate))
         return known
 
-    def run_of(self, seed: int) -> SeedRun | None:
-        return next((run for run in self.runs if run.seed == seed), None)
-
 
 @dataclass
 class Frontier:
@@ -169,10 +166,10 @@ class Frontier:
 
         Rows may have been timed on different days, each in turns with the dense network.
         """
-        dense = next((one.timing for one in self.rows if one.name == DENSE_NAME and one.timing), None)
+        dense = self.row(DENSE_NAME)
         if row.timing is None:
             return None
-        return row.timing.ms if dense is None else row.timing.ratio * dense.ms
+        return row.timing.ratio * dense.timing.ms if dense and dense.timing else row.timing.ms
 
     def check_batch(self, batch: int) -> None:
         """Times of batches of different sizes do not belong into one record."""
@@ -199,11 +196,12 @@ class Frontier:
 
     def here(self) -> int:
         """The number of this machine and these versions among the environments of the record."""
-        known = environment()
-        same = [i for i, one in enumerate(self.environments) if _without_date(one) == _without_date(known)]
-        if not same:
-            self.environments.append(known)
-        return same[0] if same else len(self.environments) - 1
+        now = environment()
+        for place, known in enumerate(self.environments):
+            if {**known, "date": None} == {**now, "date": None}:
+                return place
+        self.environments.append(now)
+        return len(self.environments) - 1
 
     def add_answers(self, packed: bytes) -> tuple[int, str]:
         """Append a row of packed answers, on disk before this returns: its number and its checksum.
@@ -297,16 +295,7 @@ def open_frontier(folder: Path, about: dict[str, Any], images: int) -> Frontier:
 
 
 def _facts(about: dict[str, Any]) -> dict[str, Any]:
-    """What all runs share, each fact by its name."""
-    nested = {key: value if isinstance(value, dict) else {"": value} for key, value in _comparable(about).items()}
-    return {f"{key} {field}".strip(): value for key, fields in nested.items() for field, value in fields.items()}
-
-
-def _comparable(about: dict[str, Any]) -> dict[str, Any]:
-    """The description, with defaults for fields that recipes did not have when the record was written."""
-    defaults = json.loads(json.dumps(Recipe().to_dict()))
-    return {**about, "recipe": {**defaults, **(about["recipe"] or {})}}
-
-
-def _without_date(known: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in known.items() if key != "date"}
+    """The shared settings of all runs by name, with defaults for recipe fields that are newer than the record."""
+    whole = {**about, "recipe": {**json.loads(json.dumps(Recipe().to_dict())), **(about["recipe"] or {})}}
+    nested = {key: value if isinstance(value, dict) else {"": value} for key, value in whole.items()}
+    return {f"{key} {name}".strip(): value for key, fields in nested.items() for name, value in fields.items()}

@@ -21,7 +21,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
 
 from lowrank_cnn.choose.candidates import Builder, Design, find_design
 from lowrank_cnn.choose.frontier import pack
@@ -40,57 +39,8 @@ TEACHER_SEED = 2000
 
 
 @dataclass(frozen=True)
-class TrainedDesign:
-    """What came of a run: its record, which test images it got right, and the seconds of it all."""
-
-    record: Record
-    right: Tensor
-    wall: float
-
-
-@dataclass(frozen=True)
-class DesignTrainer:
-    """Trains designs on one set of images, on one device, by one recipe."""
-
-    builder: Builder
-    data: Data
-    recipe: Recipe
-    device: str
-    teacher: Trained | None = None
-    """A trained network that all designs, thin dense ones too, learn from beside the labels."""
-
-    def train(self, design: Design, seed: int, *, rate: float = 1.0) -> TrainedDesign:
-        """Train from scratch; `rate` multiplies the learning rate of the recipe."""
-        began = time.monotonic()
-        torch.manual_seed(seed)
-        network = self.builder(design)
-        recipe = replace(self._tested_once, lr=rate * self.recipe.lr)
-        record = fit(network, self.data, recipe, seed=seed, teacher=self.teacher, **self._how)
-        assert record.right is not None
-        outcome = TrainedDesign(record, record.right, time.monotonic() - began)
-        release_memory()
-        return outcome
-
-    def train_teacher(self, design: Design, folder: Path) -> Record:
-        """The run of the network that the others learn from, in its own folder; it is made once."""
-        torch.manual_seed(TEACHER_SEED)
-        how = {"seed": TEACHER_SEED, "out": folder, "resume": True, **self._how}
-        return fit(self.builder(design), self.data, self._tested_once, **how)
-
-    @property
-    def _tested_once(self) -> Recipe:
-        """The recipe, with the test images used once, at the end."""
-        return replace(self.recipe, evaluate_every=max(1, self.recipe.epochs))
-
-    @property
-    def _how(self) -> dict[str, Any]:
-        # Too short to pay for compiling: that is not even tried.
-        return {"device": self.device, "compile": False, "progress": False}
-
-
-@dataclass(frozen=True)
 class DesignRun:
-    """A run to make. With `held_out`, training images that are held out take the place of the test images."""
+    """A run to make: `rate` multiplies the learning rate. With `held_out`, it is tested on training images."""
 
     design: Design
     seed: int
@@ -100,9 +50,9 @@ class DesignRun:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What a run found, as plain values for another process: `right` has one bit for each test image.
+    """The result of a run, as plain values for another process: `right` has one bit for each test image.
 
-    `right` is None where the loss was not finite.
+    `right` is None if the loss was not finite.
     """
 
     wall: float
@@ -115,57 +65,69 @@ class RunOutcome:
 
 @dataclass
 class RunMaker:
-    """Makes runs, in this process or in another: designs on all images, and on those left by a held-out tenth.
+    """Trains designs of one family from scratch, in this process or in another, by one recipe on one device.
 
-    `teachers` is the folder of the networks that teach, by the design `teacher`.
+    `teacher` is a design that all others, thin dense ones too, learn from beside the labels; `folder` holds it.
     """
 
-    trainer: DesignTrainer
+    builder: Builder
+    data: Data
+    recipe: Recipe
+    device: str
     teacher: str = ""
-    teachers: Path = Path()
-    _trainers: dict[bool, DesignTrainer] = field(default_factory=dict, init=False)
+    folder: Path = Path()
+    _prepared: dict[bool, tuple[Data, Trained | None]] = field(default_factory=dict, init=False)
 
     def __call__(self, run: DesignRun) -> RunOutcome:
         began = time.monotonic()
+        data, teacher = self._images_and_teacher(run.held_out)
+        torch.manual_seed(run.seed)
         try:
-            done = self._prepared(run.held_out).train(run.design, run.seed, rate=run.rate)
+            record = self._fit(run.design, data, run.seed, lr=run.rate * self.recipe.lr, teacher=teacher)
         except NotFiniteError:
             return RunOutcome(time.monotonic() - began)
-        history = done.record.history
+        finally:
+            release_memory()
+        assert record.right is not None
         return RunOutcome(
-            wall=done.wall,
-            right=pack(done.right),
-            correct=int(done.right.sum()),
-            images=len(done.right),
-            images_per_second=done.record.result["images_per_second"],
-            train_accuracy=history[-1]["train_accuracy"] if history else 0.0,
+            wall=time.monotonic() - began,
+            right=pack(record.right),
+            correct=int(record.right.sum()),
+            images=len(record.right),
+            images_per_second=record.result["images_per_second"],
+            train_accuracy=record.history[-1]["train_accuracy"] if record.history else 0.0,
         )
 
     def teach(self, *, held_out: bool) -> Record:
         """Train the teacher of the runs that follow, on the same images as these; one that is there stays."""
-        return self._on_images(held_out).train_teacher(find_design(self.teacher), self._folder(held_out))
+        torch.manual_seed(TEACHER_SEED)
+        how = {"lr": self.recipe.lr, "out": self._teacher_in(held_out), "resume": True}
+        return self._fit(find_design(self.teacher), self._images(held_out), TEACHER_SEED, **how)
 
-    def _prepared(self, held_out: bool) -> DesignTrainer:
-        if held_out not in self._trainers:
-            made = self._on_images(held_out)
+    def _fit(self, design: Design, data: Data, seed: int, *, lr: float, **how: Any) -> Record:
+        # The test images are used once, at the end. A run is too short to pay for compiling.
+        recipe = replace(self.recipe, evaluate_every=max(1, self.recipe.epochs), lr=lr)
+        how |= {"device": self.device, "compile": False, "progress": False}
+        return fit(self.builder(design), data, recipe, seed=seed, **how)
+
+    def _images_and_teacher(self, held_out: bool) -> tuple[Data, Trained | None]:
+        if held_out not in self._prepared:
+            teacher = None
             if self.teacher:
-                network = made.builder(find_design(self.teacher))
-                made = replace(made, teacher=load_checkpoint(self._folder(held_out), network=network))
-            self._trainers[held_out] = made
-        return self._trainers[held_out]
+                network = self.builder(find_design(self.teacher))
+                teacher = load_checkpoint(self._teacher_in(held_out), network=network)
+            self._prepared[held_out] = self._images(held_out), teacher
+        return self._prepared[held_out]
 
-    def _on_images(self, held_out: bool) -> DesignTrainer:
-        data = self.trainer.data
-        if not held_out:
-            return self.trainer
-        return replace(self.trainer, data=data.holdout(round(HELD_OUT * len(data.train)), 0))
+    def _images(self, held_out: bool) -> Data:
+        return self.data.holdout(round(HELD_OUT * len(self.data.train)), 0) if held_out else self.data
 
-    def _folder(self, held_out: bool) -> Path:
-        return below(self.teachers, self.teachers / ("teacher-held-out" if held_out else "teacher"))
+    def _teacher_in(self, held_out: bool) -> Path:
+        return below(self.folder, self.folder / ("teacher-held-out" if held_out else "teacher"))
 
 
 def release_memory() -> None:
-    """Let go of what a run held on the device: graphs keep their memory until they are collected."""
+    """Free the memory of a run on the device: graphs keep theirs until they are collected."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

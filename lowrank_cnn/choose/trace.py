@@ -1,6 +1,6 @@
-"""`trace_frontier`: time, tune and train every design of a family, and write one record that can be gone on with.
+"""`trace_frontier`: time, tune and train every design of a family, and write one resumable record.
 
-The order is such that a cut leaves a fair picture: all designs are timed, then controls of equal cost are added,
+A run that is cut short leaves a fair picture: all designs are timed, then controls of equal cost are added,
 then every design is tuned by the same tries, then all are trained with the first seed, then with the second.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from math import exp, log
 from pathlib import Path
@@ -32,7 +32,7 @@ from lowrank_cnn.choose.candidates import (
     width_of_macs,
 )
 from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, SeedRun, open_frontier
-from lowrank_cnn.choose.runs import DesignRun, DesignTrainer, RunMaker, RunOutcome, WorkerPool
+from lowrank_cnn.choose.runs import DesignRun, RunMaker, RunOutcome, WorkerPool
 from lowrank_cnn.core.clock import measure
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.files import locked
@@ -43,55 +43,9 @@ from lowrank_cnn.train import get_recipe
 from lowrank_cnn.train.distributed import resolve_device, resolve_precision
 from lowrank_cnn.train.inputs import augmentation, image_size
 
-# How long a design takes: inference through `optimize`, beside the dense network in turns.
-
-REPEATS = 21
-
-
-@dataclass
-class DesignClock:
-    """Times designs on one device, each in turns with the dense network of the family, which it keeps.
-
-    `precision` is that of weights and images: bf16 on a GPU, as networks are trained there, else fp32.
-    """
-
-    builder: Builder
-    device: torch.device
-    batch: int = 256
-    compile: bool = True
-    repeats: int = REPEATS
-    say: Callable[[str], None] | None = None
-    reference: Optimized | None = field(default=None, init=False)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
-
-    def time(self, design: Design) -> DesignTime:
-        """The fastest form of a design, and its time."""
-        images = self._images()
-        ours = self._optimized(design, images)
-        if design == DENSE:
-            self.reference = ours
-        reference = self.reference or self._optimized(DENSE, images)
-        self.reference = reference
-        runs = {"ours": lambda: ours(images), "dense": lambda: reference(images)}
-        times = measure(runs, repeats=self.repeats, cuda=images.is_cuda)
-        sample, tries = times["ours"], {name: one.ms for name, one in ours.report.times.items()}
-        # The dense network beside itself: what two clocks differ by is not a ratio.
-        other = sample.ms if design == DENSE else times["dense"].ms
-        return DesignTime(sample.ms, sample.low, sample.high, other, self.batch, ours.report.choice, tries)
-
-    def _images(self) -> Tensor:
-        draw = torch.Generator().manual_seed(0)
-        images = torch.randn(self.batch, *self.builder.size, generator=draw)
-        layout = torch.channels_last if self.device.type == "cuda" else torch.contiguous_format
-        return images.to(self.device, self.dtype, memory_format=layout)
-
-    def _optimized(self, design: Design, images: Tensor) -> Optimized:
-        torch.manual_seed(0)
-        network: nn.Module = self.builder(design).to(self.device, self.dtype).eval()
-        return optimize(network, images, compile=self.compile, repeats=self.repeats, say=self.say)
+TUNING_SEED = 1000
+"""Seeds of tries begin here, apart from those of runs."""
+Say = Callable[[str], None]
 
 
 def width_of_time(measured: dict[float, float], target: float) -> float:
@@ -109,12 +63,6 @@ def width_of_time(measured: dict[float, float], target: float) -> float:
     return min(4.0, max(STEP, round(width / STEP) * STEP))
 
 
-TUNING_SEED = 1000
-"""Seeds of tries begin here, apart from those of runs."""
-
-Say = Callable[[str], None]
-
-
 def trace_frontier(
     family: str,
     data: Data,
@@ -126,7 +74,7 @@ def trace_frontier(
     device: str = "auto",
     say: Say = print,
 ) -> Frontier:
-    """Do what a plan asks for and is not done yet, and give the record of everything in `out`.
+    """Carry out the rest of a plan, and return the record of everything in `out`.
 
     >>> trace_frontier("airbench", data, "runs/f", FrontierPlan(("lr",), (0.5, 1.0), seeds=8))  # doctest: +SKIP
     """
@@ -146,19 +94,22 @@ def trace_frontier(
     }
     with locked(Path(out)):
         found = open_frontier(Path(out), about, len(data.test))
-        maker = RunMaker(DesignTrainer(builder, data, resolved, place), plan.teacher, Path(out))
+        maker = RunMaker(builder, data, resolved, place, plan.teacher, Path(out))
         with WorkerPool(maker, plan.processes) as pool:
             Tracer(found, maker, pool, plan, say).run()
     return found
 
 
 class BudgetSpent(Exception):
-    """The time that was given is over; what is done is saved."""
+    """The budget of time is spent; finished runs are saved."""
 
 
 @dataclass
 class Tracer:
-    """Carries a plan out, one step at a time, saving after each."""
+    """Carries a plan out, one step at a time, saving after each.
+
+    `designs` and `rows` hold the designs of the plan by name; the folder may hold more.
+    """
 
     found: Frontier
     maker: RunMaker
@@ -166,99 +117,95 @@ class Tracer:
     plan: FrontierPlan
     say: Say
     began: float = field(default_factory=time.monotonic)
-    designs: list[Design] = field(default_factory=list)
-    _clock: DesignClock | None = None
+    designs: dict[str, Design] = field(default_factory=dict)
+    rows: dict[str, DesignRow] = field(default_factory=dict)
+    reference: Optimized | None = None
 
     def run(self) -> None:
         candidates = [find_design(text) for text in self.plan.designs]
         self.found.check_batch(self.plan.batch)
         try:
-            self.add(DENSE)
-            for width in self.plan.widths:
-                self.add(at_width(DENSE, width))
+            for design in (DENSE, *(at_width(DENSE, width) for width in self.plan.widths)):
+                self.add(design)
             for design in candidates:
                 self.add(design)
                 self._widen(design)
-            for row in [row for row in self._rows() if not row.dense]:
+            for row in [row for row in self.rows.values() if not row.dense]:
                 self._match(row)
             self._tune()
             self._run_all(self._left(), self._keep)
         except BudgetSpent:
-            self.say(f"The time is over ({self.plan.budget:.0f} s): the same command goes on from here.")
+            self.say(f"The time is over ({self.plan.budget:.0f} s): the same command continues from here.")
 
     @property
     def builder(self) -> Builder:
-        return self.maker.trainer.builder
+        return self.maker.builder
 
-    def add(self, design: Design) -> DesignRow:
+    def add(self, design: Design) -> None:
         """A design in the record, counted and timed; one that is there already stays as it is."""
         row = self.found.row(design.name)
-        if row is not None and design.scheme.startswith(SHAPES):
-            self._check_shapes(design, row)
-        if row is None:
+        if row is None or design.scheme.startswith(SHAPES):
             cost = self.builder.count(design)
-            row = DesignRow(design.to_dict(), cost.macs, cost.params)
-            self.found.rows.append(row)
-            self.found.save()
-        if design.name not in (known.name for known in self.designs):
-            self.designs.append(design)
+            if row is not None and (cost.macs, cost.params) != (row.macs, row.params):
+                raise LowRankError(
+                    f"{design.scheme.removeprefix(SHAPES)} has other shapes than {design.name} of this record: "
+                    "rename its folder, which names it."
+                )
+            if row is None:
+                row = DesignRow(asdict(design), cost.macs, cost.params)
+                self.found.rows.append(row)
+                self.found.save()
+        self.designs.setdefault(design.name, design)
+        self.rows[design.name] = row
         if self.plan.batch and row.timing is None:
             self._check_budget()
-            row.timing = self.clock.time(design)
+            row.timing = self.time(design)
             self.found.save()
             ms = self.found.ms(row)  # as in the table: by its turns with the dense network
             self.say(f"{design.name}: {ms:.3f} ms, {row.macs / 1e6:.1f} M MACs ({row.timing.choice})")
-        return row
 
-    def _check_shapes(self, design: Design, row: DesignRow) -> None:
-        """Refuse another file of learned shapes under the name of one that is in the record."""
-        cost = self.builder.count(design)
-        if (cost.macs, cost.params) != (row.macs, row.params):
-            file = design.scheme.removeprefix(SHAPES)
-            raise LowRankError(
-                f"{file} has other shapes than {design.name} of this record: rename its folder, which names it."
-            )
+    def time(self, design: Design) -> DesignTime:
+        """The time of a design in its fastest form, in turns with the dense network of the family."""
+        draw = torch.Generator().manual_seed(0)
+        images = torch.randn(self.plan.batch, *self.builder.size, generator=draw)
+        if torch.device(self.maker.device).type == "cuda":  # in bf16, as networks are trained there
+            images = images.to(self.maker.device, torch.bfloat16, memory_format=torch.channels_last)
+        else:
+            images = images.to(self.maker.device)
+        ours = self._optimized(design, images)
+        if self.reference is None:
+            self.reference = ours if design == DENSE else self._optimized(DENSE, images)
+        dense = self.reference
+        runs = {"ours": lambda: ours(images), "dense": lambda: dense(images)}
+        times = measure(runs, repeats=self.plan.repeats, cuda=images.is_cuda)
+        sample, tries = times["ours"], {name: one.ms for name, one in ours.report.times.items()}
+        # The dense network beside itself: the difference of two clocks is not a ratio.
+        other = sample.ms if design == DENSE else times["dense"].ms
+        return DesignTime(sample.ms, sample.low, sample.high, other, self.plan.batch, ours.report.choice, tries)
 
-    @property
-    def clock(self) -> DesignClock:
-        """Made when first needed: it holds the dense network in its fastest form."""
-        if self._clock is None:
-            self._clock = DesignClock(
-                self.builder,
-                torch.device(self.maker.trainer.device),
-                self.plan.batch,
-                self.plan.compile,
-                self.plan.repeats,
-            )
-        return self._clock
-
-    def _rows(self) -> list[DesignRow]:
-        """The rows of what was asked for: a folder may hold more."""
-        return [row for design in self.designs if (row := self.found.row(design.name))]
+    def _optimized(self, design: Design, images: Tensor) -> Optimized:
+        torch.manual_seed(0)
+        network: nn.Module = self.builder(design).to(images.device, images.dtype).eval()
+        return optimize(network, images, compile=self.plan.compile, repeats=self.plan.repeats)
 
     def _widen(self, design: Design) -> None:
         """The design as wide as the dense network allows, by MACs and by time."""
-        dense, own = self.found.row(DENSE.name), self.found.row(design.name)
-        assert dense is not None
-        assert own is not None
+        dense = self.rows[DENSE.name]
         if self.plan.widen and design.scheme.startswith(SHAPES):
             self.say(f"{design.name} has the widths that were learned, and is not widened.")
             return
         if "macs" in self.plan.widen:
             self.add(at_width(design, width_of_macs(self.builder, design, dense.macs), "macs of dense"))
-        if "time" in self.plan.widen and dense.timing and own.timing:
-            width = width_of_time(self._times(design), dense.timing.ratio)
-            self.add(at_width(design, width, "time of dense"))
+        if "time" in self.plan.widen and dense.timing and (times := self._times(design)):
+            self.add(at_width(design, width_of_time(times, dense.timing.ratio), "time of dense"))
 
     def _match(self, row: DesignRow) -> None:
         """The thin dense networks that a low-rank one has to beat: of its MACs, and of its time.
 
-        On a GPU those of its time are in 64s of filters, which run faster there. Where it costs as much as the
-        dense network, that one is its rival.
+        On a GPU those of its time are in 64s of filters, which run faster there. If it costs as much as the dense
+        network, that one is its rival.
         """
-        dense = self.found.row(DENSE.name)
-        assert dense is not None
-        if "macs" in self.plan.match and row.macs < dense.macs:
+        if "macs" in self.plan.match and row.macs < self.rows[DENSE.name].macs:
             thin = control_for(row.design["scheme"])
             width = width_of_macs(self.builder, thin, row.macs)
             self._add_control(at_width(thin, min(width, 1.0), f"macs of {row.name}"))
@@ -276,33 +223,29 @@ class Tracer:
 
     def _times(self, design: Design) -> dict[float, float]:
         """The measured times of a design by its width."""
-        rows = [row for row in self._rows() if base_name(row.name) == base_name(design.name)]
+        rows = [row for row in self.rows.values() if base_name(row.name) == base_name(design.name)]
         return {row.design["width"]: row.timing.ratio for row in rows if row.timing}
 
     def _tune(self) -> None:
         """Every design by the same factors of the learning rate, on images held out of training."""
         # Runs belong together: later seeds are trained at the rate of the first.
-        rows = [row for row in self._rows() if not row.runs]
-        if not self.plan.rates or not rows:
-            return
-        designs = {design.name: design for design in self.designs}
+        rows = {name: row for name, row in self.rows.items() if self.plan.rates and not row.runs}
         jobs = [
-            DesignRun(designs[row.name], TUNING_SEED + place, rate, held_out=True)
-            for row in rows
+            DesignRun(self.designs[name], TUNING_SEED + place, rate, held_out=True)
+            for name, row in rows.items()
             for rate in self.plan.rates
             for place in range(len(row.tried(rate).accuracies), self.plan.tries)
         ]
         self._run_all(jobs, self._keep_try)
-        for row in rows:
+        for row in rows.values():
             tries = [one for one in row.tries if one.accuracies]
             row.rate = max(tries, key=lambda one: sum(one.accuracies) / len(one.accuracies)).rate
-        self.found.save()
+        if rows:
+            self.found.save()
 
     def _run_all(self, jobs: list[DesignRun], keep: Callable[[DesignRun, RunOutcome], str]) -> None:
         """Make runs as long as the time lasts, keep each, and tell how it went; a teacher is trained before."""
-        if not jobs:
-            return
-        if self.plan.teacher:
+        if jobs and self.plan.teacher:
             self._check_budget()
             taught = self.maker.teach(held_out=jobs[0].held_out)
             self.say(f"The teacher, {self.plan.teacher}: {100 * taught.result['top1']:.2f}%")
@@ -318,30 +261,24 @@ class Tracer:
 
     def _left(self) -> list[DesignRun]:
         """Runs that are not done, the first seed of all designs first."""
-        rows = self._rows()
         return [
-            DesignRun(design, seed, row.rate)
+            DesignRun(self.designs[name], seed, row.rate)
             for seed in range(1, self.plan.seeds + 1)
-            for design, row in zip(self.designs, rows, strict=True)
-            if row.run_of(seed) is None and seed not in row.failed
+            for name, row in self.rows.items()
+            if seed not in (*(run.seed for run in row.runs), *row.failed)
         ]
-
-    def _row(self, design: Design) -> DesignRow:
-        row = self.found.row(design.name)
-        assert row is not None
-        return row
 
     def _keep_try(self, job: DesignRun, outcome: RunOutcome) -> str:
         """Write a try into the record; a sentence about it."""
         accuracy = outcome.correct / outcome.images
-        self._row(job.design).tried(job.rate).accuracies.append(accuracy)
+        self.rows[job.design.name].tried(job.rate).accuracies.append(accuracy)
         self.found.here()  # a record of tries alone names its machine too
         self.found.save()
         return f"{job.design.name}, {job.rate:g} times the rate: {100 * accuracy:.2f}% of the images held out"
 
     def _keep(self, job: DesignRun, outcome: RunOutcome) -> str:
         """Write a run into the record; a sentence about it."""
-        row, told = self._row(job.design), f"{job.design.name} seed {job.seed}"
+        row, told = self.rows[job.design.name], f"{job.design.name} seed {job.seed}"
         if outcome.right is None:
             row.failed.append(job.seed)
             self.found.save()
@@ -370,8 +307,8 @@ class Tracer:
 
     def _steady_seconds(self, speed: float) -> float:
         """Seconds of all epochs at the median speed: the first epoch also compiles."""
-        recipe = self.maker.trainer.recipe
-        images = len(self.maker.trainer.data.train) // recipe.batch_size * recipe.batch_size
+        recipe = self.maker.recipe
+        images = len(self.maker.data.train) // recipe.batch_size * recipe.batch_size
         return recipe.epochs * images / speed if speed else 0.0
 
     @property

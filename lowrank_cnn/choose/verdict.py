@@ -74,7 +74,7 @@ def resampled_gaps(ours: Tensor, theirs: Tensor, *, resamples: int, seed: int) -
 def _over_seeds(shares: Tensor, draw: torch.Generator) -> Tensor:
     """Means [resamples] of accuracies [resamples, runs] over runs drawn with replacement.
 
-    Of n runs the bootstrap shows (n - 1) / n of the variance: deviations are stretched to make up for it. The
+    The bootstrap of n runs shows (n - 1) / n of the variance: deviations are stretched to make up for it. The
     variance that is estimated from n runs is itself uncertain, as chi-squared with n - 1 degrees of freedom is:
     each resample has its own, which turns the normal distribution of a mean into Student's t.
     """
@@ -144,21 +144,24 @@ def answer(
     asked = question_set(found, questions)
     if asked is None:
         return []
-    share, tolerance = questions["time_share"], questions["timing"]["tolerance"]
+    alpha, tolerance = questions["alpha"], questions["timing"]["tolerance"]
+    asking = ((BETTER, asked["better_by"], 1 - tolerance), (FASTER, -asked["loss"], 1 / questions["time_share"]))
     answers = []
     for row in found.rows:
         listed = base_name(row.name) in questions["designs"] or row.name.startswith(f"{LEARNED}-")
         if row.dense or not listed or not row.runs or not row.timing:
             continue
-        for question, margin, factor in (
-            (BETTER, asked["better_by"], 1 - tolerance),
-            (FASTER, -asked["loss"], 1 / share),
-        ):
+        for question, margin, factor in asking:
             control = control_of(found, row, factor)
-            if control is not None:
-                answers.append(_compared(found, question, margin, row, control, questions["alpha"], resamples))
+            if control is None or not control.timing:
+                continue
+            ours, theirs = found.right_answers(row), found.right_answers(control)
+            gap = compare(ours, theirs, margin=margin, alpha=alpha, resamples=resamples)
+            time, runs = row.timing.ratio / control.timing.ratio, (len(ours), len(theirs))
+            values = (gap.points, gap.low, gap.high, gap.p, gap.p)
+            answers.append(Answer(question, row.name, control.name, margin, time, *values, OPEN, runs))
     return [
-        replace(one, corrected=p, verdict=_verdict(found, one, p, questions["alpha"], asked.get("seeds", 1)))
+        replace(one, corrected=p, verdict=_verdict(found, one, p, alpha, asked.get("seeds", 1)))
         for one, p in zip(answers, holm([one.p for one in answers]), strict=True)
     ]
 
@@ -179,43 +182,16 @@ def control_of(found: Frontier, design: DesignRow, factor: float) -> DesignRow |
     return max(in_time, key=lambda row: row.macs)
 
 
-def _compared(
-    found: Frontier, question: str, margin: float, row: DesignRow, control: DesignRow, alpha: float, resamples: int
-) -> Answer:
-    ours, theirs = found.right_answers(row), found.right_answers(control)
-    gap = compare(ours, theirs, margin=margin, alpha=alpha, resamples=resamples)
-    assert row.timing is not None
-    assert control.timing is not None
-    return Answer(
-        question=question,
-        design=row.name,
-        control=control.name,
-        margin=margin,
-        time=row.timing.ratio / control.timing.ratio,
-        gap=gap.points,
-        low=gap.low,
-        high=gap.high,
-        p=gap.p,
-        corrected=gap.p,
-        verdict=OPEN,
-        runs=(len(ours), len(theirs)),
-    )
-
-
 def _verdict(found: Frontier, one: Answer, p: float, alpha: float, least_runs: int) -> str:
-    if _tries(found, one.design) != _tries(found, one.control):
+    rows = [row for row in found.rows if row.name in (one.design, one.control)]
+    ours, theirs = ({(each.rate, len(each.accuracies)) for each in row.tries if each.accuracies} for row in rows)
+    if ours != theirs:
         return UNEQUAL
-    if any(row.failed for row in found.rows if row.name in (one.design, one.control)):
+    if any(row.failed for row in rows):
         return DIVERGED
     if min(one.runs) < least_runs:
         return EARLY  # looking early and often finds what is not there
     return YES if p < alpha else NO if one.high < one.margin else OPEN
-
-
-def _tries(found: Frontier, name: str) -> set[tuple[float, int]]:
-    """The factors of the learning rate that a design was tried with, and how often."""
-    row = found.row(name)
-    return {(one.rate, len(one.accuracies)) for one in row.tries if one.accuracies} if row else set()
 
 
 def add_answers(found: Frontier, *, resamples: int = RESAMPLES, keep: bool = True) -> list[Answer]:

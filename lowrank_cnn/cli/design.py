@@ -82,11 +82,9 @@ def _batches(place: str, source: Source, size: tuple[int, ...], device: str) -> 
 
 
 def _print_advice(name: str, advice: Advice) -> None:
-    rows = [(r.name, f"{r.dense_ms:.3f}", f"{r.strips_ms:.3f}", f"{r.thin_ms:.3f}", r.choice, r.why)
-            for r in advice.layers]  # fmt: skip
-    print_table(f"{name}: layers", ("layer", "dense ms", "strips ms", "thin ms", "<take", "<why"), rows)
-    forms = [(f.name, f"{f.macs:.3f}", f"{f.params:.3f}", f"{f.ms:.3f}", f"{f.time:.2f}") for f in advice.forms]
-    print_table("Networks within the budget", ("network", "MACs", "params", "ms", "of the time"), forms)
+    layers, networks = advice.tables()
+    print_table(f"{name}: layers", *layers)
+    print_table("Networks within the budget", *networks)
     console.print(advice.verdict, soft_wrap=True)
     if advice.device == "cpu" and advice.engine == "torch":
         told = "On a CPU, engines differ, since some have Winograd's algorithm: --engine auto takes the fastest."

@@ -8,7 +8,7 @@ masked network in float64, as a whole.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from lowrank_cnn.core.text import text_table
 from lowrank_cnn.method.channels import Route, free_routes
 from lowrank_cnn.method.layers import weights_of
 from lowrank_cnn.method.rewrite import (
-    Change,
     Conversion,
     change_of,
     changes_of,
@@ -35,12 +34,7 @@ from lowrank_cnn.method.rewrite import (
     rewrite,
 )
 from lowrank_cnn.method.schemes import Exact, Scheme, parse_scheme
-from lowrank_cnn.method.shaped_layers import (
-    GatedLinear,
-    ShapedConv2d,
-    exact_scheme,
-    shaped_convs,
-)
+from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, exact_scheme, shaped_convs
 from lowrank_cnn.method.spec import Pair
 
 _TOLERANCE = 1e-9
@@ -118,59 +112,55 @@ def settle(network: nn.Module, input_size: InputSize | None = None) -> nn.Module
     size = notes(network).input_size if input_size is None else checked_size(input_size)
     if size is None:
         raise LowRankError("give the size of the images (channels, height, width) that the network takes.")
-    routes = free_routes(network, size)
-    orders = {name: _order(layer, free=name in routes) for name, layer in shaped_convs(network).items()}
-    arriving = {
+    layers = _settled(network, free_routes(network, size))
+    new = copy_with(network, {network.get_submodule(name): layer for name, (layer, _) in layers.items()})
+    dense = {change.name: change for change in changes_of(network)}
+    changes = [row for row in changes_of(network) if not row.scheme.startswith("learned")]
+    for name, (layer, scheme) in layers.items():
+        old, same = network.get_submodule(name), Scheme("exact")
+        if isinstance(old, ShapedConv2d):
+            same = exact_scheme([(old.form.kernel, old.out_channels)])
+        if scheme == same:  # it has the filters and inputs of the dense layer
+            continue
+        change = change_of(name, old, layer, scheme)
+        before = dense.get(name, change)  # the layer that learned had a larger kernel than the dense one
+        changes.append(replace(change, before=before.before, params_before=before.params_before))
+    kept = notes(network).conversion
+    note(new, conversion=Conversion(tuple(changes), kept.kept if kept else ()))
+    draw = torch.Generator().manual_seed(0)
+    images = torch.randn(2, *size, generator=draw, dtype=torch.float64)
+    error = difference(*(copy_with(net).cpu().double().eval()(images) for net in (new, network)))
+    if not error <= _TOLERANCE:
+        raise LowRankError(f"the network without its masks would differ by {error:.1e}: it is not used.")
+    return new
+
+
+def _settled(network: nn.Module, routes: Mapping[str, Route]) -> dict[str, tuple[nn.Module, Scheme]]:
+    """The layers that change, each with its scheme."""
+    convs = shaped_convs(network)
+    orders = {name: _order(layer, free=name in routes) for name, layer in convs.items()}
+    arriving = {  # the features that each reader is left with, in their new order
         reader.name: (orders[name][:, None] * reader.block + torch.arange(reader.block)).flatten()
         for name, route in routes.items()
         if name in orders
         for reader in route.readers
     }
-    layers, schemes = _settled(network, routes, orders, arriving)
-    new = copy_with(network, {network.get_submodule(name): layer for name, layer in layers.items()})
-    earlier = [change for change in changes_of(network) if not change.scheme.startswith("learned")]
-    changes = [_change(network, name, layers[name], scheme) for name, scheme in schemes.items()]
-    kept = notes(network).conversion
-    note(new, conversion=Conversion((*earlier, *changes), kept.kept if kept else ()))
-    _check_equal(network, new, size)
-    return new
-
-
-def _settled(
-    network: nn.Module, routes: Mapping[str, Route], orders: Mapping[str, Tensor], arriving: Mapping[str, Tensor]
-) -> tuple[dict[str, nn.Module], dict[str, Scheme]]:
-    """The layers that change, and the schemes of those that change their filters or widths."""
-    layers: dict[str, nn.Module] = {}
-    schemes: dict[str, Scheme] = {}
-    for name, order in orders.items():
-        layers[name], schemes[name] = _settled_conv(network.get_submodule(name), order, arriving.get(name))  # type: ignore[arg-type]
+    found = {}
+    for name, layer in convs.items():
+        found[name] = _settled_conv(layer, orders[name], arriving.get(name))
         for norm in routes[name].norms if name in routes else ():
-            layers[norm], schemes[norm] = _picked(network.get_submodule(norm), order, dim=0)
-    for name, features in arriving.items():
-        if name not in layers:
-            layers[name], schemes[name] = _picked(network.get_submodule(name), features, dim=1)
-    return layers, {
-        name: scheme for name, scheme in schemes.items() if not _is_same(network.get_submodule(name), scheme)
-    }
-
-
-def _is_same(layer: nn.Module, scheme: Scheme) -> bool:
-    """Whether a layer has the filters and inputs that it had as a dense one."""
-    dense = exact_scheme([(layer.form.kernel, layer.out_channels)]) if isinstance(layer, ShapedConv2d) else None
-    return scheme in (dense, Scheme("exact"))
+            found[norm] = _picked(network.get_submodule(norm), orders[name], dim=0)
+    others = {name: features for name, features in arriving.items() if name not in convs}
+    return found | {name: _picked(network.get_submodule(name), of, dim=1) for name, of in others.items()}
 
 
 def _order(layer: ShapedConv2d, *, free: bool) -> Tensor:
     """The filters that stay, sorted by shape."""
-    choice = layer.choice.cpu()
-    if not free:
-        if not bool(layer.kept.all()) or not bool((choice.diff() >= 0).all()):
-            raise LowRankError(
-                "a layer whose channels are added to others has filters that are not sorted by shape."
-            )
-        return torch.arange(len(choice))
+    choice, kept = layer.choice.cpu(), layer.kept.cpu()
+    if not free and not (bool(kept.all()) and bool((choice.diff() >= 0).all())):
+        raise LowRankError("a layer whose channels are added to others has filters that are not sorted by shape.")
     order = torch.argsort(choice, stable=True)
-    return order[layer.kept.cpu()[order]]
+    return order[kept[order]]
 
 
 def _settled_conv(layer: ShapedConv2d, order: Tensor, arriving: Tensor | None) -> tuple[nn.Module, Scheme]:
@@ -192,31 +182,13 @@ def _picked(layer: nn.Module, places: Tensor, *, dim: int) -> tuple[nn.Module, S
     """A norm, conv or linear layer with some of its channels, in another order; its outputs stay as they are."""
     size: int = layer.weight.shape[1] if dim else layer.num_features  # type: ignore[assignment, index, union-attr]
     narrower = Scheme("exact", inputs=len(places) if len(places) < size else None)
+    plain = layer
     if isinstance(layer, GatedLinear):
         plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-        new = narrower.build(plain)
-    else:
-        new = narrower.build(layer) if narrower.inputs else copy.deepcopy(layer)
+    new = narrower.build(plain) if narrower.inputs or plain is not layer else copy.deepcopy(layer)
     state = {key: tensor for key, tensor in layer.state_dict().items() if key != "inputs"}
     for key, tensor in state.items():
         if tensor.dim() and not (dim and key == "bias"):
             state[key] = tensor.index_select(dim, places.to(tensor.device))
     new.load_state_dict(state, assign=True)
     return frozen_like(layer, new).train(layer.training), narrower
-
-
-def _change(network: nn.Module, name: str, new: nn.Module, scheme: Scheme) -> Change:
-    """The change from the dense layer to the settled one; the layer that learned had a larger kernel."""
-    change = change_of(name, network.get_submodule(name), new, scheme)
-    dense = next((row for row in changes_of(network) if row.name == name), change)
-    return replace(change, before=dense.before, params_before=dense.params_before)
-
-
-def _check_equal(masked: nn.Module, settled: nn.Module, size: Sequence[int]) -> None:
-    """Compare the outputs of both networks in float64."""
-    draw = torch.Generator().manual_seed(0)
-    images = torch.randn(2, *size, generator=draw, dtype=torch.float64)
-    left, right = (copy_with(net).cpu().double().eval()(images) for net in (settled, masked))
-    error = difference(left, right)
-    if not error <= _TOLERANCE:
-        raise LowRankError(f"the network without its masks would differ by {error:.1e}: it is not used.")

@@ -1,8 +1,7 @@
 """Layers whose filters choose their shapes while they train.
 
 A `ShapedConv2d` has one weight, in the kernel that encloses every shape. Each filter has a shape, and computes
-with the taps inside it alone. While damage is measured (`regrow`), gradients reach all taps as if no mask were
-there (a straight-through estimate, as in dynamic pruning with feedback, Lin et al. 2020).
+with the taps inside it alone.
 
 A filter can also be removed: the layers that read its channel then ignore it, by a mask on their inputs. Reading
 layers hold that mask, not the norm between, so that removing the channel is exact whatever activation follows.
@@ -20,7 +19,7 @@ from torch.nn import functional as F
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.kernels.reference import conv_on_sides, pad_on_sides
 from lowrank_cnn.method.geometry import ConvForm, form_of, offsets, recentred
-from lowrank_cnn.method.schemes import NONE, Scheme, resolve_shape
+from lowrank_cnn.method.schemes import NONE, Learned, Scheme, resolve_shape
 from lowrank_cnn.method.spec import FilterGroup, Pair
 
 
@@ -33,8 +32,6 @@ class ShapedConv2d(nn.Module):
     - `inputs`: False for an input channel that was removed.
     """
 
-    regrow = False
-    """Whether gradients reach masked taps: only while damage is measured."""
     choice: Tensor
     kept: Tensor
     inputs: Tensor
@@ -75,19 +72,18 @@ class ShapedConv2d(nn.Module):
     def shaped_weight(self) -> Tensor:
         """The weight with zeros outside the shapes."""
         mask = self.masks[self.choice][:, None] * self.inputs[:, None, None].to(self.masks.dtype)
-        return _straight_through(self.weight, mask) if self.regrow else self.weight * mask
+        return self.weight * mask
 
     def taps_of(self, filters: Tensor, shape: Pair) -> Tensor:
         """The weights of some filters, cut to a shape."""
-        top, left = offsets(FilterGroup(*shape, 1), self.kernel_size)
         taps = self.weight.detach()[filters] * self.masks[self.starts.index(shape)]
-        return taps[:, :, top : top + shape[0], left : left + shape[1]]
+        return taps[:, :, *self._window(shape)]
 
     @torch.no_grad()
     def shrink_outside(self, share: float) -> None:
         """Shrink the taps outside each filter's shape by a share, and use all taps again.
 
-        Of a removed filter all taps shrink.
+        All taps of a removed filter shrink.
         """
         outside = 1 - self.masks[self.choice] * self.kept[:, None, None]
         self.weight.mul_(1 - share * outside[:, None])
@@ -98,9 +94,7 @@ class ShapedConv2d(nn.Module):
     @torch.no_grad()
     def copy_dense(self, weight: Tensor, bias: Tensor | None) -> None:
         """Start as a dense conv; taps that only other shapes have start at zero, and learn like the others."""
-        top, left = offsets(FilterGroup(*self.form.kernel, 1), self.kernel_size)
-        height, width = self.form.kernel
-        self.weight.zero_()[:, :, top : top + height, left : left + width] = weight
+        self.weight.zero_()[:, :, *self._window(self.form.kernel)] = weight
         if self.bias is not None and bias is not None:
             self.bias.copy_(bias)
 
@@ -110,15 +104,18 @@ class ShapedConv2d(nn.Module):
 
     def _mask(self, shape: Pair) -> Tensor:
         mask = torch.zeros(self.kernel_size)
-        top, left = offsets(FilterGroup(*shape, 1), self.kernel_size)
-        mask[top : top + shape[0], left : left + shape[1]] = 1
+        mask[self._window(shape)] = 1
         return mask
+
+    def _window(self, shape: Pair) -> tuple[slice, slice]:
+        """The rows and columns of the enclosing kernel that a shape covers."""
+        top, left = offsets(FilterGroup(*shape, 1), self.kernel_size)
+        return slice(top, top + shape[0]), slice(left, left + shape[1])
 
 
 class GatedLinear(nn.Module):
     """A linear layer that ignores the features of removed channels."""
 
-    regrow = False
     inputs: Tensor
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
@@ -129,9 +126,7 @@ class GatedLinear(nn.Module):
         self.register_buffer("inputs", torch.ones(in_features, dtype=torch.bool))
 
     def forward(self, input: Tensor) -> Tensor:
-        mask = self.inputs.to(self.weight.dtype)
-        weight = _straight_through(self.weight, mask) if self.regrow else self.weight * mask
-        return F.linear(input, weight, self.bias)
+        return F.linear(input, self.weight * self.inputs.to(self.weight.dtype), self.bias)
 
     @torch.no_grad()
     def copy_dense(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -157,7 +152,12 @@ def may_remove(scheme: Scheme) -> bool:
 
 
 def shaped_layer(layer: nn.Module, scheme: Scheme) -> nn.Module:
-    """What a `learned` scheme makes of a conv, or of a linear layer that reads channels; weights not yet given."""
+    """Build what replaces a layer; `learned` takes convs, and linear layers that read channels.
+
+    Its weights are set later.
+    """
+    if not isinstance(scheme, Learned):
+        return scheme.build(layer)
     if isinstance(layer, nn.Linear):
         return GatedLinear(layer.in_features, layer.out_features, bias=layer.bias is not None)
     form = form_of(layer) if isinstance(layer, nn.Conv2d) else None
@@ -170,8 +170,3 @@ def exact_scheme(groups: list[tuple[Pair, int]], inputs: int | None = None) -> S
     """The scheme of filters that are counted by shape."""
     shapes = tuple((f"{h}x{w}", Fraction(count)) for (h, w), count in groups)
     return Scheme("exact", shapes, inputs=inputs)
-
-
-def _straight_through(weight: Tensor, mask: Tensor) -> Tensor:
-    """The masked weight, exactly; the gradient is that of the weight without a mask."""
-    return weight + (weight * mask - weight).detach()

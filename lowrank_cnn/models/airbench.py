@@ -20,7 +20,6 @@ from lowrank_cnn.method.schemes import build_conv
 from lowrank_cnn.models.network import GlobalMaxPool, Network, Options, Variant
 
 FILTERS = (64, 256, 256)
-MULTIPLE = 16
 PATCH = 2
 NORM_MOMENTUM = 0.4
 """Running statistics follow the last few batches, which Lookahead needs: it replaces weights every five steps."""
@@ -63,7 +62,7 @@ class Airbench(Network):
         layers: OrderedDict[str, nn.Module] = OrderedDict(patches=first, patches_gelu=nn.GELU())
         channels = patches
         for block, count in enumerate(FILTERS, start=1):
-            filters = max(1, round(count * options.width / MULTIPLE)) * MULTIPLE
+            filters = options.sixteens(count)
             for place in (1, 2):
                 name = f"conv{block}_{place}"
                 layers[name] = build_conv(channels, filters, 3, scheme, padding=1, bias=False)

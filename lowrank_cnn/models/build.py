@@ -22,6 +22,7 @@ from lowrank_cnn.method.count import Count, LayerCount, count
 from lowrank_cnn.method.init import INITIALISATIONS
 from lowrank_cnn.method.rewrite import Change, changes_of, low_rank_layers, rewrite
 from lowrank_cnn.method.schemes import Scheme, parse_scheme
+from lowrank_cnn.method.shaped_layers import shaped_layer
 from lowrank_cnn.models import airbench, googlenet, nin, resnet, vgg
 from lowrank_cnn.models.network import Network, Options
 
@@ -134,7 +135,7 @@ def with_classes(network: nn.Module, classes: int) -> nn.Module:
 def rewrite_again(model: nn.Module, conversion: Mapping[str, object]) -> nn.Module:
     """Repeat a stored conversion (`Conversion.to_dict()`) on the network it was made from, with fresh weights."""
     schemes = _schemes(conversion)
-    return rewrite(model, schemes) if schemes else model
+    return rewrite(model, schemes, build=shaped_layer) if schemes else model
 
 
 def name_of(model: nn.Module) -> str:
@@ -147,7 +148,7 @@ def name_of(model: nn.Module) -> str:
 
 
 def run_entry(model: nn.Module) -> dict[str, Any]:
-    """What the record of a run says about its network: a name for people, and what `rebuild` needs."""
+    """The entry of a network in the record of a run: a name for people, and the values that `rebuild` needs."""
     found, name = rebuild_options(model), name_of(model)
     config, changed = found["model"], found["conversion"]["changed"]
     if not changed:

@@ -32,6 +32,7 @@ from lowrank_cnn.models.network_file import Stored, read_header, read_weights, w
 PAPER = (
     "[Training CNNs with Low-Rank Filters for Efficient Image Classification](https://arxiv.org/abs/1511.06744)"
 )
+TASK = "image-classification"
 _METRICS = {"top1": "accuracy", "top5": "top-5 accuracy"}
 _USE = """```python
 import lowrank_cnn as lr
@@ -53,46 +54,42 @@ def write_card(
     """Write README.md as the Hub shows it: YAML for its search, then Markdown for people."""
     hub = require("huggingface_hub", extra="hub", purpose="a model card")
     card = stored.card or {}
-    measured = metrics or {key: card["trained"][key] for key in _METRICS if key in card.get("trained", {})}
-    kind = (description["model"] or {}).get("name") or description["class"]
+    data = str(card.get("data", {}).get("name", ""))
+    trained = card.get("trained", {})
+    measured = metrics or {key: trained[key] for key in _METRICS if key in trained}
+    kind = str((description["model"] or {}).get("name") or description["class"])
+    known = {
+        "task_type": "image-classification",
+        "dataset_type": data or "unknown",
+        "dataset_name": data or "unknown",
+    }
     results = [
-        hub.EvalResult(
-            task_type="image-classification",
-            dataset_type=_data(card) or "unknown",
-            dataset_name=_data(card) or "unknown",
-            metric_type=_METRICS.get(key, key),
-            metric_value=round(value, 6),
-        )
+        hub.EvalResult(metric_type=_METRICS.get(key, key), metric_value=round(value, 6), **known)
         for key, value in measured.items()
     ]
     header = hub.ModelCardData(
         library_name="lowrank-cnn",
         license=licence,
-        pipeline_tag="image-classification",
-        tags=["low-rank", "convolutional-network", "pytorch", str(kind)],
+        pipeline_tag=TASK,
+        tags=["low-rank", "convolutional-network", "pytorch", kind],
         model_name=name,
         eval_results=results or None,
     ).to_yaml()
-    parts = [
-        f"---\n{header}\n---\n",
-        f"# {name}\n",
-        _about(kind, description),
-        _cost(stored),
-        _trained(card, measured),
-    ]
-    ours = description["model"] is not None
-    line = 'lr.predict(net, "photo.jpg")' if card else "net(images)"
-    parts.append("## Use\n\n" + _USE.format(name=name, into="" if ours else ", into=your_network", line=line))
-    write_atomically(path, "\n".join(filter(None, parts)).encode())
-
-
-def _about(kind: str, description: Mapping[str, Any]) -> str:
     changed = description["conversion"]["changed"]
     schemes = ", ".join(dict.fromkeys(f"`{row['scheme']}`" for row in changed))
     rewritten = f" It has {counted(len(changed), 'layer')} rewritten by {schemes}." if changed else ""
-    return f"A `{kind}` network of [lowrank-cnn], with low-rank filters after {PAPER}.{rewritten}\n" + (
-        "\n[lowrank-cnn]: https://pypi.org/project/lowrank-cnn/\n"
-    )
+    into = "" if description["model"] is not None else ", into=your_network"
+    line = 'lr.predict(net, "photo.jpg")' if card else "net(images)"
+    parts = [
+        f"---\n{header}\n---\n",
+        f"# {name}\n",
+        f"A `{kind}` network of [lowrank-cnn], with low-rank filters after {PAPER}.{rewritten}\n",
+        "[lowrank-cnn]: https://pypi.org/project/lowrank-cnn/\n",
+        _cost(stored),
+        _trained(card, data, measured),
+        "## Use\n\n" + _USE.format(name=name, into=into, line=line),
+    ]
+    write_atomically(path, "\n".join(filter(None, parts)).encode())
 
 
 def _cost(stored: Stored) -> str:
@@ -100,7 +97,11 @@ def _cost(stored: Stored) -> str:
         return ""
     size = "x".join(map(str, stored.input_size))
     try:
-        cost, dense = count(stored.network, stored.input_size), _dense(stored)
+        cost = count(stored.network, stored.input_size)
+        with torch.device("meta"):
+            twin = dense_twin(stored.network)
+        theirs = count(twin, stored.input_size) if twin else None
+        dense = (theirs.macs, theirs.params) if theirs else dense_cost(stored.network, stored.input_size)
     except LowRankError:
         return f"It takes images of {size}.\n"
     lines = ["| | MACs | parameters |", "| --- | ---: | ---: |"]
@@ -110,37 +111,21 @@ def _cost(stored: Stored) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _dense(stored: Stored) -> tuple[int, int] | None:
-    """MACs and parameters of the dense network that this one is compared with."""
-    assert stored.input_size is not None
-    with torch.device("meta"):
-        twin = dense_twin(stored.network)
-    if twin is None:
-        return dense_cost(stored.network, stored.input_size)
-    cost = count(twin, stored.input_size)
-    return cost.macs, cost.params
-
-
-def _trained(card: Mapping[str, Any], measured: Mapping[str, float]) -> str:
+def _trained(card: Mapping[str, Any], data: str, measured: Mapping[str, float]) -> str:
     if not card:
         return "It has no classes yet: train it, or use it as a start.\n"
     classes, recipe = card["data"]["classes"], card["recipe"]
     shown = ", ".join(map(str, classes[:10])) + (", ..." if len(classes) > 10 else "")
-    lines = [f"## Training\n\n- Classes: {len(classes)} ({shown})"]
-    lines.append(
-        f"- Recipe: `{recipe['name']}`, {counted(recipe['epochs'], 'epoch')}, batch size {recipe['batch_size']}"
-    )
-    if data := _data(card):
-        lines.append(f"- Images: {data}")
-    lines += [f"- {_METRICS.get(key, key)}: {value:.2%}" for key, value in measured.items()]
+    epochs = counted(recipe["epochs"], "epoch")
+    lines = [
+        f"## Training\n\n- Classes: {len(classes)} ({shown})",
+        f"- Recipe: `{recipe['name']}`, {epochs}, batch size {recipe['batch_size']}",
+        *([f"- Images: {data}"] if data else []),
+        *(f"- {_METRICS.get(key, key)}: {value:.2%}" for key, value in measured.items()),
+    ]
     details = json.dumps(recipe, indent=1, default=str)
     lines.append(f"\n<details><summary>The whole recipe</summary>\n\n```json\n{details}\n```\n\n</details>\n")
     return "\n".join(lines)
-
-
-def _data(card: Mapping[str, Any]) -> str:
-    """The name of the data set, where the card has one."""
-    return str(card.get("data", {}).get("name", "")) if card else ""
 
 
 PREFIX = "hf-hub:"
@@ -166,8 +151,11 @@ def save_pretrained(
     >>> lr.from_pretrained(folder).config["name"]
     'nin-c3-lr'
     """
-    folder = Path(folder)
-    stored = _stored(network)
+    folder, about = Path(folder), notes(network)
+    carried: dict[str, Any] = {}  # its classes, and how it prepares images
+    if about.training_card is not None:
+        carried = {"card": about.training_card.card, "preprocess": dict(about.training_card.preprocess)}
+    stored = Stored(network, about.input_size, **carried)
     with replacing(folder / WEIGHTS) as temporary:
         write_weights(temporary, stored)
     description = read_header(folder / WEIGHTS).description
@@ -260,12 +248,3 @@ def _download(text: str) -> Path:
             f"{repository} is no local folder, and its {WEIGHTS} could not be fetched from the Hub "
             f"({first_line(error)}): check the name, the network, and that you are logged in if it is private."
         ) from error
-
-
-def _stored(network: nn.Module) -> Stored:
-    """A network with the classes and the preprocessing that it carries."""
-    about = notes(network)
-    carried: dict[str, Any] = {}
-    if about.training_card is not None:
-        carried = {"card": about.training_card.card, "preprocess": dict(about.training_card.preprocess)}
-    return Stored(network, about.input_size, **carried)

@@ -62,6 +62,10 @@ class Options:
         """A number of filters, scaled by the width; never fewer than two, so that a pair of groups fits."""
         return max(2, round(count * self.width))
 
+    def sixteens(self, count: int) -> int:
+        """A number of filters, scaled by the width to a multiple of sixteen, which every engine runs fast."""
+        return max(1, round(count * self.width / 16)) * 16
+
     def scheme_or(self, default: str) -> Scheme:
         """The scheme asked for, or the variant's own."""
         return parse_scheme(self.scheme or default)

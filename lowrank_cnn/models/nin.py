@@ -11,30 +11,25 @@ from torch import Tensor, nn
 from lowrank_cnn.method.init import sigma
 from lowrank_cnn.models.network import GlobalAveragePool, Network, Options, Variant, conv_block
 
-Conv = tuple[int, int, str]
-"""Kernel, filters, scheme."""
+Conv = tuple[int, str]
+"""Kernel and scheme of a conv of 192 filters."""
 
 
 @dataclass(frozen=True)
 class NiNVariant(Variant):
-    """The spatial convs that open each stage, each with its own scheme; the 1x1 convs are common to all."""
+    """The spatial convs that open each stage; the 1x1 convs are common to all."""
 
-    conv1: tuple[Conv, ...] = ()
-    conv2: tuple[Conv, ...] = ()
-    conv3: tuple[Conv, ...] = ()
+    stages: tuple[tuple[Conv, ...], ...] = ()
 
 
 # The second layer of nin-c3's conv2 has three taps: only then do the counts match the published ones.
 VARIANTS = {
-    "nin": NiNVariant(conv1=((5, 192, "dense"),), conv2=((5, 192, "dense"),), conv3=((3, 192, "dense"),)),
-    "nin-c3": NiNVariant(
-        conv1=((3, 192, "dense"),), conv2=((3, 192, "dense"), (3, 192, "lr")), conv3=((3, 192, "dense"),)
-    ),
-    "nin-c3-lr": NiNVariant(
-        conv1=((3, 192, "lr"),), conv2=((3, 192, "lr"), (3, 192, "lr")), conv3=((3, 192, "lr"),)
-    ),
+    "nin": NiNVariant(stages=(((5, "dense"),), ((5, "dense"),), ((3, "dense"),))),
+    "nin-c3": NiNVariant(stages=(((3, "dense"),), ((3, "dense"), (3, "lr")), ((3, "dense"),))),
+    "nin-c3-lr": NiNVariant(stages=(((3, "lr"),), ((3, "lr"), (3, "lr")), ((3, "lr"),))),
 }
 
+SPATIAL = 192
 POINTWISE = ((160, 96), (192, 192), (192,))
 """Filters of the 1x1 convs after conv1, conv2 and conv3; the last of all has one per class."""
 
@@ -71,15 +66,12 @@ class NiN(Network):
 def _features(variant: NiNVariant, options: Options) -> nn.Sequential:
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     channels, stride = options.in_channels, options.stride
-    stages = zip((variant.conv1, variant.conv2, variant.conv3), POINTWISE, strict=True)
-    for stage, (spatial, pointwise) in enumerate(stages, start=1):
-        for index, (kernel, count, own) in enumerate(spatial, start=1):
+    filters = options.filters(SPATIAL)
+    for stage, (spatial, pointwise) in enumerate(zip(variant.stages, POINTWISE, strict=True), start=1):
+        for index, (kernel, own) in enumerate(spatial, start=1):
             scheme, name = options.scheme_or(own), f"conv{stage}_{index}"
-            block = conv_block(
-                name, channels, options.filters(count), kernel, options, scheme=scheme, stride=stride
-            )
-            layers |= block
-            channels, stride = scheme.out_filters(options.filters(count)), 1
+            layers |= conv_block(name, channels, filters, kernel, options, scheme=scheme, stride=stride)
+            channels, stride = scheme.out_filters(filters), 1
         for index, count in enumerate(map(options.filters, pointwise), start=1):
             layers |= conv_block(f"cccp{stage}_{index}", channels, count, 1, options)
             channels = count

@@ -18,7 +18,6 @@ from lowrank_cnn.models.network import GlobalAveragePool, Network, Options, Vari
 
 FILTERS = (64, 128, 256, 512)
 """Filters of the four stages. Each later stage halves the maps in its first block."""
-MULTIPLE = 16
 ALL, LATE = (0, 1, 2, 3, 4), (3, 4)
 """Stages that take the scheme; 0 is the stem."""
 
@@ -58,7 +57,10 @@ class ResidualBlock(nn.Module):
         self.relu1 = nn.ReLU(inplace=True)
         self.conv2 = build_conv(filters, filters, 3, scheme, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(filters)
-        self.shortcut = _shortcut(channels, filters, stride)
+        self.shortcut: nn.Module = nn.Identity()
+        if (channels, stride) != (filters, 1):
+            conv = nn.Conv2d(channels, filters, 1, stride=stride, bias=False)
+            self.shortcut = nn.Sequential(OrderedDict(conv=conv, norm=nn.BatchNorm2d(filters)))
         self.relu2 = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,18 +74,15 @@ class ResNet(Network):
         scheme = options.scheme_or(variant.scheme)
         if scheme.to not in (None, 1.0):
             raise LowRankError("a residual network adds maps of equal width, which embed changes: use lr-join.")
-        filters = [_sixteens(options, count) for count in FILTERS]
+        filters = [options.sixteens(count) for count in FILTERS]
         schemes = [scheme if stage in variant.where else parse_scheme("dense") for stage in ALL]
         self.stem = _stem(variant, options, filters[0], schemes[0])
         self.stages = nn.Sequential()
         channels = filters[0]
         for stage, (count, blocks) in enumerate(zip(filters, variant.blocks, strict=True), start=1):
-            strides = [1 if stage == 1 else 2] + [1] * (blocks - 1)
-            parts = [
-                ResidualBlock(before, count, stride, schemes[stage])
-                for before, stride in zip([channels] + [count] * (blocks - 1), strides, strict=True)
-            ]
-            self.stages.add_module(f"stage{stage}", nn.Sequential(*parts))
+            first = ResidualBlock(channels, count, 1 if stage == 1 else 2, schemes[stage])
+            others = [ResidualBlock(count, count, 1, schemes[stage]) for _ in range(blocks - 1)]
+            self.stages.add_module(f"stage{stage}", nn.Sequential(first, *others))
             channels = count
         self.pool = GlobalAveragePool()
         self.classes = nn.Linear(channels, options.num_classes)
@@ -91,10 +90,6 @@ class ResNet(Network):
     def forward(self, x: Tensor) -> Tensor:
         self.check_input(x)
         return self.classes(self.pool(self.stages(self.stem(x))))
-
-
-def _sixteens(options: Options, count: int) -> int:
-    return max(1, round(count * options.width / MULTIPLE)) * MULTIPLE
 
 
 def _stem(variant: ResNetVariant, options: Options, filters: int, scheme: Scheme) -> nn.Sequential:
@@ -108,13 +103,6 @@ def _stem(variant: ResNetVariant, options: Options, filters: int, scheme: Scheme
     if variant.pool:
         layers["pool"] = nn.MaxPool2d(3, 2, padding=1)
     return nn.Sequential(layers)
-
-
-def _shortcut(channels: int, filters: int, stride: int) -> nn.Module:
-    if channels == filters and stride == 1:
-        return nn.Identity()
-    conv = nn.Conv2d(channels, filters, 1, stride=stride, bias=False)
-    return nn.Sequential(OrderedDict(conv=conv, norm=nn.BatchNorm2d(filters)))
 
 
 build = ResNet

@@ -19,16 +19,11 @@ def test_a_record_says_what_it_was_measured_with(common: ModuleType, tmp_path: P
     found = json.loads(path.read_text())
     assert (found["kind"], found["rows"]) == ("memory", [1])
     assert found["environment"]["torch"]
-    common.write_record(path, "memory", environment={"cpu": "other"})
-    assert json.loads(path.read_text())["environment"] == {"cpu": "other"}
-
-
-def test_long_lists_have_a_line_for_each_row(common: ModuleType, tmp_path: Path):
     rows = [{"network": "a", "n": [1, 2]}, {"network": "b", "n": []}]
-    common.write_record(tmp_path / "a.json", "zoo", by_line="networks", scheme="lr", networks=rows)
-    text = (tmp_path / "a.json").read_text()
-    assert json.loads(text)["networks"] == rows
-    assert text.count('\n  {"network"') == 2
+    common.write_record(path, "memory", by_line="rows", rows=rows, environment={"cpu": "other"})
+    found = json.loads(path.read_text())
+    assert (found["environment"], found["rows"]) == ({"cpu": "other"}, rows)
+    assert path.read_text().count('\n  {"network"') == 2  # a line for each row
 
 
 def test_runs_are_kept_and_other_records_refused(common: ModuleType, tmp_path: Path):

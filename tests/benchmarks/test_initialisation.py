@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from benchmarks.run_book import kept_answers
-from lowrank_cnn.method.init import INITIALISATIONS
-from lowrank_cnn.train import get_recipe
 
 
 @pytest.fixture(scope="module")
@@ -22,18 +20,8 @@ def test_rates_are_tried_on_held_out_images_and_full_runs_follow(initialisation,
     out = tmp_path / "init.json"
     common = ["--data", "digits", "--limit", "40", "--network", "nin-c3-lr", "--width", "0.05"]
     common += ["--recipe", "digits"]
-    common += [
-        "--set",
-        "batch_size=16",
-        "--set",
-        "crop=12",
-        "--set",
-        "norm=none",
-        "--device",
-        "cpu",
-        "--out",
-        str(out),
-    ]
+    common += ["--set", "batch_size=16", "--set", "crop=12", "--set", "norm=none", "--device", "cpu"]
+    common += ["--out", str(out)]
     common += ["--epochs", "2", "--inits", "composite", "normal", "--rates", "0.01", "1e8", "--tries", "1"]
     initialisation.main([*common, "--seeds", "1"])
     record = json.loads(out.read_text())
@@ -45,23 +33,11 @@ def test_rates_are_tried_on_held_out_images_and_full_runs_follow(initialisation,
     assert [(row["init"], row["rate"], row["images"]) for row in full] == [
         ("composite", 0.01, 40), ("normal", 0.01, 40),
     ]  # fmt: skip
-    assert {row["init"]: row["diverged_try"] >= 1 for row in record["summary"]} == {
-        "composite": True,
-        "normal": True,
-    }
+    assert all(row["diverged_try"] >= 1 for row in record["summary"])
     assert [one["margin"] for one in record["answers"]] == [0.2, 0.2]
     initialisation.main([*common, "--seeds", "1"])
     assert json.loads(out.read_text())["rows"] == record["rows"]  # nothing is trained again
     assert "composite over normal by 0.2" in capsys.readouterr().out
-
-
-def test_every_initialisation_of_the_question_exists(initialisation):
-    assert set(INITIALISATIONS) == {"composite", "per-group", "fan-in", "torch", "normal"}
-
-
-def test_drops_stay_at_their_share_of_a_shorter_run(initialisation):
-    short = initialisation.shortened(get_recipe("nin-paper"), 30)
-    assert (short.epochs, short.drop_epochs) == (30, (22, 27))
 
 
 def test_tries_may_be_as_long_as_full_runs(initialisation, tmp_path: Path, monkeypatch):

@@ -38,14 +38,6 @@ def test_a_group_that_answers_nothing_is_named(depth_flow):
     assert row["worst_group"] == ["features.conv3_1 1x3", 1.0]
 
 
-def test_basis_filters_are_judged_though_no_relu_follows(depth_flow):
-    net = network("vgg11-gmp-lr-join")
-    with torch.no_grad():
-        net.features.conv2_1[0].weights[0].zero_()
-    row = depth_flow.examined("net", net, batches())
-    assert row["dead_groups"] == ["features.conv2_1, basis 3x1"]
-
-
 def test_a_layer_that_swallows_gradients_shows(depth_flow):
     plain = depth_flow.examined("net", network("vgg11-gmp"), batches())
     net = network("vgg11-gmp")
@@ -99,42 +91,6 @@ def test_less_memory_is_kept_where_stages_are_computed_again(benchmark_module, t
     assert again == pytest.approx(4 * 3 * 32**2 + 4 * sum(ends) + 4 * 512 * 2**2 + head, rel=0.02)
 
 
-def test_what_a_gpu_gave_stays_in_the_record(benchmark_module, tmp_path, monkeypatch):
-    peaks = {"rows": [{"network": "vgg11-gmp", "peak_bytes": 1}], "environment": {"gpu": "some"}}
-    (tmp_path / "memory.json").write_text(json.dumps({"peaks": peaks}))
-    words = ["--networks", "googlenet-lr", "--images", "32", "40"]
-    record = memory_record(benchmark_module, monkeypatch, tmp_path / "memory.json", *words)
-    assert record["peaks"] == peaks
-    assert record["environment"] == {"gpu": "some"}
-    assert [row["image"] for row in record["kept"]["rows"]] == [32, 32, 40, 40]
-
-
-def test_photographs_of_ilsvrcs_size_are_framed_by_every_way(benchmark_module, write_shards, photo, tmp_path):
-    pipeline, ways = benchmark_module("input_pipeline"), benchmark_module("jpeg_ways")
-    rows = [(photo(number, size=(64, 64)), 0) for number in range(48)]
-    write_shards(tmp_path, "train", [rows[:2]])
-    write_shards(tmp_path, "test", [rows])
-    made = ways.photographs(tmp_path, 1)
-    assert made.keys() == {"upscaled", "mosaic", "shrunk"}
-    for kind, size in (("upscaled", (500, 375)), ("mosaic", (500, 375)), ("shrunk", (341, 256))):
-        (image,) = made[kind]
-        decode = dict(ways.decoders())["Pillow"]
-        assert decode(image).size == size
-        for _, way in ways.ways():
-            assert len(way(image)) == 224 * 224 * 3
-    rate = pipeline.per_core(ways.whole_then_crop, made["shrunk"], 1)
-    assert rate["lowest"] > 0
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_loader_is_measured_as_training_sees_it(benchmark_module, photo, tmp_path, workers):
-    pipeline = benchmark_module("input_pipeline")
-    split = pipeline.shards([photo(0, size=(30, 40), format="JPEG")], 16, tmp_path)
-    assert len(split) == 16
-    assert pipeline.loader_rate(split, workers, 4) > 0
-    assert pipeline.worker_rate(split, 4)["lowest"] > 0
-
-
 def test_a_record_keeps_what_other_processors_gave(benchmark_module, write_shards, photo, tmp_path, monkeypatch):
     pipeline = benchmark_module("input_pipeline")
     rows = [(photo(number, size=(64, 64)), 0) for number in range(48)]
@@ -151,4 +107,5 @@ def test_a_record_keeps_what_other_processors_gave(benchmark_module, write_shard
     assert kept == other
     assert ours["rows"]["shrunk"]["worker"]["lowest"] > 0
     assert ours["rows"]["shrunk"]["loader"]["0"] > 0
+    assert ours["rows"].keys() >= {"upscaled", "mosaic", "shrunk"}
     assert ours["idle"]["vgg11-gmp"] > 0.99

@@ -31,7 +31,7 @@ def test_shapes_are_learned_and_used_again(tmp_path, capsys):
 
 
 def test_json_has_the_measured_time(capsys, monkeypatch):
-    monkeypatch.setattr("lowrank_cnn.choose.learn_shapes.ShapeBudget._time_share", lambda *_: 0.45)
+    monkeypatch.setattr("lowrank_cnn.choose.learn_shapes.ShapeRun._time_share", lambda *_: 0.45)
     scheme = ["--scheme", "learned(kx1, 1xk, kxk, multiple=4)"]
     assert run(["train", *SMALL, *scheme, "--latency", "0.9", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["time"] == 0.45

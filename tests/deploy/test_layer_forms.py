@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.choose.design import layer_advice, variants_of
-from lowrank_cnn.choose.shape_damage import Damage
+from lowrank_cnn.choose.shape_choice import Damage
 
 
 def test_the_forms_cost_the_same_macs():

@@ -11,7 +11,7 @@ from random_values import shaken
 from torch import nn
 
 import lowrank_cnn as lr
-from lowrank_cnn.choose.shape_costs import shape_network
+from lowrank_cnn.choose.learn_shapes import shape_network
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.graph.merge import merge

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lowrank_cnn as lr
-from lowrank_cnn.choose.design import LOW_RANK, MIXED, THINNER, LayerAdvice, form_builders
+from lowrank_cnn.choose.candidates import LOW_RANK, MIXED, THINNER, build_form
 
 SIZE = (3, 16, 16)
 
@@ -18,29 +18,17 @@ def net() -> nn.Sequential:
     return nn.Sequential(*convs, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 4))
 
 
-def advice(*choices: str) -> list[LayerAdvice]:
-    return [LayerAdvice(name, 1, 1, 1, None, None, choice, "") for name, choice in zip("02", choices, strict=True)]
-
-
 @pytest.mark.parametrize("share", [0.6, 0.3, 0.1])
-def test_every_form_is_within_its_share(share: float):
-    dense = lr.count(net(), SIZE).macs
-    forms = form_builders(net(), SIZE, advice(THINNER, LOW_RANK))
-    assert list(forms) == [LOW_RANK, THINNER, MIXED]
-    for build in forms.values():
-        network = build(share)
-        assert network is not None
-        assert lr.count(network, SIZE).macs <= share * dense
-        assert network(torch.randn(1, *SIZE)).shape == (1, 4)
+@pytest.mark.parametrize("form", [LOW_RANK, THINNER, MIXED])
+def test_every_form_is_within_its_share(form: str, share: float):
+    network = build_form(net(), SIZE, form, share, ["2"])
+    assert lr.count(network, SIZE).macs <= share * lr.count(net(), SIZE).macs
+    assert network(torch.randn(1, *SIZE)).shape == (1, 4)
+    if form == MIXED:  # strips in the layers named alone
+        assert isinstance(network.get_submodule("0"), nn.Conv2d)
+        assert isinstance(network.get_submodule("2"), lr.CompositeConv2d)
 
 
-def test_mixed_has_strips_in_the_layers_of_the_advice_alone():
-    network = form_builders(net(), SIZE, advice(THINNER, LOW_RANK))[MIXED](0.3)
-    assert network is not None
-    assert isinstance(network.get_submodule("0"), nn.Conv2d)
-    assert isinstance(network.get_submodule("2"), lr.CompositeConv2d)
-    assert MIXED not in form_builders(net(), SIZE, advice(THINNER, THINNER))
-
-
-def test_a_share_that_no_form_reaches_gives_none():
-    assert form_builders(net(), SIZE, advice(THINNER, THINNER))[THINNER](1e-6) is None
+def test_a_share_that_no_form_reaches_is_refused():
+    with pytest.raises(lr.LowRankError):
+        build_form(net(), SIZE, THINNER, 1e-6)

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowrank_cnn.choose.frontier import ANSWERS, RECORD, Frontier, load_frontier, open_frontier, pack, unpack
+from lowrank_cnn.choose.frontier import ANSWERS, RECORD, load_frontier, open_frontier, pack, unpack
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.train.recipe import Recipe
@@ -22,7 +20,7 @@ def test_answers_come_back_as_they_were_packed(right: list[bool]):
     assert unpack(packed, len(right)).tolist() == right
 
 
-def test_a_record_reads_back_as_it_was(make_frontier: Callable[..., Frontier]):
+def test_a_record_reads_back_as_it_was(make_frontier):
     found = make_frontier(TWO)
     again = load_frontier(found.folder)
     assert again == found
@@ -30,7 +28,7 @@ def test_a_record_reads_back_as_it_was(make_frontier: Callable[..., Frontier]):
     assert answers.sum(1).tolist() == [run.correct for run in found.rows[1].runs]
 
 
-def test_answers_that_were_changed_on_disk_are_refused(make_frontier: Callable[..., Frontier]):
+def test_answers_that_were_changed_on_disk_are_refused(make_frontier):
     found = make_frontier(TWO)
     path = found.folder / ANSWERS
     content = bytearray(path.read_bytes())
@@ -41,7 +39,7 @@ def test_answers_that_were_changed_on_disk_are_refused(make_frontier: Callable[.
         found.right_answers(found.rows[1])
 
 
-def test_answers_of_a_run_that_never_came_into_the_record_are_written_over(make_frontier: Callable[..., Frontier]):
+def test_answers_of_a_run_that_never_came_into_the_record_are_written_over(make_frontier):
     found = make_frontier(TWO)
     lost = pack(torch.ones(found.images, dtype=torch.bool))
     assert found.add_answers(lost) == found.add_answers(lost)
@@ -50,7 +48,7 @@ def test_answers_of_a_run_that_never_came_into_the_record_are_written_over(make_
         found.add_answers(lost[1:])
 
 
-def test_seconds_are_those_of_runs_that_had_the_device_alone(make_frontier: Callable[..., Frontier]):
+def test_seconds_are_those_of_runs_that_had_the_device_alone(make_frontier):
     row = make_frontier(TWO).rows[0]
     assert row.seconds == 3.0
     row.runs[0].seconds, row.runs[1].seconds = None, 7.0
@@ -59,26 +57,25 @@ def test_seconds_are_those_of_runs_that_had_the_device_alone(make_frontier: Call
     assert row.seconds is None
 
 
-def test_a_folder_of_another_frontier_is_refused(make_frontier: Callable[..., Frontier]):
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"family": "nin", "recipe": {"lr": 1}},
+            r"whose family is airbench, not nin: choose another --out\.$",
+        ),
+        ({"teacher": "dense"}, "whose teacher is none, not dense: choose"),
+        ({"data": {"name": "photos"}}, "whose data name is cifar10, not photos: choose"),
+    ],
+)
+def test_a_folder_of_another_frontier_is_refused(make_frontier, change, says):
     found = make_frontier(TWO)
     assert open_frontier(found.folder, found.about, found.images) == found
-    with pytest.raises(
-        LowRankError, match=r"a frontier whose family is airbench, not nin: choose another --out\.$"
-    ):
-        open_frontier(found.folder, {**found.about, "family": "nin", "recipe": {"lr": 1}}, found.images)
+    with pytest.raises(LowRankError, match=says):
+        open_frontier(found.folder, {**found.about, **change}, found.images)
 
 
-def test_a_refusal_names_the_setting_that_differs(make_frontier: Callable[..., Frontier]):
-    found = make_frontier(TWO)
-    for change, says in (
-        ({"teacher": "dense"}, "whose teacher is none, not dense: choose"),
-        ({"data": {**found.about["data"], "name": "photos"}}, "whose data name is cifar10, not photos: choose"),
-    ):
-        with pytest.raises(LowRankError, match=says):
-            open_frontier(found.folder, {**found.about, **change}, found.images)
-
-
-def test_what_is_no_record_is_refused(make_frontier: Callable[..., Frontier]):
+def test_what_is_no_record_is_refused(make_frontier):
     found = make_frontier(TWO)
     whole = (found.folder / RECORD).read_text()
     for text in (whole.replace('"seed": 2', '"seed": 3', 1), whole[:-20]):
@@ -92,7 +89,7 @@ def test_what_is_no_record_is_refused(make_frontier: Callable[..., Frontier]):
         load_frontier(found.folder / "elsewhere")
 
 
-def test_a_recipe_without_fields_that_came_later_is_the_same(make_frontier: Callable[..., Frontier]):
+def test_a_recipe_without_fields_that_came_later_is_the_same(make_frontier):
     whole = Recipe().to_dict()
     found = make_frontier(TWO)
     found.about["recipe"] = {name: value for name, value in whole.items() if name not in ("quantize", "output")}
@@ -102,7 +99,7 @@ def test_a_recipe_without_fields_that_came_later_is_the_same(make_frontier: Call
         open_frontier(found.folder, {**found.about, "recipe": {**whole, "quantize": "int8"}}, found.images)
 
 
-def test_a_title_says_the_width_and_who_taught(make_frontier: Callable[..., Frontier]):
+def test_a_title_says_the_width_and_who_taught(make_frontier):
     found = make_frontier({"dense": (0.9, 1.0, 1)})
     assert found.title == "airbench on cifar10"
     found.about |= {"network": {"base": 0.25}, "teacher": "dense@1.5"}

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import lowrank_cnn as lr
+from lowrank_cnn.choose.learn_shapes import mac_costs, shape_network
 from lowrank_cnn.choose.shape_choice import ShapeChooser
-from lowrank_cnn.choose.shape_costs import mac_costs, shape_network
 from lowrank_cnn.core.notes import forget
 from lowrank_cnn.method.channels import free_routes
 from lowrank_cnn.method.finalize_shapes import LearnedShapes, has_learned, load_shapes, settle
@@ -37,8 +37,7 @@ def test_it_computes_the_same_within_the_budget(name, side, norm, scheme):
     shaped = shape_network(net, parse_scheme(scheme), size)
     x = torch.randn(2, *size)
     torch.testing.assert_close(shaped(x), net(x))
-    chooser = ShapeChooser(free_routes(shaped, size), mac_costs(shaped, net, size))
-    chooser.choose(shaped, 0.5)
+    ShapeChooser(shaped, free_routes(shaped, size), mac_costs(shaped, net, size)).choose(0.5)
     plain = settle(shaped, size)  # compares both in float64
     assert not has_learned(plain)
     torch.testing.assert_close(plain(x), shaped(x), rtol=1e-4, atol=1e-4)
@@ -52,7 +51,7 @@ def test_it_computes_the_same_within_the_budget(name, side, norm, scheme):
 def test_shapes_are_written_read_and_applied(tmp_path):
     net, size = trained_like("nin", 16, "batch"), (3, 16, 16)
     shaped = shape_network(net, parse_scheme(SCHEMES[1]), size)
-    ShapeChooser(free_routes(shaped, size), mac_costs(shaped, net, size)).choose(shaped, 0.5)
+    ShapeChooser(shaped, free_routes(shaped, size), mac_costs(shaped, net, size)).choose(0.5)
     plain = settle(shaped, size)
     shapes = LearnedShapes.of(plain)
     read = load_shapes(shapes.save(tmp_path / "shapes.json"))
@@ -74,7 +73,7 @@ def test_shapes_are_written_read_and_applied(tmp_path):
 def test_a_settled_network_can_be_exported_and_loaded(tmp_path):
     net, size = trained_like("vgg11-gmp", 32, "batch"), (3, 32, 32)
     shaped = shape_network(net, parse_scheme(SCHEMES[1]), size)
-    ShapeChooser(free_routes(shaped, size), mac_costs(shaped, net, size)).choose(shaped, 0.5)
+    ShapeChooser(shaped, free_routes(shaped, size), mac_costs(shaped, net, size)).choose(0.5)
     plain = settle(shaped)
     lr.export(plain, tmp_path / "net.safetensors", input_size=size)
     x = torch.randn(1, *size)

@@ -17,7 +17,6 @@ from torch import nn
 import lowrank_cnn as lr
 from lowrank_cnn.cli.source import find_model
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.models import hub
 
 hf = pytest.importorskip("huggingface_hub")
 pytest.importorskip("huggingface_hub.constants")  # loaded with the first request, which may be a later test
@@ -161,18 +160,12 @@ def test_what_cannot_be_loaded_is_one_sentence(source, says):
 def test_what_cannot_be_pushed_is_one_sentence(trained, local_hub, monkeypatch):
     with pytest.raises(LowRankError, match="is written user/name"):
         trained.push_to_hub("net")
-    monkeypatch.setattr(hub, "write_weights", lambda path, stored: path.touch())
-    with pytest.raises(LowRankError, match="safetensors"):
-        trained.push_to_hub("someone/net")
-    assert not local_hub
     with pytest.raises(LowRankError, match="taken as it was trained: leave out width"):
         lr.create_model("hf-hub:someone/net", width=0.5)
-
-
-def test_a_server_that_refuses_is_one_sentence(trained, local_hub, monkeypatch):
     monkeypatch.setattr(hf.constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(LowRankError, match=r"someone/net could not be uploaded .*hf auth login"):
         trained.push_to_hub("someone/net")
+    assert not local_hub
 
 
 def test_torch_hub_builds_the_networks():
@@ -180,3 +173,24 @@ def test_torch_hub_builds_the_networks():
     network = torch.hub.load(root, "nin_c3_lr", source="local", pretrained="cifar10")
     assert network.config["norm"] == "batch"
     assert torch.hub.load(root, "vgg11_gmp_lr", source="local", width=0.1).config["width"] == 0.1
+
+
+def test_a_trained_network_says_what_it_costs_and_how_good_it_is(trained, tmp_path: Path):
+    card = hf.ModelCard.load(
+        lr.save_pretrained(trained, tmp_path, licence="mit", name="someone/net") / "README.md"
+    )
+    assert (card.data.library_name, card.data.license) == ("lowrank-cnn", "mit")
+    assert [result.metric_value for result in card.data.eval_results] == [0.9327, 0.9973]
+    cost = lr.count(trained, trained.input_size)
+    assert f"{cost.macs / 1e6:.0f}M" in card.text
+    assert "its dense twin" in card.text
+    assert "airplane" in card.text
+    assert 'lr.from_pretrained("someone/net")' in card.text
+
+
+def test_a_converted_network_names_its_schemes_and_given_metrics(tmp_path: Path):
+    network = lr.convert(lr.create_model("nin", width=0.1, num_classes=5), "separable")
+    text = (lr.save_pretrained(network, tmp_path, metrics={"top1": 0.5}) / "README.md").read_text()
+    assert "`separable`" in text
+    assert "value: 0.5" in text
+    assert "It has no classes yet" in text

@@ -1,4 +1,4 @@
-"""A network comes back from what is written about it, conversions included, and nothing stored is run."""
+"""A network is built again from its description, for other classes, or dense; nothing stored is run."""
 
 from __future__ import annotations
 
@@ -6,14 +6,24 @@ import json
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import lowrank_cnn as lr
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import note
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.decompose import decompose
-from lowrank_cnn.models import create_model
-from lowrank_cnn.models.build import entry_description, rebuild, rebuild_options, run_entry, with_classes
+from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.models import create_model, list_models
+from lowrank_cnn.models.build import (
+    baseline_of,
+    dense_cost,
+    dense_twin,
+    entry_description,
+    rebuild,
+    run_entry,
+    with_classes,
+)
 
 
 def through_json(value):
@@ -27,12 +37,6 @@ def own() -> nn.Module:
 def converted() -> nn.Module:
     net = convert(create_model("nin", width=0.1), "lr", where="*conv1*")
     return decompose(net, "separable", macs=0.6, input_size=(3, 16, 16))
-
-
-def test_an_unconverted_network_is_its_options():
-    net = create_model("nin-c3-lr", num_classes=3, width=0.1)
-    assert run_entry(net) == net.config
-    assert rebuild(entry_description(through_json(run_entry(net)))).config == net.config
 
 
 def test_a_converted_network_is_built_again_layer_by_layer():
@@ -75,13 +79,6 @@ def test_a_network_of_others_keeps_the_name_that_its_user_gave_it():
     assert (low_rank["name"], low_rank["base"], low_rank["class"]) == ("own.py:net+lr", "own.py:net", "Sequential")
 
 
-def test_a_config_of_another_library_is_not_taken_for_ours():
-    net = own()
-    net.config = {"name": "nin", "hidden": object()}
-    assert run_entry(net) == {"name": "Sequential", "class": "Sequential"}
-    assert rebuild_options(net)["model"] is None
-
-
 @pytest.mark.parametrize(
     ("description", "says"),
     [
@@ -101,26 +98,98 @@ def test_damaged_descriptions_are_refused_in_a_sentence(description: dict, says:
         rebuild(description)
 
 
+@pytest.mark.parametrize("classes", [3, 7])
 @pytest.mark.parametrize("name", ["nin-c3-lr", "vgg11-gmp-lr", "googlenet-lr"])
-def test_a_network_for_other_classes_keeps_all_but_its_last_layers(name: str):
+def test_a_network_for_other_classes_keeps_all_but_its_last_layers(name: str, classes: int):
     network = create_model(name, num_classes=7, width=0.05, norm="batch")
-    fewer = with_classes(network, 3)
-    assert fewer.config == {**network.config, "num_classes": 3}
-    before, after = network.state_dict(), fewer.state_dict()
+    other = with_classes(network, classes)
+    assert other.config == {**network.config, "num_classes": classes}
+    before, after = network.state_dict(), other.state_dict()
     changed = [key for key, tensor in after.items() if not torch.equal(tensor, before[key])]
     assert changed
-    assert all(before[key].shape[0] == 7 and after[key].shape[0] == 3 for key in changed)
-
-
-def test_other_classes_of_the_same_number_get_a_new_last_layer():
-    network = create_model("nin-c3-lr", num_classes=3, width=0.05)
-    for classes in (3, 2):
-        before, after = network.state_dict(), with_classes(network, classes).state_dict()
-        changed = [key for key, tensor in after.items() if not torch.equal(tensor, before[key])]
-        assert changed
-        assert all(after[key].shape[0] == classes for key in changed)
+    assert all(before[key].shape[0] == 7 and after[key].shape[0] == classes for key in changed)
 
 
 def test_a_foreign_network_has_no_other_classes():
     with pytest.raises(LowRankError, match="not one of our networks"):
         with_classes(nn.Linear(2, 2), 3)
+
+
+SIZE = (3, 32, 48)
+
+
+class Odd(nn.Module):
+    """Strides, channel groups, a conv without bias, and one that runs twice on maps of two sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Conv2d(3, 8, 5, stride=2, padding=1)
+        self.twice = nn.Conv2d(8, 8, 3, padding=1, groups=2, bias=False)
+        self.last = nn.Conv2d(8, 6, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.twice(self.wide(x))
+        return self.last(self.twice(nn.functional.max_pool2d(x, 2)))
+
+
+def cost(model: nn.Module) -> tuple[int, int]:
+    counted = lr.count(model, SIZE)
+    return counted.macs, counted.params
+
+
+SCHEMES = ["lr", "lr-join(m=3)", "separable(m=4)", "mixture(kx1, 1xk, kxk, join)", "lr(5x1, 1x5)"]
+SCHEMES += ["lr(branches)", "lr-join(m=3, branches)", "mixture(kx1=3, 1xk=3, kxk=2, branches)"]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_converted_network_knows_what_it_cost_before(scheme: str):
+    dense = Odd()
+    converted = convert(dense, scheme)
+    assert cost(converted)[0] != cost(dense)[0]
+    assert dense_cost(converted, SIZE) == cost(dense)
+    in_steps = convert(convert(dense, scheme, where="wide"), "lr", where="last")
+    assert dense_cost(in_steps, SIZE) == cost(dense)
+
+
+@pytest.mark.parametrize("scheme", ["lr", "lr-join", "lr(branches)", "dense(branches)"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_network_that_is_one_conv(scheme: str, bias: bool):
+    conv = nn.Conv2d(3, 8, 3, padding=1, bias=bias)
+    assert dense_cost(convert(conv, scheme), SIZE) == cost(conv)
+
+
+def test_the_dense_cost_of_other_networks():
+    assert dense_cost(Odd(), SIZE) == cost(Odd())  # never converted
+    merged = lr.merge(convert(nn.Sequential(nn.Conv2d(3, 8, 3)), "lr-join").eval(), chains=True)
+    assert dense_cost(merged, SIZE) == cost(nn.Conv2d(3, 8, 3))
+    by_hand = nn.Sequential(CompositeConv2d(3, [(3, 1, 4), (1, 3, 4)]), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    assert dense_cost(by_hand, SIZE) is None  # what the composite replaced is unknown
+    assert dense_cost(convert(by_hand, "lr"), SIZE) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "twin"),
+    [
+        ("vgg11-gmp-lr-join-wfull", "vgg11-gmp"),
+        ("vgg11-gmp-lr-2x", "vgg11-gmp"),
+        ("googlenet-lr-conv1", "googlenet"),
+        ("nin-c3-lr", "nin"),
+        ("resnet18-lr-late", "resnet18"),
+        ("resnet18-small-lr", "resnet18-small"),
+        ("airbench-lr", "airbench"),
+    ],
+)
+def test_a_networks_twin_is_its_familys_dense_baseline(name: str, twin: str):
+    net = create_model(name, width=0.05, norm="batch", num_classes=7)
+    found = dense_twin(net)
+    assert found.config == {**net.config, "name": twin}
+
+
+def test_dense_networks_have_no_twin_and_converted_ones_do():
+    dense = [name for name in list_models() if dense_twin(create_model(name, width=0.05)) is None]
+    assert dense == ["vgg11", "vgg11-gmp", "googlenet", "nin", "resnet18", "resnet18-small", "airbench"]
+    assert dense_twin(nn.Conv2d(3, 4, 3)) is None
+    converted = convert(create_model("nin", width=0.05), "lr")
+    assert dense_twin(converted).config == converted.config
+    assert dense_twin(create_model("nin", width=0.05, scheme="lr")).config["scheme"] is None
+    assert [baseline_of(name) for name in ("nin-c3", "ninety", "vgg11-gmp-lr")] == ["nin", "ninety", "vgg11-gmp"]

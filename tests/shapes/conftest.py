@@ -2,10 +2,10 @@
 
 import pytest
 
-from lowrank_cnn.choose import shape_costs as shape_times
+from lowrank_cnn.choose import learn_shapes as learning
 from tests.shapes.driver import counted_times
 
 
 @pytest.fixture(autouse=True)
 def counting_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shape_times, "measure", counted_times)
+    monkeypatch.setattr(learning, "measure", counted_times)

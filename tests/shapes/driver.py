@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowrank_cnn.choose import shape_costs as shape_times
+from lowrank_cnn.choose import learn_shapes as learning
 from lowrank_cnn.choose.learn_shapes import Learned, learn_shapes
 from lowrank_cnn.core.clock import Key, Sample, measure
 from lowrank_cnn.data import Data, ResidentSplit
@@ -59,5 +59,5 @@ def learn(out: Path, budget: str) -> Learned:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    shape_times.measure = counted_times
+    learning.measure = counted_times
     learn(Path(sys.argv[1]), sys.argv[2])
