@@ -39,7 +39,7 @@ from benchmarks.common import parser, rates, write_record
 from lowrank_cnn.core.environment import environment
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Augment, Loader, Split, Standardize, StreamedLoader, make_loader, open_data, resident
-from lowrank_cnn.data import store as decoded_cache
+from lowrank_cnn.data import workers as decoded_cache
 from lowrank_cnn.data.shrink import shrink
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train.recipe import Recipe

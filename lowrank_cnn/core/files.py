@@ -147,6 +147,10 @@ def open_regular(path: str | Path, *, most: int | None = None) -> io.BufferedRea
         descriptor = os.open(path, os.O_RDONLY | _NONBLOCK | _BINARY)
     except ValueError as error:  # no path has a null character
         raise OSError(errno.EINVAL, str(error), str(path)) from error
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):  # the file itself may be whole
+            raise LowRankError("too many files are open: use fewer --workers, or `ulimit -n 4096`.") from error
+        raise
     try:
         about = os.fstat(descriptor)  # of what was opened: the path may lead elsewhere by now
         if not stat.S_ISREG(about.st_mode):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError, check_number
 from lowrank_cnn.data.types import generator
 from lowrank_cnn.kernels.device import kernels_run
 
@@ -31,12 +31,9 @@ class Augment:
     alternate: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("crop", "resize"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise LowRankError(f"{name} must be a number of pixels or none, not {value}.")
-        if self.pad < 0 or self.cutout < 0:
-            raise LowRankError(f"pad and cutout cannot be negative, got {self.pad} and {self.cutout}.")
+        for name, least in (("crop", 1), ("resize", 1), ("pad", 0), ("cutout", 0)):
+            if (value := getattr(self, name)) is not None:
+                check_number(name, value, least=least, whole=True)
 
     def window(self, height: int, width: int, *, train: bool) -> tuple[int, int]:
         """The height and width that the network sees of an image of this size."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.core.errors import LowRankError, nearest
-from lowrank_cnn.core.files import is_regular, read_regular, read_text
+from lowrank_cnn.core.files import UnreadableError, is_regular, read_json, read_regular, read_text
 from lowrank_cnn.data.decode import BadImageError
 from lowrank_cnn.data.store import ImageStore, LabelledImages, no_problems
 from lowrank_cnn.data.types import Problems
@@ -65,15 +64,9 @@ def open_images(path: Path) -> LabelledImages:
             for other in sorted(set(_class_folders(folder)) - set(classes)):
                 problems[split].add("unknown class folder", f"{folder.name}/{other}: not in train")
     named = [path / folder for folder in _class_folders(path) if folder.lower() in TEST_NAMES]
-    return LabelledImages(
-        name,
-        classes,
-        stores.get("train"),
-        stores.get("test"),
-        tested=tuple(folder.name for folder in tested),
-        unlabelled=tuple(f.name for f in named if not _class_folders(f) and _holds_images(f)),
-        problems=problems,
-    )
+    unlabelled = tuple(f.name for f in named if not _class_folders(f) and _holds_images(f))
+    names = tuple(folder.name for folder in tested)
+    return LabelledImages(name, classes, stores.get("train"), stores.get("test"), names, unlabelled, problems)
 
 
 def open_folder(folder: Path, classes: Sequence[str], problems: Problems) -> FolderStore:
@@ -239,23 +232,23 @@ def _store(folder: Path, rows: Sequence[TableRow], classes: Sequence[str], probl
 
 def read_class_names(path: Path) -> dict[str, str]:
     """Names to show for classes: a JSON object, or lines of class and name parted by a tab or comma."""
-    text = _text(path)
     if path.suffix.lower() == ".json":
         try:
-            found = json.loads(text)
-        except ValueError as error:
-            raise LowRankError(f"{path} is not JSON: it is to map class folders to names.") from error
+            found = read_json(path, most=_MOST_BYTES)
+        except UnreadableError as error:
+            raise LowRankError(f"{path} cannot be used, it should map class folders to names: {error}.") from error
         pairs = list(found.items()) if isinstance(found, dict) else []
     else:
-        lines = [line for line in text.splitlines() if line.strip()]
+        lines = [line for line in _text(path).splitlines() if line.strip()]
         pairs = [line.split("\t" if "\t" in line else ",", 1) for line in lines]
     if not pairs or not all(len(pair) == 2 and all(isinstance(part, str) for part in pair) for pair in pairs):
         raise LowRankError(f"{path} is to hold a class and its name in each line, parted by a tab or a comma.")
     return {folder.strip(): name.strip() for folder, name in pairs}
 
 
-def renamed(classes: Sequence[str], names: dict[str, str], path: Path) -> tuple[str, ...]:
-    """The classes by the names to show; a class without one keeps its own."""
+def renamed(classes: Sequence[str], path: Path) -> tuple[str, ...]:
+    """The classes by the names that a file gives to show; a class without one keeps its own."""
+    names = read_class_names(path)
     shown = tuple(names.get(name, name) for name in classes)
     twice = next((name for name in shown if shown.count(name) > 1), None)
     if twice is not None:

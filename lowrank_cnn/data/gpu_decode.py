@@ -11,25 +11,23 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowrank_cnn.core.errors import LowRankError, require
+from lowrank_cnn.core.errors import LowRankError, first_line, require
 from lowrank_cnn.data.augment import send_to_device
 from lowrank_cnn.data.decode import LARGEST, Framing, ScaledCrop, stack
-from lowrank_cnn.data.workers import TOO_MANY, BatchPart, EpochParts, trouble_of
+from lowrank_cnn.data.workers import BatchPart, EpochParts, Found
 
 DECODED_AT_ONCE, SCALED_AT_ONCE = LARGEST, 2**24
 """Pixels held whole at a time, and those held as floats: what bounds the memory that large photographs take."""
 
 Jpeg = tuple[Tensor, ScaledCrop]
-
 Decoder = Callable[[list[Tensor]], list[Tensor]]
 """From the bytes of JPEGs to uint8 [3, H, W] on the device; a RuntimeError where any is refused."""
 
@@ -40,13 +38,22 @@ def find_decoder(device: torch.device) -> Decoder:
         raise LowRankError(f"decode='gpu' (--decode gpu) needs a CUDA device, and this run is on {device}.")
     try:
         vision: Any = require("torchvision.io", extra="zoo", purpose="decode='gpu' (--decode gpu)")
+        pillow = require("PIL.Image", extra="data", purpose="decoding images")
         device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
         decode = partial(_by_nvjpeg, vision, device)
-        decode([_probe()])
+        pillow.new("RGB", (64, 64)).save(probe := io.BytesIO(), "JPEG")
+        decode([torch.frombuffer(bytearray(probe.getvalue()), dtype=torch.uint8)])
     except (RuntimeError, OSError, AttributeError) as error:  # a build for another torch fails in various ways
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise LowRankError(f"decode='gpu' (--decode gpu) does not work with this torchvision: {reason}") from error
+        raise LowRankError(
+            f"decode='gpu' (--decode gpu) does not work with this torchvision: {first_line(error)}"
+        ) from error
     return decode
+
+
+def _by_nvjpeg(vision: Any, device: torch.device, jpegs: list[Tensor]) -> list[Tensor]:
+    # It writes in a stream of its own to memory that this stream may still be reading for the batch before.
+    torch.cuda.current_stream(device).synchronize()
+    return vision.decode_jpeg(jpegs, mode=vision.ImageReadMode.RGB, device=device)
 
 
 def check_framing(framing: Framing, channels: int, *, train: bool) -> None:
@@ -62,53 +69,49 @@ def decode_parts(
     parts: EpochParts, batch: int, read: Sequence[BatchPart], decode: Decoder, device: torch.device
 ) -> BatchPart:
     """The parts of a batch as one, its images on the device: decoded, scaled, cut out and mirrored there."""
-    jpegs = [jpeg for part in read if part.encoded for jpeg in part.encoded.jpegs()]
-    decoded = iter(decode_windows(jpegs, parts.framing.window, decode))
-    found, failure = trouble_of(read)
-    rows: list[tuple[Tensor, int]] = []
-    for number, part in enumerate(read):
-        assert part.encoded is not None
-        framed = iter(_planes(part.images, device))
-        for place, window, label in zip(part.encoded.places, part.encoded.crops, part.labels, strict=True):
-            row = next(decoded) if window else next(framed)
-            if row is not None:
-                rows.append((row, label))
-            elif again := parts.framed(batch, number, place, found):
-                pixels = stack([again.data], *parts.framing.window, parts.channels)
-                rows.append((_planes(pixels, device)[0], again.label))
-            elif parts.draw:
-                failure = failure or TOO_MANY
-    labels = [label for _, label in rows]
-    if not rows:
-        return BatchPart(stack([], *parts.framing.window, parts.channels), labels, found, failure)
-    return BatchPart(torch.stack([row for row, _ in rows]).permute(0, 2, 3, 1), labels, found, failure)
+    size = parts.framing.window
 
+    def on_device(pixels: Tensor) -> Tensor:
+        return pixels.to(device, non_blocking=True).permute(0, 3, 1, 2)
 
-def _planes(images: Tensor, device: torch.device) -> Tensor:
-    return images.to(device, non_blocking=True).permute(0, 3, 1, 2)
+    decoded = iter(decode_windows([jpeg for part in read for jpeg in part.jpegs()], size, decode))
+    images: list[Tensor] = []
+    rows: list[int] = []
+    found: Found = [problem for part in read for problem in part.found]
+    for part in read:
+        framed = iter(on_device(part.images))
+        for number, crop, row in zip(part.numbers, part.crops, part.rows, strict=True):
+            pixels, place = next(decoded if crop else framed), row
+            if pixels is None:
+                if (again := parts.framed(batch, number, found)) is None:
+                    continue
+                pixels, place = on_device(stack([again.data], *size, parts.channels))[0], again.row
+            images.append(pixels)
+            rows.append(place)
+    whole = torch.stack(images).permute(0, 2, 3, 1) if images else stack([], *size, parts.channels)
+    return BatchPart(whole, rows, found, {})
 
 
 @torch.no_grad()
 def decode_windows(jpegs: list[Jpeg], size: tuple[int, int], decode: Decoder) -> list[Tensor | None]:
     """The window [3, h, w] of every JPEG; None for those that are refused."""
-    found: list[Tensor | None] = []
-    for first, end in pairwise(_bounds([window.pixels for _, window in jpegs])):
-        found += _cut_out_at_once(jpegs[first:end], size, decode)
-    return found
+    return [window for some in _at_once(jpegs) for window in _cut_out(some, size, decode)]
 
 
-def _bounds(pixels: list[int]) -> list[int]:
-    """Bounds of runs of images, each small enough to be decoded at once."""
-    bounds, held = [0], 0
-    for index, one in enumerate(pixels):
-        held += one
-        if held > DECODED_AT_ONCE and index > bounds[-1]:
-            bounds.append(index)
-            held = one
-    return [*bounds, len(pixels)]
+def _at_once(jpegs: list[Jpeg]) -> Iterator[list[Jpeg]]:
+    """Runs of JPEGs, each small enough to be held decoded."""
+    run: list[Jpeg] = []
+    held = 0
+    for jpeg in jpegs:
+        held += jpeg[1].pixels
+        if run and held > DECODED_AT_ONCE:
+            yield run
+            run, held = [], jpeg[1].pixels
+        run.append(jpeg)
+    yield run
 
 
-def _cut_out_at_once(jpegs: list[Jpeg], size: tuple[int, int], decode: Decoder) -> list[Tensor | None]:
+def _cut_out(jpegs: list[Jpeg], size: tuple[int, int], decode: Decoder) -> list[Tensor | None]:
     windows = [window for _, window in jpegs]
     decoded = zip(decode_each([data for data, _ in jpegs], decode), windows, strict=True)
     images = {
@@ -119,15 +122,14 @@ def _cut_out_at_once(jpegs: list[Jpeg], size: tuple[int, int], decode: Decoder) 
     if not images:
         return [None] * len(jpegs)
     scale(images, windows)
-    cut = torch.stack([_cut(image, windows[index].corner, size) for index, image in images.items()])
-    mirrored = send_to_device(torch.tensor([windows[index].mirrored for index in images]), cut.device)
-    rows = dict(zip(images, torch.where(mirrored[:, None, None, None], cut.flip(3), cut), strict=True))
+    cut = []
+    for index, image in images.items():
+        top, left = windows[index].corner
+        cut.append(image[:, top : top + size[0], left : left + size[1]])
+    stacked = torch.stack(cut)
+    mirrored = send_to_device(torch.tensor([windows[index].mirrored for index in images]), stacked.device)
+    rows = dict(zip(images, torch.where(mirrored[:, None, None, None], stacked.flip(3), stacked), strict=True))
     return [rows.get(index) for index in range(len(jpegs))]
-
-
-def _cut(image: Tensor, corner: tuple[int, int], size: tuple[int, int]) -> Tensor:
-    (top, left), (height, width) = corner, size
-    return image[:, top : top + height, left : left + width]
 
 
 def scale(images: dict[int, Tensor], windows: Sequence[ScaledCrop]) -> None:
@@ -158,16 +160,3 @@ def decode_each(jpegs: list[Tensor], decode: Decoder) -> list[Tensor | None]:
             return [None]
         middle = len(jpegs) // 2
         return decode_each(jpegs[:middle], decode) + decode_each(jpegs[middle:], decode)
-
-
-def _by_nvjpeg(vision: Any, device: torch.device, jpegs: list[Tensor]) -> list[Tensor]:
-    # It writes in a stream of its own to memory that this stream may still be reading for the batch before.
-    torch.cuda.current_stream(device).synchronize()
-    return vision.decode_jpeg(jpegs, mode=vision.ImageReadMode.RGB, device=device)
-
-
-def _probe() -> Tensor:
-    pillow = require("PIL.Image", extra="data", purpose="decoding images")
-    out = io.BytesIO()
-    pillow.new("RGB", (64, 64)).save(out, "JPEG")
-    return torch.frombuffer(bytearray(out.getvalue()), dtype=torch.uint8)

@@ -1,15 +1,15 @@
-"""Splits of the user's own data: any torch Dataset, whose items are already prepared, and its batches."""
+"""A user's own data: any torch Dataset or DataLoader, whose items are already prepared, and its batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -25,39 +25,19 @@ from torch.utils.data import (
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.text import counted
+from lowrank_cnn.data.resident import DeviceLoader
 from lowrank_cnn.data.types import (
     Data,
     Problems,
     Size,
-    check_batches,
     check_labels,
     evenly_spaced,
     fingerprint_of_parts,
     generator,
 )
+from lowrank_cnn.data.workers import loaded
 
 _SAMPLED = 8
-_LISTS = ("targets", "labels")
-"""Where data sets list the class numbers of their items."""
-
-
-@dataclass(frozen=True)
-class AsGiven:
-    """Preprocessing of data that the user's own code has prepared: nothing is done to it.
-
-    A checkpoint that holds this cannot say how a photograph becomes what the network takes.
-    """
-
-    def __call__(self, images: Tensor) -> Tensor:
-        raise LowRankError(
-            "this network was trained on tensors that your own code prepared: prepare images so and call it."
-        )
-
-    def to(self, device: torch.device | str) -> AsGiven:
-        return self
-
-    def to_dict(self) -> dict[str, Tensor]:
-        return {"as_given": torch.ones(1)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,43 +178,33 @@ class DatasetSplit:
 
 
 @dataclass(eq=False, repr=False)
-class DatasetLoader:
+class DatasetLoader(DeviceLoader):
     """Batches of a user's data set on the device. The order of training is a function of seed and epoch.
 
     If the user's DataLoader has a sampler of its own, its batches are taken as they come.
     """
 
     split: DatasetSplit
-    _: KW_ONLY
-    batch_size: int
-    seed: int
-    device: torch.device | str
-    rank: int = 0
-    world: int = 1
-    train: bool
-    workers: int = 0
 
     def __post_init__(self) -> None:
         if self.world > 1:
             raise LowRankError("a data set of your own is trained on by one process; use open_data for several.")
-        size, rank, world, train = self.batch_size, self.rank, self.world, self.train
-        batches = check_batches(len(self.split), batch_size=size, rank=rank, world=world, train=train)
-        self._batches = batches if self.split.own_loader is None else len(self.split.own_loader)
-
-    def __len__(self) -> int:
-        return self._batches
+        super().__post_init__()
+        if self.split.own_loader is not None:
+            self._batches = len(self.split.own_loader)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Any]]:
-        device = torch.device(self.device)
-        for number, batch in enumerate(self._loader(epoch)):
+        def move(value: Any) -> Any:
+            return value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
+
+        for number, batch in enumerate(loaded(self._loader(epoch))):
             if number < start:
                 continue
             if isinstance(batch, str):
                 raise LowRankError(batch)
             if not isinstance(batch, tuple | list) or len(batch) != 2:
                 raise LowRankError(f"a batch of a DataLoader is (images, targets), not {in_short(batch)}.")
-            images, targets = batch[0], self.split.class_numbers(batch[1], train=self.train)
-            yield move(images, device), move(targets, device)
+            yield tree_map(move, batch[0]), tree_map(move, self.split.class_numbers(batch[1], train=self.train))
 
     def _loader(self, epoch: int) -> DataLoader:
         if self.split.own_loader is not None:
@@ -246,13 +216,13 @@ class DatasetLoader:
             drop_last=self.train,
             collate_fn=self.split.collate or stacked,
             num_workers=self.workers or self.split.workers,
-            pin_memory=torch.device(self.device).type == "cuda",
+            pin_memory=self._device.type == "cuda",
             generator=generator("dataset", self.seed, epoch),
         )
 
 
 def stacked(items: list[Any]) -> Any:
-    """A batch as torch's `default_collate` makes it; of images of several shapes, why there is none.
+    """A batch as torch's `default_collate` makes it; of images of several shapes, a sentence that says so.
 
     An error would come out of a worker process with the whole traceback in its text.
     """
@@ -268,32 +238,20 @@ def stacked(items: list[Any]) -> Any:
 
 
 def listed_labels(dataset: Dataset) -> Tensor | None:
-    """The class numbers of all items, without reading these; None where a data set does not list them."""
+    """The class numbers that a data set lists as `targets` or `labels`, without reading items; None without."""
     if isinstance(dataset, Subset):
         found = listed_labels(dataset.dataset)
         return None if found is None else found[torch.as_tensor(dataset.indices)]
+    listed = [found for name in ("targets", "labels") if (found := getattr(dataset, name, None)) is not None]
     if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
-        listed: Any = dataset.tensors[1]
-    else:
-        listed = next((found for name in _LISTS if (found := getattr(dataset, name, None)) is not None), None)
+        listed = [dataset.tensors[1]]
     try:
-        labels = torch.as_tensor(listed) if listed is not None else None
-    except (TypeError, ValueError, RuntimeError):  # targets of another task
+        labels = torch.as_tensor(listed[0])
+    except (TypeError, ValueError, RuntimeError, IndexError):  # targets of another task, or none
         return None
-    if labels is None or labels.shape != (len(dataset),) or labels.is_floating_point():  # type: ignore[arg-type]
+    if labels.shape != (len(dataset),) or labels.is_floating_point():  # type: ignore[arg-type]
         return None
     return labels.long().cpu()
-
-
-def move(value: Any, device: torch.device) -> Any:
-    """Tensors on the device, within tuples, lists and dictionaries too."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, dict):
-        return {key: move(part, device) for key, part in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(move(part, device) for part in value)
-    return value
 
 
 def in_short(value: Any) -> str:
@@ -334,10 +292,9 @@ def data_of(train: Any, test: Any) -> Data:
     Class names are those that the data set has (`classes`), if any.
     """
     to_train, to_test = _split(train), _tested(train if test is None else test)
-    names = named_classes(to_train.dataset)
-    name = type(to_train.dataset).__name__
     details = {"prepared_by": "user", **({"tested_on": "training images"} if test is None else {})}
-    return Data(name, tuple(map(str, names)), to_train, to_test, details)
+    names = tuple(map(str, named_classes(to_train.dataset)))
+    return Data(type(to_train.dataset).__name__, names, to_train, to_test, details)
 
 
 def for_classes(data: Data) -> Data:
@@ -375,18 +332,14 @@ def _split(part: Any) -> DatasetSplit:
     except (TypeError, NotImplementedError) as error:
         raise LowRankError("the sampler of the DataLoader does not say how long an epoch is (__len__).") from error
     collate = None if part.collate_fn is default_collate else part.collate_fn
-    if isinstance(part.sampler, SubsetRandomSampler) and part.batch_size is not None:
-        dataset = Subset(dataset, sorted(part.sampler.indices))
-        return DatasetSplit(dataset, collate, part.num_workers)
-    return DatasetSplit(dataset, collate, part.num_workers, None if _takes_all(part) else part)
-
-
-def _takes_all(loader: DataLoader) -> bool:
-    """Whether the batches of an epoch have each item once, in any order."""
-    sampler = loader.sampler
-    drawn = isinstance(sampler, RandomSampler) and not sampler.replacement
-    whole = drawn and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
-    return loader.batch_size is not None and (whole or isinstance(sampler, SequentialSampler))
+    own_loader, sampler = part, part.sampler
+    if part.batch_size is not None:  # the batches of an epoch have each item once, in any order
+        if isinstance(sampler, SubsetRandomSampler):
+            dataset, own_loader = Subset(dataset, sorted(sampler.indices)), None
+        drawn = isinstance(sampler, RandomSampler) and not sampler.replacement
+        if isinstance(sampler, SequentialSampler) or (drawn and sampler.num_samples == len(dataset)):  # type: ignore[arg-type]
+            own_loader = None
+    return DatasetSplit(dataset, collate, part.num_workers, own_loader)
 
 
 def _tested(part: Any) -> DatasetSplit:

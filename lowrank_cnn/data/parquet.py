@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import time
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -18,11 +19,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lowrank_cnn.core.errors import LowRankError, nearest, require
-from lowrank_cnn.core.files import is_regular, regular
+from lowrank_cnn.core.errors import LowRankError, first_line, nearest, require
+from lowrank_cnn.core.files import UnreadableError, is_regular, parse_json, regular
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.data.decode import BadImageError
-from lowrank_cnn.data.store import NO_LABEL, ImageStore, LabelledImages, no_problems, with_classes
+from lowrank_cnn.data.store import NO_LABEL, ImageStore, LabelledImages, no_problems
 from lowrank_cnn.data.types import Problems
 
 Missing = Literal["skip", "refuse"]
@@ -54,7 +55,7 @@ def open_parquet(folder: Path, *, name: str, missing: Missing) -> LabelledImages
         if files:
             stores[split], named = open_shards(files, missing=missing, problems=problems[split])
             if names and named and named != names:
-                stores[split] = with_classes(stores[split], named, names, problems[split])
+                stores[split] = stores[split].with_classes(named, names, problems[split])
             names = names or named
     if not stores:
         raise LowRankError(f"{name} needs shards train-* with labels; it has {', '.join(shards) or 'none'}.")
@@ -171,26 +172,31 @@ def open_shards(files: Sequence[Path], *, missing: Missing, problems: Problems) 
         more = f" and {len(absent) - _NAMED:,} more" if len(absent) > _NAMED else ""
         raise LowRankError(f"{files[0].parent} lacks the shard {', '.join(absent[:_NAMED])}{more}.")
     problems.add_all(("missing shard", name) for name in absent)
-    pq = require("pyarrow.parquet", extra="data", purpose="reading parquet")
     groups: list[RowGroup] = []
     labels: list[Tensor] = []
-    schemas = []
+    image, names = "", []
     for shard, path in enumerate(files):
         try:
-            with pq.ParquetFile(regular(path)) as file:
-                schemas.append(file.schema_arrow)
+            with _opened(path) as file:
                 groups += _groups(file.metadata, shard)
                 _check_rows(sum(group.rows for group in groups), path)
                 labels.append(_read_labels(file, path))
+                schema = file.schema_arrow
         except READ_ERRORS as error:
             if isinstance(error, LowRankError):
                 raise
-            raise LowRankError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from error
-    image, names = _image_column(schemas[0], files[0]), _class_names(schemas[0])
-    for path, schema in zip(files, schemas, strict=True):
-        if (named := _class_names(schema)) and named != names:
+            raise LowRankError(f"{path} cannot be read as parquet: {first_line(error)}.") from error
+        named = _class_names(schema)
+        if not shard:
+            image, names = _image_column(schema, path), named
+        elif named and named != names:
             raise LowRankError(f"{path} names other classes than {files[0].name}, or in another order.")
     return ParquetStore(files[0].parent, files, torch.cat(labels), groups, image), names
+
+
+def _opened(path: str | Path, **options: Any) -> Any:
+    pq = require("pyarrow.parquet", extra="data", purpose="reading parquet")
+    return pq.ParquetFile(regular(Path(path)), **options)
 
 
 def _numbered_classes(labels: Tensor, name: str) -> tuple[str, ...]:
@@ -204,9 +210,8 @@ def _numbered_classes(labels: Tensor, name: str) -> tuple[str, ...]:
 
 
 def _withheld(path: Path) -> bool:
-    pq = require("pyarrow.parquet", extra="data", purpose="reading parquet")
     try:
-        with pq.ParquetFile(regular(path)) as file:
+        with _opened(path) as file:
             return bool((_read_labels(file, path) < 0).all())
     except READ_ERRORS:
         return False  # opening the split says what is wrong with it
@@ -243,9 +248,9 @@ def _image_column(schema: Any, path: Path) -> str:
 
 def _class_names(schema: Any) -> list[str]:
     try:
-        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        features = parse_json((schema.metadata or {})[b"huggingface"])["info"]["features"]
         names = next(features[name]["names"] for name in _LABEL_COLUMNS if name in features)
-    except (KeyError, TypeError, ValueError, StopIteration):
+    except (KeyError, TypeError, UnreadableError, StopIteration):
         return []
     return [str(name) for name in names] if isinstance(names, list) else []
 
@@ -278,8 +283,7 @@ def read_binaries(path: str | Path, name: str, group: int) -> Any:
 
     Values that are stored once stay so: as a dictionary, they take the memory that the file says they take.
     """
-    pq = require("pyarrow.parquet", extra="data", purpose="reading parquet")
-    with pq.ParquetFile(regular(Path(path)), read_dictionary=[name]) as file:
+    with _opened(path, read_dictionary=[name]) as file:
         metadata = file.metadata.row_group(group)
         columns = [metadata.column(index) for index in range(metadata.num_columns)]
         sizes = [column.total_uncompressed_size for column in columns if column.path_in_schema == name]
@@ -310,21 +314,28 @@ def is_repository(source: str) -> bool:
 def download_shards(repository: str) -> Path:
     """The local folder of the set's shards, downloaded where they are not cached yet.
 
-    Its progress is shown by huggingface_hub. A mistyped local path is not looked up on the Hub.
+    Its progress is shown by huggingface_hub. A mistyped local path is not looked up on the Hub. A download whose
+    server falls silent is tried again; at last the copy that a run before has cached is taken.
     """
     _check_not_local(repository)
     hub = require("huggingface_hub", extra="data", purpose="fetching a set from the Hub")
+    cache = Path(hub.constants.HF_HUB_CACHE) / f"datasets--{repository.replace('/', '--')}"
     wanted = list(_WANTED.get(repository, ("*.parquet",)))
 
     def download(**options: Any) -> str:
         return hub.snapshot_download(repository, repo_type="dataset", allow_patterns=wanted, **options)
 
     try:
-        return Path(_answered(download, _cache_of(hub, repository)))
+        for _ in range(ATTEMPTS):
+            with suppress(StalledError):
+                return Path(_watched(download, cache))
+        try:
+            return Path(download(local_files_only=True))
+        except Exception as error:
+            raise StalledError(f"the server has sent nothing for {STALL_SECONDS:g} s") from error
     except Exception as error:  # network, permission, disk and unknown names have no common ancestor
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise LowRankError(
-            f"{repository} is no local folder and cannot be fetched from the Hub ({lines[0].rstrip('.')}): "
+            f"{repository} is no local folder and cannot be fetched from the Hub ({first_line(error)}): "
             "check its name, the network, and for a gated set that you are logged in."
         ) from error
 
@@ -341,57 +352,33 @@ def _check_not_local(source: str) -> None:
     )
 
 
-def _answered(download: Callable[..., str], cache: Path) -> str:
-    """Download, again if the server falls silent, and at last take the copy that a run before has cached."""
-    for _ in range(ATTEMPTS):
-        try:
-            return _watched(download, cache)
-        except StalledError:
-            continue
-    try:
-        return download(local_files_only=True)
-    except Exception as error:
-        raise StalledError(f"the server has sent nothing for {STALL_SECONDS:g} s") from error
-
-
-def _watched(download: Callable[..., str], cache: Path) -> str:
+def _watched(download: Callable[[], str], cache: Path) -> str:
     """Run a download in a thread, for as long as the files in the cache grow.
 
     Time-outs of the library's own do not cover all of its requests.
     """
-    done: dict[str, Any] = {}
+    done: Future[str] = Future()
 
     def work() -> None:
         try:
-            done["folder"] = download()
+            done.set_result(download())
         except BaseException as error:
-            done["error"] = error
+            done.set_exception(error)
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
+    threading.Thread(target=work, daemon=True).start()
     size, since = _size(cache), time.monotonic()
-    while thread.is_alive():
-        thread.join(_LOOK_SECONDS)
+    while not wait([done], _LOOK_SECONDS).done:
         if (now := _size(cache)) != size:
             size, since = now, time.monotonic()
-        if thread.is_alive() and time.monotonic() - since > STALL_SECONDS:
+        if time.monotonic() - since > STALL_SECONDS:
             raise StalledError
-    if "error" in done:
-        raise done["error"]
-    return done["folder"]
-
-
-def _cache_of(hub: Any, repository: str) -> Path:
-    """Where huggingface_hub keeps the files of a data set."""
-    return Path(hub.constants.HF_HUB_CACHE) / f"datasets--{repository.replace('/', '--')}"
+    return done.result()
 
 
 def _size(folder: Path) -> int:
     """Bytes of all files in a folder, those that are still growing too."""
     total = 0
     for path in folder.rglob("*"):
-        try:
+        with suppress(OSError):  # renamed meanwhile
             total += path.lstat().st_size
-        except OSError:  # renamed meanwhile
-            continue
     return total

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.core.cache import cached_tensors, tensor_key
-from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.core.errors import LowRankError, check_number, nearest
 from lowrank_cnn.core.text import counted
-from lowrank_cnn.data.own import AsGiven
 from lowrank_cnn.data.types import Split
 
 _CHUNK = 4096
@@ -35,6 +34,25 @@ class Preprocess(Protocol):
     def to_dict(self) -> dict[str, Tensor]:
         """Everything needed to build it again, as tensors for a checkpoint."""
         ...
+
+
+@dataclass(frozen=True)
+class AsGiven:
+    """Preprocessing of data that the user's own code has prepared: nothing is done to it.
+
+    A checkpoint that holds this cannot say how a photograph becomes what the network takes.
+    """
+
+    def __call__(self, images: Tensor) -> Tensor:
+        raise LowRankError(
+            "this network was trained on tensors that your own code prepared: prepare images so and call it."
+        )
+
+    def to(self, device: torch.device | str) -> AsGiven:
+        return self
+
+    def to_dict(self) -> dict[str, Tensor]:
+        return {"as_given": torch.ones(1)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,13 +82,11 @@ class Standardize:
         """The statistics of a split: of all its images in memory, or of a sample where it is streamed."""
         count, total, squares = 0, torch.zeros(()), torch.zeros(())
         # Sums of whole numbers are exact in double precision, however the images are divided.
-        for images in (part for chunk in split.pixels() for part in chunk.split(_few(chunk))):
-            values = images.transpose(0, 1).flatten(1).double()
-            count, total, squares = (
-                count + values.shape[1],
-                total + values.sum(1),
-                squares + (values**2).sum(1),
-            )
+        for chunk in split.pixels():
+            for images in chunk.split(max(1, _VALUES_AT_ONCE // max(1, chunk[:1].numel()))):
+                values = images.transpose(0, 1).flatten(1).double()
+                count += values.shape[1]
+                total, squares = total + values.sum(1), squares + (values**2).sum(1)
         if not count:
             raise LowRankError("no image could be read to compute the mean from.")
         mean = total / count
@@ -95,7 +111,8 @@ class Whiten:
     def __call__(self, images: Tensor) -> Tensor:
         if images[0].numel() != len(self.mean):
             raise LowRankError(f"images of {images[0].numel()} values do not fit whitening of {len(self.mean)}.")
-        work = _precise(images.device)
+        # Neither autocast nor shortened matrix products touch double precision; Apple's GPUs have none.
+        work = torch.float32 if images.device.type == "mps" else torch.float64
         flat = normalise_contrast(images.flatten(1).to(work), scale=self.scale)
         white = (flat - self.mean.to(work)) @ self.matrix.to(work)
         return white.float().view(images.shape)
@@ -121,12 +138,9 @@ class Whiten:
         images = getattr(split, "images", None)
         if images is None:
             raise LowRankError("whitening needs a set small enough to be held in memory, of equal image sizes.")
-        if scale <= 0 or epsilon < 0:
-            raise LowRankError(f"whitening needs scale > 0 and epsilon >= 0, got {scale} and {epsilon}.")
-        if images[0].numel() > _MOST_VALUES:
-            raise LowRankError(
-                f"whitening takes images of {_MOST_VALUES} values at most, not {images[0].numel()}."
-            )
+        check_number("scale", scale, above=0)
+        check_number("epsilon", epsilon, least=0)
+        check_number("the number of values of an image", images[0].numel(), most=_MOST_VALUES)
         key, size = f"zca-{tensor_key(images, scale, epsilon)}", images[0].numel()
         found = cached_tensors(
             key,
@@ -196,13 +210,3 @@ def _zca(images: Tensor, scale: float, epsilon: float, device: torch.device) -> 
     inverse = (values.clamp(min=0) + max(epsilon, float(floor))).rsqrt()
     matrix = (vectors * inverse) @ vectors.T
     return {"mean": mean.float().cpu(), "matrix": matrix.float().cpu()}
-
-
-def _few(images: Tensor) -> int:
-    """How many of these images to take at once."""
-    return max(1, _VALUES_AT_ONCE // max(1, images[:1].numel()))
-
-
-def _precise(device: torch.device) -> torch.dtype:
-    """Double precision, which neither autocast nor shortened matrix products touch; Apple's GPUs have none."""
-    return torch.float32 if device.type == "mps" else torch.float64

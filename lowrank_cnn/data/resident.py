@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data.augment import (
     Augment,
     ByteScale,
@@ -26,15 +27,15 @@ from lowrank_cnn.data.augment import (
     send_to_device,
 )
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, to_unit
-from lowrank_cnn.data.store import ImageStore, changed_images
+from lowrank_cnn.data.store import ImageStore
 from lowrank_cnn.data.types import (
+    Decode,
     Decoded,
     Problems,
     Size,
     check_batches,
-    check_labels,
-    check_uint8_images,
-    digest_of_pixels,
+    check_workers,
+    digest_of,
     fingerprint_of_subset,
     fingerprint_of_tensors,
     generator,
@@ -45,11 +46,6 @@ MOST_PREPARED_BYTES = 2**32
 """Sets that would take more as floats are held as bytes."""
 _CHUNK_BYTES = 2**29
 _PREPARE_IMAGES = 4096
-
-
-def _as_tensor(value: Any) -> Any:
-    """An array as a tensor; any other value unchanged."""
-    return torch.as_tensor(value) if hasattr(value, "__array_interface__") else value
 
 
 class ResidentSplit:
@@ -75,10 +71,12 @@ class ResidentSplit:
         >>> len(split), split.size
         (2, (3, 8, 8))
         """
-        images, labels = _as_tensor(images), _as_tensor(labels)
-        check_uint8_images(images)
-        check_labels(labels)
-        decoded = Decoded(images, labels.long(), problems or Problems())
+        images, labels = (
+            torch.as_tensor(given) if hasattr(given, "__array_interface__") else given
+            for given in (images, labels)
+        )
+        decoded = Decoded(images, labels, problems or Problems())
+        decoded = replace(decoded, labels=labels.long())
         channels, height, width = images.shape[1:]
         return cls(lambda: decoded, (channels, height, width))
 
@@ -96,18 +94,19 @@ class ResidentSplit:
         _ = self._decoded  # takes the digests of all images
         if self._store is None:
             return {"pixels": self._pixels}
-        return self._store.contents.to_dict()
+        return self._store.contents()
 
     def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
         if "pixels" in before:  # a set that was sent to another process has no files any more
             return ["some images"] if self._store is None and not before["pixels"].equal(self._pixels) else [], 0
         if self._store is None:
             return [], 0
-        return changed_images(self._store, self.contents()["digests"].nonzero()[:, 0], before)
+        return self._store.changed(self.contents()["digests"].nonzero()[:, 0], before)
 
     @cached_property
     def _pixels(self) -> Tensor:
-        return digest_of_pixels(self.images)
+        """One digest of all images, as a tensor of one number."""
+        return torch.tensor([digest_of(self.images.cpu().contiguous().numpy().data)])
 
     @cached_property
     def _decoded(self) -> Decoded:
@@ -162,10 +161,7 @@ def _unpickled(images: Any, labels: Any, problems: Problems, fingerprint: str) -
 
 @dataclass(eq=False, repr=False)
 class DeviceLoader:
-    """The options that loaders of resident and of streamed splits share.
-
-    `batch_size` is that of all processes together. `channels_last` is the layout of the images.
-    """
+    """The options of `make_loader`, which loaders of all kinds of splits share."""
 
     split: Any
     _: KW_ONLY
@@ -179,8 +175,13 @@ class DeviceLoader:
     train: bool
     dtype: torch.dtype = torch.float32
     channels_last: bool = True
+    workers: int = 0
+    decode: Decode = "cpu"
 
     def __post_init__(self) -> None:
+        check_workers(self.workers)
+        if self.decode not in get_args(Decode):
+            raise LowRankError(f"images are decoded by cpu or gpu, not {self.decode}.")
         self._batches = check_batches(
             len(self.split), batch_size=self.batch_size, rank=self.rank, world=self.world, train=self.train
         )
@@ -204,6 +205,10 @@ class ResidentLoader(DeviceLoader):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.decode == "gpu":
+            raise LowRankError(
+                "decode='gpu' (--decode gpu) is for streamed sets: this one is held in memory, decoded."
+            )
         split, augment = self.split, self.augment
         self._window = augment.window(*split.size[1:], train=self.train)
         self._pad = augment.pad if self.train else 0

@@ -17,14 +17,16 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lowrank_cnn.core.errors import LowRankError, require
+from lowrank_cnn.core.errors import LowRankError, check_number, require
 from lowrank_cnn.core.files import is_regular, replacing
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.data.decode import UNDECODABLE, BadImageError, decode_image, image_header, scale_shorter
-from lowrank_cnn.data.sources import ReadOptions, open_source
-from lowrank_cnn.data.store import ImageStore, shuffled_rows
+from lowrank_cnn.data.parquet import Missing
+from lowrank_cnn.data.sources import open_data
+from lowrank_cnn.data.store import ImageStore
 from lowrank_cnn.data.streamed import StreamedSplit
 from lowrank_cnn.data.types import Problems, check_workers, generator
+from lowrank_cnn.data.workers import loaded
 
 PER_SHARD = 4096
 _ROW_GROUP = 100
@@ -72,26 +74,25 @@ def shrink(
     quality: int = 95,
     workers: int = 0,
     per_shard: int = PER_SHARD,
-    missing: str = "refuse",
+    missing: Missing = "refuse",
 ) -> dict[str, Problems]:
     """Write both splits of a set into the folder `out`, except shards that exist; returns the problems found."""
     check_workers(workers)
-    if min(side, per_shard) < 1:
-        raise LowRankError(f"a side has at least 1 pixel and a shard 1 image, not {min(side, per_shard)}.")
-    if not 1 <= quality <= 100:
-        raise LowRankError(f"the quality of a JPEG lies between 1 and 100, not at {quality}.")
+    check_number("side", side, least=1, whole=True)
+    check_number("per_shard", per_shard, least=1, whole=True)
+    check_number("quality", quality, least=1, most=100, whole=True)
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    data = open_source(source, ReadOptions(missing=missing, resident_bytes=0))  # type: ignore[arg-type]
+    data = open_data(source, missing=missing, resident_bytes=0)
     make = partial(Shards, names=data.classes, folder=out, side=side, quality=quality, per_shard=per_shard)
     problems = {}
     for name, split in (("train", data.train), ("test", data.test)):
         if not isinstance(split, StreamedSplit):
             raise LowRankError(f"{source} is held in memory as it is: there is nothing to shrink.")
         # Sorted by class, as folders are, each shard would hold few classes.
-        rows = shuffled_rows(split.store, split.rows, generator("shrink"))
+        rows = split.store.shuffled_rows(split.rows, generator("shrink"))
         shards = make(split.store, rows, split.channels, split=name)
-        for found in DataLoader(shards, batch_size=None, num_workers=workers):
+        for found in loaded(DataLoader(shards, batch_size=None, num_workers=workers)):
             split.problems.add_all(found)
         problems[name] = split.problems
     return problems

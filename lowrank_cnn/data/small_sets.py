@@ -99,10 +99,7 @@ def _names() -> tuple[str, ...]:
 
 
 def _member(archive: tarfile.TarFile, name: str) -> bytes:
-    try:
-        file = archive.extractfile(name)
-    except KeyError:
-        file = None
+    file = archive.extractfile(name) if name in archive.getnames() else None
     if file is None:
         raise LowRankError(f"{ARCHIVE} lacks {name}.")
     return file.read()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.numbers import ceil_div
@@ -22,68 +22,17 @@ from lowrank_cnn.data.decode import UNDECODABLE, BadImageError, Framing, cover_a
 from lowrank_cnn.data.gpu_decode import check_framing, decode_parts, find_decoder
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten
 from lowrank_cnn.data.resident import DeviceLoader
-from lowrank_cnn.data.store import ImageStore, changed_images, fingerprint_of_rows, note_contents, sample_rows
-from lowrank_cnn.data.types import Bad, Decode, Problems, Size, generator, rank_range
-from lowrank_cnn.data.workers import (
-    WINDOW,
-    BatchPart,
-    EpochParts,
-    Trouble,
-    epoch_lanes,
-    lane_count,
-    trouble_of,
-)
+from lowrank_cnn.data.store import ImageStore, sample_rows
+from lowrank_cnn.data.types import Bad, Problems, Size, generator, rank_range
+from lowrank_cnn.data.workers import BatchPart, EpochParts, Found
 
 DEPTH = 2
-
-Told = TypeVar("Told")
-Made = tuple[Told, tuple[Tensor, ...]]
-
-
-def ahead(
-    batches: Generator[Made[Told], None, None], stream: torch.cuda.Stream | None, *, depth: int = DEPTH
-) -> Generator[Made[Told], None, None]:
-    """The same batches, with up to `depth` of them prepared while one is in use.
-
-    A thread prepares them, on a GPU in a stream of its own. An error is raised in the place of its batch. Closed
-    early, the thread ends after the batch that it prepares.
-    """
-    thread = ThreadPoolExecutor(1, thread_name_prefix="batches ahead")
-    try:
-        if stream:  # what batches are made with was put on the device by the stream in use
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
-        pending = deque(thread.submit(_make, batches, stream) for _ in range(depth))
-        while made := pending.popleft().result():
-            pending.append(thread.submit(_make, batches, stream))
-            (told, tensors), done = made
-            _hand_over(tensors, done)
-            yield told, tensors
-    finally:
-        thread.shutdown(wait=True, cancel_futures=True)
-        batches.close()
-
-
-def _make(
-    batches: Generator[Made[Told], None, None], stream: torch.cuda.Stream | None
-) -> tuple[Made[Told], Any] | None:
-    """The next batch and the event that it is ready by; None at the end."""
-    with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
-        made = next(batches, None)
-        return None if made is None else (made, stream.record_event() if stream else None)
-
-
-def _hand_over(tensors: tuple[Tensor, ...], done: Any) -> None:
-    """Let the stream in use wait until the tensors are ready, and their memory until it has read them."""
-    if done is None:
-        return
-    for tensor in tensors:
-        stream = torch.cuda.current_stream(tensor.device)
-        stream.wait_event(done)
-        tensor.record_stream(stream)
-
-
+WINDOW = 256
+_LANES = 16
 _SAMPLE = 1024
-_PREFETCH = 4
+
+Batch = tuple[Found, tuple[Tensor, ...]]
+"""The problems found, and images and labels; neither if there are too few images."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,13 +52,13 @@ class StreamedSplit:
 
     @property
     def fingerprint(self) -> str:
-        return fingerprint_of_rows(self.store, self.rows)
+        return self.store.fingerprint(self.rows)
 
     def contents(self) -> dict[str, Tensor]:
-        return self.store.contents.to_dict()
+        return self.store.contents()
 
     def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
-        return changed_images(self.store, self.rows, before)
+        return self.store.changed(self.rows, before)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -154,19 +103,15 @@ class StreamedLoader(DeviceLoader):
     """
 
     split: StreamedSplit
-    _: KW_ONLY
-    workers: int = 0
-    decode: Decode = "cpu"
 
     def __post_init__(self) -> None:
-        if isinstance(self.preprocess, Whiten):
-            raise LowRankError("whitening needs a set held in memory, and this one is streamed.")
         super().__post_init__()
         split, device = self.split, self._device
-        _ = split.store.contents.stamps  # sizes and times of all files, listed here and not by each worker
+        if isinstance(self.preprocess, Whiten):
+            raise LowRankError("whitening needs a set held in memory, and this one is streamed.")
+        _ = split.store.stamps  # of all files, listed here and not by each worker
         size = None if split.size is None else split.size[1:]
-        fill = _fill(self.preprocess, split.channels)
-        self._framing = frame(size, self.augment, train=self.train, fill=fill)
+        self._framing = frame(size, self.augment, train=self.train, fill=_fill(self.preprocess, split.channels))
         self._decoder = find_decoder(device) if self.decode == "gpu" else None
         if self._decoder:
             check_framing(self._framing, split.channels, train=self.train)
@@ -176,30 +121,38 @@ class StreamedLoader(DeviceLoader):
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         parts = self._training_parts(epoch) if self.train else self._evaluation_parts()
         ready = self._ready(parts, iter(self._load(parts, start)), epoch, start)
-        with contextlib.closing(ahead(ready, self._stream) if self._decoder else ready) as made:
-            for (found, failure), batch in made:
-                self._note(found, failure)
+        problems = self.split.problems
+        with contextlib.closing(prefetch(ready, self._stream) if self._decoder else ready) as made:
+            for found, batch in made:
+                problems.add_all(found)
+                if self.train and not batch:
+                    raise LowRankError(f"too many images are bad: {problems}.")
+                if self.split.bad == "refuse":
+                    problems.refuse()
                 if batch:
                     images, labels = batch
                     yield images, labels
 
     def _ready(
         self, parts: EpochParts, loaded: Iterator[BatchPart], epoch: int, start: int
-    ) -> Generator[Made[Trouble], None, None]:
-        """For every batch its problems, and its images and labels if there are any."""
+    ) -> Generator[Batch, None, None]:
+        """For every batch its problems, and its images and labels; none if training would get too few images."""
+        least = self.batch_size // self.world if self.train else 1
         for batch in range(start, parts.batches):
             read = list(itertools.islice(loaded, parts.parts))
             for part in read:
-                note_contents(parts.store, part.digests)
+                parts.store.note(part.digests)
             if self._decoder:
                 read = [decode_parts(parts, batch, read, self._decoder, self._device)]
-            trouble = trouble_of(read)
-            labels = torch.tensor([label for part in read for label in part.labels], dtype=torch.int64)
-            if trouble[1] or not len(labels):
-                yield trouble, ()
+            found = [problem for part in read for problem in part.found]
+            rows = [row for part in read for row in part.rows]
+            if len(rows) < least:
+                yield found, ()
                 continue
-            images = self._finish(self._send([part.images for part in read]), epoch, batch)
-            yield trouble, (images, send_to_device(labels, self._device))
+            # Pieces in pinned memory are joined on the device.
+            sent = [part.images.to(self._device, non_blocking=True) for part in read]
+            images = self._finish(torch.cat(sent) if len(sent) > 1 else sent[0], epoch, batch)
+            yield found, (images, send_to_device(parts.store.labels[rows], self._device))
 
     def _training_parts(self, epoch: int) -> EpochParts:
         """The parts that this process reads in an epoch: its lanes, divided among its workers."""
@@ -223,34 +176,8 @@ class StreamedLoader(DeviceLoader):
         return EpochParts(self.split.store, lanes, mine, per_lane, parts, channels, self._framing, draw, encoded)
 
     def _load(self, parts: EpochParts, start: int) -> Iterable[BatchPart]:
-        """Every part in order. Workers take turns, so each reads the same lanes in every training batch."""
-        keys = [(batch, part) for batch in range(start, parts.batches) for part in range(parts.parts)]
         workers = min(self.workers, parts.parts) if self.train else self.workers
-        if not workers or not keys:
-            return (parts[key] for key in keys)
-        pin = self._device.type == "cuda"
-        return DataLoader(
-            parts,
-            batch_size=None,
-            sampler=keys,
-            num_workers=workers,
-            prefetch_factor=_PREFETCH,
-            pin_memory=pin,
-            # Without one of its own, it draws from that of dropout: a run resumed in an epoch would draw twice.
-            generator=torch.Generator(),
-        )
-
-    def _send(self, tensors: list[Tensor]) -> Tensor:
-        """One tensor on the device, joined there from pieces in pinned memory."""
-        sent = [tensor.to(self._device, non_blocking=True) for tensor in tensors]
-        return torch.cat(sent) if len(sent) > 1 else sent[0]
-
-    def _note(self, found: list[tuple[str, str]], failure: str) -> None:
-        self.split.problems.add_all(found)
-        if failure:
-            raise LowRankError(f"{failure}: {self.split.problems}.")
-        if self.split.bad == "refuse":
-            self.split.problems.refuse()
+        return parts.load(start, workers=workers, pin_memory=self._device.type == "cuda")
 
     @torch.no_grad()
     def _finish(self, images: Tensor, epoch: int, batch: int) -> Tensor:
@@ -262,6 +189,29 @@ class StreamedLoader(DeviceLoader):
             mine = slice(self.rank * len(images), (self.rank + 1) * len(images))
             ready = cut_out(ready, moves[mine].to(self._device), cutout=self.augment.cutout)
         return self._batch(ready.to(self.dtype))
+
+
+def lane_count(batch_size: int, world: int, workers: int) -> int:
+    """A divisor of the batch and a multiple of the processes, larger for many workers."""
+    wanted = _LANES
+    while wanted < world * workers:
+        wanted *= 2
+    return math.lcm(math.gcd(batch_size, wanted), world)
+
+
+def epoch_lanes(store: ImageStore, rows: Tensor, *, lanes: int, used: int, seed: int, epoch: int) -> Tensor:
+    """Rows of an epoch as [lanes, used / lanes]: a pure function of the seed and the epoch.
+
+    The rows, in a random order that keeps shards together, are cut into lanes, and mixed further within windows of
+    each lane. Every global batch takes the same number of images from each lane. A process owns neighbouring
+    lanes, and so reads its own shards; its workers share these lanes. While all processes together have no more
+    workers than lanes, the global batches depend neither on the number of processes nor on that of workers.
+    """
+    draw = generator("shards", seed, epoch)
+    cut = store.shuffled_rows(rows, draw)[:used].view(lanes, -1)
+    window = torch.arange(cut.shape[1]) // WINDOW
+    keys = window + torch.rand(cut.shape, generator=draw, dtype=torch.float64)
+    return cut.gather(1, keys.argsort(1))
 
 
 def frame(size: tuple[int, int] | None, augment: Augment, *, train: bool, fill: tuple[int, ...]) -> Framing:
@@ -301,5 +251,39 @@ def decode_rate(split: StreamedSplit, n: int, workers: int, *, augment: Augment 
     for _ in itertools.islice(loaded, parts.parts):
         pass
     began = time.perf_counter()
-    images = sum(len(part.labels) for part in loaded)
+    images = sum(len(part.rows) for part in loaded)
     return images / (time.perf_counter() - began) / parts.parts
+
+
+def prefetch(
+    batches: Generator[Batch, None, None], stream: torch.cuda.Stream | None, *, depth: int = DEPTH
+) -> Generator[Batch, None, None]:
+    """The same batches, with up to `depth` of them prepared while one is in use.
+
+    A thread prepares them, on a GPU in a stream of its own. An error is raised in the place of its batch. Closed
+    early, the thread ends after the batch that it prepares.
+    """
+
+    def make() -> tuple[Batch, Any] | None:
+        """The next batch and the event that it is ready by; None at the end."""
+        with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
+            made = next(batches, None)
+            return None if made is None else (made, stream.record_event() if stream else None)
+
+    thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+    try:
+        if stream:  # what batches are made with was put on the device by the stream in use
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        pending = deque(thread.submit(make) for _ in range(depth))
+        while made := pending.popleft().result():
+            pending.append(thread.submit(make))
+            batch, ready = made
+            for tensor in batch[1] if ready else ():
+                # The stream in use waits until the tensor is ready, and its memory until this stream has read it.
+                current = torch.cuda.current_stream(tensor.device)
+                current.wait_event(ready)
+                tensor.record_stream(current)
+            yield batch
+    finally:
+        thread.shutdown(wait=True, cancel_futures=True)
+        batches.close()

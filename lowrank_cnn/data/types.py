@@ -1,4 +1,4 @@
-"""The types of every source: a `Data` of two splits, and the `Problems` found while reading them."""
+"""The types of every source: a `Data` of two splits, `Problems` found while reading, and fingerprints."""
 
 from __future__ import annotations
 
@@ -14,140 +14,22 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError, check_number
 from lowrank_cnn.core.files import open_regular
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.text import counted
 
+Size = tuple[int, int, int]
+Bad = Literal["skip", "refuse"]
+Decode = Literal["cpu", "gpu"]
 MOST_SIZES = 2**16
 """File sizes are read for this many files at most: each costs a request to a network file system."""
 SAMPLED_FILES = 64
 SAMPLED_IMAGES = 256
 _PIECE = 2**14
-
-
-def fingerprint_of_parts(*parts: str) -> str:
-    """One fingerprint from several texts, in their order."""
-    hashed = hashlib.sha256()
-    for part in parts:
-        hashed.update(len(part).to_bytes(8, "little") + part.encode(errors="surrogateescape"))
-    return hashed.hexdigest()[:32]
-
-
-def fingerprint_of_files(root: Path, files: Sequence[str | Path]) -> str:
-    """From the names below `root`, the sizes, and pieces of some of the files: cheap on a million files.
-
-    A copy of a set in another place, with other dates, has the same fingerprint. As content is only sampled, a run
-    that continues compares `Contents` as well.
-    """
-    names = [os.path.relpath(file, root) for file in files]
-    sizes = [_state(files[index])[0] for index in evenly_spaced(len(files), MOST_SIZES)]
-    pieces = [_pieces(files[index]) for index in evenly_spaced(len(files), SAMPLED_FILES)]
-    return fingerprint_of_parts("files", "\0".join(names), str(sizes), *pieces)
-
-
-def version_of_files(files: Sequence[str | Path]) -> str:
-    """From the places, sizes and times of change of all files: it tells when any of them was written again."""
-    return fingerprint_of_parts("version", *(f"{Path(file).absolute()}/{_state(file)}" for file in files))
-
-
-class Contents:
-    """The size and time of each file, and a digest of each image once it is read: 8 bytes a file, 8 an image.
-
-    `digests` are 0 for images that were not read yet. `fresh` are those that this process took since `take`.
-    """
-
-    def __init__(self, files: Sequence[str | Path], images: int) -> None:
-        self.files = files
-        self.digests = torch.zeros(images, dtype=torch.int64)
-        self.fresh: dict[int, int] = {}
-
-    @cached_property
-    def stamps(self) -> Tensor:
-        """The size and time of each file as one number, as they are when they are first asked for."""
-        return torch.tensor([_stamp(file) for file in self.files], dtype=torch.int64)
-
-    def to_dict(self) -> dict[str, Tensor]:
-        """For a checkpoint."""
-        return {"stamps": self.stamps, "digests": self.digests}
-
-    def look(self, row: int, file: int, data: bytes) -> None:
-        """Take the digest of an image that is read for the first time, or whose file was written since."""
-        # The time is that after reading: with a time before, new contents could pass for old ones.
-        if not self.digests[row] or _stamp(self.files[file]) != self.stamps[file]:
-            self.fresh[row] = digest_of(data)
-
-    def take(self) -> dict[int, int]:
-        """The digests that `look` took since the last call."""
-        taken, self.fresh = self.fresh, {}
-        return taken
-
-
-def digest_of(data: Any) -> int:
-    """63 bits of a hash of some bytes, never 0."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1 or 1
-
-
-def digest_of_pixels(images: Tensor) -> Tensor:
-    """One digest of all images, as a tensor of one number."""
-    return torch.tensor([digest_of(images.cpu().contiguous().numpy().data)])
-
-
-def fingerprint_of_tensors(images: Tensor, labels: Tensor) -> str:
-    """From the shape, all labels, and some of the images."""
-    some = images[torch.tensor(list(evenly_spaced(len(images), SAMPLED_IMAGES)), dtype=torch.int64)]
-    return fingerprint_of_parts("tensors", str(tuple(images.shape)), _hashed(labels), _hashed(some))
-
-
-def fingerprint_of_subset(whole: str, index: Tensor) -> str:
-    """Of the images at these positions of a set with this fingerprint."""
-    return fingerprint_of_parts("subset", whole, _hashed(index))
-
-
-def evenly_spaced(n: int, most: int) -> Iterable[int]:
-    """At most this many positions of 0 to n - 1, the first and the last among them."""
-    if n <= most:
-        return range(n)
-    return (place * (n - 1) // (most - 1) for place in range(most))
-
-
-def _hashed(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.cpu().contiguous().numpy().data).hexdigest()
-
-
-def _stamp(path: str | Path) -> int:
-    """The file's size and time of change as one number."""
-    return hash(_state(path))  # of whole numbers, so it is the same in every process
-
-
-def _state(path: str | Path) -> tuple[int, int]:
-    """The file's size and time of change; -1 if it cannot be read, which decoding reports."""
-    try:
-        found = os.stat(path)  # noqa: PTH116  a Path for each of a million files takes longer than the look
-    except OSError:
-        return -1, -1
-    return found.st_size, found.st_mtime_ns
-
-
-def _pieces(path: str | Path) -> str:
-    """A digest of the beginning, the middle and the end of a file."""
-    hashed = hashlib.sha256()
-    try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            for start in (0, size // 2, max(0, size - _PIECE)):
-                file.seek(start)
-                hashed.update(file.read(_PIECE))
-    except OSError:
-        return "unreadable"
-    return hashed.hexdigest()
-
-
-Size = tuple[int, int, int]
-Bad = Literal["skip", "refuse"]
-Decode = Literal["cpu", "gpu"]
 _NAMED = 5
 _MOST_WORKERS = 1024
+_MOST_CHANNELS = 4
 
 
 @dataclass
@@ -201,7 +83,7 @@ class Problems:
 
 
 class Split(Protocol):
-    """Images with labels: held decoded in memory, or streamed from shards and folders."""
+    """Images with labels: held decoded in memory, streamed from shards and folders, or a user's own Dataset."""
 
     @property
     def size(self) -> Size | None:
@@ -225,7 +107,7 @@ class Split(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """The identity of the images and labels (`data.fingerprint`), without decoding an image."""
+        """The identity of the images and labels, without decoding an image."""
         ...
 
     def contents(self) -> dict[str, Tensor]:
@@ -233,7 +115,7 @@ class Split(Protocol):
         ...
 
     def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
-        """The images that have other contents than before, and the number of those of which nobody can tell."""
+        """The images that have other contents than before, and how many cannot be compared."""
         ...
 
     def __len__(self) -> int: ...
@@ -257,7 +139,7 @@ class Split(Protocol):
 
 @dataclass(frozen=True)
 class Data:
-    """A named set of images: its classes, what to train on and what to test on.
+    """A named set of images: its classes, the images to train on and those to test on.
 
     `details` are for the record of a run: the share of images held out for testing (`val_split`), whether images
     were resized to the network's own size (`sized_by`), and of sets with both test and validation images the split
@@ -317,10 +199,70 @@ class Loader(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Decoded:
+    """Images as uint8 [n, C, H, W], their labels, and the problems found."""
+
+    images: Tensor
+    labels: Tensor
+    problems: Problems = field(default_factory=Problems)
+    describe: Callable[[int], str] = "image {}".format
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.images, Tensor):
+            raise LowRankError(
+                "images are one uint8 tensor or array [n, C, H, W], not a "
+                f"{type(self.images).__name__}: use torch.stack."
+            )
+        shape = list(self.images.shape)
+        if self.images.dtype != torch.uint8 or len(shape) != 4:
+            raise LowRankError(f"images are uint8 [n, C, H, W], not {self.images.dtype} {shape}.")
+        if shape[1] > _MOST_CHANNELS >= shape[3]:
+            raise LowRankError(
+                f"images are [n, C, H, W]; {shape} looks like [n, H, W, C]: use .permute(0, 3, 1, 2)."
+            )
+        check_labels(self.labels)
+        if shape[0] != len(self.labels):
+            raise LowRankError(f"{counted(shape[0], 'image')} cannot have {counted(len(self.labels), 'label')}.")
+
+
+def check_labels(labels: object) -> None:
+    """Refuse what is not one whole number per image."""
+    if not isinstance(labels, Tensor):
+        raise LowRankError(f"labels are one tensor of class numbers [n], not a {type(labels).__name__}.")
+    if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.ndim != 1:
+        raise LowRankError(
+            f"labels are whole class numbers [n], such as int64, not {labels.dtype} {list(labels.shape)}."
+        )
+    if len(labels) and int(labels.min()) < 0:
+        raise LowRankError(f"labels are class numbers from 0 on, not {int(labels.min())}.")
+
+
+def check_workers(workers: int) -> None:
+    """Refuse a number of processes that cannot be meant: thousands would bring the machine down."""
+    check_number("workers", workers, least=0, most=_MOST_WORKERS, whole=True)
+
+
+def check_batches(images: int, *, batch_size: int, rank: int, world: int, train: bool) -> int:
+    """The number of batches per epoch; refuses settings that give none."""
+    if batch_size < 1 or not 0 <= rank < world:
+        raise LowRankError(f"no batches of {counted(batch_size, 'image')} for rank {rank} of {world}.")
+    if batch_size % world:
+        raise LowRankError(f"the global batch of {batch_size} does not divide over {world} processes.")
+    if images < (batch_size if train else 1):
+        raise LowRankError(f"{counted(images, 'image')} cannot fill one batch of {batch_size}.")
+    return images // batch_size if train else ceil_div(images, batch_size)
+
+
 def generator(*keys: int | str) -> torch.Generator:
     """A CPU generator seeded by all keys together, so that streams of neighbouring seeds do not overlap."""
     digest = hashlib.blake2b("/".join(map(str, keys)).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def rank_range(n: int, rank: int, world: int) -> tuple[int, int]:
+    """The stretch of n things that is one process's, or one worker's: together they are all, each once."""
+    return n * rank // world, n * (rank + 1) // world
 
 
 def stratified(labels: Tensor, n: int, *, seed: int) -> Tensor:
@@ -352,84 +294,84 @@ def places_by_name(theirs: Sequence[str], ours: Sequence[str]) -> list[int | Non
     >>> places_by_name(["crane", "dog", "crane"], ["crane", "cat", "crane", "dog"])
     [0, 3, 2]
     """
-    known = {name: place for place, name in enumerate(_told_apart(ours))}
-    return [known.get(name) for name in _told_apart(theirs)]
+    known = {name: place for place, name in enumerate(_numbered(ours))}
+    return [known.get(name) for name in _numbered(theirs)]
 
 
-def _told_apart(names: Sequence[str]) -> list[tuple[str, int]]:
+def _numbered(names: Sequence[str]) -> Iterator[tuple[str, int]]:
     """Each name with the number of times that it came before."""
     seen: Counter[str] = Counter()
-    found = []
     for name in names:
-        found.append((name, seen[name]))
+        yield name, seen[name]
         seen[name] += 1
-    return found
 
 
-def rank_range(n: int, rank: int, world: int) -> tuple[int, int]:
-    """The stretch of n things that is one process's, or one worker's: together they are all, each once."""
-    return n * rank // world, n * (rank + 1) // world
+def fingerprint_of_parts(*parts: str) -> str:
+    """One fingerprint from several texts, in their order."""
+    hashed = hashlib.sha256()
+    for part in parts:
+        hashed.update(len(part).to_bytes(8, "little") + part.encode(errors="surrogateescape"))
+    return hashed.hexdigest()[:32]
 
 
-def check_workers(workers: int) -> None:
-    """Refuse a number of processes that cannot be meant: thousands would bring the machine down."""
-    if not 0 <= workers <= _MOST_WORKERS:
-        raise LowRankError(f"workers are 0 or more processes, up to {_MOST_WORKERS}, not {workers}.")
+def fingerprint_of_files(root: Path, files: Sequence[str | Path]) -> str:
+    """From the names below `root`, the sizes, and pieces of some of the files: cheap on a million files.
+
+    A copy of a set in another place, with other dates, has the same fingerprint. As content is only sampled, a
+    resumed run compares digests of the images as well (`ImageStore.changed`).
+    """
+    names = [os.path.relpath(file, root) for file in files]
+    sizes = [file_state(files[index])[0] for index in evenly_spaced(len(files), MOST_SIZES)]
+    pieces = [_pieces(files[index]) for index in evenly_spaced(len(files), SAMPLED_FILES)]
+    return fingerprint_of_parts("files", "\0".join(names), str(sizes), *pieces)
 
 
-def check_batches(images: int, *, batch_size: int, rank: int, world: int, train: bool) -> int:
-    """The number of batches per epoch; refuses settings that give none."""
-    if batch_size < 1 or not 0 <= rank < world:
-        raise LowRankError(f"no batches of {counted(batch_size, 'image')} for rank {rank} of {world}.")
-    if batch_size % world:
-        raise LowRankError(f"the global batch of {batch_size} does not divide over {world} processes.")
-    if images < (batch_size if train else 1):
-        raise LowRankError(f"{counted(images, 'image')} cannot fill one batch of {batch_size}.")
-    return images // batch_size if train else ceil_div(images, batch_size)
+def fingerprint_of_tensors(images: Tensor, labels: Tensor) -> str:
+    """From the shape, all labels, and some of the images."""
+    some = images[torch.tensor(list(evenly_spaced(len(images), SAMPLED_IMAGES)), dtype=torch.int64)]
+    return fingerprint_of_parts("tensors", str(tuple(images.shape)), hash_of(labels), hash_of(some))
 
 
-_MOST_CHANNELS = 4
+def fingerprint_of_subset(whole: str, index: Tensor) -> str:
+    """Of the images at these positions of a set with this fingerprint."""
+    return fingerprint_of_parts("subset", whole, hash_of(index))
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """Images as uint8 [n, C, H, W], their labels, and the problems found."""
-
-    images: Tensor
-    labels: Tensor
-    problems: Problems = field(default_factory=Problems)
-    describe: Callable[[int], str] = "image {}".format
-
-    def __post_init__(self) -> None:
-        check_uint8_images(self.images)
-        check_labels(self.labels)
-        if len(self.images) != len(self.labels):
-            raise LowRankError(
-                f"{counted(len(self.images), 'image')} cannot have {counted(len(self.labels), 'label')}."
-            )
+def hash_of(tensor: Tensor) -> str:
+    """SHA-256 of the values of a tensor."""
+    return hashlib.sha256(tensor.cpu().contiguous().numpy().data).hexdigest()
 
 
-def check_uint8_images(images: object) -> None:
-    """Refuse what is not a tensor of uint8 [n, C, H, W]."""
-    if not isinstance(images, Tensor):
-        raise LowRankError(
-            f"images are one uint8 tensor or array [n, C, H, W], not a {type(images).__name__}: use torch.stack."
-        )
-    if images.dtype != torch.uint8 or images.ndim != 4:
-        raise LowRankError(f"images are uint8 [n, C, H, W], not {images.dtype} {list(images.shape)}.")
-    if images.shape[1] > _MOST_CHANNELS >= images.shape[3]:
-        raise LowRankError(
-            f"images are [n, C, H, W]; {list(images.shape)} looks like [n, H, W, C]: use .permute(0, 3, 1, 2)."
-        )
+def digest_of(data: Any) -> int:
+    """63 bits of a hash of some bytes, never 0."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1 or 1
 
 
-def check_labels(labels: object) -> None:
-    """Refuse what is not one whole number per image."""
-    if not isinstance(labels, Tensor):
-        raise LowRankError(f"labels are one tensor of class numbers [n], not a {type(labels).__name__}.")
-    if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.ndim != 1:
-        raise LowRankError(
-            f"labels are whole class numbers [n], such as int64, not {labels.dtype} {list(labels.shape)}."
-        )
-    if len(labels) and int(labels.min()) < 0:
-        raise LowRankError(f"labels are class numbers from 0 on, not {int(labels.min())}.")
+def evenly_spaced(n: int, most: int) -> Iterable[int]:
+    """At most this many positions of 0 to n - 1, the first and the last among them."""
+    if n <= most:
+        return range(n)
+    return (place * (n - 1) // (most - 1) for place in range(most))
+
+
+def file_state(path: str | Path) -> tuple[int, int]:
+    """The file's size and time of change; -1 if it cannot be read, which decoding reports."""
+    try:
+        found = os.stat(path)  # noqa: PTH116  a Path for each of a million files takes longer than the look
+    except OSError:
+        return -1, -1
+    return found.st_size, found.st_mtime_ns
+
+
+def _pieces(path: str | Path) -> str:
+    """A digest of the beginning, the middle and the end of a file."""
+    hashed = hashlib.sha256()
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            for start in (0, size // 2, max(0, size - _PIECE)):
+                file.seek(start)
+                hashed.update(file.read(_PIECE))
+    except OSError:
+        return "unreadable"
+    return hashed.hexdigest()

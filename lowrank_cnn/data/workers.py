@@ -1,96 +1,92 @@
-"""What a worker process makes: its part of a batch, decoded, cropped and mirrored, as uint8.
+"""What worker processes read: parts of batches, decoded, cropped and mirrored, as uint8.
 
 If a GPU decodes, a worker passes plain colour JPEGs on as they are, and frames all other images itself.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
+from lowrank_cnn.core.cache import cache_folder, read_cached, write_cached
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.numbers import ceil_div
-from lowrank_cnn.data.decode import UNDECODABLE, BadImageError, Framing, ScaledCrop, frame_image, stack
-from lowrank_cnn.data.store import ImageStore, read_watched, shuffled_rows
-from lowrank_cnn.data.types import generator, rank_range
+from lowrank_cnn.core.text import counted
+from lowrank_cnn.data.decode import (
+    UNDECODABLE,
+    BadImageError,
+    Framing,
+    ScaledCrop,
+    decode_image,
+    frame_image,
+    stack,
+)
+from lowrank_cnn.data.store import ImageProgress, ImageStore, stamps_of
+from lowrank_cnn.data.types import (
+    Bad,
+    Decoded,
+    Problems,
+    Size,
+    fingerprint_of_parts,
+    generator,
+    hash_of,
+    rank_range,
+)
 
-TOO_MANY = "too many images are bad"
+OTHER_SIZE = "resized image"
 _TRIES = 64
+_PREFETCH = 4
+_CHUNK = 256
+_WORTH_WORKERS = 4096
+_MOST_WORKERS = 16
 
-Trouble = tuple[list[tuple[str, str]], str]
-"""The problems found, and the error that ends the run, or an empty text."""
-
-
-def _spread_from(rows: Tensor, place: int) -> Iterator[int]:
-    """Some of the rows: first this place, then others far apart, to leave a damaged part of a file."""
-    stride = len(rows) // _TRIES + 1
-    for step in range(min(_TRIES, len(rows))):
-        yield int(rows[(place + step * stride) % len(rows)])
+Found = list[tuple[str, str]]
+"""Problems, each as (kind, where)."""
 
 
-@dataclass(frozen=True)
-class EncodedImages:
-    """The JPEGs of a part, one behind the other, and a crop for each of its images; None where a worker framed it.
+class BatchImage(NamedTuple):
+    """The pixels of one image, or a JPEG and the crop to make of it; its row, and its number in the batch."""
 
-    `places` are the positions of the images among all that the part was to hold.
+    data: bytes
+    crop: ScaledCrop | None
+    row: int
+    number: int
+
+
+class BatchPart(NamedTuple):
+    """Images [n, h, w, C], their rows and the problems found.
+
+    `digests` are those of images that were read for the first time or whose files were written since, by row.
+    If a GPU decodes, `images` holds only those that a worker framed, and `encoded` the JPEGs, joined.
+    `crops` and `numbers` then describe all images of the part; an image that a worker framed has no crop.
     """
 
-    data: Tensor
-    lengths: list[int]
-    crops: list[ScaledCrop | None]
-    places: list[int]
-
-    @classmethod
-    def of(cls, images: dict[int, BatchImage]) -> EncodedImages:
-        """From the images of a part by their places."""
-        jpegs = [image.data for image in images.values() if image.crop]
-        joined = bytearray().join(jpegs)
-        data = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
-        return cls(data, [len(jpeg) for jpeg in jpegs], [image.crop for image in images.values()], list(images))
+    images: Tensor
+    rows: list[int]
+    found: Found
+    digests: dict[int, int]
+    encoded: Tensor | None = None
+    lengths: Sequence[int] = ()
+    crops: Sequence[ScaledCrop | None] = ()
+    numbers: Sequence[int] = ()
 
     def jpegs(self) -> list[tuple[Tensor, ScaledCrop]]:
         """Every JPEG with its crop; no byte is copied."""
         crops = [crop for crop in self.crops if crop]
-        return list(zip(self.data.split(self.lengths), crops, strict=True)) if crops else []
-
-    def pin_memory(self) -> EncodedImages:
-        """Called by torch's DataLoader on what it loads for a GPU."""
-        return replace(self, data=self.data.pin_memory())
-
-
-class BatchPart(NamedTuple):
-    """Images [n, h, w, C] and labels, the problems found, and the error that ends the run, if any.
-
-    If some images are still `encoded`, `images` holds only the others; `labels` are those of all. Labels are a
-    list, since a tensor takes some fraction of a millisecond to receive from another process. `digests` are those
-    of the images, by row, that were read for the first time or whose files were written since.
-    """
-
-    images: Tensor
-    labels: list[int]
-    found: list[tuple[str, str]]
-    failure: str
-    encoded: EncodedImages | None = None
-    digests: Mapping[int, int] = {}
-
-
-def trouble_of(parts: Sequence[BatchPart]) -> Trouble:
-    """The problems of several parts, and the first error."""
-    failure = next((part.failure for part in parts if part.failure), "")
-    return [problem for part in parts for problem in part.found], failure
-
-
-class BatchImage(NamedTuple):
-    """The pixels of one image, or a JPEG and the crop of it to make, and the label."""
-
-    data: bytes
-    crop: ScaledCrop | None
-    label: int
+        if self.encoded is None or not crops:
+            return []
+        return list(zip(self.encoded.split(list(self.lengths)), crops, strict=True))
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,7 @@ class EpochParts(Dataset):
     Every batch takes `per_lane` rows from each lane. This process reads the lanes in `mine`, in `parts` parts for
     its workers. `draw` seeds the crops of training; it is None in evaluation, which leaves bad images out. In
     training another row replaces a bad one, so that every batch keeps its size. With `encoded`, plain JPEGs stay
-    encoded.
+    encoded. With `one_size`, an image of another size than the framing's is a problem.
     """
 
     store: ImageStore
@@ -110,94 +106,198 @@ class EpochParts(Dataset):
     parts: int
     channels: int
     framing: Framing
-    draw: tuple[str | int, ...] | None
+    draw: tuple[str | int, ...] | None = None
     encoded: bool = False
+    one_size: bool = False
 
     @property
     def batches(self) -> int:
         return ceil_div(self.lanes.shape[1], self.per_lane)
 
     def __getitem__(self, key: tuple[int, int]) -> BatchPart:
-        draws, keys = self._draws(key[0]), list(self._places(*key))
-        found: list[tuple[str, str]] = []
-        images = {
-            place: image
-            for place, (lane, at, number) in enumerate(keys)
-            if (image := self._first_good(lane, at, draws[number] if draws else None, found))
-        }
-        framed = [image.data for image in images.values() if not image.crop]
-        pixels = stack(framed, *self.framing.window, self.channels)
-        labels = [image.label for image in images.values()]
-        failure = TOO_MANY if draws is not None and len(images) < len(keys) else ""
-        encoded = EncodedImages.of(images) if self.encoded else None
-        return BatchPart(pixels, labels, found, failure, encoded, self.store.contents.take())
-
-    def framed(self, batch: int, part: int, place: int, found: list[tuple[str, str]]) -> BatchImage | None:
-        """One image of a part again, framed on the CPU: for an image that the GPU could not decode."""
+        batch, part = key
+        found: Found = []
+        fresh: dict[int, int] = {}
         draws = self._draws(batch)
-        lane, at, number = list(self._places(batch, part))[place]
-        return replace(self, encoded=False)._first_good(lane, at, draws[number] if draws else None, found)
+        made = (self._first_good(batch, number, draws, found, fresh) for number in self._numbers(batch, part))
+        images = [image for image in made if image]
+        framed = stack([image.data for image in images if not image.crop], *self.framing.window, self.channels)
+        read = BatchPart(framed, [image.row for image in images], found, fresh)
+        if not self.encoded:
+            return read
+        jpegs = [image.data for image in images if image.crop]
+        joined = bytearray().join(jpegs)
+        return read._replace(
+            encoded=torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8),
+            lengths=[len(jpeg) for jpeg in jpegs],
+            crops=[image.crop for image in images],
+            numbers=[image.number for image in images],
+        )
 
-    def _places(self, batch: int, part: int) -> Iterator[tuple[int, int, int]]:
-        """The lane, the place in it, and the number in the global batch, of each image of a part."""
-        first = batch * self.per_lane
+    def framed(self, batch: int, number: int, found: Found) -> BatchImage | None:
+        """One image of a batch again, framed on the CPU: for an image that the GPU could not decode."""
+        return replace(self, encoded=False)._first_good(batch, number, self._draws(batch), found, {})
+
+    def _numbers(self, batch: int, part: int) -> Iterator[int]:
+        """The numbers in the global batch of the images of a part."""
+        length = min(self.per_lane, self.lanes.shape[1] - batch * self.per_lane)
         for lane in self.mine[slice(*rank_range(len(self.mine), part, self.parts))]:
-            for place in range(first, min(first + self.per_lane, self.lanes.shape[1])):
-                yield lane, place, lane * self.per_lane + place - first
+            yield from range(lane * self.per_lane, lane * self.per_lane + length)
 
     def _draws(self, batch: int) -> list[list[float]] | None:
-        """Three numbers for every image of the global batch, the same in every process."""
+        """Three random numbers for every image of the global batch, the same in every process."""
         if self.draw is None:
             return None
         images = len(self.lanes) * self.per_lane
         return torch.rand(images, 3, generator=generator(*self.draw, batch), dtype=torch.float64).tolist()
 
     def _first_good(
-        self, lane: int, place: int, draws: list[float] | None, found: list[tuple[str, str]]
+        self, batch: int, number: int, draws: list[list[float]] | None, found: Found, fresh: dict[int, int]
     ) -> BatchImage | None:
-        """The image at this place and its label, or in training those of another row that can be decoded."""
+        """The image of this number, or in training that of another row that can be decoded."""
+        lane, place = number // self.per_lane, batch * self.per_lane + number % self.per_lane
+        own = draws[number] if draws else None
         for row in self._candidates(lane, place) if draws else [int(self.lanes[lane, place])]:
             try:
-                return BatchImage(*self._image(row, draws), int(self.store.labels[row]))
+                data = self.store.read_watched(row, fresh)
+                if self.encoded and (crop := self.framing.scaled_crop(data, own)):
+                    return BatchImage(data, crop, row, number)
+                return BatchImage(self._frame(data, row, own, found), None, row, number)
             except BadImageError as error:
                 found.append((UNDECODABLE, f"{self.store.where(row)}: {error}"))
         return None
 
     def _candidates(self, lane: int, place: int) -> Iterator[int]:
         """The row at this place, then others spread over its lane, then over all lanes."""
-        length = self.lanes.shape[1]
         yield from _spread_from(self.lanes[lane], place)
-        yield from _spread_from(self.lanes.flatten(), lane * length + place)
+        yield from _spread_from(self.lanes.flatten(), lane * self.lanes.shape[1] + place)
 
-    def _image(self, row: int, draws: list[float] | None) -> tuple[bytes, ScaledCrop | None]:
-        data = read_watched(self.store, row)
-        if self.encoded and (crop := self.framing.scaled_crop(data, draws)):
-            return data, crop
-        return frame_image(data, self.framing, self.channels, draws), None
+    def _frame(self, data: bytes, row: int, draws: list[float] | None, found: Found) -> bytes:
+        if not self.one_size:
+            return frame_image(data, self.framing, self.channels, draws)
+        image = decode_image(data, channels=self.channels)
+        if (image.height, image.width) != self.framing.size:
+            found.append((OTHER_SIZE, f"{self.store.where(row)}: {image.height}x{image.width}"))
+        return self.framing(image, draws).tobytes()
+
+    def load(self, start: int = 0, *, workers: int = 0, **options: Any) -> Iterable[BatchPart]:
+        """Every part from this batch on. Workers take turns: each reads the same lanes in every batch."""
+        keys = [(batch, part) for batch in range(start, self.batches) for part in range(self.parts)]
+        if not workers or not keys:
+            return (self[key] for key in keys)
+        # Without a generator of its own, a DataLoader draws from that of dropout: a resumed run would draw twice.
+        options |= {"num_workers": workers, "prefetch_factor": _PREFETCH, "generator": torch.Generator()}
+        return loaded(DataLoader(self, batch_size=None, sampler=keys, **options))
 
 
-_LANES = 16
-WINDOW = 256
+def _spread_from(rows: Tensor, place: int) -> Iterator[int]:
+    """Some of the rows: first this place, then others far apart, to leave a damaged part of a file."""
+    stride = len(rows) // _TRIES + 1
+    for step in range(min(_TRIES, len(rows))):
+        yield int(rows[(place + step * stride) % len(rows)])
 
 
-def lane_count(batch_size: int, world: int, workers: int) -> int:
-    """A divisor of the batch and a multiple of the processes, larger for many workers."""
-    wanted = _LANES
-    while wanted < world * workers:
-        wanted *= 2
-    return math.lcm(math.gcd(batch_size, wanted), world)
+def loaded(loader: DataLoader) -> Iterator[Any]:
+    """The items of a DataLoader; an error of its processes is one sentence, without their tracebacks."""
+    try:
+        yield from loader
+    except LowRankError as error:  # of a worker: torch puts the whole traceback into its text
+        raise type(error)(error.args[0].strip().splitlines()[-1].partition(": ")[2]) from error
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise LowRankError(
+            "a process that reads images was killed, by the system if memory ran out: use fewer --workers."
+        ) from error
 
 
-def epoch_lanes(store: ImageStore, rows: Tensor, *, lanes: int, used: int, seed: int, epoch: int) -> Tensor:
-    """Rows of an epoch as [lanes, used / lanes]: a pure function of the seed and the epoch.
+def decode_rows(
+    store: ImageStore, rows: Tensor, *, size: Size, any_size: bool, bad: Bad, problems: Problems, what: str = ""
+) -> Decoded:
+    """All these rows as one tensor, without the bad ones, which are added to the problems.
 
-    The rows, in a random order that keeps shards together, are cut into lanes, and mixed further within windows of
-    each lane. Every global batch takes the same number of images from each lane. A process owns neighbouring
-    lanes, and so reads its own shards; its workers share these lanes. While all processes together have no more
-    workers than lanes, the global batches depend neither on the number of processes nor on that of workers.
+    `what` is the title of a progress line; an empty one shows none.
     """
-    draw = generator("shards", seed, epoch)
-    cut = shuffled_rows(store, rows, draw)[:used].view(lanes, -1)
-    window = torch.arange(cut.shape[1]) // WINDOW
-    keys = window + torch.rand(cut.shape, generator=draw, dtype=torch.float64)
-    return cut.gather(1, keys.argsort(1))
+    _ = store.stamps  # of all files, listed here and not by each worker
+
+    def note(found: Found) -> None:
+        problems.add_all(found)
+        if bad == "refuse":
+            problems.refuse()
+
+    window = size[1:]
+    framing = Framing(window, window, None, 0, False, ())
+    parts = EpochParts(store, rows[None], range(1), _CHUNK, 1, size[0], framing, one_size=not any_size)
+    decoded = _decode_once(parts, what, note)
+    store.note(decoded.digests)
+    note(decoded.found)
+    if not decoded.rows:
+        raise LowRankError(f"none of {counted(len(rows), 'image')} can be decoded: {problems}.")
+    kept = decoded.rows
+    return Decoded(decoded.images, store.labels[kept], problems, lambda place: store.where(kept[place]))
+
+
+def _decode(parts: EpochParts, what: str, note: Callable[[Found], None]) -> BatchPart:
+    """All parts as one, its images [n, C, H, W]; `note` gets the problems as they are found.
+
+    Processes decode large sets: Pillow holds the interpreter on small images.
+    """
+    number = parts.lanes.shape[1]
+    workers = min(_MOST_WORKERS, os.cpu_count() or 1) if number >= _WORTH_WORKERS else 0
+    forks = workers > 1 and "fork" in multiprocessing.get_all_start_methods()
+    options = {"workers": workers, "multiprocessing_context": "fork"} if forks else {}
+    whole = BatchPart(torch.empty(number, parts.channels, *parts.framing.window, dtype=torch.uint8), [], [], {})
+    with ImageProgress(what, number, enabled=bool(what)) as shown:
+        for part in parts.load(**options):
+            whole.images[len(whole.rows) : len(whole.rows) + len(part.rows)] = part.images.permute(0, 3, 1, 2)
+            whole.rows.extend(part.rows)
+            note(part.found)
+            whole.found.extend(part.found)
+            whole.digests.update(part.digests)
+            shown.advance(parts.per_lane)
+    return whole._replace(images=whole.images[: len(whole.rows)])
+
+
+# The decoded images of a set that takes long to decode are cached between runs.
+
+WORTH_SECONDS = 2.0
+"""Sets that take less time to decode are not cached."""
+MOST_BYTES, MOST_BYTES_OF_ALL = 2**30, 2**33
+"""The largest set that is cached, and what all cached sets may take together."""
+DECODER = "upright, rows and digests"
+"""What a cache entry holds: change it with the pixels or the tensors, and old entries are decoded again."""
+
+
+def _decode_once(parts: EpochParts, what: str, note: Callable[[Found], None]) -> BatchPart:
+    """The rows from the cache; else decoded, and cached if that took long.
+
+    An entry belongs to the exact files: their paths, sizes and times of change. The cache checks its sum.
+    """
+    paths = "\0".join(str(Path(path).absolute()) for path in parts.store.paths)
+    asked = (hash_of(parts.lanes), str(parts.channels), str(parts.framing), str(parts.one_size))
+    key = "decoded-" + fingerprint_of_parts(DECODER, paths, hash_of(stamps_of(parts.store.paths)), *asked)
+    path = cache_folder() / "decoded" / f"{key}.safetensors"
+    if path.exists() and (stored := read_cached(path, key)) is not None:
+        tensors = load(stored)
+        found, rows, digests = json.loads(tensors["read"].numpy().tobytes())
+        return BatchPart(tensors["images"], rows, [(kind, where) for kind, where in found], dict(digests))
+    began = time.monotonic()
+    made = _decode(parts, what, note)
+    worth = time.monotonic() - began >= WORTH_SECONDS and made.images.nbytes <= MOST_BYTES
+    if worth and not path.parent.is_symlink():  # a link in the cache could lead to any folder of the user's
+        read = bytearray(json.dumps([made.found, made.rows, list(made.digests.items())]).encode())
+        tensors = {"images": made.images.contiguous(), "read": torch.frombuffer(read, dtype=torch.uint8)}
+        if write_cached(path, key, save(tensors)):
+            _make_room(path)
+    return made
+
+
+def _make_room(newest: Path) -> None:
+    """Remove the oldest entries while all together take too much."""
+    entries = sorted(newest.parent.glob("decoded-*.safetensors"), key=lambda path: path.lstat().st_mtime_ns)
+    total = sum(path.lstat().st_size for path in entries)
+    for path in entries:
+        if total <= MOST_BYTES_OF_ALL or path == newest:
+            return
+        total -= path.lstat().st_size
+        path.unlink(missing_ok=True)

@@ -16,7 +16,8 @@ from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.modules import InputSize, checked_size, is_example
 from lowrank_cnn.core.notes import note, notes
 from lowrank_cnn.data import Data
-from lowrank_cnn.data.own import AsGiven, for_classes, loader_batch
+from lowrank_cnn.data.own import for_classes, loader_batch
+from lowrank_cnn.data.preprocess import AsGiven
 from lowrank_cnn.data.types import Decode
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.finalize_shapes import settle

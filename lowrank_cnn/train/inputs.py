@@ -32,7 +32,8 @@ from lowrank_cnn.data import (
     preprocess_from_dict,
 )
 from lowrank_cnn.data.mixes import Mixer, PixelAugment
-from lowrank_cnn.data.own import AsGiven, DatasetSplit, data_of, in_short, is_dataset
+from lowrank_cnn.data.own import DatasetSplit, data_of, in_short, is_dataset
+from lowrank_cnn.data.preprocess import AsGiven
 from lowrank_cnn.data.sources import LARGE_SIDE
 from lowrank_cnn.data.streamed import frame
 from lowrank_cnn.data.types import Decode, Split

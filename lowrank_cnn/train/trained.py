@@ -15,7 +15,7 @@ from lowrank_cnn.core.environment import is_out_of_memory
 from lowrank_cnn.core.errors import LowRankError, first_line
 from lowrank_cnn.core.notes import TrainingCard, note, notes
 from lowrank_cnn.data import Augment, Data, Preprocess, Standardize, preprocess_from_dict
-from lowrank_cnn.data.own import AsGiven
+from lowrank_cnn.data.preprocess import AsGiven
 from lowrank_cnn.data.streamed import frame
 from lowrank_cnn.method.activations import evaluating
 from lowrank_cnn.method.finalize_shapes import has_learned, settle

@@ -16,8 +16,7 @@ import torch
 from lowrank_cnn.cli.train import _held_out_in_words, _told
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
-from lowrank_cnn.data import Data, ResidentSplit
-from lowrank_cnn.data.sources import ReadOptions, open_source
+from lowrank_cnn.data import Data, ResidentSplit, open_data
 from lowrank_cnn.deploy.engines.onnx import node_macs
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train import fit, get_recipe, load_record
@@ -268,7 +267,10 @@ def test_a_run_is_fine_tuned_for_other_classes(lowrank, tmp_path):
         (("train", "nin", "--data", "squares", "--epochs", "0"), "epochs lies between 1 and"),
         (("train", "nin", "--data", "squares", "--resume"), "give --out"),
         (("train", "nin", "--data", str(HERE), "--out", str(HERE)), "holds the images to train on"),
-        (("train", "nin", "--data", "squares", "--batch-size", "16", "--workers=-1"), "workers are 0 or more"),
+        (
+            ("train", "nin", "--data", "squares", "--batch-size", "16", "--workers=-1"),
+            "workers must be a whole number",
+        ),
     ],
 )
 def test_mistakes_are_answered_in_a_sentence(lowrank, arguments, sentence):
@@ -385,7 +387,7 @@ def test_bad_images_that_a_stream_finds_are_told_at_the_end(lowrank, tmp_path, m
         path.parent.mkdir(parents=True, exist_ok=True)
         image.new("L", (16 + number % 3, 16), 10 * number).save(path)
     (tmp_path / "photos" / "a" / "bad.png").write_bytes(b"junk")
-    data = open_source(tmp_path / "photos", ReadOptions())
+    data = open_data(tmp_path / "photos")
     monkeypatch.setattr("lowrank_cnn.data.open_data", lambda *_, **__: data)
     done = lowrank("train", "nin-c3-lr", "--data", "photos", *SMALL, "--batch-size", "4")
     assert done.exit_code == 0, done.output

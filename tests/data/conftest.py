@@ -14,10 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-Photo = Callable[..., bytes]
-WriteShards = Callable[..., list[Path]]
-WriteFolder = Callable[..., Path]
-
 
 def _photo(seed: int = 0, *, size: tuple[int, int] = (12, 10), mode: str = "RGB", format: str = "PNG") -> bytes:
     """Random pixels of this height and width as an image file; the seed is their identity."""
@@ -28,22 +24,22 @@ def _photo(seed: int = 0, *, size: tuple[int, int] = (12, 10), mode: str = "RGB"
 
 
 @pytest.fixture(scope="session")
-def photo() -> Photo:
+def photo() -> Callable[..., bytes]:
     return _photo
 
 
 @pytest.fixture(scope="session")
-def write_shards() -> WriteShards:
+def write_shards() -> Callable[..., list[Path]]:
     def write(
         folder: Path,
         split: str,
-        shards: Sequence[Sequence[tuple[bytes | None, int | None]]],
+        shards: Sequence[Sequence[tuple[bytes | int | None, int | None]]],
         *,
         names: Sequence[str] | None = ("cat", "dog", "owl"),
         columns: tuple[str, str] = ("image", "label"),
         group_rows: int = 4,
     ) -> list[Path]:
-        """One parquet file in the Hugging Face layout for each list of (image file, label)."""
+        """One parquet file in the Hugging Face layout for each list of (image file or photo's number, label)."""
         folder.mkdir(parents=True, exist_ok=True)
         image = pa.struct({"bytes": pa.binary(), "path": pa.string()})
         schema = pa.schema({columns[0]: image, columns[1]: pa.int64()})
@@ -52,7 +48,8 @@ def write_shards() -> WriteShards:
             schema = schema.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})
         files = []
         for number, rows in enumerate(shards):
-            data = [{columns[0]: {"bytes": data, "path": None}, columns[1]: label} for data, label in rows]
+            files_of = [(_photo(image) if isinstance(image, int) else image, label) for image, label in rows]
+            data = [{columns[0]: {"bytes": data, "path": None}, columns[1]: label} for data, label in files_of]
             files.append(folder / f"{split}-{number:05d}-of-{len(shards):05d}.parquet")
             pq.write_table(pa.Table.from_pylist(data, schema), files[-1], row_group_size=group_rows)
         return files
@@ -61,22 +58,22 @@ def write_shards() -> WriteShards:
 
 
 @pytest.fixture
-def shards(tmp_path: Path, write_shards: WriteShards) -> Path:
+def shards(tmp_path: Path, write_shards) -> Path:
     """Three train shards of 16, 12 and 12 images, and one of 10 to test on, labels by turns."""
     bounds = ((0, 16), (16, 28), (28, 40))
-    train = [[(_photo(number), number % 3) for number in range(*bound)] for bound in bounds]
-    write_shards(tmp_path, "train", train)
-    write_shards(tmp_path, "test", [[(_photo(100 + number), number % 3) for number in range(10)]])
+    write_shards(tmp_path, "train", [[(number, number % 3) for number in range(*bound)] for bound in bounds])
+    write_shards(tmp_path, "test", [[(100 + number, number % 3) for number in range(10)]])
     return tmp_path
 
 
 @pytest.fixture(scope="session")
-def write_folder() -> WriteFolder:
-    def write(root: Path, images: dict[str, bytes]) -> Path:
-        """An image folder: path below the root to file content."""
+def write_folder() -> Callable[..., Path]:
+    def write(root: Path, images: dict[str, bytes | int]) -> Path:
+        """An image folder: path below the root to file content, or to the number of a photo."""
         for name, content in images.items():
             (root / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / name).write_bytes(content)
+            format = "JPEG" if name.lower().endswith("jpg") else "PNG"
+            (root / name).write_bytes(content if isinstance(content, bytes) else _photo(content, format=format))
         return root
 
     return write

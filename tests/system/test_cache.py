@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lowrank_cnn.core.cache import JsonCache, cache_folder, cached_tensors, read_cached, tensor_key, write_cached
-from lowrank_cnn.deploy.plan import Cache
+from lowrank_cnn.deploy.plan import open_times
 from lowrank_cnn.kernels.autotune.tuned import store_path
 
 SHAPES = {"mean": (6,), "matrix": (6, 6)}
@@ -33,7 +33,7 @@ def test_one_folder_for_all(variables: dict[str, str], folder: str, monkeypatch:
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(Path, "home", lambda: Path("home"))
     assert cache_folder() == store_path().parent == Path(folder)
-    assert Cache.open(True).entries.path == Path(folder) / "plans.json"
+    assert open_times(True).path == Path(folder) / "plans.json"
 
 
 def made(value: float = 1.0) -> dict[str, torch.Tensor]:

@@ -1,0 +1,458 @@
+"""From image files to pixels: decoding, cropping, what a GPU may decode, and small pictures for records."""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from lowrank_cnn.data import decode as module
+from lowrank_cnn.data.augment import scaled
+from lowrank_cnn.data.decode import (
+    SIDE,
+    BadImageError,
+    Framing,
+    ImageHeader,
+    ScaledCrop,
+    cover_and_crop,
+    crop_at,
+    decode_image,
+    frame_image,
+    image_header,
+    plain_jpeg_size,
+    scale_shorter,
+    thumbnail,
+)
+from lowrank_cnn.report.records import LARGEST_THUMBNAIL
+
+
+def encoded(image: Image.Image, format: str = "PNG", **options: object) -> bytes:
+    out = io.BytesIO()
+    image.save(out, format, **options)
+    return out.getvalue()
+
+
+def ramp(mode: str) -> Image.Image:
+    """16x16, from black at the left to white at the right."""
+    grey = np.tile(np.arange(16, dtype=np.uint8) * 17, (16, 1))
+    return Image.fromarray(grey).convert(mode)
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "RGB", "RGBA", "1"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_every_mode_of_png_becomes_grey_or_rgb(mode: str, channels: int) -> None:
+    image = decode_image(encoded(ramp(mode)), channels=channels)
+    assert image.mode == {1: "L", 3: "RGB"}[channels]
+    values = np.asarray(image).reshape(16, 16, -1)
+    assert values[:, 0].max() <= 10
+    assert values[:, -1].min() >= 245
+    palette = ramp("P")
+    palette.info["transparency"] = bytes(range(256))
+    assert decode_image(encoded(palette), channels=3).mode == "RGB"
+
+
+def test_cmyk_jpeg_becomes_rgb_of_the_same_colours() -> None:
+    red = Image.new("RGB", (16, 16), (250, 10, 20))
+    image = decode_image(encoded(red.convert("CMYK"), "JPEG", quality=100), channels=3)
+    assert image.mode == "RGB"
+    assert np.abs(np.asarray(image).astype(int) - [250, 10, 20]).max() <= 4
+
+
+def test_deep_grey_images_keep_their_range() -> None:
+    deep = Image.fromarray((np.tile(np.arange(16), (16, 1)) * 4369).astype(np.uint16))
+    assert deep.mode.startswith("I;16")
+    for format in ("PNG", "TIFF"):
+        image = decode_image(encoded(deep, format), channels=3)
+        values = np.asarray(image)[0, :, 0].astype(int)
+        assert np.abs(values - np.arange(16) * 17).max() <= 1
+
+
+def test_what_a_header_tells(photo) -> None:
+    assert image_header(photo(0, size=(12, 10))) == ImageHeader(12, 10, grey=False)
+    assert image_header(photo(0, size=(5, 7), mode="L", format="JPEG")) == ImageHeader(5, 7, grey=True)
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"])
+def test_truncated_files_are_bad_images_not_crashes(photo, format: str) -> None:
+    whole = photo(0, size=(40, 40), format=format)
+    decode_image(whole, channels=3)
+    refused = 0
+    for length in range(0, len(whole), max(1, len(whole) // 60)):
+        try:
+            assert decode_image(whole[:length], channels=3).size == (40, 40)
+        except BadImageError:
+            refused += 1
+    assert refused >= 55  # some formats do not miss their last bytes
+
+
+def test_damaged_bytes_are_bad_images_not_crashes(photo) -> None:
+    whole = photo(0, size=(40, 40))
+    reasons = []
+    for seed in range(50):
+        noise = np.random.default_rng(seed)
+        damaged = bytearray(whole)
+        for place in noise.integers(0, len(whole), 8):
+            damaged[place] = noise.integers(0, 256)
+        try:
+            decode_image(bytes(damaged), channels=3)
+        except BadImageError as error:
+            reasons.append(str(error))
+    assert len(reasons) > 25
+    assert all(reasons)
+
+
+def test_a_decompression_bomb_is_refused_by_its_header() -> None:
+    header = struct.pack(">IIBBBBB", 60_000, 60_000, 1, 0, 0, 0, 0)
+    chunk = b"IHDR" + header
+    png = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    with pytest.raises(BadImageError, match="3600000000"):
+        decode_image(png + struct.pack(">I", 0) + b"IDAT", channels=1)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_images_of_too_many_pixels_are_refused(photo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 80)
+    with pytest.raises(BadImageError, match="10x12 pixels are too many"):
+        decode_image(photo(0), channels=3)
+
+
+@pytest.mark.parametrize("data", [b"", b"hello", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"])
+def test_other_files_are_not_images(data: bytes) -> None:
+    with pytest.raises(BadImageError, match="not a known image format"):
+        decode_image(data, channels=3)
+
+
+def test_fitting_scales_to_cover_and_keeps_the_centre() -> None:
+    plain = Image.new("RGB", (50, 30), (9, 8, 7))
+    assert scale_shorter(plain, 15).size == (25, 15)
+    assert scale_shorter(plain, 30) is cover_and_crop(plain, 30, 50) is plain
+    assert (np.asarray(cover_and_crop(plain, 64, 10)) == [9, 8, 7]).all()
+    image = Image.new("L", (30, 10))
+    image.paste(255, (10, 0, 20, 10))
+    assert np.asarray(cover_and_crop(image, 10, 10)).min() == 255
+
+
+def test_windows_beyond_the_image_are_filled() -> None:
+    image = Image.new("RGB", (4, 4), (1, 2, 3))
+    window = np.asarray(crop_at(image, -1, 2, 4, 4, fill=(7, 8, 9)))
+    assert (window[0] == [7, 8, 9]).all()
+    assert (window[1:, :2] == [1, 2, 3]).all()
+    assert (window[:, 2:] == [7, 8, 9]).all()
+    assert crop_at(Image.new("L", (4, 4)), -1, 0, 4, 4, fill=(7,)).getpixel((0, 0)) == 7
+
+
+def test_a_jpeg_may_come_smaller_but_not_too_small(photo) -> None:
+    data = photo(0, size=(160, 240), format="JPEG")
+    assert decode_image(data, channels=3, at_least=40).size == (60, 40)
+    assert decode_image(data, channels=3, at_least=100).size == (240, 160)
+    assert decode_image(data, channels=3).size == (240, 160)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1 / 255])
+def test_tiffs_of_floats_are_no_black_images(scale: float) -> None:
+    values = np.tile(np.arange(16, dtype=np.float32) * 17 * scale, (16, 1))
+    image = decode_image(encoded(Image.fromarray(values), "TIFF"), channels=3)
+    assert np.array_equal(np.asarray(image)[0, :, 0], np.arange(16) * 17)
+
+
+@pytest.mark.parametrize("value", [-1.0, 256.0, float("nan"), float("inf")])
+def test_floats_of_no_known_range_are_bad_images(value: float) -> None:
+    values = np.zeros((8, 8), np.float32)
+    values[4, 4] = value
+    with pytest.raises(BadImageError, match=r"float pixels from .* 8 or 16 bits"):
+        decode_image(encoded(Image.fromarray(values), "TIFF"), channels=1)
+
+
+def turned(how: int, format: str = "JPEG") -> bytes:
+    """A photograph of 40x20 pixels, white in its top half, as a camera held in this way stores it."""
+    pixels = np.zeros((20, 40, 3), np.uint8)
+    pixels[:10] = 255
+    upright = Image.fromarray(pixels)
+    undo = {1: None, 3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
+    stored = upright if undo[how] is None else upright.transpose(undo[how])
+    exif = Image.Exif()
+    exif[0x0112] = how
+    return encoded(stored, format, exif=exif)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("how", [1, 3, 6, 8])
+def test_a_photograph_is_upright_however_the_camera_was_held(how: int, format: str) -> None:
+    data = turned(how, format)
+    assert image_header(data) == ImageHeader(20, 40, grey=False)
+    values = np.asarray(decode_image(data, channels=1)).astype(int)
+    assert values.shape == (20, 40)
+    assert values[:8].min() > 200
+    assert values[12:].max() < 50
+
+
+def test_a_damaged_exif_tag_leaves_the_image_as_it_is() -> None:
+    for exif in (b"Exif\0\0", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff"):
+        assert decode_image(encoded(ramp("RGB"), "JPEG", exif=exif), channels=3).size == (16, 16)
+
+
+FRAMING = Framing((14, 14), None, 16, 0, True, (0, 0, 0))
+
+
+def smooth(height: int, width: int, format: str = "PNG", mode: str = "RGB") -> bytes:
+    """A picture with soft edges, as photographs have."""
+    small = np.random.default_rng(0).integers(0, 256, (5, 5, 3), dtype=np.uint8)
+    return encoded(Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC).convert(mode), format)
+
+
+def plain(data: bytes, framing: Framing, draws: list[float] | None) -> np.ndarray:
+    """Scale everything, then crop, then mirror."""
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    height, width = scaled(image.height, image.width, framing.resize)
+    whole = np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
+    top, left = framing.corner(height, width, draws)
+    window = whole[top : top + framing.window[0], left : left + framing.window[1]]
+    return window[:, ::-1] if framing.mirrored(draws) else window
+
+
+@settings(max_examples=40)
+@given(
+    size=st.tuples(st.integers(14, 60), st.integers(14, 60)),
+    draws=st.none() | st.lists(st.floats(0, 1, exclude_max=True), min_size=3, max_size=3),
+)
+def test_a_window_is_that_of_the_whole_scaled_image(size: tuple[int, int], draws: list[float] | None) -> None:
+    data = smooth(*size)
+    window = np.frombuffer(frame_image(data, FRAMING, 3, draws), np.uint8).reshape(14, 14, 3)
+    difference = np.abs(window.astype(int) - plain(data, FRAMING, draws))
+    assert difference.max() <= 1
+    assert (difference == 0).mean() > 0.5
+
+
+def test_an_image_of_the_right_scale_is_only_cropped() -> None:
+    data = smooth(16, 20)
+    window = np.frombuffer(frame_image(data, FRAMING, 3, [0.99, 0.0, 0.9]), np.uint8).reshape(14, 14, 3)
+    assert (window == np.asarray(Image.open(io.BytesIO(data)))[2:16, :14]).all()
+
+
+@pytest.mark.parametrize(
+    ("format", "mode"), [("JPEG", "RGB"), ("JPEG", "L"), ("JPEG", "CMYK"), ("PNG", "RGB"), ("PNG", "L")]
+)
+def test_every_kind_of_image_is_framed_in_grey_and_colour(format: str, mode: str) -> None:
+    data = smooth(40, 31, format, mode)
+    grey, colour = (np.frombuffer(frame_image(data, FRAMING, channels, None), np.uint8) for channels in (1, 3))
+    assert len(grey) == 14 * 14
+    expected = plain(data, FRAMING, None)
+    assert np.abs(colour.reshape(14, 14, 3).astype(int) - expected).max() <= 1
+    assert np.abs(grey.reshape(14, 14) - expected @ [0.299, 0.587, 0.114]).max() <= 2
+    large = smooth(160, 200, format, mode)  # a JPEG comes at a reduced scale
+    window = np.frombuffer(frame_image(large, FRAMING, 3, None), np.uint8).reshape(14, 14, 3)
+    assert np.abs(window.astype(int) - plain(large, FRAMING, None)).mean() < 2
+
+
+def test_what_is_no_image_is_refused_with_its_reason() -> None:
+    with pytest.raises(BadImageError, match="not a known image format"):
+        frame_image(b"junk", FRAMING, 3, None)
+    with pytest.raises(BadImageError, match="truncated"):
+        frame_image(smooth(40, 40, "JPEG")[:-60], FRAMING, 3, None)
+
+
+def test_padding_has_the_colour_of_the_fill(photo) -> None:
+    padded = Framing((14, 14), (16, 16), 16, 2, True, (1, 2, 3))
+    window = np.frombuffer(frame_image(photo(0), padded, 3, [0.0, 0.0, 0.9]), np.uint8).reshape(14, 14, 3)
+    assert (window[:2] == [1, 2, 3]).all()
+    assert not (window[2:, 2:] == [1, 2, 3]).all()
+
+
+class StandIn:
+    """What simplejpeg does, by Pillow, so that its place in the pipeline is tested where it is missing too."""
+
+    def __init__(self) -> None:
+        self.decoded: list[str] = []
+
+    def decode_jpeg_header(self, data: bytes) -> tuple[int, int, str, str]:
+        image = self._open(data)
+        return image.height, image.width, {"L": "Gray", "CMYK": "CMYK"}.get(image.mode, "YCbCr"), "420"
+
+    def decode_jpeg(self, data: bytes, order: str) -> np.ndarray:
+        image = self._open(data)
+        try:
+            pixels = np.asarray(image.convert("RGB"))
+        except OSError as error:
+            raise ValueError(error) from error
+        self.decoded.append(order)
+        return np.ascontiguousarray(pixels[..., ::-1] if order == "BGR" else pixels)
+
+    def _open(self, data: bytes) -> Image.Image:
+        try:
+            return Image.open(io.BytesIO(data))
+        except OSError as error:
+            raise ValueError(error) from error
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    jpeg = StandIn()
+    monkeypatch.setattr(module, "_simplejpeg", lambda: jpeg)
+    return jpeg
+
+
+def framed_by_pillow(data: bytes, framing: Framing, channels: int, draws: list[float] | None) -> bytes:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_simplejpeg", lambda: None)
+        return frame_image(data, framing, channels, draws)
+
+
+@pytest.mark.parametrize("draws", [None, [0.3, 0.9, 0.9], [0.3, 0.9, 0.2]])
+@pytest.mark.parametrize("size", [(16, 20), (20, 16), (16, 16)])
+def test_a_jpeg_of_the_right_scale_is_cut_out(
+    stand_in: StandIn, size: tuple[int, int], draws: list[float] | None
+) -> None:
+    for mode in ("RGB", "L"):
+        data = smooth(*size, "JPEG", mode)
+        assert frame_image(data, FRAMING, 3, draws) == framed_by_pillow(data, FRAMING, 3, draws)
+    assert stand_in.decoded == ["BGR" if draws and draws[2] < 0.5 else "RGB"] * 2
+
+
+def test_what_simplejpeg_cannot_do_is_framed_by_pillow(stand_in: StandIn) -> None:
+    right = Framing((14, 14), (16, 20), None, 0, False, (0, 0, 0))
+    padded = Framing((14, 14), None, 16, 2, False, (0, 0, 0))
+    for data, framing, channels in (
+        (smooth(16, 20, "JPEG", "CMYK"), FRAMING, 3),
+        (smooth(16, 20, "PNG"), FRAMING, 3),
+        (smooth(17, 20, "JPEG"), FRAMING, 3),
+        (smooth(16, 20, "JPEG"), FRAMING, 1),
+        (smooth(16, 20, "JPEG"), padded, 3),
+        (smooth(16, 21, "JPEG"), right, 3),
+    ):
+        assert frame_image(data, framing, channels, None) == framed_by_pillow(data, framing, channels, None)
+    assert stand_in.decoded == []
+    assert frame_image(smooth(16, 20, "JPEG"), right, 3, None)
+    assert stand_in.decoded == ["RGB"]
+
+
+def test_pillow_says_what_is_wrong_with_a_jpeg(stand_in: StandIn) -> None:
+    whole = smooth(16, 20, "JPEG")
+    for data, reason in ((whole[:-60], "truncated"), (whole[:3], "not a known image format")):
+        with pytest.raises(BadImageError, match=reason):
+            frame_image(data, FRAMING, 3, None)
+    assert stand_in.decoded == []
+
+
+def test_simplejpeg_gives_the_pixels_of_pillow() -> None:
+    pytest.importorskip("simplejpeg")
+    sizes = {"RGB": [(30, 41), (90, 120), (16, 20)], "L": [(16, 41)], "CMYK": [(16, 41)]}
+    for data in (smooth(*size, "JPEG", mode) for mode in sizes for size in sizes[mode]):
+        for draws in (None, [0.3, 0.9, 0.2]):
+            assert frame_image(data, FRAMING, 3, draws) == framed_by_pillow(data, FRAMING, 3, draws)
+    with pytest.raises(BadImageError):
+        frame_image(smooth(16, 20, "JPEG")[:-60], FRAMING, 3, None)
+
+
+def noise(height: int = 20, width: int = 30, mode: str = "RGB", format: str = "JPEG", **options: Any) -> bytes:
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return encoded(Image.fromarray(pixels).convert(mode), format, **options)
+
+
+def with_segment(data: bytes, marker: int, body: bytes) -> bytes:
+    """The JPEG with one more segment in front."""
+    return data[:2] + struct.pack(">BBH", 0xFF, marker, len(body) + 2) + body + data[2:]
+
+
+SIDEWAYS = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"
+
+
+def frame_at(data: bytes) -> int:
+    """Where the body of the baseline frame begins."""
+    return data.index(b"\xff\xc0") + 4
+
+
+def changed(data: bytes, at: int, *values: int) -> bytes:
+    return data[:at] + bytes(values) + data[at + len(values) :]
+
+
+@pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
+def test_a_plain_photograph_tells_its_size(subsampling: str) -> None:
+    for height, width in ((20, 30), (300, 17), (1, 1)):
+        assert plain_jpeg_size(noise(height, width, subsampling=subsampling)) == (height, width)
+    thumbnail = noise(4, 4)
+    whole = noise(subsampling=subsampling, exif=b"Exif\0\0" + thumbnail, comment=b"\xff\xc2\xff\xda")
+    assert plain_jpeg_size(whole) == (20, 30)  # markers within other segments are not looked at
+    assert plain_jpeg_size(whole + b"\0\0") == (20, 30)
+    assert plain_jpeg_size(whole[:2] + b"\xff\xff" + whole[2:]) == (20, 30)  # filled up before a marker
+    assert plain_jpeg_size(with_segment(whole, 0xEE, b"Adobe\0\x64\0\0\0\0\x01")) == (20, 30)
+
+
+def test_what_is_odd_is_left_to_the_worker() -> None:
+    plain = noise()
+    at = frame_at(plain)
+    odd = {
+        "on its side": noise(exif=SIDEWAYS),
+        "PNG": noise(format="PNG"),
+        "grey": noise(mode="L"),
+        "CMYK": noise(mode="CMYK"),
+        "progressive": noise(progressive=True),
+        "RGB, as Adobe marks it": with_segment(plain, 0xEE, b"Adobe\0\x64\0\0\0\0\x00"),
+        "RGB, by its names": changed(changed(changed(plain, at + 6, 82), at + 9, 71), at + 12, 66),
+        "RGB, as Pillow keeps it": noise(keep_rgb=True),
+        "twelve bits": changed(plain, at, 12),
+        "no height yet": changed(plain, at + 1, 0, 0),
+        "too large": changed(plain, at + 1, 0xFF, 0xFF, 0xFF, 0xFF),
+        "sampled oddly": changed(plain, at + 10, 0x21),
+        "cut short": plain[:-30],
+        "a header alone": plain[: plain.index(b"\xff\xda")] + b"\xff\xd9",
+        "a segment past the end": plain[:2] + b"\xff\xe1\xff\xff" + plain[6:],
+        "no marker": plain[:2] + b"\x00" + plain[2:],
+        "nothing": b"",
+        "start and end": b"\xff\xd8\xff\xd9",
+    }
+    assert plain_jpeg_size(plain) == (20, 30)
+    assert [name for name, data in odd.items() if plain_jpeg_size(data)] == []
+
+
+def test_every_beginning_of_a_photograph_is_cut_short() -> None:
+    data = noise()
+    assert not any(plain_jpeg_size(data[:length]) for length in range(len(data) - 1))
+    header = data[: data.index(b"\xff\xda") + 1]
+    assert not any(plain_jpeg_size(header[:length] + b"\xff\xd9") for length in range(len(header)))
+
+
+def test_a_window_is_where_the_framing_puts_it() -> None:
+    data = noise(32, 40)
+    assert FRAMING.scaled_crop(data, None) == ScaledCrop((32, 40), (16, 20), (1, 3), False)
+    assert FRAMING.scaled_crop(data, [0.99, 0.0, 0.4]) == ScaledCrop((32, 40), (16, 20), (2, 0), True)
+    assert FRAMING.scaled_crop(noise(32, 40, "L"), None) is None
+    fixed = Framing((14, 14), (32, 40), None, 0, False, (0, 0, 0))
+    assert fixed.scaled_crop(data, None) == ScaledCrop((32, 40), (32, 40), (9, 13), False)
+    assert fixed.scaled_crop(noise(32, 41), None) is None  # has to be fitted
+
+
+def opened(uri: str) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))
+
+
+@pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB")])
+def test_a_thumbnail_is_the_image_made_smaller(channels: int, mode: str) -> None:
+    pixels = torch.zeros(channels, 200, 400, dtype=torch.uint8)
+    pixels[:, :, 200:] = 255
+    uri = thumbnail(pixels)
+    assert uri is not None
+    image = opened(uri)
+    assert (image.mode, image.size) == (mode, (SIDE, SIDE // 2))
+    grey = image.convert("L")
+    assert grey.getpixel((5, 20)) < 20  # pyright: ignore[reportOperatorIssue]
+    assert grey.getpixel((SIDE - 5, 20)) > 235  # pyright: ignore[reportOperatorIssue]
+
+
+def test_small_images_keep_their_size_and_noise_fits_a_record() -> None:
+    draw = torch.Generator().manual_seed(0)
+    uri = thumbnail(torch.randint(0, 256, (3, 32, 24), dtype=torch.uint8, generator=draw))
+    assert uri is not None
+    assert opened(uri).size == (24, 32)
+    noise = thumbnail(torch.randint(0, 256, (3, 500, 500), dtype=torch.uint8, generator=draw))
+    assert noise is not None
+    assert len(noise) <= LARGEST_THUMBNAIL
+    assert thumbnail(None) is thumbnail(torch.zeros(5, 8, 8, dtype=torch.uint8)) is None

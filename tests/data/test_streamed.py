@@ -1,0 +1,434 @@
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Generator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from torch import Tensor
+
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.data import (
+    Augment,
+    Standardize,
+    StreamedLoader,
+    StreamedSplit,
+    Whiten,
+    decode_rate,
+    make_loader,
+    open_data,
+)
+from lowrank_cnn.data.streamed import WINDOW, epoch_lanes, lane_count, prefetch
+
+VARIED = Augment(crop=9, pad=1, mirror=True, cutout=2)
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def streamed(folder: Path, which: str = "train", **options: object) -> StreamedSplit:
+    chosen: dict = {"resident_bytes": 0, **options}
+    split = getattr(open_data(folder, **chosen), which)
+    assert isinstance(split, StreamedSplit)
+    return split
+
+
+def loader(split: StreamedSplit, *, train: bool = True, **options: object) -> StreamedLoader:
+    chosen: dict = {"batch_size": 8, "preprocess": None, "augment": VARIED, "seed": 3, "device": "cpu"}
+    return StreamedLoader(split, train=train, **{**chosen, **options})
+
+
+def same(one: Batches, two: Batches) -> bool:
+    return len(one) == len(two) and all(
+        torch.equal(a, b) and torch.equal(x, y) for (a, x), (b, y) in zip(one, two, strict=True)
+    )
+
+
+@pytest.fixture
+def numbered(tmp_path: Path, write_shards) -> Path:
+    """48 grey images in three shards, every pixel of which is the number of the image, as is the label."""
+
+    def flat(number: int) -> bytes:
+        out = io.BytesIO()
+        Image.new("L", (10, 10), number).save(out, "PNG")
+        return out.getvalue()
+
+    names = [str(number) for number in range(48)]
+    rows = [[(flat(number), number) for number in range(first, first + 16)] for first in (0, 16, 32)]
+    write_shards(tmp_path, "train", rows, names=names)
+    write_shards(tmp_path, "test", [[(flat(number), number) for number in range(19)]], names=names)
+    return tmp_path
+
+
+def numbers(batches: Batches) -> list[int]:
+    """Which images were shown; each must carry its own label."""
+    found = []
+    for images, labels in batches:
+        assert torch.equal((images.amax((1, 2, 3)) * 255).round().long(), labels)
+        found += labels.tolist()
+    return found
+
+
+def test_an_epoch_shows_every_image_once_in_a_new_order(numbered: Path) -> None:
+    made = loader(streamed(numbered))
+    assert len(made) == 6
+    epochs = [numbers(list(made.epoch(epoch))) for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(48)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert epochs[0] == numbers(list(loader(streamed(numbered)).epoch(0)))
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_change_nothing(numbered: Path, workers: int) -> None:
+    alone = list(loader(streamed(numbered)).epoch(1))
+    drawn = torch.get_rng_state()
+    assert same(alone, list(loader(streamed(numbered), workers=workers).epoch(1)))
+    assert torch.equal(drawn, torch.get_rng_state())  # dropout draws the same numbers, whoever reads the images
+    tested = list(loader(streamed(numbered, "test"), train=False).epoch(0))
+    assert same(tested, list(loader(streamed(numbered, "test"), train=False, workers=workers).epoch(0)))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_together_train_on_the_batches_of_one(shards: Path, world: int) -> None:
+    alone = list(loader(streamed(shards)).epoch(2))
+    parts = [list(loader(streamed(shards), rank=rank, world=world).epoch(2)) for rank in range(world)]
+    assert {len(part) for part in parts} == {len(alone)} == {5}
+    for number, (images, labels) in enumerate(alone):
+        assert torch.equal(torch.cat([part[number][0] for part in parts]), images)
+        assert torch.equal(torch.cat([part[number][1] for part in parts]), labels)
+
+
+def test_ranks_read_shards_of_their_own(numbered: Path) -> None:
+    """With three shards and three processes of one lane each, none reads another's shard."""
+    for epoch in range(3):
+        shown = [
+            {number // 16 for number in numbers(list(made.epoch(epoch)))}
+            for rank in range(3)
+            if (made := loader(streamed(numbered), batch_size=3, rank=rank, world=3))
+        ]
+        assert sorted(map(tuple, shown)) == [(0,), (1,), (2,)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ranks_together_evaluate_every_image_once(numbered: Path, world: int) -> None:
+    split = streamed(numbered, "test")
+    parts = [
+        list(loader(split, train=False, batch_size=6, rank=rank, world=world).epoch(0)) for rank in range(world)
+    ]
+    assert [number for part in parts for number in numbers(part)] == list(range(19))
+    assert max(len(part) for part in parts) == len(loader(split, train=False, batch_size=6)) == 4
+
+
+@pytest.mark.parametrize("start", [1, 4, 5])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resuming_within_an_epoch_goes_on_where_it_was(shards: Path, start: int, workers: int) -> None:
+    whole = list(loader(streamed(shards)).epoch(7))
+    rest = list(loader(streamed(shards), workers=workers).epoch(7, start))
+    assert len(rest) == 5 - start
+    assert same(whole[start:], rest)
+
+
+@pytest.fixture
+def damaged(tmp_path: Path, photo, write_shards) -> Path:
+    """64 rows, of which 5 and 40 are no images and one row group of eight is all junk."""
+    rows: list[tuple[bytes | None, int]] = [(photo(number), 0) for number in range(64)]
+    for number in (5, 40, *range(24, 32)):
+        rows[number] = (b"junk", 1)
+    write_shards(tmp_path, "train", [rows[:32], rows[32:]], group_rows=8)
+    write_shards(tmp_path, "test", [rows])
+    return tmp_path
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_images_of_a_stream_are_replaced_counted_and_named(damaged: Path, workers: int) -> None:
+    split = streamed(damaged)
+    made = loader(split, workers=workers)
+    for epoch in range(2):
+        batches = list(made.epoch(epoch))
+        assert [len(labels) for _, labels in batches] == [8] * 8
+        assert all((labels == 0).all() for _, labels in batches)
+    assert split.problems.counts == {"undecodable image": 10}
+    rows = {(0, 5), (1, 8), *((0, row) for row in range(24, 32))}
+    names = {f"train-{shard:05d}-of-00002.parquet:{row}: not a known image format" for shard, row in rows}
+    assert len(split.problems.examples["undecodable image"]) == 5
+    assert set(split.problems.examples["undecodable image"]) <= names
+
+
+def test_bad_images_do_not_part_the_ranks(damaged: Path) -> None:
+    alone = list(loader(streamed(damaged)).epoch(0))
+    parts = [list(loader(streamed(damaged), rank=rank, world=2).epoch(0)) for rank in range(2)]
+    together = [(torch.cat([a, b]), torch.cat([x, y])) for (a, x), (b, y) in zip(*parts, strict=True)]
+    assert same(alone, together)
+
+
+def test_bad_images_are_left_out_of_evaluation(damaged: Path) -> None:
+    split = streamed(damaged, "test")
+    batches = list(loader(split, train=False).epoch(0))
+    assert sum(len(labels) for _, labels in batches) == 54
+    assert all(len(labels) for _, labels in batches)
+    assert len(batches) == 7  # the batch of junk alone is not shown
+    assert split.problems.total == 10
+    # Pictures are found by their place among the good ones: the last place is that of the last row.
+    last = StreamedSplit(split.store, split.rows[-1:], split.size, split.channels)
+    assert split.describe(53) == last.describe(0)
+    assert torch.equal(split.picture(53), last.picture(0))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bad_images_of_a_stream_are_refused_where_asked(damaged: Path, workers: int) -> None:
+    with pytest.raises(LowRankError, match=r"undecodable images? \(train-0000"):
+        list(loader(streamed(damaged, bad="refuse"), workers=workers).epoch(0))
+
+
+def test_a_stream_of_junk_ends_with_a_sentence(damaged: Path, write_shards) -> None:
+    split = streamed(damaged)
+    write_shards(damaged, "train", [[(b"junk", 0)] * 32] * 2, group_rows=8)  # a disk may fail later
+    split.store._held.clear()
+    with pytest.raises(LowRankError, match="too many images are bad: 64 undecodable"):
+        list(loader(split).epoch(0))
+
+
+def test_a_damaged_shard_does_not_end_the_run(tmp_path: Path, photo, write_shards) -> None:
+    rows = [(number, 0) for number in range(64)]
+    files = write_shards(tmp_path, "train", [rows[:32], rows[32:]], group_rows=8)
+    write_shards(tmp_path, "test", [rows[:4]])
+    split = streamed(tmp_path)
+    content = bytearray(files[0].read_bytes())
+    content[200:8000] = bytes(7800)
+    files[0].write_bytes(content)
+    assert sum(len(labels) for _, labels in loader(split).epoch(0)) == 64
+    assert split.problems.total >= 8
+    files[1].unlink()  # lost altogether while training
+    assert sum(len(labels) for _, labels in loader(split).epoch(1)) == 64
+
+
+@pytest.fixture
+def sizes(tmp_path: Path, photo, write_folder) -> Path:
+    """Photographs of many sizes and modes in folders."""
+    modes = ("RGB", "L", "CMYK")
+    images = {
+        f"{split}/{'ab'[n % 2]}/{n}.jpg": photo(n, size=(30 + 3 * n, 50 - 2 * n), mode=modes[n % 3], format="JPEG")
+        for split in ("train", "val")
+        for n in range(12)
+    }
+    return write_folder(tmp_path, images)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_images_of_many_sizes_come_as_one(sizes: Path, train: bool) -> None:
+    split = streamed(sizes)
+    assert split.size is None
+    for augment in (Augment(resize=16, crop=14), Augment(resize=14), Augment(crop=14)):
+        for images, labels in loader(split, train=train, batch_size=4, augment=augment).epoch(0):
+            assert images.shape == (4, 3, 14, 14)
+            assert set(labels.tolist()) <= {0, 1}
+    with pytest.raises(
+        LowRankError, match=r"differ in size: give all of them one \(--image-size 64; in Python open_data"
+    ):
+        loader(split, train=train, augment=Augment())
+    with pytest.raises(LowRankError, match="crop of 20 does not fit"):
+        loader(split, train=train, augment=Augment(resize=16, crop=20))
+
+
+def test_evaluation_resizes_the_shorter_side_and_takes_the_centre(tmp_path: Path, photo, write_folder) -> None:
+    sizes = [(16, 16), (30, 20), (21, 40), (17, 16)]
+    files = {f"{split}/a/{n}.png": photo(n, size=sizes[n]) for split in ("train", "val") for n in range(4)}
+    split = streamed(write_folder(tmp_path, files))
+    images = torch.cat([b for b, _ in loader(split, train=False, augment=Augment(resize=16, crop=14)).epoch(0)])
+    for place, row in enumerate(split.rows.tolist()):
+        image = Image.open(io.BytesIO(split.store.read(row))).convert("RGB")
+        scale = 16 / min(image.size)
+        size = (max(16, round(image.width * scale)), max(16, round(image.height * scale)))
+        whole = np.asarray(image.resize(size, Image.Resampling.BILINEAR)).astype(np.float32)
+        top, left = (whole.shape[0] - 14) // 2, (whole.shape[1] - 14) // 2
+        expected = whole[top : top + 14, left : left + 14].transpose(2, 0, 1) / 255
+        np.testing.assert_allclose(images[place].numpy(), expected, atol=1.01 / 255)  # only the window is scaled
+
+
+def test_crops_are_windows_of_the_padded_image(shards: Path) -> None:
+    """Every image is one window of one padded original, mirrored or not; none is always the same window."""
+    split = streamed(shards)
+    mean = Standardize(torch.tensor([50.0, 60.0, 70.0]), torch.ones(3))
+    windows = []
+    for row in split.rows.tolist():
+        pixels = np.array(Image.open(io.BytesIO(split.store.read(row)))).transpose(2, 0, 1)
+        padded = torch.nn.functional.pad(mean(torch.from_numpy(pixels)[None])[0], (1, 1, 1, 1))
+        windows.append(padded.unfold(1, 9, 1).unfold(2, 9, 1).permute(1, 2, 0, 3, 4).flatten(0, 1))
+    straight = torch.cat(windows)  # 40 images of 6x4 places each
+    both = torch.cat([straight, straight.flip(3)])
+    places: list[int] = []
+    for images, _ in loader(split, preprocess=mean, augment=Augment(crop=9, pad=1)).epoch(0):
+        for image in images:
+            fitting = (both == image).flatten(1).all(1).nonzero().flatten().tolist()
+            assert len(fitting) == 1
+            places += fitting
+    assert sorted(place // 24 % 40 for place in places) == list(range(40))
+    assert len({place % 24 for place in places}) > 10
+    assert {place // 960 for place in places} == {0, 1}
+
+
+def test_type_layout_and_preprocessing(shards: Path) -> None:
+    split = streamed(shards)
+    options: dict = {"batch_size": 40, "preprocess": Standardize.fit(split), "augment": Augment(mirror=False)}
+    images, labels = next(iter(loader(split, **options, dtype=torch.bfloat16, channels_last=True).epoch(0)))
+    assert (images.dtype, labels.dtype) == (torch.bfloat16, torch.int64)
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert images.float().mean((0, 2, 3)).abs().max() < 0.02
+    assert (images.float().std((0, 2, 3)) - 1).abs().max() < 0.02
+
+
+def test_cutouts_are_zeros_after_preprocessing(numbered: Path) -> None:
+    made = loader(streamed(numbered), augment=Augment(cutout=4, mirror=False))
+    cut = [int((image == 0).sum()) for images, _ in made.epoch(0) for image in images if image.max() > 0]
+    assert max(cut) == 16
+    assert all(4 <= count <= 16 for count in cut)
+
+
+def test_whitening_is_refused(shards: Path) -> None:
+    split = streamed(shards)
+    with pytest.raises(LowRankError, match="held in memory"):
+        Whiten.fit(split)
+    with pytest.raises(LowRankError, match="streamed"):
+        loader(split, preprocess=Whiten(torch.zeros(360), torch.eye(360)))
+
+
+def test_held_out_images_are_never_trained_on(numbered: Path) -> None:
+    data = open_data(numbered, resident_bytes=0).holdout(16, seed=1)
+    assert isinstance(data.train, StreamedSplit)
+    assert isinstance(data.test, StreamedSplit)
+    trained = numbers(list(loader(data.train).epoch(0)))
+    tested = numbers(list(loader(data.test, train=False).epoch(0)))
+    assert sorted(trained + tested) == list(range(48))
+
+
+def test_the_decode_rate_is_a_number(shards: Path) -> None:
+    assert decode_rate(streamed(shards), 32, 0) > 0
+
+
+@pytest.mark.parametrize("resize", [24, 150])
+def test_a_resize_above_the_image_size_shows_the_pixels_of_a_set_in_memory(
+    tmp_path: Path, photo, write_folder, resize: int
+) -> None:
+    files = {
+        f"{split}/a/{n}.jpg": photo(n, size=(300, 400), format="JPEG")
+        for split in ("train", "val")
+        for n in (0, 1)
+    }
+    root = write_folder(tmp_path / "photos", files)
+    seen = []
+    for held in (2**31, 0):
+        split = open_data(root, image_size=16, resident_bytes=held).test
+        how = {"preprocess": None, "augment": Augment(resize=resize, crop=16), "seed": 0, "device": "cpu"}
+        seen.append(next(iter(make_loader(split, batch_size=2, train=False, **how).epoch(0)))[0])
+    assert 255 * (seen[0] - seen[1]).abs().max() < 1.5
+
+
+@given(st.integers(1, 64), st.integers(1, 12), st.integers(0, 12))
+def test_lanes_divide_the_batch_and_the_processes(local: int, world: int, workers: int) -> None:
+    lanes = lane_count(local * world, world, workers)
+    assert (local * world % lanes, lanes % world) == (0, 0)
+    assert {lane_count(128, world, 16 // world) for world in (1, 2, 4, 8, 16)} == {16}
+
+
+@pytest.mark.parametrize(("lanes", "length"), [(1, 48), (8, 6), (3, 15)])
+def test_lanes_hold_every_row_once_within_its_window(numbered: Path, monkeypatch, lanes: int, length: int) -> None:
+    store = streamed(numbered).store
+    monkeypatch.setattr(type(store), "shuffled", lambda *_: torch.arange(48))  # what lanes add is seen alone
+    monkeypatch.setattr("lowrank_cnn.data.streamed.WINDOW", 4)
+    rows = epoch_lanes(store, torch.arange(48), lanes=lanes, used=lanes * length, seed=1, epoch=0)
+    home = torch.arange(lanes * length).view(lanes, length)
+    assert sorted(rows.flatten().tolist()) == home.flatten().tolist()
+    assert torch.equal(rows // length, home // length)  # each in its lane
+    assert torch.equal(rows % length // 4, home % length // 4)  # and its window
+    assert not torch.equal(rows, home)
+    assert WINDOW > 4
+
+
+class Numbers:
+    """Numbers as batches: how many were made, whether the generator was closed, and the threads that ran it."""
+
+    def __init__(self, n: int, fails_at: int | None = None) -> None:
+        self.n, self.fails_at = n, fails_at
+        self.made, self.closed, self.threads = 0, False, set()
+
+    def __call__(self) -> Generator:
+        try:
+            for number in range(self.n):
+                if number == self.fails_at:
+                    raise OSError("the disk is gone")
+                self.threads.add(threading.current_thread())
+                self.made += 1
+                yield number, (torch.tensor(number),)
+        finally:
+            self.closed = True
+
+
+def prefetching() -> int:
+    return sum(thread.name.startswith("prefetch") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 5])
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_prefetched_batches_come_in_their_order_from_one_other_thread(n: int, depth: int) -> None:
+    batches = Numbers(n)
+    assert [told for told, _ in prefetch(batches(), None, depth=depth)] == list(range(n))
+    assert len(batches.threads) == min(n, 1)
+    assert threading.main_thread() not in batches.threads
+    assert (batches.closed, prefetching()) == (True, 0)
+
+
+def test_no_more_are_prefetched_than_asked_for_and_closing_ends_the_thread() -> None:
+    batches = Numbers(100)
+    made = prefetch(batches(), None, depth=2)
+    for number in range(5):
+        assert next(made)[0] == number
+        assert batches.made <= number + 3
+    assert prefetching() == 1
+    made.close()
+    assert (batches.made <= 7, batches.closed, prefetching()) == (True, True, 0)
+    for _ in prefetch(Numbers(100)(), None):
+        break  # dropped, not closed
+    assert prefetching() == 0
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 3])
+def test_an_error_comes_up_where_its_batch_would_have(fails_at: int) -> None:
+    batches = Numbers(5, fails_at)
+    made = prefetch(batches(), None)
+    assert [next(made)[0] for _ in range(fails_at)] == list(range(fails_at))
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(made)
+    assert (batches.closed, prefetching()) == (True, 0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_stream_in_use_waits_for_what_another_makes() -> None:
+    stream = torch.cuda.Stream()
+
+    def slow() -> Generator:
+        for number in range(8):
+            assert torch.cuda.current_stream() == stream
+            zeros = torch.zeros(2**20, device="cuda")
+            torch.cuda._sleep(20_000_000)
+            yield number, (zeros + number,)
+
+    for number, (made,) in prefetch(slow(), stream):
+        torch.cuda._sleep(1_000_000)
+        assert made.sum().item() == number * 2**20
+
+
+def test_a_killed_worker_ends_an_epoch_in_a_sentence(numbered: Path) -> None:
+    batches = loader(streamed(numbered), workers=1, batch_size=1).epoch(0)
+    next(batches)
+    [worker] = multiprocessing.active_children()
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises((LowRankError, RuntimeError), match=r"was killed|is killed by signal"):
+        list(batches)
