@@ -21,7 +21,8 @@ from lowrank_cnn.method.convert import rows_of
 from lowrank_cnn.method.count import Count, LayerCount, count
 from lowrank_cnn.method.init import INITIALISATIONS
 from lowrank_cnn.method.rewrite import Change, changes_of, low_rank_layers, rewrite
-from lowrank_cnn.method.schemes import Scheme, parse_scheme
+from lowrank_cnn.method.schemes import Learned, Scheme, parse_scheme
+from lowrank_cnn.method.shaped_layers import shaped_layer
 from lowrank_cnn.models import airbench, googlenet, nin, resnet, vgg
 from lowrank_cnn.models.network import Network, Options
 
@@ -133,8 +134,12 @@ def with_classes(network: nn.Module, classes: int) -> nn.Module:
 
 def rewrite_again(model: nn.Module, conversion: Mapping[str, object]) -> nn.Module:
     """Repeat a stored conversion (`Conversion.to_dict()`) on the network it was made from, with fresh weights."""
+
+    def build(layer: nn.Module, scheme: Scheme) -> nn.Module:
+        return shaped_layer(layer, scheme) if isinstance(scheme, Learned) else scheme.build(layer)
+
     schemes = _schemes(conversion)
-    return rewrite(model, schemes) if schemes else model
+    return rewrite(model, schemes, build=build) if schemes else model
 
 
 def name_of(model: nn.Module) -> str:
