@@ -16,39 +16,34 @@ ROOT = Path(__file__).parents[1]
 BLOCKED = ["pyarrow", "PIL", "lightning_fabric", "tensorboard", "huggingface_hub", "mlxtend", "onnx"]
 BLOCKED += ["onnxruntime", "triton", "typer", "rich", "safetensors", "scipy"]
 
-IMPORT_BARE = """
+BARE = f"""
 import sys
-for name in {blocked}:
+for name in {BLOCKED}:
     sys.modules[name] = None
 import lowrank_cnn as lr
 net = lr.create_model("nin-c3-lr")
 print(lr.count(net, (3, 30, 30)).macs)
 """
+SHADOWED = """
+import lowrank_cnn.cli.train, lowrank_cnn.cli.plan, lowrank_cnn.report, lowrank_cnn as lr
+print([n for n in lr.__all__ if n[0].islower() and not callable(getattr(lr, n))])
+"""
 
 
-def test_importing_needs_torch_alone():
-    code = IMPORT_BARE.format(blocked=BLOCKED)
+@pytest.mark.parametrize(
+    ("code", "printed"),
+    [(BARE, "104260224"), (SHADOWED, "[]"), ("import sys, lowrank_cnn; print('torch' in sys.modules)", "False")],
+    ids=["needs torch alone", "functions are not shadowed by modules", "does not wait for torch"],
+)
+def test_the_import(code: str, printed: str):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "104260224", done.stderr
+    assert done.stdout.strip() == printed, done.stderr
 
 
 def test_every_public_name_is_there():
     for name in lowrank_cnn.__all__:
         assert getattr(lowrank_cnn, name) is not None
     assert {*lowrank_cnn._HOME_OF, "__version__"} == set(lowrank_cnn.__all__)
-
-
-def test_a_function_stays_one_after_its_modules_were_imported():
-    code = "import lowrank_cnn.cli.train, lowrank_cnn.cli.plan, lowrank_cnn.report, lowrank_cnn as lr\n"
-    code += "print([n for n in lr.__all__ if n[0].islower() and not callable(getattr(lr, n))])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr
-
-
-def test_importing_does_not_wait_for_torch():
-    code = "import sys, lowrank_cnn; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "False", done.stderr
 
 
 SKIPPED = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from lowrank_cnn.cli.options import Json, Model, SourceOptions, grouped, option
 from lowrank_cnn.cli.show import print_json, print_table
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError, check_choice
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.core.text import counted, si
 
@@ -109,8 +109,9 @@ def decompose_command(
     from lowrank_cnn.method.decompose import decompose
 
     source, size = named.find(model)
-    if by not in ("output", "accuracy") or (by == "accuracy" and not images):
-        raise LowRankError(f"--by is output, or accuracy together with --images, not {by!r}.")
+    check_choice("--by", by, ("output", "accuracy"))
+    if by == "accuracy" and not images:
+        raise LowRankError("--by accuracy is measured on images of a data set: give --images.")
     how: dict[str, Any] = {"energy": energy, "macs": macs, "params": params, "latency": latency}
     if images:
         how["images"], labels = _images(images, source, size)

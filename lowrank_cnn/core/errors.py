@@ -122,15 +122,18 @@ def check_number(
 
 
 def check_choice(name: str, value: object, known: Iterable[str]) -> None:
-    """Refuse a value that is not one of the known ones; the nearest of these are named.
+    """Refuse a value that is not one of the known ones. Of more than four, the nearest are named.
 
-    >>> check_choice("convention", "papr", ("mac", "paper"))
+    >>> check_choice("bad", "ignore", ("skip", "refuse"))
     Traceback (most recent call last):
-    lowrank_cnn.core.errors.LowRankError: there is no convention 'papr'; did you mean paper?
+    lowrank_cnn.core.errors.LowRankError: bad must be skip or refuse, not 'ignore'.
     """
     known = tuple(known)
-    if not isinstance(value, str) or value not in known:
+    if isinstance(value, str) and value in known:
+        return
+    if len(known) > 4:
         raise LowRankError(f"there is no {name} {value!r:.60}; {nearest(value, known)}")
+    raise LowRankError(f"{name} must be {' or '.join(known)}, not {value!r:.60}.")
 
 
 def check_file(path: Path) -> None:

@@ -63,8 +63,9 @@ def test_a_missing_package_is_named_with_its_install(monkeypatch):
         ),
         (lambda v: errors.check_number("x", v, above=0, most=1), float("nan"), "above 0 and at most 1, not nan."),
         (lambda v: errors.check_number("x", v, below=2000), 2000, "a number below 2,000, not 2,000."),
-        (lambda v: errors.check_choice("scheme", v, ("lr", "separable")), "separabel", "did you mean separable?"),
-        (lambda v: errors.check_choice("scheme", v, ("lr",)), ["lr"], "there is no scheme ['lr']; "),
+        (lambda v: errors.check_choice("bad", v, ("skip", "refuse")), "x", "bad must be skip or refuse, not 'x'."),
+        (lambda v: errors.check_choice("bad", v, ("skip", "refuse")), ["skip"], "not ['skip']."),
+        (lambda v: errors.check_choice("letter", v, ("alpha", *"bcde")), "alfa", "did you mean alpha?"),
         (errors.check_file, Path("absent"), "there is no file absent."),
     ],
 )
