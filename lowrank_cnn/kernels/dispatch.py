@@ -53,19 +53,21 @@ def composite_conv2d(
     x = _autocast(x)
     training = _needs_gradient(x, *weights, bias, residual)
     inside = _fusable(asked, training=training, same=residual is None or residual.dtype == x.dtype)
+    plan = _plan(x, weights, bias, asked, training) if inside == asked else None
+    if plan is None and inside.pool == OVERLAPPING:
+        inside = asked._replace(pool=None)  # the conv alone may still be fused
     if inside != asked:
-        kept = residual if inside.residual else None
-        y = composite_conv2d(x, weights, bias, **_options(inside), residual=kept, packed=packed)
-        return _rest(y, residual, asked, inside)
-    plan = _plan(x, weights, bias, asked, training)
+        kept, added = (residual, None) if inside.residual else (None, residual)
+        y = composite_conv2d(x, weights, bias, **inside.arguments, residual=kept, packed=packed)
+        return followed(y, added, None if inside.activation == named else named, pool, add_last=after)
     if plan is None:
-        return _unfused(x, weights, bias, residual, asked, packed)
+        return _by_torch(x, weights, bias, residual, asked)
     if plan == choice.DENSE:
-        weight, sides = _enclose(weights, padding)
-        return composite_conv2d(x, [weight], bias, **_options(asked._replace(padding=(sides,))))
+        weight, sides = _ops().enclose(weights, padding)
+        return composite_conv2d(x, [weight], bias, **asked._replace(padding=(sides,)).arguments)
     ready = None if packed is None or training else packed(plan.partition("-")[0], x.dtype)
     codes = training and pool is not None
-    return _fused(x, weights, ready, bias, residual, asked, codes, False, plan)[0]
+    return _ops().fused_conv2d(x, weights, ready, bias, residual, asked, codes, False, plan)[0]
 
 
 def composite_conv2d_with_statistics(
@@ -91,12 +93,12 @@ def composite_conv2d_with_statistics(
         x = _autocast(x)
         plan = _plan(x, weights, bias, asked, _needs_gradient(x, *weights))
     if plan == choice.DENSE:
-        weight, sides = _enclose(weights, padding)
+        weight, sides = _ops().enclose(weights, padding)
         return composite_conv2d_with_statistics(
             x, [weight], bias, stride=stride, padding=[sides], by_torch=by_torch
         )
     if plan is not None:
-        y, _, found = _fused(x, weights, None, bias, None, asked, False, True, plan)
+        y, _, found = _ops().fused_conv2d(x, weights, None, bias, None, asked, False, True, plan)
         return y, found[0], found[1]
     y = _by_torch(x, weights, bias, None, asked)
     if not by_torch:
@@ -145,27 +147,11 @@ def _plan(
     return _deciders()[2](shapes, x.dtype, x.device, tuple(asked), training, x.requires_grad, added)
 
 
-def _enclose(weights: Sequence[Tensor], padding: Sequence[Sides]) -> tuple[Tensor, Sides]:
-    from lowrank_cnn.kernels.ops import enclose
-
-    return enclose(weights, padding)
-
-
-def _fused(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    packed: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    asked: CallOptions,
-    *how: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _ops() -> Any:
+    """The operators, registered when they are first used."""
     from lowrank_cnn.kernels import ops
 
-    return ops.composite_conv2d(
-        x, list(weights), packed, bias, residual, list(asked.stride), ops.flat_padding(asked.padding),
-        asked.activation or "", asked.pool or "", asked.add_last, *how,
-    )  # fmt: skip
+    return ops
 
 
 def _fusable(asked: CallOptions, *, training: bool, same: bool) -> CallOptions:
@@ -186,48 +172,15 @@ def _fusable(asked: CallOptions, *, training: bool, same: bool) -> CallOptions:
     return asked
 
 
-def _rest(y: Tensor, residual: Tensor | None, asked: CallOptions, inside: CallOptions) -> Tensor:
-    """Finish the part of a layer that was not fused."""
-    activation = None if inside.activation == asked.activation else asked.activation
-    added = None if inside.residual else residual
-    return followed(y, added, activation, asked.pool, add_last=asked.add_last)
-
-
-def _unfused(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    asked: CallOptions,
-    packed: Callable[[str, torch.dtype], Tensor] | None,
-) -> Tensor:
-    """Run a layer by torch; a conv before an overlapping pool may still be fused without the pool."""
-    if asked.pool != OVERLAPPING:
-        return _by_torch(x, weights, bias, residual, asked)
-    options = _options(asked._replace(pool=None))
-    y = composite_conv2d(x, weights, bias, **options, residual=residual, packed=packed)
-    return followed(y, None, None, asked.pool)
-
-
 def _by_torch(
     x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, residual: Tensor | None, asked: CallOptions
 ) -> Tensor:
-    if _trains_as_dense(x, weights):
+    """The layer by torch; in training as one dense conv if the mode says so. Counts and exports show groups."""
+    exporting, _, _, asked_for_dense = _deciders()
+    if len(weights) > 1 and not exporting() and _needs_gradient(x, *weights) and asked_for_dense():
         weight, sides = enclosed(weights, asked.padding)
         weights, asked = [weight], asked._replace(padding=(sides,))
-    return composite_by_torch(x, weights, bias, **_options(asked), residual=residual)
-
-
-def _trains_as_dense(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether the mode asks for one dense conv: in training alone, as counts and exports show the layer."""
-    exporting, _, _, asked_for_dense = _deciders()
-    if len(weights) == 1 or exporting():
-        return False
-    return _needs_gradient(x, *weights) and asked_for_dense()
-
-
-def _options(asked: CallOptions) -> dict[str, Any]:
-    return {name: value for name, value in asked._asdict().items() if name != "residual"}
+    return composite_by_torch(x, weights, bias, **asked.arguments, residual=residual)
 
 
 def _deciders() -> tuple[Any, Any, Any, Any]:

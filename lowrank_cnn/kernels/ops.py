@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lowrank_cnn.kernels.conv.pack import copy_groups
-from lowrank_cnn.kernels.problem import ConvTensors, Problem, Sides, empty_codes, empty_result, pose
+from lowrank_cnn.kernels.problem import CallOptions, ConvTensors, Problem, Sides, empty_codes, empty_result, pose
 from lowrank_cnn.kernels.reference import enclosure
 
 
@@ -89,6 +89,21 @@ def _(x, weights, packed, bias, residual, stride, padding, activation, pool, add
     shape = (problem.batch, *problem.result_size, problem.filters) if codes and pool else (0,)
     found = x.new_empty((2, problem.filters) if statistics else (0,), dtype=torch.float32)
     return empty_result(problem, x), x.new_empty(shape, dtype=torch.uint8), found
+
+
+def fused_conv2d(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    packed: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    asked: CallOptions,
+    *how: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator with the options of a call; `how` are `codes`, `statistics` and the plan."""
+    sides = flat_padding(asked.padding)
+    epilogue = (asked.activation or "", asked.pool or "", asked.add_last)
+    return composite_conv2d(x, list(weights), packed, bias, residual, list(asked.stride), sides, *epilogue, *how)
 
 
 @torch.library.custom_op("lowrank::pack_weights", mutates_args=())

@@ -210,6 +210,11 @@ class CallOptions(NamedTuple):
     residual: bool
     add_last: bool = False
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """As arguments of `composite_conv2d`, which takes the residual itself."""
+        return {name: value for name, value in self._asdict().items() if name != "residual"}
+
 
 class ConvTensors(NamedTuple):
     """The tensors of one forward launch; `packed` are the weights in the layout of its kernel.

@@ -74,7 +74,7 @@ def composite_reference(
         conv_on_sides(x, weight, part, sides, stride)
         for weight, part, sides in zip(weights, _biases(bias, weights), padding, strict=True)
     ]
-    return followed(_joined(parts), residual, canonical(activation, relu), pool, add_last=add_last)
+    return followed(interleaved(parts, 1, 1), residual, canonical(activation, relu), pool, add_last=add_last)
 
 
 def composite_by_torch(
@@ -100,7 +100,7 @@ def composite_by_torch(
         _conv_relu(x, weight.to(x.dtype), part, residual, stride, (rows[0], columns[0]))
         for weight, part, (rows, columns) in zip(weights, _biases(bias, weights), padding, strict=True)
     ]
-    return followed(_joined(parts), None, None, pool)
+    return followed(interleaved(parts, 1, 1), None, None, pool)
 
 
 def enclosed(weights: Sequence[Tensor], padding: Sequence[Sides]) -> tuple[Tensor, Sides]:
@@ -152,10 +152,6 @@ def _cudnn_fuses(x: Tensor, tensors: Sequence[Tensor], padding: Sequence[Sides])
     halves = x.dtype in (torch.bfloat16, torch.float16) and x.shape[1] % 8 == 0
     even = all(before == after >= 0 for sides in padding for before, after in sides)
     return halves and even and not graded
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts), dim=1) if len(parts) > 1 else parts[0]
 
 
 def _biases(bias: Tensor | None, weights: Sequence[Tensor]) -> Sequence[Tensor | None]:

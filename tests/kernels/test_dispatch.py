@@ -34,16 +34,6 @@ from tests.kernels.helpers import (
 )
 
 
-@pytest.mark.parametrize("pool", [None, "floor", "ceil"])
-def test_switched_off_it_is_the_reference(pool):
-    x, weights, bias = inputs((1, 3, 7, 7), filters=5)
-    with forced("off"):
-        y = composite_conv2d(x, weights, bias, padding=PADDING, relu=True, pool=pool)
-    assert torch.equal(
-        y, composite_reference(x, weights, bias, stride=(1, 1), padding=PADDING, relu=True, pool=pool)
-    )
-
-
 class ConvCounter(TorchFunctionMode):
     """Counts the convs that torch runs."""
 
@@ -144,12 +134,6 @@ def test_residual_activation_and_pool_follow_in_order(activation, add_last, pool
         torch.autograd.grad(y, leaves, grad.to(y.dtype)), torch.autograd.grad(right, leaves, grad), strict=True
     ):
         assert torch.linalg.vector_norm(ours - other) <= (1e-2 if GPU else 1e-5) * torch.linalg.vector_norm(other)
-
-
-def test_a_layer_without_a_gpu_says_that_it_trains_as_one_dense_conv():
-    layer, x = CompositeConv2d(8, [(3, 1, 8), (1, 3, 8)]), torch.randn(1, 8, 6, 6)
-    with forced("dense"):
-        assert layer.explain(x).endswith("torch (mode dense: in training as one dense conv)")
 
 
 def test_a_layer_takes_the_fused_path_when_told_and_says_so():

@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from lowrank_cnn.graph.fuse import fuse
 from lowrank_cnn.graph.fused_between import FusedNorm, FusedPool, FusedResponseNorm, fused_neighbour
@@ -61,15 +60,6 @@ def test_the_kernels_between_convs_compute_the_same(dtype):
         assert torch.linalg.vector_norm(grads[0] - grads[1]) <= 1e-4 * torch.linalg.vector_norm(grads[1])
     assert torch.allclose(chain[0].running_var.double(), right[0].running_var, atol=1e-3)
     assert chain[0].num_batches_tracked == 1
-
-
-def test_switched_off_nothing_but_torch_runs():
-    norm, x = nn.BatchNorm2d(8).to(DEVICE), torch.randn(2, 8, 6, 5, device=DEVICE)
-    right = F.relu(copy.deepcopy(norm)(x))
-    with forced("off"):
-        y = FusedNorm(norm, "relu")(x)
-    assert "lowrank" not in str(y.grad_fn)
-    assert torch.equal(y, right)
 
 
 def test_what_torch_refuses_is_refused():

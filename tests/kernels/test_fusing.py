@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from lowrank_cnn.graph.fuse import fuse, fuse_neighbours
 from lowrank_cnn.graph.fused_between import FusedNorm, NormedConv
 from lowrank_cnn.kernels import forced
-from lowrank_cnn.kernels.fused_convs import FusedChain, FusedComposite
+from lowrank_cnn.kernels.fused_convs import FusedComposite
 from lowrank_cnn.method.schemes import build_conv
 from lowrank_cnn.models import create_model
 
@@ -52,16 +52,6 @@ def test_the_model_is_left_alone_and_shares_its_parameters():
     twin = fuse(model)
     assert list(model.state_dict()) == before
     assert {id(p) for p in twin.parameters()} == {id(p) for p in model.parameters()}
-
-
-def test_fused_kernels_in_a_network():
-    pytest.importorskip("triton")
-    model, x = network("lr").to(DEVICE), torch.randn(1, 3, 14, 14, device=DEVICE)
-    exact = model.double()(x.double())
-    model.float()
-    with forced("on"):
-        y = fuse(model)(x)
-    assert torch.linalg.vector_norm(y - exact) <= 5e-3 * torch.linalg.vector_norm(exact)
 
 
 def normed(dtype=torch.float32):
@@ -245,24 +235,3 @@ def test_activations_are_taken_in(module, name):
     assert sum(1 for _ in twin.children()) == (1 if name else 2)
     x = torch.randn(1, 8, 5, 5)
     assert torch.allclose(twin(x), model(x), atol=1e-6)
-
-
-def test_the_pool_of_a_resnets_stem_is_taken_in():
-    model = nn.Sequential(nn.Conv2d(3, 8, 7, 2, 3), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
-    twin = fuse(model)
-    assert [(layer.activation, layer.pool) for layer in twin.children()] == [("relu", "3x3/2")]
-    x = torch.randn(2, 3, 22, 20)
-    assert torch.allclose(twin(x), model(x), atol=1e-6)
-
-
-def test_a_fused_network_holds_its_chains():
-    model = nn.Sequential(
-        build_conv(8, 8, 3, "lr-join"), nn.ReLU(), nn.MaxPool2d(2), build_conv(8, 8, 3, "separable")
-    )
-    twin = fuse(model)
-    chains = [module for module in twin.modules() if isinstance(module, FusedChain)]
-    assert [chain.is_joined for chain in chains] == [True, False]
-    assert (chains[0].stages[-1].activation, chains[0].pool) == ("relu", "floor")
-    assert {id(p) for p in twin.parameters()} == {id(p) for p in model.parameters()}
-    x = torch.randn(1, 8, 8, 8)
-    assert torch.allclose(twin(x), model(x), atol=1e-5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from lowrank_cnn.core.environment import is_out_of_memory
 from lowrank_cnn.core.errors import LostDeviceError, first_line
 from lowrank_cnn.kernels.autotune.tuned import FAILED, DensePath, Request, Times
 from lowrank_cnn.kernels.cuda_graph import captured
-from lowrank_cnn.kernels.problem import Problem, Sides, empty_codes
+from lowrank_cnn.kernels.problem import CallOptions, Problem, empty_codes
 from lowrank_cnn.kernels.reference import composite_by_torch
 
 if TYPE_CHECKING:
@@ -108,7 +107,19 @@ class KernelTrial:
 
     def call(self, plan: Path) -> list[Tensor]:
         """The same as a layer calls it, with the host's time for the operator and for autograd."""
-        return self._differentiated(self._convolution(plan))
+        from lowrank_cnn.kernels import ops
+
+        p, inputs, weights, padding = self.problem, self._inputs(), self.weights, self.problem.padding
+        if isinstance(plan, DensePath):
+            weight, sides = ops.enclose(weights, padding)
+            weights, padding, plan = [weight], [sides], plan.plan
+        asked = CallOptions(p.stride, tuple(padding), p.activation, p.pool, p.residual, p.add_last)
+        if plan is None:
+            y = composite_by_torch(self.x, weights, self.bias, **asked.arguments, residual=self.residual)
+        else:
+            how = (asked, self.training and p.pool is not None, False, str(plan))
+            y = ops.fused_conv2d(self.x, weights, None, self.bias, self.residual, *how)[0]
+        return list(torch.autograd.grad(y, inputs, y.detach())) if self.training else [y]
 
     def pooled(self, plan: KernelPlan) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The result of a plan with a fused pool, the codes of the winners, and the gradients."""
@@ -140,43 +151,6 @@ class KernelTrial:
         need = {"need_input": self.need_input, "need_bias": self.bias is not None}
         dx, dw, db = gradients.compute_gradients(self.problem, grad, self.x, self.weights, seen, **need)
         return [part for part in (*dw, db if need["need_bias"] else None, dx) if part is not None]
-
-    def _convolution(self, plan: Path) -> Callable[..., Tensor]:
-        if plan is None:
-            return composite_by_torch
-        return partial(self._as_dense if isinstance(plan, DensePath) else self._operator, plan)
-
-    def _as_dense(
-        self, path: DensePath, x: Tensor, weights: list[Tensor], bias: Tensor | None, **options: Any
-    ) -> Tensor:
-        from lowrank_cnn.kernels.ops import enclose
-
-        weight, sides = enclose(weights, options.pop("padding"))
-        return self._convolution(path.plan)(x, [weight], bias, padding=[sides], **options)
-
-    def _operator(
-        self,
-        plan: KernelPlan,
-        x: Tensor,
-        weights: list[Tensor],
-        bias: Tensor | None,
-        *,
-        padding: Sequence[Sides],
-        **_: Any,
-    ) -> Tensor:
-        from lowrank_cnn.kernels import ops
-
-        problem, codes = self.problem, self.training and self.problem.pool is not None
-        sides, epilogue = ops.flat_padding(padding), (problem.activation or "", problem.pool or "")
-        how = (list(problem.stride), sides, *epilogue, problem.add_last, codes, False, str(plan))
-        return ops.composite_conv2d(x, weights, None, bias, self.residual, *how)[0]
-
-    def _differentiated(self, convolve: Callable[..., Tensor]) -> list[Tensor]:
-        problem, inputs = self.problem, self._inputs()
-        options = {"activation": problem.activation, "pool": problem.pool, "residual": self.residual}
-        options |= {"stride": problem.stride, "padding": problem.padding, "add_last": problem.add_last}
-        y = convolve(self.x, self.weights, self.bias, **options)
-        return list(torch.autograd.grad(y, inputs, y.detach())) if self.training else [y]
 
     def _inputs(self) -> list[Tensor]:
         """The tensors whose gradients are computed."""

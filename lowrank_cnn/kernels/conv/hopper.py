@@ -540,8 +540,8 @@ def launch_hopper(problem: Problem, given: ConvTensors, tile: plan.HopperTile) -
         WHOLE=problem.pool != "ceil" or problem.even, HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, ADD_LAST=problem.add_last, BOXES=tile.boxes,
         SLABS=plan.slab_count(problem, tile), PARTS=tile.parts,
-        CODES=codes is not None, STATISTICS=parts is not None, ACC=_accumulator(tile),
-        STAY=tile.weights_stay, WARPS=tile.warp_grid[0], SUMS=_by_filter(tile),
+        CODES=codes is not None, STATISTICS=parts is not None, STAY=tile.weights_stay, WARPS=tile.warp_grid[0],
+        ACC=accumulator(tile.filters // tile.warp_grid[1], tile.warp_grid), SUMS=_by_filter(tile),
         **activation_options(problem), num_warps=tile.warps,
     )  # fmt: skip
     return maps
@@ -562,11 +562,9 @@ def _described_input(
     return [described_pixels(pixels, part, turned=turned) for turned in (False, True) for part in (block, beyond)]
 
 
-def _accumulator(tile: plan.HopperTile) -> gl.NVMMADistributedLayout:
-    filters = tile.filters // tile.warp_grid[1]
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=list(tile.warp_grid), instr_shape=[16, filters, 16]
-    )
+def accumulator(filters: int, warps: tuple[int, int] = (4, 1)) -> gl.NVMMADistributedLayout:
+    """The layout of an accumulator with this many filters per warp, by warps along pixels and filters."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=list(warps), instr_shape=[16, filters, 16])
 
 
 def _by_filter(tile: plan.HopperTile) -> gl.BlockedLayout:

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.kernels.conv import hopper_plan as plan
-from lowrank_cnn.kernels.conv.hopper import described_pixels
+from lowrank_cnn.kernels.conv.hopper import accumulator, described_pixels
 from lowrank_cnn.kernels.device import start
 from lowrank_cnn.kernels.problem import Problem, shares
 
@@ -260,10 +260,7 @@ def launch_weights_hopper(
         GROUPS=groups, TILES=tiles, DEPTHS=ceil_div(problem.channels, tile.depth),
         TAPS=taps, RUN=run, IMAGES=images, CROSS=cross, DEPTH=tile.depth, FILTERS=tile.filters, STAGES=tile.stages,
         PIXEL_LAYOUT=_shared(tile.pixels, tile.depth, g), GRAD_LAYOUT=_shared(tile.pixels, tile.filters, g),
-        ACC=gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[tile.warps, 1], instr_shape=[16, tile.filters, 16]
-        ),
-        num_warps=tile.warps,
+        ACC=accumulator(tile.filters, (tile.warps, 1)), num_warps=tile.warps,
     )  # fmt: skip
     return _unpacked(dw, problem)
 

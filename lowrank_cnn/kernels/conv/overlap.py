@@ -31,7 +31,7 @@ from lowrank_cnn.core.numbers import round_up
 from lowrank_cnn.kernels import device as gpu
 from lowrank_cnn.kernels.conv import hopper_plan as plan
 from lowrank_cnn.kernels.conv.copies import launch_pad_channels
-from lowrank_cnn.kernels.conv.hopper import described, finished
+from lowrank_cnn.kernels.conv.hopper import accumulator, described, finished
 from lowrank_cnn.kernels.conv.tiled import activation_options
 from lowrank_cnn.kernels.conv.window import halves, place_of
 from lowrank_cnn.kernels.device import start
@@ -210,8 +210,7 @@ def launch_overlap(problem: Problem, given: ConvTensors, tile: plan.OverlapTile)
         COUNTS=counts, TOTAL=problem.filters, FILTERS=filters, ROWS=tile.rows, STRIDE=problem.stride[0],
         COLUMNS=plan.result_columns(problem), FETCHED=plan.fetched_rows(problem, tile),
         TOP=reach.top, LEFT=reach.left, SLABS=tuple(plan.slabs_of(problem)), POOL=problem.pool is not None,
-        HAS_BIAS=bias is not None, STAGES=tile.stages, FLAT=flat(), VIEW=halves(),
-        ACC=gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, filters, 16]),
+        HAS_BIAS=bias is not None, STAGES=tile.stages, FLAT=flat(), VIEW=halves(), ACC=accumulator(filters),
         OUT=_rows_of_results(columns, filters), **activation_options(problem), num_warps=4,
     )  # fmt: skip
     return maps

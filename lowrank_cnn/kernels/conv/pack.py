@@ -51,6 +51,8 @@ def laid_out(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def _already_packed(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
     first, channels = weights[0], weights[0].shape[1]
+    if first.device.type == "meta":  # a tracer asks for the shape alone
+        return None
     place, storage = first.data_ptr(), first.untyped_storage().data_ptr()
     if place % 16:  # fetches begin at multiples of 16 bytes, which a view of other parameters may not
         return None

@@ -30,7 +30,7 @@ from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.kernels import device as gpu
 from lowrank_cnn.kernels.conv import hopper_plan as plan
 from lowrank_cnn.kernels.conv.copies import launch_pad_channels
-from lowrank_cnn.kernels.conv.hopper import described, finished, send
+from lowrank_cnn.kernels.conv.hopper import accumulator, described, finished, send
 from lowrank_cnn.kernels.conv.tiled import activation_options
 from lowrank_cnn.kernels.device import start
 from lowrank_cnn.kernels.problem import ConvTensors, Problem, empty_result, pixels_last
@@ -164,9 +164,7 @@ def launch_window(problem: Problem, given: ConvTensors, tile: plan.WindowTile) -
         bias if bias is not None else packed, total, size[0],
         COUNTS=counts, TOTAL=problem.filters, FILTERS=filters, ROWS=rows, COLUMNS=columns,
         **activation_options(problem), HAS_BIAS=bias is not None, CODES=codes is not None, STAGES=tile.stages,
-        VIEW=halves(),
-        ACC=gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, filters, 16]),
-        num_warps=4,
+        VIEW=halves(), ACC=accumulator(filters), num_warps=4,
     )  # fmt: skip
     return maps
 
@@ -325,7 +323,6 @@ def launch_window_gradient(
         COUNTS=counts, TOTAL=problem.filters, FILTERS=FILTERS, ROWS=rows, COLUMNS=columns, STAGES=tile.stages,
         VIEW=halves(), WON=gl.NVMMASharedLayout.get_default_for([rows * columns, FILTERS], kind),
         READ=gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]),
-        ACC=gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16]),
-        num_warps=4,
+        ACC=accumulator(16), num_warps=4,
     )  # fmt: skip
     return plan.unpack_windows(dw, problem)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -40,13 +39,6 @@ def asked(problem, training=False):
 @pytest.mark.parametrize("pool", [None, "floor", "ceil"])
 def test_a_plan_that_is_right_agrees(pool, training):
     assert not mismatch(asked(problem(pool=pool), training), PLAN)
-
-
-def test_the_first_layer_agrees_without_a_gradient_of_its_images():
-    from lowrank_cnn.kernels.conv.gather import StemTile
-
-    plan = KernelPlan("stem", StemTile(pixels=32))
-    assert not mismatch(asked(problem(channels=3), True), plan)
 
 
 def test_a_plan_that_is_wrong_does_not(monkeypatch):
@@ -97,10 +89,6 @@ def test_weights_placed_or_taken_wrongly_do_not(monkeypatch, pool, name):
 
     monkeypatch.setattr(enclose, name, off)
     assert mismatch(asked(problem(pool=pool), True), DensePath(None))
-
-
-def test_a_plan_that_fails_does_not():
-    assert mismatch(asked(replace(problem(), stride=(2, 2))), PLAN)
 
 
 def fail_with(error: Exception) -> Callable[..., None]:
