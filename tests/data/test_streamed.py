@@ -5,7 +5,6 @@ import threading
 from collections.abc import Generator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -258,29 +257,14 @@ def test_images_of_many_sizes_come_as_one(sizes: Path, train: bool) -> None:
         loader(split, train=train, augment=Augment(resize=16, crop=20))
 
 
-def test_evaluation_resizes_the_shorter_side_and_takes_the_centre(tmp_path: Path, photo, write_folder) -> None:
-    sizes = [(16, 16), (30, 20), (21, 40), (17, 16)]
-    files = {f"{split}/a/{n}.png": photo(n, size=sizes[n]) for split in ("train", "val") for n in range(4)}
-    split = streamed(write_folder(tmp_path, files))
-    images = torch.cat([b for b, _ in loader(split, train=False, augment=Augment(resize=16, crop=14)).epoch(0)])
-    for place, row in enumerate(split.rows.tolist()):
-        image = Image.open(io.BytesIO(split.store.read(row))).convert("RGB")
-        scale = 16 / min(image.size)
-        size = (max(16, round(image.width * scale)), max(16, round(image.height * scale)))
-        whole = np.asarray(image.resize(size, Image.Resampling.BILINEAR)).astype(np.float32)
-        top, left = (whole.shape[0] - 14) // 2, (whole.shape[1] - 14) // 2
-        expected = whole[top : top + 14, left : left + 14].transpose(2, 0, 1) / 255
-        np.testing.assert_allclose(images[place].numpy(), expected, atol=1.01 / 255)  # only the window is scaled
-
-
-def test_crops_are_windows_of_the_padded_image(shards: Path) -> None:
+@IN_MEMORY_AND_STREAMED
+def test_crops_are_windows_of_the_padded_image(shards: Path, held: int) -> None:
     """Every image is one window of one padded original, mirrored or not; none is always the same window."""
-    split = streamed(shards)
+    split = open_data(shards, resident_bytes=held).train
     mean = Standardize(torch.tensor([50.0, 60.0, 70.0]), torch.ones(3))
     windows = []
-    for row in split.rows.tolist():
-        pixels = np.array(Image.open(io.BytesIO(split.store.read(row)))).transpose(2, 0, 1)
-        padded = torch.nn.functional.pad(mean(torch.from_numpy(pixels)[None])[0], (1, 1, 1, 1))
+    for index in range(len(split)):
+        padded = torch.nn.functional.pad(mean(split.picture(index)[None])[0], (1, 1, 1, 1))
         windows.append(padded.unfold(1, 9, 1).unfold(2, 9, 1).permute(1, 2, 0, 3, 4).flatten(0, 1))
     straight = torch.cat(windows)  # 40 images of 6x4 places each
     both = torch.cat([straight, straight.flip(3)])
