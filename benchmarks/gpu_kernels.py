@@ -107,7 +107,7 @@ def make(layer: Layer, batch: int) -> tuple[Tensor, list[Tensor], Tensor, dict[s
 def tiles_of(problem: Problem) -> dict[str, KernelPlan]:
     """The plans worth trying, by name."""
     capability = torch.cuda.get_device_capability()
-    return {str(plan): plan for plan in plans(problem, capability=capability, thorough=True)}
+    return {str(plan): plan for plan in plans(problem, capability=capability)}
 
 
 def runner(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lowrank_cnn.core.version import __version__
+from lowrank_cnn.core import __version__
 
 if TYPE_CHECKING:
     from lowrank_cnn.choose.design import design

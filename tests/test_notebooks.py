@@ -11,8 +11,8 @@ from torch import nn
 
 import lowrank_cnn as lr
 from lowrank_cnn.core.clock import Sample
-from lowrank_cnn.core.notes import Decision, NetworkPlan
 from lowrank_cnn.core.text import html_table
+from lowrank_cnn.deploy.plan import Decision, NetworkPlan
 from lowrank_cnn.train.record import Record
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -27,8 +27,8 @@ from lowrank_cnn.core.compare import copied, unchanged
 from lowrank_cnn.core.errors import LowRankError, LowRankWarning, first_line, nearest
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.text import text_table
+from lowrank_cnn.deploy.block_forms import has_strips
 from lowrank_cnn.deploy.choose_engine import engine_for
-from lowrank_cnn.deploy.cpu_convs import has_strips
 from lowrank_cnn.deploy.engines.targets import TARGETS, open_engine
 from lowrank_cnn.deploy.export import export
 from lowrank_cnn.deploy.optimize import optimize

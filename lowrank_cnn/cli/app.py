@@ -17,7 +17,7 @@ import sys
 import textwrap
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Annotated, Any, TextIO
@@ -26,9 +26,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from lowrank_cnn.cli import CTRL_C, INTERRUPTED
+from lowrank_cnn.core import __version__
 from lowrank_cnn.core.errors import LowRankError, LowRankWarning
 from lowrank_cnn.core.processes import first_process
-from lowrank_cnn.core.version import __version__
 
 # Standard output that outlives its reader: `lowrank train ... | head -1` trains to the end. Plain warnings.
 
@@ -41,27 +41,23 @@ class LastingStream:
         self.error: OSError | None = None
 
     def write(self, text: str) -> int:
-        if not self._closed:
-            try:
-                return self._stream.write(text)
-            except OSError as error:
-                self._give_up(error)
+        self._try(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        if not self._closed:
-            try:
-                self._stream.flush()
-            except OSError as error:
-                self._give_up(error)
+        self._try(self._stream.flush)
 
-    def _give_up(self, error: OSError) -> None:
-        """Discard the rest, also what the stream has buffered: Python flushes it once more at exit."""
-        self._closed = True
-        if error.errno != errno.EPIPE:
-            self.error = error
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+    def _try(self, call: Callable[[], object]) -> None:
+        """After a failure, discard the rest, and what the stream has buffered: Python flushes it at exit."""
+        if self._closed:
+            return
+        try:
+            call()
+        except OSError as error:
+            self._closed = True
+            self.error = error if error.errno != errno.EPIPE else None
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -166,7 +162,6 @@ class LazyGroup(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt as stopped:
             from lowrank_cnn.cli.show import errors
-            from lowrank_cnn.core.processes import first_process
 
             if str(stopped) and first_process():
                 errors.print(str(stopped))
@@ -267,7 +262,7 @@ def _explain(error: Exception) -> int:
 
 
 def _sentence(error: Exception) -> str:
-    """What to tell the user about an error, wherever it was raised; empty for a fault of this program."""
+    """The sentence for the user about an error; empty for a fault of this program."""
     if isinstance(error, LowRankError):
         return str(error)
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in str(error):
@@ -280,6 +275,8 @@ def _sentence(error: Exception) -> str:
         return f"a table cannot be read ({error}): check its quotation marks."
     if isinstance(error, RecursionError) and _raised_in(error) in ("json", "tomllib"):
         return "a JSON or TOML file is nested too deeply to be read."
+    if type(error).__name__ == "SafetensorError":
+        return f"a .safetensors file is damaged ({error}): write it again."
     from lowrank_cnn.core.environment import is_out_of_memory
 
     if is_out_of_memory(error):

@@ -64,16 +64,14 @@ def convert_command(
     from lowrank_cnn.method.convert import convert, told_if_low_rank
 
     source, size = named.find(model)
-    chosen = _where(where, stage, source.network, size)
-    budget: dict[str, Any] = {"macs": macs, "params": params, "latency": latency}
-    if scheme is None and all(share is None for share in budget.values()):
+    how: dict[str, Any] = {"macs": macs, "params": params, "latency": latency, "allow_costlier": allow_costlier}
+    if scheme is None and macs is None and params is None and latency is None:
         scheme = "lr-join"
     with told_if_low_rank(source.network):
-        new = convert(
-            source.network, scheme, where=chosen, input_size=size, allow_costlier=allow_costlier, **budget
-        )
+        chosen = _where(where, stage, source.network, size)
+        new = convert(source.network, scheme, where=chosen, input_size=size, **how)
     # Fresh weights have learned no classes: the file keeps only the image size of the source.
-    _finish(replace(source, trained=None), source.network, new, size, out, as_json)
+    _finish(replace(source, trained=None), new, size, out, as_json)
 
 
 @grouped
@@ -111,40 +109,45 @@ def decompose_command(
     from lowrank_cnn.method.decompose import decompose
 
     source, size = named.find(model)
-    chosen = _where(where, stage, source.network, size)
-    budget: dict[str, Any] = {"energy": energy, "macs": macs, "params": params, "latency": latency}
     if by not in ("output", "accuracy") or (by == "accuracy" and not images):
         raise LowRankError(f"--by is output, or accuracy together with --images, not {by!r}.")
-    seen = score = None
+    how: dict[str, Any] = {"energy": energy, "macs": macs, "params": params, "latency": latency}
     if images:
-        seen, labels = _images(images, source, size)
-        score = partial(_accuracy, images=seen, labels=labels) if by == "accuracy" else None
+        how["images"], labels = _images(images, source, size)
+        if by == "accuracy":
+            how["evaluate"] = partial(_accuracy, images=how["images"], labels=labels)
     with told_if_low_rank(source.network):
-        new = decompose(
-            source.network,
-            scheme,
-            where=chosen,
-            input_size=size,
-            images=seen,
-            evaluate=score,
-            allow_costlier=allow_costlier,
-            **budget,
-        )
-    _finish(source, source.network, new, size, out, as_json)
+        how |= {"where": _where(where, stage, source.network, size), "allow_costlier": allow_costlier}
+        new = decompose(source.network, scheme, input_size=size, **how)
+    _finish(source, new, size, out, as_json)
 
 
-def _finish(
-    source: Source, before: nn.Module, new: nn.Module, size: tuple[int, ...], out: Path | None, as_json: bool
-) -> None:
+def _finish(source: Source, new: nn.Module, size: tuple[int, ...], out: Path | None, as_json: bool) -> None:
+    """Write the new network, and print its layers with their cost before and after."""
     from lowrank_cnn.method.convert import conversion_costs
 
-    costs = conversion_costs(before, new, size)
+    *costs, total = conversion_costs(source.network, new, size)
     if out is not None:
         export_source(source, new, out, size)
+    report, fitted = notes(new).conversion, notes(new).decomposition
+    assert report is not None
     if as_json:
-        print_json(_conversion_json(source, size, new, costs))
-    else:
-        _print_conversion(source, size, new, costs)
+        about = {"costs": [vars(cost) for cost in (*costs, total)], "fitted": [row.to_dict() for row in fitted]}
+        return print_json({"model": source.name, "input": list(size), **report.to_dict(), **about})
+
+    def row(name: str, filters: str, cost: Cost) -> tuple[str | None, ...]:
+        macs = si(cost.macs_before), si(cost.macs_after)
+        return name, filters, *macs, si(cost.params_after), energy.get(name)
+
+    energy = {row.name: f"{row.energy:.1%}" for row in fitted}
+    rows = [row(change.name, change.after, cost) for change, cost in zip(report.changed, costs, strict=True)]
+    rows.append(row("total", f"{total.macs_after / max(1, total.macs_before):.3f} of the MACs", total))
+    columns = ("layer", "<filters now", "MACs", "now", "params", "energy" if energy else "")
+    print_table(f"{source.name}, {'x'.join(map(str, size))}", columns, rows)
+    if report.kept:
+        kept = [(layer.name, layer.layer, layer.reason) for layer in report.kept]
+        print_table("Left as they were", ("layer", "<", "<why"), kept)
+    return None
 
 
 def _images(place: str, source: Source, size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -169,14 +172,17 @@ def _accuracy(network: nn.Module, *, images: Tensor, labels: Tensor) -> float:
         return float((network.eval()(images).argmax(1) == labels).double().mean())
 
 
-def export_source(
-    source: Source, network: nn.Module, path: Path, size: tuple[int, ...] | None, **options: Any
-) -> Exported:
-    """Write a network made from a source, with its classes and preprocessing if known; options of `export`."""
+def export_source(source: Source, network: nn.Module, path: Path, inputs: Any, **options: Any) -> Exported:
+    """Write a network made from a source, with its classes and preprocessing if known; options of `export`.
+
+    `inputs` is the size of its images, or an example.
+    """
+    from lowrank_cnn.core.modules import is_example
     from lowrank_cnn.deploy.export import export
 
     model = network if source.trained is None else replace(source.trained, network=network)
-    return export(model, path, input_size=size, **options)
+    kind = "example_input" if is_example(inputs) else "input_size"
+    return export(model, path, **{kind: inputs}, **options)
 
 
 def _where(
@@ -194,45 +200,3 @@ def _where(
             )
         items += found[number - 1]
     return items or None
-
-
-def _conversion_json(
-    source: Source, size: tuple[int, ...], new: nn.Module, costs: tuple[Cost, ...]
-) -> dict[str, Any]:
-    from lowrank_cnn.method.rewrite import Conversion
-
-    report = notes(new).conversion or Conversion()
-    return {
-        "model": source.name,
-        "input": list(size),
-        **report.to_dict(),
-        "costs": [vars(cost) for cost in costs],
-        "fitted": [row.to_dict() for row in notes(new).decomposition],
-    }
-
-
-def _print_conversion(source: Source, size: tuple[int, ...], new: nn.Module, costs: tuple[Cost, ...]) -> None:
-    from lowrank_cnn.method.rewrite import Conversion
-
-    report = notes(new).conversion or Conversion()
-    kept = {row.name: f"{row.energy:.1%}" for row in notes(new).decomposition}
-    rows = [
-        (
-            change.name,
-            change.after,
-            si(cost.macs_before),
-            si(cost.macs_after),
-            si(cost.params_after),
-            kept.get(change.name),
-        )
-        for change, cost in zip(report.changed, costs[:-1], strict=True)
-    ]
-    total = costs[-1]
-    ratio = f"{total.macs_after / max(1, total.macs_before):.3f} of the MACs"
-    rows.append(("total", ratio, si(total.macs_before), si(total.macs_after), si(total.params_after), None))
-    columns = ("layer", "<filters now", "MACs", "now", "params", "energy" if kept else "")
-    print_table(f"{source.name}, {'x'.join(map(str, size))}", columns, rows)
-    if report.kept:
-        print_table(
-            "Left as they were", ("layer", "<", "<why"), [(k.name, k.layer, k.reason) for k in report.kept]
-        )

@@ -13,7 +13,6 @@ from lowrank_cnn.core.text import si
 
 if TYPE_CHECKING:
     from lowrank_cnn.deploy.timing import Timing
-    from lowrank_cnn.train import Record
 
 TWINS: dict[str, str | None] = {"dense": None, "low-rank": "lr"}
 """The two networks: Network-in-Network as it is, and with each k x k conv as kx1 and 1xk side by side."""
@@ -52,8 +51,13 @@ def demo_command(
         rows, report = demo(out, epochs=epochs, device=device, limit=limit, say=str if as_json else console.print)
     if as_json:
         return print_json({"rows": [vars(row) for row in rows], "report": str(report)})
+    lines: list[tuple[str, ...]] = [
+        (row.name, f"{row.top1:.1%}", si(row.macs), si(row.params), f"{row.ms_per_image:.3f} ms") for row in rows
+    ]
     dense, low_rank = rows
-    lines = [*(_line(row) for row in rows), _ratios(dense, low_rank)]
+    shares = (getattr(low_rank, name) / getattr(dense, name) for name in ("macs", "params", "ms_per_image"))
+    points = f"{100 * (low_rank.top1 - dense.top1):+.1f} points"
+    lines.append(("low-rank / dense", points, *(f"x {share:.2f}" for share in shares)))
     columns = ("Network-in-Network", "accuracy", "MACs", "parameters", "time per image")
     print_table("Dense and low-rank, on digits they were not trained on", columns, lines)
     console.print(f" Accuracy on {dense.n:,} test digits; time on this CPU, measured in turns.")
@@ -73,32 +77,30 @@ def demo(
 
     `say` is called with each step. Returns the rows of the table and the path of the report.
     """
-    from lowrank_cnn.core.files import below
-    from lowrank_cnn.report import write_report
-
-    out = Path(out)
-    records = {}
-    for number, name in enumerate(TWINS, start=1):
-        say(f"Training the {name} network ({number} of {len(TWINS)}), a minute or two on a CPU.")
-        records[name] = _train(name, below(out, out / name), epochs, device, limit)
-    times = _time(out)
-    rows = [_result(name, records[name], times[name]) for name in TWINS]
-    return rows, write_report([out], out / "report.html")
-
-
-def _train(name: str, directory: Path, epochs: int | None, device: str, limit: int | None) -> Record:
     import torch
 
+    from lowrank_cnn.core.files import below
     from lowrank_cnn.data import open_data
     from lowrank_cnn.models import create_model
+    from lowrank_cnn.report import write_report
     from lowrank_cnn.train import fit
 
-    digits = open_data("digits", limit=limit)
-    torch.manual_seed(0)
-    options = {"num_classes": len(digits.classes), "in_channels": 1, "width": WIDTH, "norm": "batch"}
-    network = create_model("nin", scheme=TWINS[name], **options)
-    again = directory.exists()  # resume a demo that was interrupted
-    return fit(network, digits, "digits", epochs=epochs, device=device, out=directory, resume=again)
+    out, results = Path(out), {}
+    for number, (name, scheme) in enumerate(TWINS.items(), start=1):
+        say(f"Training the {name} network ({number} of {len(TWINS)}), a minute or two on a CPU.")
+        directory, digits = below(out, out / name), open_data("digits", limit=limit)
+        torch.manual_seed(0)
+        options = {"num_classes": len(digits.classes), "in_channels": 1, "width": WIDTH, "norm": "batch"}
+        network = create_model("nin", scheme=scheme, **options)
+        again = directory.exists()  # resume a demo that was interrupted
+        record = fit(network, digits, "digits", epochs=epochs, device=device, out=directory, resume=again)
+        results[name] = record.result
+    times = _time(out)
+    rows = []
+    for name, found in results.items():
+        cost = {key: found[key] for key in ("top1", "n", "macs", "params")}
+        rows.append(TwinResult(name, **cost, ms_per_image=times[name].total.ms / BATCH))
+    return rows, write_report([out], out / "report.html")
 
 
 def _time(out: Path) -> dict[str, Timing]:
@@ -116,20 +118,3 @@ def _time(out: Path) -> dict[str, Timing]:
         about = {"kind": "timing", "model": networks[name].config, "environment": environment()}
         write_json(out / name / "timing.json", {**about, **timing.to_dict()})
     return times
-
-
-def _result(name: str, record: Record, timing: Timing) -> TwinResult:
-    result = record.result
-    per_image = timing.total.ms / BATCH
-    return TwinResult(name, result["top1"], result["n"], result["macs"], result["params"], per_image)
-
-
-def _line(row: TwinResult) -> tuple[str, ...]:
-    return row.name, f"{row.top1:.1%}", si(row.macs), si(row.params), f"{row.ms_per_image:.3f} ms"
-
-
-def _ratios(dense: TwinResult, low_rank: TwinResult) -> tuple[str, ...]:
-    macs, params = low_rank.macs / dense.macs, low_rank.params / dense.params
-    time = low_rank.ms_per_image / dense.ms_per_image
-    points = 100 * (low_rank.top1 - dense.top1)
-    return "low-rank / dense", f"{points:+.1f} points", f"x {macs:.2f}", f"x {params:.2f}", f"x {time:.2f}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,14 +28,13 @@ from lowrank_cnn.cli.options import (
 )
 from lowrank_cnn.cli.show import console, errors, print_json, print_problems, print_table
 from lowrank_cnn.core.errors import LowRankError, nearest
-from lowrank_cnn.core.text import counted
+from lowrank_cnn.core.text import counted, first_few
 
 if TYPE_CHECKING:
     import torch
 
     from lowrank_cnn.data import Data
-    from lowrank_cnn.train.evaluate import Ranking
-    from lowrank_cnn.train.score import Evaluation, EvaluationDetails
+    from lowrank_cnn.train.score import EvaluationDetails
     from lowrank_cnn.train.trained import Trained
 
 _SHOWN_PAIRS = 5
@@ -70,8 +69,9 @@ def evaluate_command(
     """
     from lowrank_cnn.cli.source import is_path
     from lowrank_cnn.data import open_data
-    from lowrank_cnn.data.sources import parse_image_size
+    from lowrank_cnn.data.sources import fewer, parse_image_size
     from lowrank_cnn.train.evaluate import changed_set, evaluate, held_out_images
+    from lowrank_cnn.train.score import TOP_FIVE
     from lowrank_cnn.train.trained import Trained, load_pretrained
 
     if pretrained and best:
@@ -83,20 +83,27 @@ def evaluate_command(
     images = reading(image_size=image_size)
     trained = load_pretrained(model, pretrained) if pretrained else _find(model, best, images, into, trusted)
     if isinstance(trained, Trained):
-        fits = image_size is None or parse_image_size(image_size) == tuple(trained.image[1:])
-        again = held_out_images(trained, data, **shared) if fits else None
-        if again is None and (told := changed_set(trained, images)):
-            errors.print(told)
-        images = _told_held_out(again, limit) if again else _as_in_training(trained, images, image_size, reading)
+        same_size = image_size is None or parse_image_size(image_size) == tuple(trained.image[1:])
+        held_out = held_out_images(trained, data, **shared) if same_size else None
+        if held_out:
+            told = counted(len(held_out.test), "image")
+            errors.print(f"The network was trained on {held_out.name}: these are the {told} held out of it.")
+            images = replace(held_out, test=fewer(held_out.test, limit))
+        else:
+            if told := changed_set(trained, images):
+                errors.print(told)
+            images = _as_in_training(trained, images, reading) if same_size else images
     result = evaluate(trained, images, device=device, workers=workers, output=output, progress=not as_json)
     assert result.details is not None
     if as_json:
         shown = result.details.to_dict(pictures=False)
-        print_json({"model": model, "data": images.name, **result.to_dict(), "details": shown})
-        return
-    _print_accuracy(model, images, result)
+        return print_json({"model": model, "data": images.name, **result.to_dict(), "details": shown})
+    top5 = {"top-5": f"{result.top5:.2%}"} if len(images.classes) > TOP_FIVE else {}
+    row = {"network": model, "top-1": f"{result.top1:.2%}", **top5}
+    row |= {"n": f"{result.n:,}", "loss": f"{result.loss:.4f}"}
+    print_table(f"On {images.name}", list(row), [list(row.values())])
     _print_details(result.details, every_class=every_class)
-    print_problems(images)
+    return print_problems(images)
 
 
 def predict_command(
@@ -136,41 +143,21 @@ def predict_command(
         predict(trained, failed[:1], device=device)  # raises an error that names the problem
     if not pretrained:
         _tell_how_far(model)
-    _print_answers(files, answers, as_json)
+    if as_json:
+        classes = [[{"class": name, "probability": p} for name, p in answer or ()] for answer in answers]
+        print_json([{"image": str(path), "classes": found} for path, found in zip(files, classes, strict=True)])
+    else:
+        told = [", ".join(f"{name} {p:.1%}" for name, p in answer or ()) for answer in answers]
+        rows = [(path, words or _why(path)) for path, words in zip(files, told, strict=True)]
+        print_table("Predictions", ("image", "<classes"), rows)
     if failed:
-        names = ", ".join(map(str, failed[:3])) + (", ..." if len(failed) > 3 else "")
-        errors.print(f"{len(failed)} of {counted(len(files), 'image')} could not be read: {names}")
+        told = f"{len(failed)} of {counted(len(files), 'image')} could not be read"
+        errors.print(f"{told}: {first_few([str(path) for path in failed])}")
         raise typer.Exit(1)
 
 
-def _unread(path: Path) -> str:
+def _why(path: Path) -> str:
     return "could not be read" if path.exists() else "there is no such file"
-
-
-def _print_answers(files: list[Path], answers: Sequence[Ranking | None], as_json: bool) -> None:
-    pairs = list(zip(files, answers, strict=True))
-    if as_json:
-        print_json(
-            [
-                {"image": str(path), "classes": [{"class": name, "probability": p} for name, p in answer or ()]}
-                for path, answer in pairs
-            ]
-        )
-        return
-    rows = [
-        (path, ", ".join(f"{name} {p:.1%}" for name, p in answer) if answer else _unread(path))
-        for path, answer in pairs
-    ]
-    print_table("Predictions", ("image", "<classes"), rows)
-
-
-def _print_accuracy(model: str, images: Data, result: Evaluation) -> None:
-    from lowrank_cnn.train.score import TOP_FIVE
-
-    top5 = {"top-5": f"{result.top5:.2%}"} if len(images.classes) > TOP_FIVE else {}
-    row = {"network": model, "top-1": f"{result.top1:.2%}", **top5}
-    row |= {"n": f"{result.n:,}", "loss": f"{result.loss:.4f}"}
-    print_table(f"On {images.name}", list(row), [list(row.values())])
 
 
 def _print_details(details: EvaluationDetails, *, every_class: bool) -> None:
@@ -199,21 +186,17 @@ def _find(model: str, best: bool, images: Data, into: str | None, trusted: bool)
     """The trained network at a path, or an untrained one by name, whose accuracy is that of guessing."""
     import torch
 
-    from lowrank_cnn.cli.source import build_for, find_into, is_ours
+    from lowrank_cnn.cli.source import build_for, find_into, is_ours, is_path
     from lowrank_cnn.models import list_models
-    from lowrank_cnn.models.hub import is_hub_name
     from lowrank_cnn.train.trained import load_checkpoint
 
     if is_ours(model):
         errors.print(_guessing(model))
         torch.manual_seed(0)
         return build_for(images, model).network
-    if not (is_hub_name(model) or Path(model).exists() or Path(model).with_suffix(".json").exists()):
-        if Path(model).suffix or Path(model).name != model:
-            raise LowRankError(f"{model} does not exist.")
-        raise LowRankError(
-            f"{model} is neither a checkpoint nor a network's name; {nearest(model, list_models())}"
-        )
+    if Path(model).name == model and not (is_path(model) or Path(model).with_suffix(".json").exists()):
+        told = f"{model} is neither a checkpoint nor a network's name; {nearest(model, list_models())}"
+        raise LowRankError(told)
     trained = load_checkpoint(model, best=best, network=find_into(into, model), trusted=trusted)
     _tell_how_far(model, best=best)
     return trained
@@ -224,8 +207,7 @@ def _tell_how_far(model: str, *, best: bool = False) -> None:
     from lowrank_cnn.train.evaluate import how_far
 
     if words := how_far(model, best=best):
-        line = f"These are the weights of {model} {words}, not those of a finished run."
-        errors.print(line)
+        errors.print(f"These are the weights of {model} {words}, not those of a finished run.")
 
 
 def _guessing(name: str) -> str:
@@ -236,27 +218,15 @@ def _guessing(name: str) -> str:
     return f"{name} by name has fresh weights, which can only guess: for trained ones give {' or '.join(places)}."
 
 
-def _told_held_out(images: Data, limit: int | None) -> Data:
-    """The images that training held out; a printed line tells the user that these are used."""
-    from lowrank_cnn.data.sources import fewer
-
-    held_out = counted(len(images.test), "image")
-    line = f"The network was trained on {images.name}: these are the {held_out} held out of it."
-    errors.print(line)
-    return replace(images, test=fewer(images.test, limit))
-
-
-def _as_in_training(trained: Trained, images: Data, asked: str | None, reopen: Callable[..., Data]) -> Data:
+def _as_in_training(trained: Trained, images: Data, reopen: Callable[..., Data]) -> Data:
     """Bring test images to the size and the channels that training used."""
-    from lowrank_cnn.data.sources import parse_image_size
     from lowrank_cnn.train.evaluate import match_classes
 
-    fits = images.test.size == trained.image if trained.image else images.test.channels == trained.channels
-    if fits or (asked is not None and parse_image_size(asked) != tuple(trained.image[1:])):
+    if images.test.size == trained.image if trained.image else images.test.channels == trained.channels:
         return images
     match_classes(trained, images)
     try:
-        return reopen(image_size=trained.size_option or asked, channels=trained.channels)
+        return reopen(image_size=trained.size_option, channels=trained.channels)
     except LowRankError as error:
         size = "x".join(map(str, trained.image or trained.input_size))
         raise LowRankError(

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from lowrank_cnn.cli.convert import export_source
-from lowrank_cnn.cli.options import Inputs, Json, Model, Scheme, SourceOptions, grouped, option
+from lowrank_cnn.cli.options import Inputs, Json, Model, Overwrite, Scheme, SourceOptions, grouped, option
+from lowrank_cnn.cli.plan import random_images
 from lowrank_cnn.cli.show import console, print_json
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GraphOptions:
-    """What the file computes, and in which form."""
+    """The graph in the file, its precision and its names."""
 
     fp16: Annotated[bool, option("Compute in half precision.", "--fp16")] = False
     int8: Annotated[bool, option("Quantise to int8; needs --calibrate.", "--int8")] = False
@@ -52,15 +53,6 @@ class GraphOptions:
         option("Prepare images inside the graph, which then takes uint8 in this layout; not resize."),
     ] = None
 
-    def for_target(self, to: str | None) -> GraphOptions:
-        """The options that a target asks for beside these."""
-        from lowrank_cnn.deploy.engines.targets import target_of
-
-        strips = self.strips or (to is not None and target_of(to).strips)
-        if strips and self.int8:
-            raise LowRankError("compiled strips are for fp32 and fp16: give --int8 or --strips.")
-        return replace(self, strips=strips)
-
     @property
     def precision(self) -> str:
         return "fp16" if self.fp16 else "fp32"
@@ -68,17 +60,19 @@ class GraphOptions:
     def for_export(self) -> dict[str, Any]:
         """These options as `export` takes them."""
         free = () if self.dynamic == "none" else tuple(self.dynamic.split(","))
-        graph = {"dynamic": free, "opset": self.opset, "preprocess": self.preprocess or False}
         names = {"input_names": self.input_names, "output_names": self.output_names}
+        graph = {"dynamic": free, "opset": self.opset, "preprocess": self.preprocess or False}
         graph |= {option: text.split(",") if text else None for option, text in names.items()}
         return {"precision": self.precision, "strips": self.strips, **graph}
 
-    def merge(self, network: torch.nn.Module, example: Any) -> torch.nn.Module:
-        """The network with batch norms, and chains where asked, folded into the layers before them."""
+    def merge(self, network: torch.nn.Module, inputs: Any) -> torch.nn.Module:
+        """The network with batch norms, and chains if asked, folded into the layers before them."""
+        from lowrank_cnn.core.modules import is_example
         from lowrank_cnn.graph.merge import merge
 
         if not (self.merged or self.chains):
             return network
+        example = inputs if is_example(inputs) else random_images(network, inputs, 2, "cpu")
         return merge(network.eval(), chains=self.chains or None, example_input=example)
 
 
@@ -103,7 +97,7 @@ def export_command(
     ] = None,
     scheme: Scheme = None,
     example: Inputs = None,
-    overwrite: Annotated[bool, option("Replace a file that exists.", "--overwrite")] = False,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Write a network for ONNX Runtime and other engines, and check the file.
@@ -120,19 +114,21 @@ def export_command(
       lowrank export runs/photos -o net.int8.onnx --int8 --calibrate photos
       lowrank export model.py:make net.onnx --example model.py:inputs
     """
+    from lowrank_cnn.deploy.engines.targets import target_of
     from lowrank_cnn.method.count import count
 
-    path, graph = _place(path, out, to, model), graph.for_target(to)
-    source, size, inputs = named.find_inputs(model, example)
+    if to is not None and target_of(to).strips:
+        graph = replace(graph, strips=True)
+    if graph.strips and graph.int8:
+        raise LowRankError("compiled strips are for fp32 and fp16: give --int8 or --strips.")
+    path = _place(path, out, to, model)
+    source, inputs = named.find_inputs(model, example)
     source = source.converted(scheme) if scheme else source
-    network = graph.merge(source.network, inputs if size is None else _image_for(source.network, size))
+    network = graph.merge(source.network, inputs)
     if graph.int8:
-        return _export_int8(source, network, path, graph.calibrate, size, overwrite=overwrite, as_json=as_json)
-    written = export_source(
-        source, network, path, size, example_input=inputs, overwrite=overwrite, **graph.for_export()
-    )
-    counted: Any = inputs if size is None else size
-    macs = {"before": count(source.network, counted).macs, "after": count(network, counted).macs}
+        return _export_int8(source, network, path, graph.calibrate, inputs, overwrite=overwrite, as_json=as_json)
+    written = export_source(source, network, path, inputs, overwrite=overwrite, **graph.for_export())
+    macs = {"before": count(source.network, inputs).macs, "after": count(network, inputs).macs}
     rows = notes(network).merging
     if as_json:
         return print_json({**written.to_dict(), "macs": macs, "merging": [row.to_dict() for row in rows]})
@@ -182,18 +178,19 @@ def _export_int8(
     network: torch.nn.Module,
     path: Path,
     calibrate: str | None,
-    size: tuple[int, ...] | None,
+    size: Any,
     *,
     overwrite: bool,
     as_json: bool,
 ) -> None:
     """Quantise, and print the accuracy before and after and the layers that stay in float."""
+    from lowrank_cnn.core.modules import is_example
     from lowrank_cnn.deploy.quantize import quantize
     from lowrank_cnn.method.count import count
 
     if calibrate is None:
         raise LowRankError("--int8 needs images to set the ranges of activations: give --calibrate DATA.")
-    if size is None:
+    if is_example(size):
         raise LowRankError("--int8 is for networks of one image: give --input in place of --example.")
     if ".py:" in calibrate:
         found = quantize(network, _images_of(calibrate), path, input_size=size, overwrite=overwrite)
@@ -240,12 +237,3 @@ def _print_usage(path: Path, name: str, **about: Any) -> None:
     runner = open_engine(path, trusted=True)
     for line in usage(runner, path, precision=about["precision"]).splitlines():
         console.print(f"   {line}", soft_wrap=True)
-
-
-def _image_for(network: torch.nn.Module, size: tuple[int, ...]) -> torch.Tensor:
-    """Random images in the network's own precision."""
-    import torch
-
-    from lowrank_cnn.models.network_file import dtype_of
-
-    return torch.randn(2, *size, generator=torch.Generator().manual_seed(0)).to(dtype_of(network))

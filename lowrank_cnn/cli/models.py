@@ -10,7 +10,6 @@ from lowrank_cnn.core.text import si
 
 if TYPE_CHECKING:
     from lowrank_cnn.method.count import Count
-    from lowrank_cnn.models.network import Network
 
 
 def models_command(as_json: Json = False) -> None:
@@ -23,14 +22,28 @@ def models_command(as_json: Json = False) -> None:
       lowrank models
       lowrank models --json
     """
-    from lowrank_cnn.models import list_models
+    import torch
 
-    rows = [_describe(name) for name in list_models()]
+    from lowrank_cnn.method.count import count
+    from lowrank_cnn.models import create_model, list_models
+    from lowrank_cnn.paper.published import published
+
+    def percent(share: float | None) -> str:
+        return "" if share is None else f"{100 * share:.1f}%"
+
+    rows = []
+    for name in list_models():
+        with torch.device("meta"):
+            net = create_model(name)
+        cost, row = count(net, net.input_size), published().get(name)
+        about = {"network": name, "input": "x".join(map(str, net.input_size)), "macs": cost.macs}
+        about |= {"params": cost.params, "top1": row.top1 if row else None, "top5": row.top5 if row else None}
+        rows.append(about)
     if as_json:
         return print_json(rows)
     columns = ("network", "input", "MACs", "params", "published top-1", "top-5")
     table = [
-        (r["network"], r["input"], si(r["macs"]), si(r["params"]), _percent(r["top1"]), _percent(r["top5"]))
+        (r["network"], r["input"], si(r["macs"]), si(r["params"]), percent(r["top1"]), percent(r["top5"]))
         for r in rows
     ]
     print_table("Networks", columns, table)
@@ -61,19 +74,19 @@ def count_command(
       lowrank count torchvision:resnet18 --scheme lr
       lowrank count model.py:make --example model.py:inputs
     """
-    from lowrank_cnn.cli.source import check_axes, find_example, find_model, is_ours, parse_size
+    import torch
+
+    from lowrank_cnn.cli.source import find_example, find_model, is_ours, parse_size
     from lowrank_cnn.method.count import count
 
-    asked = parse_size(input_text)
+    asked, ours = parse_size(input_text), is_ours(model)
     options = {"width": width, "norm": norm, "stride": stride, "num_classes": num_classes}
-    if is_ours(model):
-        net = _build(model, asked, **options, scheme=scheme)
-        check_axes(asked, net.input_size)
-        size = asked or net.input_size
-    else:
+    if asked and ours:
+        options["in_channels"] = asked[0]
+    with torch.device("meta" if ours else "cpu"):
         source = find_model(model, into=into, scheme=scheme, **options)
-        net, size = source.network, () if example else source.size(asked)
-    result = count(net, find_example(example) if example else size, convention=convention)
+    inputs = find_example(example) if example else source.size(asked)
+    result = count(source.network, inputs, convention=convention)
     if as_json:
         return print_json({"model": model, **result.to_dict()})
     _print_count(model, result)
@@ -103,51 +116,16 @@ def recipes_command(as_json: Json = False) -> None:
     return None
 
 
-def _describe(name: str) -> dict[str, Any]:
-    from lowrank_cnn.method.count import count
-    from lowrank_cnn.paper.published import published
-
-    net = _build(name, None)
-    cost, row = count(net, net.input_size), published().get(name)
-    return {
-        "network": name,
-        "input": "x".join(map(str, net.input_size)),
-        "macs": cost.macs,
-        "params": cost.params,
-        "top1": row.top1 if row else None,
-        "top5": row.top5 if row else None,
-    }
-
-
-def _build(name: str, size: tuple[int, ...] | None, **options: Any) -> Network:
-    """Build a network without storage, with as many input channels as the size has."""
-    import torch
-
-    from lowrank_cnn.models import create_model
-
-    given = {key: value for key, value in options.items() if value is not None}
-    with torch.device("meta"):
-        return create_model(name, in_channels=size[0] if size else 3, **given)
-
-
 def _print_count(name: str, result: Count) -> None:
     columns = ("layer", "<output", "MACs", "params", "MiB")
-    rows = [
-        (layer.name, "x".join(map(str, layer.output)), f"{layer.macs:,}", f"{layer.params:,}", _mib(layer))
-        for layer in result.layers
-    ]
-    total = ("total", "", f"{result.macs:,}", f"{result.params:,}", _mib(result))
+    rows = [(row.name, "x".join(map(str, row.output)), *_costs(row)) for row in result.layers]
     size = "x".join(map(str, result.input))
-    print_table(f"{name}, {size}, convention {result.convention}", columns, [*rows, total])
+    title = f"{name}, {size}, convention {result.convention}"
+    print_table(title, columns, [*rows, ("total", "", *_costs(result))])
     if result.unsupported:
         calls = ", ".join(f"{operation} ({times})" for operation, times in result.unsupported)
         console.print(f" Not counted, because their cost is unknown: {calls}.")
 
 
-def _mib(item: Any) -> str:
-    """Memory of the activations; the column's heading has the unit."""
-    return f"{item.activation_bytes / 2**20:.2f}"
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.1f}%"
+def _costs(item: Any) -> tuple[str, str, str]:
+    return f"{item.macs:,}", f"{item.params:,}", f"{item.activation_bytes / 2**20:.2f}"

@@ -110,6 +110,7 @@ Recompute = Annotated[
     bool,
     option("Save memory: recompute activations in the backward pass.", "--checkpoint-activations", panel=TRAINING),
 ]
+Overwrite = Annotated[bool, option("Replace a file that exists.", "--overwrite")]
 Runs = Annotated[list[Path] | None, option("Folders or files of records; repeatable.", "--runs")]
 Json = Annotated[bool, option("Print JSON instead of a table.", "--json")]
 
@@ -153,24 +154,24 @@ class SourceOptions:
     into: Into = None
 
     def find(self, model: str, *, scheme: str | None = None) -> tuple[Source, tuple[int, ...]]:
-        """The network and the size of its input."""
+        """The network and the size of its images."""
         from lowrank_cnn.cli.source import parse_size
 
-        source = self.source(model, scheme=scheme)
+        source = self._source(model, scheme)
         return source, source.size(parse_size(self.input_text))
 
     def find_inputs(
         self, model: str, example: str | None, *, scheme: str | None = None, batch: int = 1
-    ) -> tuple[Source, tuple[int, ...] | None, Any]:
-        """The network, and the size of its images or (None for that) the inputs that --example names."""
+    ) -> tuple[Source, Any]:
+        """The network, and the size of its images or the inputs that --example gives."""
         from lowrank_cnn.cli.source import find_example
 
         if example is None:
-            return *self.find(model, scheme=scheme), None
+            return self.find(model, scheme=scheme)
         if self.input_text is not None or batch != 1:
             option = "--batch" if self.input_text is None else "--input"
             raise LowRankError(f"--example gives all inputs with their batch: leave {option} out.")
-        return self.source(model, scheme=scheme), None, find_example(example)
+        return self._source(model, scheme), find_example(example)
 
     def words(self, model: str, *, scheme: str | None = None) -> str:
         """The network and these options, as they are typed in a shell."""
@@ -179,8 +180,7 @@ class SourceOptions:
         options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
         return shlex.join([model, *options])
 
-    def source(self, model: str, *, scheme: str | None = None) -> Source:
-        """The network, whatever its input."""
+    def _source(self, model: str, scheme: str | None) -> Source:
         from lowrank_cnn.cli.source import find_model
 
         given = {"pretrained": self.pretrained, "width": self.width, "norm": self.norm}

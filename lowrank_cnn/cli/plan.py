@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import correlation
@@ -19,6 +18,7 @@ from lowrank_cnn.cli.options import (
     Inputs,
     Json,
     Model,
+    Overwrite,
     Scheme,
     SourceOptions,
     Trusted,
@@ -26,17 +26,15 @@ from lowrank_cnn.cli.options import (
     option,
 )
 from lowrank_cnn.cli.show import console, print_json, print_table
-from lowrank_cnn.core.errors import LowRankError, LowRankWarning
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.core.progress import lasting
 from lowrank_cnn.core.text import counted, si
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
     from lowrank_cnn.cli.source import Source
-    from lowrank_cnn.core.clock import Sample
 
 Batch = Annotated[int, option("Images per batch.", min=1, max=10**6)]
 
@@ -65,18 +63,17 @@ class SearchOptions:
     repeats: Annotated[int, option("Runs per median of each way that is tried.")] = 11
     budget: Annotated[float, option("Seconds after which no further form is tried.")] = 30.0
 
-    def place(self, network: nn.Module, size: tuple[int, ...] | None, given: Any) -> tuple[str, nn.Module, Any]:
+    def place(self, network: nn.Module, inputs: Any) -> tuple[str, nn.Module, Any]:
         """The device, the network on it, and its inputs there: those of --example, or random images."""
-        from torch import Tensor
-        from torch.utils._pytree import tree_map_only
-
+        from lowrank_cnn.core.compare import mapped
+        from lowrank_cnn.core.modules import is_example
         from lowrank_cnn.train.distributed import resolve_device
 
         place = resolve_device(self.device)
         network = network.eval().to(place)
-        if size is not None:
-            return place, network, random_images(network, size, self.batch, place)
-        return place, network, tree_map_only(Tensor, lambda tensor: tensor.to(place), given)
+        if not is_example(inputs):
+            return place, network, random_images(network, inputs, self.batch, place)
+        return place, network, mapped(lambda value: value.to(place) if hasattr(value, "to") else value, inputs)
 
     def search(self, network: nn.Module, inputs: Any) -> Any:
         """The fastest form of a network."""
@@ -126,19 +123,17 @@ def time_command(
     from lowrank_cnn.deploy.engines.targets import is_engine_file
     from lowrank_cnn.deploy.timing import time_file, time_model
 
-    options = {"batch": batch, "device": device, "threads": threads, "runtime": runtime, "repeats": repeats}
+    how: dict[str, Any] = {"batch": batch, "threads": threads, "repeats": repeats}
     timings = []
     for text in models:
-        if is_engine_file(text):
-            if scheme is not None or device not in ("cpu", "auto") or example is not None:
-                told = f"{text} is timed as it is on the CPU, without --scheme, --device and --example."
-                raise LowRankError(told)
-            how: dict[str, Any] = {"batch": batch, "threads": threads, "repeats": repeats, "trusted": trusted}
-            timings.append(time_file(text, parse_size(named.input_text), **how))
-            continue
-        source, size, given = named.find_inputs(text, example, scheme=scheme, batch=batch)
-        inputs = given if size is None else size
-        timings.append(time_model(source.network, inputs, twin=source.dense, **options))
+        if not is_engine_file(text):
+            source, inputs = named.find_inputs(text, example, scheme=scheme, batch=batch)
+            how_here = {**how, "device": device, "runtime": runtime}
+            timings.append(time_model(source.network, inputs, twin=source.dense, **how_here))
+        elif scheme is not None or device not in ("cpu", "auto") or example is not None:
+            raise LowRankError(f"{text} is timed as it is on the CPU, without --scheme, --device and --example.")
+        else:
+            timings.append(time_file(text, parse_size(named.input_text), trusted=trusted, **how))
     if as_json:
         return print_json({"environment": environment(), "timings": [timing.to_dict() for timing in timings]})
     for timing in timings:
@@ -181,29 +176,78 @@ def plan_command(
     from lowrank_cnn.core.clock import torch_threads
     from lowrank_cnn.models.build import dense_twin
 
-    source, size, given = named.find_inputs(model, how.example, scheme=how.scheme, batch=how.batch)
+    source, given = named.find_inputs(model, how.example, scheme=how.scheme, batch=how.batch)
     if engine is not None:
         if how.batch != 1:
             raise LowRankError("--engine times one image at a time: leave --batch out.")
-        size = size or _size_of_one(given)
-        return plan_engines(source, size, engine, out, how.threads, twin=twin, as_json=as_json)
-    place, network, inputs = how.place(source.network, size, given)
+        return _plan_engines(source, _size_of_one(given), engine, out, how.threads, twin=twin, as_json=as_json)
+    place, network, inputs = how.place(source.network, given)
+    macs, held = _macs(network, inputs), None
     with torch_threads(how.threads):
         fast = how.search(network, inputs)
-        held = None
         if twin and (dense := source.dense or dense_twin(network)) is not None:
             rival = how.search(dense.eval().to(place), inputs)
-            held = _beside(fast, rival, inputs, place) | {"macs": _macs(dense, inputs)}
-    _show_plan(source.name, fast, inputs, held, macs=_macs(network, inputs), as_json=as_json)
-    if place == "cpu" and size is not None and not as_json:
+            held: Any = _beside(fast, rival, inputs, place) | {"macs": _macs(dense, inputs)}
+    plans = [found for part in fast.modules() if (found := notes(part).plan) is not None]
+    if as_json:
+        about = {"macs": macs} if held is None else {"macs": macs, "twin": held}
+        return _print_search(source, inputs, fast, **about, plans=[plan.to_dict() for plan in plans])
+    for plan in plans:
+        _print_plan(source.name, plan)
+    _print_variants(fast.report)
+    if held is not None:
+        console.print(f" The dense network at its fastest ({held['choice']}): {held['twin_ms']:.2f} ms, in turns.")
+        share = f", for {macs / held['macs']:.3f} of its MACs" if macs and held["macs"] else ""
+        console.print(f" This one takes {held['ms'] / held['twin_ms']:.3f} of its time{share}.")
+    if place == "cpu" and how.example is None:
         _print_cpu_advice(named.words(model, scheme=how.scheme))
     return None
 
 
+@grouped
+def optimize_command(
+    model: Model,
+    out: Annotated[Path, option("A file ending in .safetensors, .onnx, .pt2 or .ts.", "--out", "-o")],
+    named: SourceOptions,
+    how: SearchOptions,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Find the fastest form of a network, and write it to a file.
+
+    A .safetensors holds the network with what was chosen: lr.load makes that form again without measuring, and
+    compares it with the network. Other formats hold the layers alone, without what was chosen for this machine.
+
+    Examples:
+
+      lowrank optimize nin-c3-lr -o net.safetensors --pretrained cifar10
+      lowrank optimize runs/photos -o net.safetensors --batch 16 --compile
+      lowrank optimize model.py:make -o net.onnx --example model.py:inputs
+    """
+    from lowrank_cnn.core.clock import torch_threads
+
+    if out.exists() and not overwrite:
+        raise LowRankError(f"{out} exists; --overwrite replaces it.")
+    source, given = named.find_inputs(model, how.example, scheme=how.scheme, batch=how.batch)
+    _, network, inputs = how.place(source.network, given)
+    with torch_threads(how.threads):
+        fast = how.search(network, inputs)
+        written = export_source(source, fast, out, given, overwrite=overwrite)
+    if as_json:
+        return _print_search(source, inputs, fast, **written.to_dict())
+    _print_variants(fast.report)
+    console.print(f" {written.path}: {si(written.bytes)}B.")
+    return None
+
+
 def _size_of_one(given: Any) -> tuple[int, ...]:
-    """The size of the one input that --example gives to an engine."""
+    """The size of the one input that an engine is timed on: that of --input, or of an example of one tensor."""
     import torch
 
+    from lowrank_cnn.core.modules import is_example
+
+    if not is_example(given):
+        return given
     if isinstance(given, torch.Tensor) and given.is_floating_point() and given.dim() > 1 and len(given) == 1:
         return tuple(given.shape[1:])
     raise LowRankError(
@@ -212,16 +256,7 @@ def _size_of_one(given: Any) -> tuple[int, ...]:
     )
 
 
-def input_shapes(inputs: Any) -> list[Any]:
-    """The shape of an input, or the shapes of several, as JSON holds them."""
-    import torch
-    from torch.utils._pytree import tree_leaves
-
-    shapes = [list(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-    return shapes[0] if isinstance(inputs, torch.Tensor) else shapes
-
-
-def _macs(network: torch.nn.Module, inputs: Any) -> int | None:
+def _macs(network: nn.Module, inputs: Any) -> int | None:
     """Multiply-accumulates of a whole batch; None for a network that cannot be counted."""
     from lowrank_cnn.method.count import count
 
@@ -229,27 +264,6 @@ def _macs(network: torch.nn.Module, inputs: Any) -> int | None:
         return count(network, inputs).macs
     except LowRankError:
         return None
-
-
-def _show_plan(
-    name: str, fast: Any, inputs: Any, held: dict[str, Any] | None, *, macs: int | None, as_json: bool
-) -> None:
-    """Print the measured times, and those of the dense network (`held`), as text or JSON."""
-    from lowrank_cnn.core.environment import environment
-
-    plans = [found for part in fast.modules() if (found := notes(part).plan) is not None]
-    if as_json:
-        where = {"environment": environment(), "model": name, "input": input_shapes(inputs), "macs": macs}
-        where |= {} if held is None else {"twin": held}
-        return print_json({**where, **fast.report.to_dict(), "plans": [plan.to_dict() for plan in plans]})
-    for plan in plans:
-        _print_plan(name, plan)
-    print_variants(fast.report)
-    if held is not None:
-        console.print(f" The dense network at its fastest ({held['choice']}): {held['twin_ms']:.2f} ms, in turns.")
-        share = f", for {macs / held['macs']:.3f} of its MACs" if macs and held["macs"] else ""
-        console.print(f" This one takes {held['ms'] / held['twin_ms']:.3f} of its time{share}.")
-    return None
 
 
 def _beside(fast: Any, rival: Any, inputs: Any, place: str) -> dict[str, Any]:
@@ -263,6 +277,18 @@ def _beside(fast: Any, rival: Any, inputs: Any, place: str) -> dict[str, Any]:
     return {"choice": rival.report.choice, "twin_ms": times["rival"].ms, "ms": times["ours"].ms}
 
 
+def _print_search(source: Source, inputs: Any, fast: Any, **more: Any) -> None:
+    """What a search found, as JSON; `more` is what the command adds."""
+    from torch import Tensor
+
+    from lowrank_cnn.core.compare import tensors_of
+    from lowrank_cnn.core.environment import environment
+
+    shapes = [list(tensor.shape) for tensor in tensors_of(inputs)]
+    where = {"model": source.name, "input": shapes[0] if isinstance(inputs, Tensor) else shapes}
+    print_json({"environment": environment(), **where, **fast.report.to_dict(), **more})
+
+
 def _print_cpu_advice(network: str) -> None:
     """Name the command that measures what torch alone cannot tell: engines, precisions, and the thin rival."""
     told = " Other engines, in fp16 and int8, may be faster, and so may a thinner dense network. Measure them by"
@@ -271,28 +297,28 @@ def _print_cpu_advice(network: str) -> None:
 
 
 def _print_timing(timing: Any) -> None:
-    def line(name: str, kind: str, macs: int, ms: float, shown: str) -> tuple[str, ...]:
-        rate = f"{macs / ms / 1e6:.1f}" if macs and ms else ""
-        return name, kind, si(macs) if macs else "", shown, rate
-
-    rows = [line(layer.name, layer.type, layer.macs, layer.ms, f"{layer.ms:.3f}") for layer in timing.layers]
-    rows.append(line("total", "", timing.macs, timing.total.ms, _ms(timing.total)))
+    total, quartiles = _cells(timing.total)
+    lines = [(layer.name, layer.type, layer.macs, layer.ms, f"{layer.ms:.3f}") for layer in timing.layers]
+    rows = [
+        (name, kind, si(macs) if macs else "", shown, f"{macs / ms / 1e6:.1f}" if macs and ms else "")
+        for name, kind, macs, ms, shown in [*lines, ("total", "", timing.macs, timing.total.ms, total)]
+    ]
     threads = "" if timing.device != "cpu" else f", {counted(timing.threads, 'thread')}"
     sizes = " and ".join("x".join(map(str, shape)) for shape in (timing.input, *timing.more_inputs))
     title = f"{timing.name}, {sizes}, {timing.runtime} on {timing.device}{threads}"
     print_table(title, ("layer", "<", "MACs", "ms", "GMAC/s"), rows)
-    console.print(f" Median of {counted(timing.total.runs, 'run')}, quartiles {_spread(timing.total)} ms.")
+    console.print(f" Median of {counted(timing.total.runs, 'run')}, quartiles {quartiles} ms.")
     if timing.correlation is not None:
         console.print(f" Over the layers, MACs and time correlate with r = {timing.correlation:.3f}.")
-    if timing.twin is not None:
-        twin = timing.twin
-        console.print(f" Dense twin {twin.name}: {_ms(twin.total)} ms, quartiles {_spread(twin.total)} ms.")
+    if (twin := timing.twin) is not None:
+        ms, quartiles = _cells(twin.total)
+        console.print(f" Dense twin {twin.name}: {ms} ms, quartiles {quartiles} ms.")
         time, macs = timing.total.ms / twin.total.ms, timing.macs / twin.macs
         console.print(f" That is {time:.3f} of its time, for {macs:.3f} of its MACs.")
 
 
-def print_variants(report: Any) -> None:
-    rows = [(name, _ms(time), _spread(time)) for name, time in report.times.items()]
+def _print_variants(report: Any) -> None:
+    rows = [(name, *_cells(time)) for name, time in report.times.items()]
     print_table("The whole network", ("variant", "ms", "quartiles"), rows)
     for name, why in report.failed.items():
         console.print(f" Left out: {name} ({why}).")
@@ -313,15 +339,12 @@ def _print_plan(name: str, plan: Any) -> None:
     return None
 
 
-def _ms(sample: Any) -> str:
-    return f"{sample.ms:.2f}"
+def _cells(time: Any) -> tuple[str, str]:
+    """The median and the quartiles of a time; empty if nothing was timed."""
+    return ("", "") if time is None else (f"{time.ms:.2f}", f"{time.low:.2f}-{time.high:.2f}")
 
 
-def _spread(sample: Any) -> str:
-    return f"{sample.low:.2f}-{sample.high:.2f}"
-
-
-def plan_engines(
+def _plan_engines(
     source: Source,
     size: tuple[int, ...],
     engine: str,
@@ -334,17 +357,19 @@ def plan_engines(
     """Time the engines on one image, print the table and the advice, and write the file of the fastest."""
     from lowrank_cnn.deploy.choose_engine import time_engines
     from lowrank_cnn.deploy.engines.targets import target_of
+    from lowrank_cnn.method.thin import thin_like
+    from lowrank_cnn.models.build import dense_twin
 
-    chosen = [] if engine == "auto" else [engine]
-    for name in chosen:
-        target_of(name)
+    if engine != "auto":
+        target_of(engine)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
+    dense = (source.dense or dense_twin(source.network)) if twin else None
     found = time_engines(
         source.trained or source.network.eval(),
         size,
-        rival=_thin_rival(source, size) if twin else None,
-        engines=chosen,
+        rival=None if dense is None else thin_like(dense, source.network, size),
+        engines=[] if engine == "auto" else [engine],
         threads=threads or 0,
         out=out,
         overwrite=True,
@@ -352,83 +377,20 @@ def plan_engines(
     )
     if as_json:
         told = {"fastest": found.fastest, "verdict": found.verdict}
-        print_json({"model": source.name, "input": [1, *size], **told, **asdict(found)})
-        return
+        return print_json({"model": source.name, "input": [1, *size], **told, **asdict(found)})
+
+    def cells(time: Any) -> tuple[str, str]:
+        ms, quartiles = _cells(time)
+        return ms, quartiles if time is None or time.steady else f"unsteady, {quartiles}"
+
     shown = 5 if found.rival else 3
     columns = ("engine", "ms", "quartiles", "thin dense ms", "quartiles")[:shown]
     names = dict.fromkeys([*found.times, *found.rival])
-    rows = [(name, *_cells(found.times.get(name)), *_cells(found.rival.get(name)))[:shown] for name in names]
+    rows = [(name, *cells(found.times.get(name)), *cells(found.rival.get(name)))[:shown] for name in names]
     print_table(f"{source.name}, 1x{'x'.join(map(str, size))}", columns, rows)
     for name, why in found.failed.items():
         console.print(f" Left out: {name} ({why}).")
     console.print(f" {found.verdict}", soft_wrap=True)
     if found.path is not None:
         console.print(f" Written: {found.path}.")
-
-
-def _cells(time: Sample | None) -> tuple[str, str]:
-    return ("", "") if time is None else (_ms(time), f"{'' if time.steady else 'unsteady, '}{_spread(time)}")
-
-
-def _thin_rival(source: Source, size: tuple[int, ...]) -> nn.Module | None:
-    """The dense network, thinned to about the MACs of this one; None where there is none.
-
-    Narrow networks are rounded to fewer channels at a time: in sixteens they would stay as they are.
-    """
-    from lowrank_cnn.method.count import count
-    from lowrank_cnn.method.thin import thin
-    from lowrank_cnn.models.build import dense_twin
-
-    dense = source.dense or dense_twin(source.network)
-    if dense is None:
-        return None
-    try:
-        macs = count(source.network, size).macs
-        share = macs / count(dense, size).macs
-        for multiple in (16, 8, 4):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", LowRankWarning)
-                thinner = thin(dense.eval(), macs=share, input_size=size, multiple=multiple).eval()
-            if 0.8 < count(thinner, size).macs / macs < 1.2:
-                return thinner
-    except LowRankError:  # a network that cannot be thinned has no such rival
-        pass
-    return None
-
-
-@grouped
-def optimize_command(
-    model: Model,
-    out: Annotated[Path, option("A file ending in .safetensors, .onnx, .pt2 or .ts.", "--out", "-o")],
-    named: SourceOptions,
-    how: SearchOptions,
-    overwrite: Annotated[bool, option("Replace a file that exists.", "--overwrite")] = False,
-    as_json: Json = False,
-) -> None:
-    """Find the fastest form of a network, and write it to a file.
-
-    A .safetensors holds the network with what was chosen: lr.load makes that form again without measuring, and
-    compares it with the network. Other formats hold the layers alone, without what was chosen for this machine.
-
-    Examples:
-
-      lowrank optimize nin-c3-lr -o net.safetensors --pretrained cifar10
-      lowrank optimize runs/photos -o net.safetensors --batch 16 --compile
-      lowrank optimize model.py:make -o net.onnx --example model.py:inputs
-    """
-    from lowrank_cnn.core.clock import torch_threads
-    from lowrank_cnn.core.environment import environment
-
-    if out.exists() and not overwrite:
-        raise LowRankError(f"{out} exists; --overwrite replaces it.")
-    source, size, given = named.find_inputs(model, how.example, scheme=how.scheme, batch=how.batch)
-    _, network, inputs = how.place(source.network, size, given)
-    with torch_threads(how.threads):
-        fast = how.search(network, inputs)
-        written = export_source(source, fast, out, size, example_input=given, overwrite=overwrite)
-    if as_json:
-        where = {"environment": environment(), "model": source.name, "input": input_shapes(inputs)}
-        return print_json({**where, **fast.report.to_dict(), **written.to_dict()})
-    print_variants(fast.report)
-    console.print(f" {written.path}: {si(written.bytes)}B.")
     return None

@@ -27,9 +27,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from lowrank_cnn.core.errors import LostDeviceError, first_line
 
-# What networks give: tensors in tuples, lists, dictionaries and dataclasses.
-#
-# torch's trees take a dataclass for a single value, unless its library registered it, as Hugging Face does.
+# Networks return tensors in tuples, lists, dictionaries and dataclasses. torch's pytrees treat a dataclass as one
+# value, unless its library registered it, as Hugging Face does.
 
 
 def flattened(result: Any) -> tuple[list[Any], Any]:
@@ -79,10 +78,10 @@ _TINY = 1e-30
 
 
 def difference(ours: Any, right: Any, *, by: Literal["largest", "norm"] = "largest") -> float:
-    """How far `ours` is from `right`, relative to `right`: tensors, or what holds tensors (`system.results`).
+    """How far `ours` is from `right`, relative to `right`: tensors, or containers of tensors.
 
-    By the largest difference over the largest value ("largest"), or by the norms of both ("norm"). Of several
-    tensors the worst counts. Values that are no floating-point tensors must be equal.
+    By the largest difference over the largest value ("largest"), or by the norms of both ("norm"). The largest
+    difference of several tensors counts. Values that are no floating-point tensors must be equal.
 
     >>> difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0]))
     1.0
@@ -139,7 +138,7 @@ def objection(ours: Callable[..., Any], right: Callable[..., Any], *example: Any
 
 
 def copied(*inputs: Any) -> tuple[Any, ...]:
-    """The inputs with every tensor copied: a forward may change what it is given."""
+    """Copy every tensor of the inputs: a forward may change its arguments."""
     return mapped(lambda value: value.detach().clone() if isinstance(value, Tensor) else value, inputs)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from lowrank_cnn.core.version import __version__
+from lowrank_cnn.core import __version__
 
 _PACKAGES = ("triton", "lightning_fabric", "numpy", "onnxruntime")
 
@@ -44,18 +44,10 @@ def commit() -> str | None:
     if given := os.environ.get("LOWRANK_COMMIT"):
         return given
     root = Path(__file__).resolve().parents[2]
-    head = _git(root, "rev-parse", "--short=12", "HEAD") if (root / ".git").exists() else None
+    head = _printed("git", "rev-parse", "--short=12", "HEAD", folder=root) if (root / ".git").exists() else None
     if not head:
         return None
-    return head + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
-
-
-def _git(root: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return head + ("+" if _printed("git", "status", "--porcelain", "--untracked-files=no", folder=root) else "")
 
 
 def _version(package: str) -> str | None:
@@ -67,12 +59,18 @@ def _version(package: str) -> str | None:
 
 def _cpu() -> str:
     """A readable processor name; Linux knows it through lscpu, on Arm too."""
-    try:
-        lines = subprocess.run(["lscpu"], capture_output=True, text=True, timeout=10).stdout.splitlines()
-    except (OSError, subprocess.TimeoutExpired):
-        lines = []
+    lines = (_printed("lscpu") or "").splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("Model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def _printed(*command: str, folder: Path | None = None) -> str | None:
+    """The output of a program; None if it is not installed, fails or takes longer than ten seconds."""
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 # Detect out-of-memory errors and estimate free memory.

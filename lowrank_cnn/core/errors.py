@@ -1,4 +1,10 @@
-"""Errors for users: one sentence that says what is wrong and what to do."""
+"""Errors for users: one sentence that says what is wrong and what to do.
+
+Every room validates by `check_type`, `check_number`, `check_choice` and `check_file`:
+
+    check_number("width", width, above=0, most=64)
+    check_choice("bad", bad, ("skip", "refuse"))
+"""
 
 from __future__ import annotations
 
@@ -9,6 +15,7 @@ import re
 import sys
 from collections.abc import Iterable
 from operator import ge, gt, le, lt
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -64,14 +71,14 @@ def require(module: str, *, extra: str, purpose: str = "this") -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        # What is missing may be what the module itself wants: TensorBoard, to write scalars with torch.
+        # The module may lack a package that it imports: torch.utils.tensorboard needs TensorBoard.
         package = (error.name or module).partition(".")[0]
         what = _FOLDERS.get(package, f"'lowrank-cnn[{extra}]'")
         raise MissingExtra(f"{purpose} needs {package}: pip install {what}") from error
 
 
 def check_type(name: str, value: object, *kinds: type) -> None:
-    """Refuse a value of another type; None is a type like others, and True is no number.
+    """Refuse a value of another type. None counts as a type, and True does not count as an int.
 
     >>> check_type("stride", "two", int)
     Traceback (most recent call last):
@@ -93,7 +100,7 @@ def check_number(
     below: float | None = None,
     whole: bool = False,
 ) -> None:
-    """Refuse what is not a number within these limits; True and NaN are not.
+    """Refuse a value that is not a number within these limits, as True and NaN.
 
     >>> check_number("dropout", 1.5, least=0, below=1)
     Traceback (most recent call last):
@@ -106,6 +113,29 @@ def check_number(
         wanted = " and ".join(f"{words} {limit:,}" for words, limit, _ in asked)
         shown = f"{value:,}" if right else f"{value!r:.60}"
         raise LowRankError(f"{name} must be a {'whole ' if whole else ''}number {wanted}, not {shown}.")
+
+
+def check_choice(name: str, value: object, known: Iterable[str]) -> None:
+    """Refuse a value that is not one of the known ones; the nearest of these are named.
+
+    >>> check_choice("convention", "papr", ("mac", "paper"))
+    Traceback (most recent call last):
+    lowrank_cnn.core.errors.LowRankError: there is no convention 'papr'; did you mean paper?
+    """
+    known = tuple(known)
+    if not isinstance(value, str) or value not in known:
+        raise LowRankError(f"there is no {name} {value!r:.60}; {nearest(value, known)}")
+
+
+def check_file(path: Path) -> None:
+    """Refuse a path without a file. A file that cannot be read is refused by its reader.
+
+    >>> check_file(Path("absent.onnx"))
+    Traceback (most recent call last):
+    lowrank_cnn.core.errors.LowRankError: there is no file absent.onnx.
+    """
+    if not path.is_file():
+        raise LowRankError(f"there is no file {path}.")
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

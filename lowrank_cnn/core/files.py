@@ -120,8 +120,8 @@ def clear_temporaries(directory: Path) -> None:
 
 def set_aside(path: Path) -> bool:
     """Rename an obstacle to `NAME.damaged`, or `NAME.damaged-1` and so on; nothing is deleted."""
-    names = itertools.chain([f"{path.name}.damaged"], (f"{path.name}.damaged-{n}" for n in itertools.count(1)))
-    free = next(place for name in names if not os.path.lexists(place := path.with_name(name)))
+    places = (path.with_name(f"{path.name}.damaged{f'-{n}' if n else ''}") for n in itertools.count())
+    free = next(place for place in places if not os.path.lexists(place))
     try:
         path.rename(free)
     except OSError:
@@ -185,16 +185,17 @@ def regular(path: Path) -> Path:
 
 
 def is_regular(path: str | Path) -> bool:
-    """Whether the path leads to a regular file, through links too; False where it cannot be looked at."""
-    try:
-        return stat.S_ISREG(Path(path).stat().st_mode)
-    except (OSError, ValueError):
-        return False
+    """Whether the path leads to a regular file, through links too; False if the system does not let us look."""
+    return os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises where a folder may not be searched
 
 
 def read_json(path: Path, *, most: int = LARGEST_JSON) -> Any:
     """The value in a JSON file. Anything else raises `UnreadableError`: damage, depth, size, a missing file."""
-    return parse_json(_read(path, most))
+    try:
+        content = read_regular(path, most=most)
+    except OSError as error:
+        raise UnreadableError(f"it cannot be read ({error.strerror or error})") from error
+    return parse_json(content)
 
 
 def parse_json(content: bytes) -> Any:
@@ -214,21 +215,12 @@ def as_path(source: str | os.PathLike[str]) -> Path:
     try:
         path = Path(source).expanduser()
         path.exists()
-        os.fsencode(path)
-        if "\0" in str(path):
+        if b"\0" in os.fsencode(path):
             raise ValueError("it contains a null character")
-    except OSError as error:
-        raise LowRankError(f"{_short(source)} cannot be a path ({error.strerror or error}).") from error
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise LowRankError(f"{_short(source)} cannot be a path: {str(error).rstrip('.')}.") from error
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error).rstrip(".")
+        raise LowRankError(f"{str(source)!r:.80} cannot be a path ({why}).") from error
     return path
-
-
-def _read(path: Path, most: int) -> bytes:
-    try:
-        return read_regular(path, most=most)
-    except OSError as error:
-        raise UnreadableError(f"it cannot be read ({error.strerror or error})") from error
 
 
 def _check_place(path: Path, *, links: bool = True) -> None:
@@ -239,11 +231,6 @@ def _check_place(path: Path, *, links: bool = True) -> None:
         return
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, _SPECIAL, str(path))
-
-
-def _short(source: object, most: int = 80) -> str:
-    text = str(source)
-    return repr(text if len(text) <= most else f"{text[:most]}...")
 
 
 def _sync(path: Path) -> None:
@@ -310,10 +297,8 @@ def _checksum(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-# Let one process at a time use a directory.
-#
-# The operating system holds the lock for a process and drops it when that process ends, however it ends. A run
-# that was killed can therefore be continued at once.
+# Let one process at a time use a directory. The system drops the lock when that process ends, however it ends: a
+# run that was killed can be resumed at once.
 
 try:
     import fcntl
@@ -321,7 +306,6 @@ except ImportError:  # Windows
     fcntl = None
 
 LOCK = "held.lock"
-_CONTESTED = (errno.EACCES, errno.EAGAIN)
 _ours: dict[tuple[int, str], int] = {}
 """The thread that holds a directory, by process and path: the system's locks do not tell threads apart."""
 _ours_changing = threading.Lock()
@@ -333,10 +317,11 @@ class HeldError(LowRankError):
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold a directory while the block lasts, and make it if it is not there; `HeldError` if another holds it.
+    """Hold a directory while the block lasts; `HeldError` if another process or thread holds it.
 
-    A thread that holds the directory already may enter again. Of the processes that torchrun starts for one run,
-    the first holds it for all. Where a file system has no locks, nothing is held.
+    A directory that is not there is made, and removed again if nothing was put into it. A thread that holds the
+    directory already may enter again. The first of torchrun's processes holds it for all. On a file system without
+    locks, nothing is held.
 
         with locked(Path("runs/first")):
             train()
@@ -349,44 +334,27 @@ def locked(directory: Path) -> Iterator[None]:
         if owner in _ours:
             raise HeldError(f"{directory} is in use by another thread: wait for it, or choose another --out.")
         _ours[owner] = threading.get_ident()
-    try:
-        with _made(directory), _lock_file(directory / LOCK):
-            yield
-    finally:
-        del _ours[owner]
-
-
-@contextlib.contextmanager
-def _made(directory: Path) -> Iterator[None]:
-    """Make a directory, and remove it again if nothing was put into it."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    descriptor = None
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LowRankError(f"the directory {directory} cannot be made ({error.strerror or error}).") from error
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            for path in missing:
-                path.rmdir()
-
-
-@contextlib.contextmanager
-def _lock_file(path: Path) -> Iterator[None]:
-    descriptor = _open_locked(path)
-    try:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LowRankError(f"the directory {directory} cannot be made ({error.strerror or error}).") from error
+        descriptor = _open_locked(directory / LOCK)
         yield
     finally:
         if descriptor is not None:
-            # While it is held: whoever has opened this file finds that it is gone, and opens another.
-            with contextlib.suppress(OSError):
-                path.unlink()
+            delete(directory / LOCK)  # before it is closed: who has opened it finds it gone, and opens another
             os.close(descriptor)
+        with contextlib.suppress(OSError):
+            for path in missing:
+                path.rmdir()
+        del _ours[owner]
 
 
 def _open_locked(path: Path) -> int | None:
-    """The descriptor of the locked file; None where there is nothing to lock with, as on a read-only disk.
+    """The descriptor of the locked file; None if nothing can be locked, as on a read-only disk.
 
     It is locked by `lockf`, not `flock`: a child process that outlives this one would keep the latter.
     """
@@ -398,33 +366,19 @@ def _open_locked(path: Path) -> int | None:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = _holder(descriptor)
+            number = os.pread(descriptor, 20, 0)
             os.close(descriptor)
-            if error.errno not in _CONTESTED:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
                 return None
+            holder = f" ({int(number)})" if number.isdigit() else ""
             raise HeldError(
                 f"{path.parent} is in use by another process{holder}: wait until it ends, or choose another --out."
             ) from error
-        if _is_at(path, descriptor):
-            with contextlib.suppress(OSError):  # a full disk, say: the number is only for the message
-                os.truncate(descriptor, 0)
-                os.write(descriptor, str(os.getpid()).encode())
-            return descriptor
+        with contextlib.suppress(OSError):  # the file is gone, or the disk too full for the number
+            if os.path.samestat(path.lstat(), os.fstat(descriptor)):
+                with contextlib.suppress(OSError):
+                    os.truncate(descriptor, 0)
+                    os.write(descriptor, str(os.getpid()).encode())
+                return descriptor
         os.close(descriptor)
     return None
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether the open file is still the one that the path names."""
-    try:
-        return os.path.samestat(path.lstat(), os.fstat(descriptor))
-    except OSError:
-        return False
-
-
-def _holder(descriptor: int) -> str:
-    with contextlib.suppress(OSError):
-        number = os.pread(descriptor, 20, 0)
-        if number.isdigit():
-            return f" ({int(number)})"
-    return ""

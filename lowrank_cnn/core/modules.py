@@ -1,4 +1,4 @@
-"""What a network is run on: one image of a given size, or the example inputs of a caller."""
+"""The inputs of a network (an image size, or example inputs), and small questions about modules."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def arguments(
 
 
 def call(network: Callable[..., Any], inputs: Any) -> Any:
-    """What a network gives for a batch: one tensor, several by position, or a dictionary of them by keyword."""
+    """Call a network on a batch: one tensor, several by position, or a dictionary of them by keyword."""
     if isinstance(inputs, Mapping):
         return network(**inputs)
     return network(*inputs) if isinstance(inputs, tuple | list) else network(inputs)
@@ -83,7 +83,7 @@ def in_words(inputs: InputSize) -> str:
 
 
 def known_inputs(model: nn.Module, inputs: InputSize | None) -> InputSize:
-    """What a budget is measured on: the given inputs, or the size that the network is known to take."""
+    """The inputs that a budget is measured on: those given, or of the size that the network is known to take."""
     found = notes(model).input_size if inputs is None else inputs
     if found is None:
         raise LowRankError("a budget needs the size of the images (channels, height, width): give input_size.")
@@ -115,7 +115,7 @@ def upstream(nodes: Iterable[Any], *, until: Container[Any] = ()) -> Iterator[An
 
 
 def first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a layer reads, by position or by keyword (`conv(input=x)`); for hooks registered `with_kwargs`."""
+    """A layer's first argument, by position or keyword (`conv(input=x)`); for hooks registered `with_kwargs`."""
     return next(iter((*args, *kwargs.values())))
 
 

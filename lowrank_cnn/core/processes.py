@@ -1,4 +1,4 @@
-"""Which process torchrun started this one as, and calls of functions in a process of their own."""
+"""The rank of this process under torchrun, and functions called in a process of their own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def first_process() -> bool:
 def apart(file: str, function: str, *asked: Any) -> Any:
     """Call a function of a Python file in a process of its own. Arguments and result are values of JSON.
 
-    What it prints is lost. Where it fails, or ends the process, a LowRankError says so.
+    Its output is dropped. If it fails, or ends the process, this raises LowRankError.
     """
     call = [sys.executable, "-P", "-c", _CALL, json.dumps([sys.path, file, function, asked])]
     done = subprocess.run(call, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""What a call is doing, on standard error, once it takes more than two seconds.
+"""Show the current step of a call on standard error, once it takes more than two seconds.
 
     @progress("thin")
     def thin(...):
@@ -99,7 +99,7 @@ def progress(what: str, say: Callable[[str], None] | None = None) -> Iterator[No
 
 
 def step(text: str) -> None:
-    """Say what the current call does from now on."""
+    """Show this as the current step."""
     line = _line.get()
     if line is not None:
         line.step(text)

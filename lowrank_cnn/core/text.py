@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import unicodedata
+import re
 from collections.abc import Sequence
 from html import escape
 
-_REORDERING = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
-"""Unicode's marks that reorder the text around them."""
+_HARMFUL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+"""Control characters, halves of surrogate pairs, and marks that reorder the text around them."""
 TIMES, DASH, MINUS = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}", "\N{MINUS SIGN}"
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -66,18 +66,7 @@ def printable(text: str) -> str:
     >>> printable("cat\x1b[2J")
     'cat\\x1b[2J'
     """
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(_escaped(letter) for letter in text)
-
-
-def _escaped(letter: str) -> str:
-    harmful = unicodedata.category(letter) in ("Cc", "Cs") or unicodedata.bidirectional(letter) in _REORDERING
-    return (
-        letter
-        if letter in "\n\t" or not harmful
-        else letter.encode("unicode_escape", "surrogatepass").decode("ascii")
-    )
+    return _HARMFUL.sub(lambda one: one[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
 
 
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> str:

@@ -1,24 +1,28 @@
 """The ways in which a block can be run. `CANDIDATES` is a table: another way is one more entry.
 
-A candidate makes a module out of a block, or None where it does not apply; `plan` measures them all. The module
-takes the block's input and, where the block adds one, its residual.
+A candidate makes a module out of a block, or None if it does not apply; `plan` measures them all. The module takes
+the block's input and, if the block adds one, its residual. `GroupsApart` is for engines, which fuse by themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from lowrank_cnn.deploy.blocks import Block, BlockAsGiven, Epilogue, pattern_block
-from lowrank_cnn.deploy.cpu_convs import MatrixConv2d, StripConv2d, WinogradConv2d
+from lowrank_cnn.deploy.blocks import Block, BlockAsGiven, Epilogue, is_halving, pattern_block
 from lowrank_cnn.graph.capture import CaptureError, capture
 from lowrank_cnn.graph.fused_between import fused_pool
 from lowrank_cnn.graph.merge import InexactError, merge_chain
 from lowrank_cnn.graph.patterns import find_patterns, rewritten
 from lowrank_cnn.kernels.fused_convs import FrozenComposite, conv_options, pool_name
+from lowrank_cnn.kernels.strips import available, packed_strips, strips
+from lowrank_cnn.method.geometry import enclosing_padding
 from lowrank_cnn.method.layers import CompositeConv2d, conv_of
 from lowrank_cnn.method.rewrite import copy_with, laid_out_as
 from lowrank_cnn.method.schemes import FactoredConv2d
@@ -139,11 +143,241 @@ def _apart(layer: nn.Module) -> list[nn.Module]:
     return _split(layer) or [layer]
 
 
+# A conv or composite of stride one and equal output size on the CPU, by minimal filtering: four results of three
+# taps for six products, not twelve.
+
+Looks = tuple[list[int], list[int]]
+"""How far the rows of a filter look down, and its columns to the right."""
+THREE = [-1, 0, 1]
+
+
+def weight_parts(layer: nn.Module) -> tuple[list[Tensor], list[Looks]] | None:
+    """Each group's weight, and how far it looks; None for a layer of another stride or output size."""
+    if isinstance(layer, CompositeConv2d):
+        weights, sides, groups = list(layer.weights), list(layer.group_padding), layer.channel_groups
+    elif type(layer) is nn.Conv2d:
+        weights, groups = [layer.weight], layer.groups
+        sides = [enclosing_padding(layer.padding, layer.kernel_size, layer.dilation)]  # type: ignore[arg-type]
+    else:
+        return None
+    if groups > 1 or layer.padding_mode != "zeros" or tuple(layer.stride) != (1, 1):  # type: ignore[arg-type]
+        return None
+    found: list[Looks] = []
+    for weight, both in zip(weights, sides, strict=True):
+        axes = list(zip(weight.shape[2:], both, layer.dilation, strict=True))  # type: ignore[arg-type]
+        rows, columns = ([step * tap - before for tap in range(size)] for size, (before, _), step in axes)
+        if 0 not in rows or 0 not in columns or any(sum(pads) != step * (size - 1) for size, pads, step in axes):
+            return None
+        found.append((rows, columns))
+    return [weight.detach() for weight in weights], found
+
+
+class PackedConv2d(nn.Module):
+    """Such a layer with its epilogue, for inference; `pack` lays out the weights once.
+
+    It keeps the layer for exports, and packs again when weights are loaded.
+    """
+
+    def __init__(self, layer: nn.Module, epilogue: Epilogue | None = None) -> None:
+        super().__init__()
+        self.layer, self.epilogue = layer, epilogue or Epilogue()
+        self.pack()
+        self.register_load_state_dict_post_hook(_pack_again)
+
+    def pack(self) -> None:
+        weights, self.looks = weight_parts(self.layer) or ([], [])
+        self.filters = [len(weight) for weight in weights]
+        bias = self.layer.bias if isinstance(self.layer.bias, Tensor) else weights[0].new_zeros(sum(self.filters))
+        self.register_buffer("bias", bias.detach().clone(), persistent=False)
+        for index, (weight, look) in enumerate(zip(weights, self.looks, strict=True)):
+            self.register_buffer(f"packed{index}", self.packed(weight, look), persistent=False)
+
+    def packed(self, weight: Tensor, looks: Looks) -> Tensor:
+        raise NotImplementedError
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [self.get_buffer(f"packed{index}") for index in range(len(self.filters))]
+
+    def plain(self) -> nn.Module:
+        """The layer with what follows it: for programs that have products of their own."""
+        return BlockAsGiven(self.layer, self.epilogue).eval()
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if x.dim() == 3:
+            return self(x[None], None if residual is None else residual[None])[0]
+        return self.run(x, residual)
+
+    def run(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+
+def _pack_again(module: nn.Module, _: object) -> None:
+    assert isinstance(module, PackedConv2d)
+    module.pack()
+
+
+# Winograd's F(4, 3) (Winograd 1980; Lavin and Gray 2016) in torch, along one axis: the one that a kx1 or 1xk group
+# has, and the columns of a 3x3 group, whose three rows add up before the results are put together. A group of 1x1
+# filters is a plain product. Pixels lie with their channels together, so that what makes six inputs out of six
+# neighbours, and four results out of six products, is done to whole rows of channels.
+
+STEP, PRODUCTS = 4, 6
+FEWEST = 32
+"""Channels below which making the inputs takes longer than the products saved."""
+FILTERS = (
+    (1 / 4, 0, 0),
+    (-1 / 6, -1 / 6, -1 / 6),
+    (-1 / 6, 1 / 6, -1 / 6),
+    (1 / 24, 1 / 12, 1 / 6),
+    (1 / 24, -1 / 12, 1 / 6),
+    (0, 0, 1),
+)
+"""Six matrices out of three taps."""
+
+
+class WinogradConv2d(PackedConv2d):
+    """A layer of three taps along an axis."""
+
+    @staticmethod
+    def takes(layer: nn.Module) -> bool:
+        parts = weight_parts(layer)
+        if parts is None or parts[0][0].shape[1] < FEWEST:
+            return False
+        axes = [_axis(looks) for looks in parts[1]]
+        return None not in axes and any(axes)
+
+    def packed(self, weight: Tensor, looks: Looks) -> Tensor:
+        """[rows added, products, channels, filters] of a group, made in float64."""
+        axis = _axis(looks)
+        if not axis:
+            return weight.flatten(1).t().contiguous()[None, None]
+        taps = weight.double().permute(2, 3, 1, 0) if axis == 2 else weight.double().permute(3, 2, 1, 0)
+        made = torch.einsum("pt,rtcf->rpcf", torch.tensor(FILTERS, dtype=torch.float64), taps)
+        return made.to(weight.dtype).contiguous()
+
+    def run(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        pixels = x.permute(0, 2, 3, 1).contiguous()
+        y = pixels.new_empty(*pixels.shape[:3], sum(self.filters))
+        biases = self.get_buffer("bias").split(self.filters)
+        rows = max(len(matrices) for matrices in self.weights)
+        inputs: dict[int, list[Tensor]] = {}
+        groups = zip(self.looks, self.weights, y.split(self.filters, dim=3), biases, strict=True)
+        for looks, matrices, target, bias in groups:
+            axis = _axis(looks)
+            if not axis:
+                torch.add(pixels @ matrices[0, 0], bias, out=target)
+                continue
+            if axis not in inputs:
+                inputs[axis] = _inputs(pixels, axis, rows // 2)
+            products = _products(inputs[axis], matrices, pixels.shape[1] if axis == 2 else None)
+            _write(target, products, bias, axis)
+        return self.epilogue(y.permute(0, 3, 1, 2), residual)
+
+
+def _axis(looks: Looks) -> int | None:
+    """The axis of a group: 1 for rows, 2 for columns, 0 for a 1x1 filter; None for a group of another kind."""
+    rows, columns = looks
+    if columns == THREE and rows in (THREE, [0]):
+        return 2
+    if rows == THREE and columns == [0]:
+        return 1
+    return 0 if rows == columns == [0] else None
+
+
+def _inputs(pixels: Tensor, axis: int, beside: int) -> list[Tensor]:
+    """Six inputs for every four pixels along the axis, with `beside` rows of zeros around where rows add up."""
+    spare = -pixels.shape[axis] % STEP
+    sides = (0, 0, 0, 0, 1, 1 + spare) if axis == 1 else (0, 0, 1, 1 + spare, beside, beside)
+    padded = F.pad(pixels, sides)
+    length = padded.shape[axis] - 2
+    d = [_every(padded, axis, k, k + length - STEP + 1) for k in range(PRODUCTS)]
+    even, odd = d[4] - 4 * d[2], d[3] - 4 * d[1]
+    apart, twice = d[4] - d[2], 2 * (d[3] - d[1])
+    first = torch.add(4 * d[0], d[2], alpha=-5).add_(d[4])
+    last = torch.add(4 * d[1], d[3], alpha=-5).add_(d[5])
+    return [first, even + odd, even - odd, apart + twice, apart - twice, last]
+
+
+def _products(inputs: list[Tensor], matrices: Tensor, height: int | None) -> list[Tensor]:
+    """Six products; of a group with several rows, those of its rows added up (`height` rows of results remain)."""
+    rows, _, channels, filters = matrices.shape
+    found = []
+    for index, values in enumerate(inputs):
+        if height is None or values.shape[1] == height:
+            found.append((values.reshape(-1, channels) @ matrices[0, index]).view(*values.shape[:3], filters))
+            continue
+        beside = (values.shape[1] - height) // 2
+        out = values.new_empty(len(values), height, values.shape[2], filters)
+        for n, image in enumerate(values):
+            flat = out[n].view(-1, filters)
+            for row in range(rows):
+                start = beside - rows // 2 + row
+                seen = image[start : start + height].reshape(-1, channels)
+                flat.addmm_(seen, matrices[row, index], beta=1 if row else 0)
+        found.append(out)
+    return found
+
+
+def _write(target: Tensor, products: list[Tensor], bias: Tensor, axis: int) -> None:
+    """Four results out of every six products; those beyond the image are left out."""
+    m0, m1, m2, m3, m4, m5 = products
+    p, q = (m1 + m2).add_(bias), (m1 - m2).add_(bias)
+    r, s = m3 + m4, m3 - m4
+    results = ((m0.add_(p), r, 1), (q, s, 2), (p, r, 4), (m5.add_(q), s, 8))
+    for k, (one, other, scale) in enumerate(results):
+        place = _every(target, axis, k, target.shape[axis])
+        size = place.shape[axis]
+        torch.add(one.narrow(axis, 0, size), other.narrow(axis, 0, size), alpha=scale, out=place)
+
+
+def _every(x: Tensor, axis: int, start: int, stop: int) -> Tensor:
+    """Every fourth slice along an axis."""
+    return x[(slice(None),) * axis + (slice(start, stop, STEP),)]
+
+
+class StripConv2d(PackedConv2d):
+    """A layer of 1x3 and 3x1 filters by compiled code (`kernels.strips`).
+
+    The layer itself runs inputs of another type, and if the compiled code is not installed.
+    """
+
+    def __init__(self, layer: nn.Module, epilogue: Epilogue | None = None) -> None:
+        super().__init__(layer, epilogue)
+        self.relu = self.epilogue.activation == "relu" and not self.epilogue.adds
+        self.rest = replace(self.epilogue, activation=None) if self.relu else self.epilogue
+        halves = self.rest.pool is not None and is_halving(self.rest.pool)
+        self.pools = halves and not self.rest.adds and self.rest.activation is None
+
+    @staticmethod
+    def takes(layer: nn.Module) -> bool:
+        parts = weight_parts(layer)
+        if parts is None or not all(sorted(look, key=len) == [[0], THREE] for look in parts[1]):
+            return False
+        return parts[0][0].device.type == "cpu" and available(parts[0][0].dtype)
+
+    def packed(self, weight: Tensor, looks: Looks) -> Tensor:
+        return packed_strips(weight)
+
+    def run(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        bias = self.get_buffer("bias")
+        if x.dtype != bias.dtype or not available(x.dtype):
+            return self.plain()(x, residual)
+        across = [columns == THREE for _, columns in self.looks]
+        pool = self.pools and x.shape[2] % 2 == x.shape[3] % 2 == 0
+        y = strips(x, self.weights, bias, self.filters, across, self.relu, pool)
+        return y if pool else self.rest(y, residual)
+
+
+def has_strips(network: nn.Module) -> bool:
+    """Whether a network has layers that compiled strips run, and these are installed."""
+    return any(map(StripConv2d.takes, network.modules()))
+
+
 def in_layers(model: nn.Module) -> nn.Module:
     """A copy with plain layers in place of the products that a plan computes itself, which other programs lack."""
-    ours = (
-        module for module in model.modules() if isinstance(module, MatrixConv2d | StripConv2d | WinogradConv2d)
-    )
+    ours = (module for module in model.modules() if isinstance(module, PackedConv2d))
     return copy_with(model, {module: module.plain() for module in ours})
 
 
@@ -167,25 +401,6 @@ def merged(block: Block) -> nn.Module | None:
     return None if dense is None else ByGroup([dense], block.epilogue)
 
 
-def matrix_products(block: Block) -> nn.Module | None:
-    """On the CPU: matrix products without patches or concatenation."""
-    stages = _stages(block.layer)
-    if not _on_cpu(block.layer) or not all(map(MatrixConv2d.takes, stages)):
-        return None
-    *front, last = stages
-    return Staged([MatrixConv2d(stage) for stage in front], MatrixConv2d(last, block.epilogue))
-
-
-def minimal_filtering(block: Block) -> nn.Module | None:
-    """On the CPU: three taps by Winograd's F(4, 3), the other layers of a chain as they are."""
-    return _filtered(block, WinogradConv2d)
-
-
-def compiled_strips(block: Block) -> nn.Module | None:
-    """On the CPU: 1x3 and 3x1 filters by compiled code, where it is installed; the other layers as they are."""
-    return _filtered(block, StripConv2d)
-
-
 def merged_and_filtered(block: Block) -> nn.Module | None:
     """On the CPU: the whole layer as one dense conv, by minimal filtering."""
     dense = _dense(block.layer)
@@ -203,19 +418,6 @@ def merged_and_fused(block: Block) -> nn.Module | None:
     """On a GPU: the whole layer as one dense conv, the epilogue within its kernel; nothing lies between."""
     dense = None if _on_cpu(block.layer) else _dense(block.layer)
     return None if dense is None else FusedBlock.of(dense, block.epilogue)
-
-
-CANDIDATES: dict[str, Candidate] = {
-    "as given": as_given,
-    "by group": by_group,
-    "merged": merged,
-    "matrix products": matrix_products,
-    "minimal filtering": minimal_filtering,
-    "merged, minimal filtering": merged_and_filtered,
-    "compiled strips": compiled_strips,
-    "fused": fused,
-    "merged, fused": merged_and_fused,
-}
 
 
 def _filtered(block: Block, kind: type[StripConv2d] | type[WinogradConv2d]) -> nn.Module | None:
@@ -273,3 +475,15 @@ def _split(layer: CompositeConv2d) -> list[nn.Module]:
         conv.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)  # type: ignore[assignment]
         convs.append(conv.eval())
     return convs
+
+
+CANDIDATES: dict[str, Candidate] = {
+    "as given": as_given,
+    "by group": by_group,
+    "merged": merged,
+    "minimal filtering": partial(_filtered, kind=WinogradConv2d),
+    "merged, minimal filtering": merged_and_filtered,
+    "compiled strips": partial(_filtered, kind=StripConv2d),
+    "fused": fused,
+    "merged, fused": merged_and_fused,
+}

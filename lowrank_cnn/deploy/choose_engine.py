@@ -9,6 +9,8 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from lowrank_cnn.core.errors import LowRankError, first_line
 from lowrank_cnn.core.files import as_path
 from lowrank_cnn.core.processes import apart
 from lowrank_cnn.core.progress import progress, step
-from lowrank_cnn.deploy.cpu_convs import has_strips
+from lowrank_cnn.core.search import Search
+from lowrank_cnn.deploy.block_forms import has_strips
 from lowrank_cnn.deploy.engines.targets import TARGETS, open_engine, target_of
 from lowrank_cnn.deploy.export import check_place, export, placing
 from lowrank_cnn.deploy.quantize import quantize
@@ -28,15 +31,29 @@ from lowrank_cnn.train.trained import Trained
 
 _REST, _WARM = 0.03, 1
 """Before each timed run: seconds for other threads to fall asleep, and runs that are not timed."""
-_INT8, _RIVAL = ", int8", "rival: "
-"""Parts of labels: the precision whose file is not kept, and the network of the same cost."""
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    """A network in an engine: the user's, or the rival of the same cost."""
+
+    engine: str
+    precision: str
+    rival: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine}, {self.precision}"
+
+    def __str__(self) -> str:
+        return f"rival: {self.name}" if self.rival else self.name
 
 
 @dataclass(frozen=True)
 class EngineTimes:
     """Times by "engine, precision", the fastest first; why engines were left out; the file of the fastest.
 
-    `rival` has the times of the thinner dense network of the same MACs, where one was given. int8 has ranges from
+    `rival` has the times of the thinner dense network of the same MACs, if one was given. int8 has ranges from
     random numbers here, which is right for its time alone: no such file is kept.
     """
 
@@ -56,7 +73,7 @@ class EngineTimes:
         told = f"Fastest here: {self.fastest} ({self.times[self.fastest].ms:.2f} ms)."
         if not all(time.steady for time in (*self.times.values(), *self.rival.values())):
             told += " Some times are unsteady: measure again while the machine is idle."
-        if self.fastest.endswith(_INT8):
+        if self.fastest.endswith("int8"):
             told += " int8 needs real images: lowrank export --int8 --calibrate DATA."
         if not self.rival:
             return told
@@ -94,27 +111,53 @@ def time_engines(
     >>> time_engines(net, (3, 32, 32), engines=["onnx", "ncnn"]).fastest  # doctest: +SKIP
     'ncnn, fp16'
     """
-    folder_out = None if out is None else as_path(out)
-    if folder_out is not None:
-        check_place(folder_out / "net", overwrite)
+    place = None if out is None else as_path(out)
+    if place is not None:
+        check_place(place / "net", overwrite)
     names = list(engines) or [name for name, target in TARGETS.items() if target.installed]
-    networks = {"": model} if rival is None else {"": model, _RIVAL: rival}
+    networks = {False: model} if rival is None else {False: model, True: rival}
+    image = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(0))
+    search: Search[EngineRun, Path] = Search()
+
+    def clock(files: Mapping[EngineRun, Path]) -> dict[EngineRun, Sample]:
+        """The times of files, those of an engine in turns in a process in which no other engine runs."""
+        taken: dict[EngineRun, Sample] = {}
+        for engine in dict.fromkeys(run.engine for run in files):
+            step(f"{engine} is timed")
+            own = {str(run): run for run in files if run.engine == engine}
+            paths = {name: str(files[run]) for name, run in own.items()}
+            asked = paths, list(image.shape), threads, torch.get_num_threads(), repeats
+            try:
+                found = apart(__file__, "_time_files", *asked)
+            except LowRankError as error:
+                search.failed |= dict.fromkeys(own.values(), first_line(error))
+                continue
+            taken |= {run: Sample(*found[name]) for name, run in own.items()}
+            for run in own.values():
+                say(f"{run}: {taken[run].ms:.2f} ms{'' if taken[run].steady else ', unsteady'}")
+        return taken
+
     with tempfile.TemporaryDirectory() as scratch:
-        image = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(0))
-        bench = _EngineBench(Path(scratch), image, threads, repeats, say)
-        times: dict[str, Sample] = {}
-        for name in names:
-            times |= bench.times(networks, name, precisions)
-        for name in names:  # once more where something else ran meanwhile
-            unsteady = [label for label in bench.files.get(name, {}) if not times[label].steady]
-            for label, time in (bench.timed(name) if unsteady else {}).items():
-                times[label] = min(time, times[label], key=lambda sample: sample.spread)
-        ours, theirs = (_sorted(times, rival=wanted) for wanted in (False, True))
+        for engine, (is_rival, network), precision in product(names, networks.items(), precisions):
+            run = EngineRun(engine, precision, is_rival)
+            step(f"{run} is written")
+            search.attempt(run, partial(_write, network, run, image, Path(scratch) / str(run)))
+        times = search.times(clock)
+        unsteady = {run.engine for run, time in times.items() if not time.steady}  # something else ran meanwhile
+        again = clock({run: path for run, path in search.made.items() if run.engine in unsteady})
+        times |= {run: min(time, times[run], key=lambda sample: sample.spread) for run, time in again.items()}
+        for run in search.failed:
+            say(f"{run}: left out")
+        order = sorted(times, key=lambda run: times[run].ms)
+        ours, theirs = ([run for run in order if run.rival == wanted] for wanted in (False, True))
+        failed = {str(run): reason for run, reason in search.failed.items()}
         if not ours:
-            raise LowRankError(f"no engine runs this network: {'; '.join(bench.failed.values())}.")
-        kept = next((label for label in ours if not label.endswith(_INT8)), None)
-        found = None if folder_out is None or kept is None else _copy(Path(scratch) / kept, folder_out, overwrite)
-    return EngineTimes(ours, bench.failed, found, theirs)
+            raise LowRankError(f"no engine runs this network: {'; '.join(failed.values())}.")
+        kept = next((search.made[run] for run in ours if run.precision != "int8"), None)
+        path = None if place is None or kept is None else _copy(kept, place / kept.name, overwrite)
+    return EngineTimes(
+        {run.name: times[run] for run in ours}, failed, path, {run.name: times[run] for run in theirs}
+    )
 
 
 def engine_for(
@@ -132,92 +175,36 @@ def engine_for(
     return name, fastest
 
 
-@dataclass(frozen=True)
-class _EngineBench:
-    """Writes files into a directory and times them; `failed` says why one could not be."""
-
-    folder: Path
-    image: torch.Tensor
-    threads: int
-    repeats: int
-    say: Callable[[str], None]
-    files: dict[str, dict[str, str]] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-
-    def times(
-        self, networks: Mapping[str, nn.Module | Trained], engine: str, precisions: Sequence[str]
-    ) -> dict[str, Sample]:
-        """The times of networks in an engine, by label."""
-        files = self.files[engine] = {}
-        for prefix, model in networks.items():
-            network = model.network if isinstance(model, Trained) else model
-            if target_of(engine).strips and not has_strips(network):
-                continue
-            for precision in precisions:
-                label = f"{prefix}{engine}, {precision}"
-                step(f"{label} is written")
-                try:
-                    if precision != "int8" or target_of(engine).int8:
-                        files[label] = self._write(model, label, engine, precision)
-                except LowRankError as error:
-                    self._leave_out(label, error)
-        return self.timed(engine)
-
-    def timed(self, engine: str) -> dict[str, Sample]:
-        """The times of an engine's files, taken in turns in a process in which no other engine runs."""
-        files = self.files[engine]
-        step(f"{engine} is timed")
-        asked = files, list(self.image.shape), self.threads, torch.get_num_threads(), self.repeats
-        try:
-            taken = apart(__file__, "_time_files", *asked) if files else {}
-        except LowRankError as error:
-            for label in files:
-                self._leave_out(label, error)
-            files.clear()
-            return {}
-        found = {label: Sample(*values) for label, values in taken.items()}
-        for label, time in found.items():
-            self.say(f"{label}: {time.ms:.2f} ms{'' if time.steady else ', unsteady'}")
-        return found
-
-    def _leave_out(self, label: str, error: LowRankError) -> None:
-        self.failed[label] = first_line(error)
-        self.say(f"{label}: left out")
-
-    def _write(self, model: nn.Module | Trained, label: str, engine: str, precision: str) -> str:
-        place = self.folder / label
-        place.mkdir()
-        path = place / f"net{target_of(engine).suffix}"
-        if precision == "int8":
-            quantize(model, self.image, path, dynamic=())
-        else:
-            how: Any = {"precision": precision, "strips": target_of(engine).strips}
-            export(model, path, input_size=self.image.shape[1:], **how)
-        return str(path)
+def _write(model: nn.Module | Trained, run: EngineRun, image: torch.Tensor, place: Path) -> Path | None:
+    """The file of a network for an engine; None if the engine has no such precision, or the network no strips."""
+    target = target_of(run.engine)
+    network = model.network if isinstance(model, Trained) else model
+    if (target.strips and not has_strips(network)) or (run.precision == "int8" and not target.int8):
+        return None
+    place.mkdir()
+    path = place / f"net{target.suffix}"
+    if run.precision == "int8":
+        quantize(model, image, path, dynamic=())
+    else:
+        how: Any = {"precision": run.precision, "strips": target.strips}
+        export(model, path, input_size=image.shape[1:], **how)
+    return path
 
 
 def _time_files(
     files: Mapping[str, str], shape: Sequence[int], threads: int, torch_threads: int, repeats: int
 ) -> dict[str, tuple[float, ...]]:
-    """The times of files of one engine, in turns: what `apart` calls."""
+    """The times of files of one engine, in turns. `apart` calls it."""
     if torch_threads != torch.get_num_threads():  # which would start threads
         torch.set_num_threads(torch_threads)
     array = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).numpy()
-    runners = {label: open_engine(path, threads=threads, trusted=True) for label, path in files.items()}
-    runs = {label: lambda runner=runner: runner(array) for label, runner in runners.items()}
+    runners = {name: open_engine(path, threads=threads, trusted=True) for name, path in files.items()}
+    runs = {name: lambda runner=runner: runner(array) for name, runner in runners.items()}
     return {name: astuple(time) for name, time in measure(runs, repeats=repeats, rest=_REST, warm=_WARM).items()}
 
 
-def _sorted(times: Mapping[str, Sample], *, rival: bool) -> dict[str, Sample]:
-    """The times of one of the two networks, the fastest first, without the mark of the rival."""
-    own = {label: time for label, time in times.items() if label.startswith(_RIVAL) == rival}
-    return {label.removeprefix(_RIVAL): time for label, time in sorted(own.items(), key=lambda pair: pair[1].ms)}
-
-
-def _copy(place: Path, out: Path, overwrite: bool) -> str:
+def _copy(made: Path, path: Path, overwrite: bool) -> str:
     """Copy an engine's files; the path of the one that is opened."""
-    suffixes = {target.suffix for target in TARGETS.values()}
-    path = next(out / file.name for file in place.iterdir() if file.suffix in suffixes)
     with placing(path, overwrite=overwrite) as aside:
-        shutil.copytree(place, aside.parent, dirs_exist_ok=True)
+        shutil.copytree(made.parent, aside.parent, dirs_exist_ok=True)
     return str(path)

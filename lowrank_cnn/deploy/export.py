@@ -35,13 +35,13 @@ from safetensors.torch import load as tensors_from
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor, nn
 
+from lowrank_cnn.core import __version__
 from lowrank_cnn.core.compare import unchanged
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.files import as_path, delete, replacing, why_not_written
 from lowrank_cnn.core.notes import note, notes
 from lowrank_cnn.core.progress import progress
 from lowrank_cnn.core.text import counted
-from lowrank_cnn.core.version import __version__
 from lowrank_cnn.deploy.block_forms import in_layers
 from lowrank_cnn.deploy.engines.request import Axes, Call, ExportRequest, Precision, at_precision, free_axes
 from lowrank_cnn.deploy.engines.targets import ENGINES, check_trusted, engine_of, open_engine

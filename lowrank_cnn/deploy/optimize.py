@@ -1,18 +1,18 @@
 """The fastest network that can be made of a given one: fold, fuse, plan, lay out, compile, record, and measure.
 
-`deploy.forms` has the forms that are tried. What was found is kept in a cache, and can be made again from a file.
+`FormSearch` builds the forms of a network, the most promising first, and compares each as a whole with the network
+that was given. What was found is kept in a cache, and can be made again from a file.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
-from itertools import chain
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from itertools import chain, product
 from math import prod
 from pathlib import Path
 from types import FunctionType
@@ -21,19 +21,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.core.clock import OutOfTime, Sample, check_budget, check_repeats, deadline, measure
+from lowrank_cnn.core.clock import OutOfTime, Sample, check_budget, check_repeats, measure
 from lowrank_cnn.core.compare import copied, unchanged
-from lowrank_cnn.core.errors import LostDeviceError, LowRankError, first_line
+from lowrank_cnn.core.errors import LostDeviceError, LowRankError
 from lowrank_cnn.core.modules import first_input, has_hooks
-from lowrank_cnn.core.notes import GIVEN, note, notes
+from lowrank_cnn.core.notes import note, notes
 from lowrank_cnn.core.progress import progress, step
+from lowrank_cnn.core.search import RESERVED, Search
 from lowrank_cnn.core.text import counted
-from lowrank_cnn.deploy.block_forms import fused
-from lowrank_cnn.deploy.blocks import as_network, in_blocks
-from lowrank_cnn.deploy.plan import Cache, apply_ways, check_ready, network_key, objection_on, plan
-from lowrank_cnn.graph.capture import CaptureError, layer_kind
+from lowrank_cnn.deploy.plan import (
+    GIVEN,
+    apply_ways,
+    check_ready,
+    fuse_blocks,
+    network_key,
+    objection_on,
+    open_times,
+    plan,
+)
+from lowrank_cnn.graph.capture import layer_kind
 from lowrank_cnn.graph.examples import Example, by_position, in_order
-from lowrank_cnn.graph.fuse import fuse_neighbours
 from lowrank_cnn.graph.merge import merge
 from lowrank_cnn.kernels.autotune.choice import prepare
 from lowrank_cnn.kernels.cuda_graph import Recorded, captured, recorded
@@ -41,14 +48,49 @@ from lowrank_cnn.kernels.device import for_graphs
 from lowrank_cnn.method.rewrite import copy_with, in_channels_last
 from lowrank_cnn.models.network_file import dtype_of
 
-# A network in the form that `optimize` found fastest: laid out, compiled, recorded, or as it was.
-
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+CONTIGUOUS, LAST = FORMATS
+FOLDED, MERGED, FUSED, PLANNED = "folded", "merged", "fused", "planned"
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of a network: how it is rewritten, its memory format (None: the one of the device), and how it runs.
+
+    >>> str(Form(PLANNED, LAST, compiled=True))
+    'planned, channels_last, compiled'
+    """
+
+    network: str = GIVEN
+    layout: str | None = None
+    compiled: bool = False
+    recorded: bool = False
+
+    def __str__(self) -> str:
+        ways = {self.network: True, self.layout: True, "compiled": self.compiled, "recorded": self.recorded}
+        return ", ".join(name for name, taken in ways.items() if name and taken)
+
+
+ON_CPU = [Form(network, layout, compiled) for compiled, layout, network in
+          product((False, True), FORMATS, (FOLDED, PLANNED))]  # fmt: skip
+ON_GPU = [
+    Form(FUSED, recorded=True),
+    # With few images a launch takes longer than its work, and the dense conv of a chain is one launch.
+    Form(MERGED, compiled=True, recorded=True),
+    Form(FOLDED, compiled=True, recorded=True),
+    Form(PLANNED, recorded=True),
+    Form(FUSED, compiled=True, recorded=True),
+    Form(FOLDED, recorded=True),
+    Form(FOLDED),
+    Form(FUSED),
+    Form(FOLDED, compiled=True),
+]
+"""The forms of each device, those of a GPU in the order in which they are tried."""
 
 
 @dataclass(frozen=True)
 class OptimizeReport:
-    """Every variant's time, those that were left out with the reason, and the name of the fastest."""
+    """Every form's time, those that were left out with the reason, and the name of the fastest."""
 
     choice: str
     times: dict[str, Sample]
@@ -59,30 +101,21 @@ class OptimizeReport:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class Form:
-    """How a network is run: in which memory format (None: as inputs come), compiled, recorded as a CUDA graph."""
-
-    layout: str | None = None
-    compiled: bool = False
-    recorded: bool = False
-
-    def laid_out(self, *inputs: Any) -> tuple[Any, ...]:
-        """Inputs in the memory format of the network; one that is no batch of images stays as it is."""
-        return tuple(map(self._in_format, inputs))
-
-    def _in_format(self, x: Any) -> Any:
-        if self.layout is None or not isinstance(x, Tensor) or x.dim() != 4:
-            return x
-        return x.contiguous(memory_format=FORMATS[self.layout])
+def laid_out(layout: str | None, *inputs: Any) -> tuple[Any, ...]:
+    """Batches of images in a memory format; other inputs stay as they are."""
+    if layout is None:
+        return inputs
+    images = [isinstance(x, Tensor) and x.dim() == 4 for x in inputs]
+    pairs = zip(inputs, images, strict=True)
+    return tuple(x.contiguous(memory_format=FORMATS[layout]) if image else x for x, image in pairs)
 
 
 class Optimized(nn.Module):
     """A network for inference in its fastest form; inputs are brought into its memory format.
 
     It is called as the example was given: with one input, with several, or by the keywords `names`.
-    Where it was recorded, inputs of that size replay a CUDA graph, without launches; others run kernel by kernel.
-    Where it was compiled, `network` is still the module that was compiled: a tracer and an export see it.
+    A recorded network replays a CUDA graph for inputs of that size, without launches; others run kernel by kernel.
+    `network` stays the module that was compiled: a tracer and an export see it.
     `chosen` has what `optimize` found in values that JSON can hold.
     """
 
@@ -91,9 +124,16 @@ class Optimized(nn.Module):
     example: tuple[Tensor, ...]
     chosen: dict[str, Any]
 
-    def __init__(self, network: nn.Module, form: Form, names: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        layout: str | None = None,
+        *,
+        compiled: bool = False,
+        names: tuple[str, ...] = (),
+    ) -> None:
         super().__init__()
-        self.network, self.form, self.names = network, form, names
+        self.network, self.layout, self.compiled, self.names = network, layout, compiled, names
         self.recording: Recorded | None = None
         self.__dict__["given"] = None  # known, but no part: it would have all weights once more
         self._compiled_run: Callable[..., Any] | None = None
@@ -112,27 +152,18 @@ class Optimized(nn.Module):
         inputs = in_order(self.names, named) if named else (x, *more)
         if self.recording is not None and len(inputs) == 1 and self.recording.takes(*inputs):
             return self.recording(*inputs)
-        return self._run(*self.form.laid_out(*inputs))
+        return self._run(*laid_out(self.layout, *inputs))
 
-    def prepare(self, *inputs: Tensor) -> Optimized:
-        """Compile and record it for inputs like these, so that it fails here if it does."""
-        inputs = copied(*inputs)
-        with unchanged(self.network):
-            self(*inputs)
-            if self.form.recorded:
-                if len(inputs) > 1:
-                    raise LowRankError("a CUDA graph is recorded for networks of one input.")
-                with torch.inference_mode(False), torch.no_grad():
-                    self.recording = recorded(self._run, *self.form.laid_out(*inputs))
-        return self
-
-    def remember(self, given: nn.Module, inputs: tuple[Tensor, ...], chosen: Mapping[str, Any]) -> None:
-        """Keep the network and the inputs that it was made for, and what was chosen: `export` writes these."""
-        self.__dict__.update(given=given, example=inputs, chosen=dict(chosen))
+    def record(self, *inputs: Tensor) -> None:
+        """Record a CUDA graph for inputs like these."""
+        if len(inputs) > 1:
+            raise LowRankError("a CUDA graph is recorded for networks of one input.")
+        with torch.inference_mode(False), torch.no_grad():
+            self.recording = recorded(self._run, *laid_out(self.layout, *inputs))
 
     def _run(self, *inputs: Any) -> Any:
         traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        return self.network(*inputs) if traced or not self.form.compiled else self._through_compiler(*inputs)
+        return self.network(*inputs) if traced or not self.compiled else self._through_compiler(*inputs)
 
     def _through_compiler(self, *inputs: Any) -> Any:
         """Compiled with its weights as constants, which the compiler folds and lays out ahead."""
@@ -145,12 +176,12 @@ class Optimized(nn.Module):
         with inductor.patch(freezing=True):  # a size that is new compiles here
             return self._compiled_run(*inputs)
 
-    # A graph is bound to its memory, and compiled code holds weights. Copies start anew. Where weights move or are
+    # A graph is bound to its memory, and compiled code holds weights. Copies start anew. When weights move or are
     # loaded, the network runs as it is: torch would find the compiled code of the old ones again.
     def forget(self) -> None:
         """Run the network as it is from now on, neither compiled nor recorded."""
-        self.recording, self.form, self.__dict__["given"] = None, Form(self.form.layout), None
-        self.__dict__["_compiled_run"] = None
+        self.recording, self.compiled = None, False
+        self.__dict__.update(given=None, _compiled_run=None)
 
     def _weights(self) -> list[tuple[int, torch.dtype, torch.device]]:
         tensors = (*self.parameters(), *self.buffers())
@@ -172,15 +203,6 @@ class Optimized(nn.Module):
         return super().load_state_dict(*args, **kwargs)
 
 
-def stop_compiler() -> None:
-    """Cancel what waits for Inductor's threads once a compilation is stopped: it would disturb what is timed."""
-    inductor: Any = sys.modules.get("torch._inductor.async_compile")
-    if inductor is not None:
-        with suppress(Exception):  # no threads, or another version's
-            inductor.AsyncCompile.pool().shutdown(wait=False, cancel_futures=True)
-            inductor.AsyncCompile.pool.cache_clear()
-
-
 def _function_of(network: nn.Module) -> Callable[..., Any]:
     """A call of the network as a function with code of its own.
 
@@ -195,30 +217,40 @@ def _function_of(network: nn.Module) -> Callable[..., Any]:
     return FunctionType(code, run.__globals__, run.__name__, run.__defaults__, run.__closure__)
 
 
-# How long the layers of a network take alone on a GPU. A compiler that calls the same layers is hardly faster.
+def _stop_compiler() -> None:
+    """Cancel what waits for Inductor's threads once a compilation is stopped: it would disturb what is timed."""
+    inductor: Any = sys.modules.get("torch._inductor.async_compile")
+    if inductor is not None:
+        with suppress(Exception):  # no threads, or another version's
+            inductor.AsyncCompile.pool().shutdown(wait=False, cancel_futures=True)
+            inductor.AsyncCompile.pool.cache_clear()
 
-Call = tuple[nn.Module, Tensor]
+
+# The time of the layers alone on a GPU: a compiler that calls the same layers is hardly faster.
 
 
-def time_layers(network: nn.Module, *inputs: Any, repeats: int = 5) -> float:
+def time_layers(network: nn.Module, *inputs: Any) -> float:
     """Milliseconds of all convs, linear layers and composites, one after the other in one CUDA graph.
 
     A pass over the maps of each is included: the compiler writes one for the bias, sum or ReLU that follows.
     """
     calls = layer_calls(network, *inputs)
+
+    def run() -> None:
+        for layer, x in calls:
+            y = layer(x)
+            if y.dim() == 4:
+                y.relu()
+
     with torch.inference_mode(False), torch.no_grad():
-        graph = captured(lambda: [_and_one_pass(layer(x)) for layer, x in calls])
-    return measure({"layers": graph.replay}, repeats=repeats, cuda=True)["layers"].ms
+        graph = captured(run)
+    return measure({"layers": graph.replay}, repeats=5, cuda=True)["layers"].ms
 
 
-def _and_one_pass(maps: Tensor) -> Tensor:
-    return maps.relu() if maps.dim() == 4 else maps
-
-
-def layer_calls(network: nn.Module, *inputs: Any) -> list[Call]:
+def layer_calls(network: nn.Module, *inputs: Any) -> list[tuple[nn.Module, Tensor]]:
     """Every call of a layer with an input of the size that it gets; calls of one size share their input."""
     shared: dict[Any, Tensor] = {}
-    calls: list[Call] = []
+    calls: list[tuple[nn.Module, Tensor]] = []
 
     def note_call(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = first_input(args, kwargs)
@@ -244,286 +276,213 @@ def _outermost(network: nn.Module) -> list[nn.Module]:
     return [layer for part in network.children() for layer in _outermost(part)]
 
 
-# The forms of a network that `optimize` tries: folded, fused, planned, compiled, recorded.
-#
-# `Workshop.variants` lists them, the most promising first. Each is compared as a whole with the network that was
-# given, in the form in which it will run, before it is timed. One that fails or differs is left out, and the
-# report says why.
-
-LAST = "channels_last"
-Make = Callable[[], nn.Module]
-RESERVED = 0.2
-"""No form is begun when less than this share of the budget is left."""
 FOR_COMPILING = 0.5
-"""The compiler is called around our kernels only with this share left: it takes a third of the budget."""
+"""Compile around our kernels only with this share of the budget left: it takes a third of it."""
 CLEARLY_FASTER = 0.8
-"""A form below this share of the layers alone is not reached by a compiler that calls the same layers."""
+"""Skip torch.compile if a form takes less than this share of the layers alone."""
 AS_FAST = 1.01
-"""A plan is taken if it is faster than the fused form by more than this: it takes longer to make again."""
+"""Take the fused form if it takes at most so many times as long as a plan, which takes longer to make again."""
+Planner = Callable[[nn.Module, tuple[Any, ...]], nn.Module]
 
 
-@dataclass
-class Workshop:
-    """Makes the forms of one network for one example, and measures them."""
+class FormSearch:
+    """Makes the forms of one network for one example, and measures them. `planner` makes the planned network."""
 
-    model: nn.Module
-    inputs: tuple[Tensor, ...]
-    cache: str | Path | bool
-    repeats: int
-    budget: float
-    ways: Mapping[str, str] | None = None
-    neighbours: bool = False
-    names: tuple[str, ...] = ()
-    made: dict[str, Optimized] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    alone: dict[str, float] = field(default_factory=dict)
-    began: float = field(default_factory=time.perf_counter)
+    def __init__(
+        self, model: nn.Module, inputs: tuple[Tensor, ...], planner: Planner, *, names: tuple[str, ...] = (),
+        compile: bool = True, budget: float = float("inf"),
+    ) -> None:  # fmt: skip
+        self.model, self.inputs, self.planner, self.names, self.compile = model, inputs, planner, names, compile
+        self.on_gpu = inputs[0].is_cuda
+        self.has_images = any(x.dim() == 4 for x in inputs)
+        self.networks: dict[tuple[str, str | None], nn.Module] = {}
+        self.alone: dict[str, float] = {}
+        self.search: Search[Form, Optimized] = Search(self._differs, budget=budget)
 
-    @property
-    def on_gpu(self) -> bool:
-        return self.inputs[0].is_cuda
+    def _differs(self, made: Optimized) -> str:
+        return objection_on(made, self.model, *self.inputs)
 
-    @property
-    def has_images(self) -> bool:
-        """Whether an input has channels that can be laid out last."""
-        return any(x.dim() == 4 for x in self.inputs)
+    def forms(self) -> dict[str, Form]:
+        """The forms that apply here by name."""
+        found = [form for form in (ON_GPU if self.on_gpu else ON_CPU) if self.compile or not form.compiled]
+        if not self.on_gpu and not self.has_images:
+            found = [form for form in found if form.layout == CONTIGUOUS]
+        if not any(layer_kind(part) == "chain" for part in self.model.modules()):
+            found = [form for form in found if form.network != MERGED]
+        return {str(form): form for form in (Form(), *found)}
 
-    def fastest(self, compile: bool) -> Optimized:
+    def fastest(self, repeats: int) -> Optimized:
         """Try every form that the budget allows, and give the one that takes the least time."""
-        names = self.form_names(compile)
-        for name in names if self.on_gpu else self._without_compiler():
-            if f"{name}, recorded" in self.made:  # which is the same, without launches
+        self.take_given()
+        for form in self._on_gpu() if self.on_gpu else self._on_cpu():
+            self.attempt(form)
+        step(f"{counted(len(self.search.made), 'variant')} in turns")
+        times = self.times(repeats)
+        return self.result(best_form({form: sample.ms for form, sample in times.items()}), times)
+
+    def again(self, known: Mapping[str, float], repeats: int = 3) -> Optimized | None:
+        """The form that was fastest before, made without the others; None if it no longer is faster."""
+        before = {form: known[name] for name, form in self.forms().items() if name in known}
+        choice = best_form(before) if before else None
+        if choice is None:
+            return None
+        step(f"{choice}, as measured before")
+        self.take_given()
+        if choice != Form():
+            self.attempt(choice)
+        if choice not in self.search.made:
+            return None
+        times = self.times(repeats)
+        if times[choice].ms > times[Form()].ms:
+            return None
+        return self.result(choice, {form: Sample(ms, ms, ms, 0) for form, ms in before.items()} | times)
+
+    def result(self, choice: Form, times: Mapping[Form, Sample]) -> Optimized:
+        best = self.search.made[choice]
+        taken = {str(form): sample for form, sample in times.items()}
+        best.report = OptimizeReport(
+            str(choice), taken, {str(form): why for form, why in self.search.failed.items()}
+        )
+        return best
+
+    def take_given(self) -> None:
+        """The network as given is always there: nothing else may be faster, or the same."""
+        step(GIVEN)
+        self.search.made.setdefault(Form(), self.build(Form()))
+
+    def attempt(self, form: Form) -> None:
+        """Build a form and compare it with the network given, while the budget lasts."""
+        if form in self.search.made:
+            return
+        step(str(form))
+        around_ours = form.network == FUSED and form.compiled
+        self.search.attempt(form, partial(self.build, form), reserved=FOR_COMPILING if around_ours else RESERVED)
+
+    def build(self, form: Form) -> Optimized:
+        """The network in a form. It is compiled and recorded here, so that it fails here if it does."""
+        layout = self._layout(form)
+        made = Optimized(self.network(form.network, layout), layout, compiled=form.compiled, names=self.names)
+        if self.on_gpu and not form.compiled:
+            compile_kernels_of(made.network, laid_out(layout, *self.inputs), recorded=form.recorded)
+        inputs = copied(*self.inputs)
+        try:
+            with unchanged(made.network):
+                made(*inputs)
+                if form.recorded:
+                    made.record(*inputs)
+        except OutOfTime:
+            _stop_compiler()
+            raise
+        return made
+
+    def _layout(self, form: Form) -> str | None:
+        """The memory format of a form: on a GPU channels_last, which its kernels take."""
+        return LAST if self.on_gpu and self.has_images and form.network != GIVEN else form.layout
+
+    def network(self, kind: str, layout: str | None) -> nn.Module:
+        """The network rewritten in one way; forms that only run it in other ways share it."""
+        if (kind, layout) not in self.networks:
+            self.networks[kind, layout] = self._rewritten(kind, layout)
+        return self.networks[kind, layout]
+
+    def _rewritten(self, kind: str, layout: str | None) -> nn.Module:
+        if kind == GIVEN:
+            return copy_with(self.model)
+        network = self._folded(chains=True) if kind == MERGED else copy.deepcopy(self._with_chains)
+        if layout == LAST:
+            network = in_channels_last(network)
+        elif layout is not None:
+            network = network.to(memory_format=FORMATS[layout])  # type: ignore[call-overload]
+        images = laid_out(layout, *self.inputs)
+        if kind == PLANNED:
+            with for_graphs() if self.on_gpu else nullcontext():
+                return self.planner(network, images)
+        return fuse_blocks(network, images) if kind == FUSED else network
+
+    @cached_property
+    def _with_chains(self) -> nn.Module:
+        return self._folded(chains=False)
+
+    def _folded(self, *, chains: bool) -> nn.Module:
+        return merge(self.model, chains=chains, example_input=self.inputs)
+
+    def _on_cpu(self) -> Iterator[Form]:
+        """Folded in each memory format, then planned, which takes long, in the faster one first; then compiled."""
+        folded = [form for form in self.forms().values() if form.network == FOLDED and not form.compiled]
+        yield from folded
+        yield from (replace(form, network=PLANNED) for form in self._ranked(folded))
+        if self.compile:
+            bases = dict.fromkeys([folded[-1], *self._ranked(self.search.made)[:1], folded[0]])
+            yield from [replace(form, compiled=True) for form in bases if form.network != GIVEN][:2]
+
+    def _on_gpu(self) -> Iterator[Form]:
+        for form in self.forms().values():
+            if form == Form() or replace(form, recorded=True) in self.search.made:  # the same, without launches
                 continue
-            if self.on_gpu and (reason := self._out_of_reach(name)):
-                self.failed[name] = reason
+            if reason := self._out_of_reach(form):
+                self.search.failed[form] = reason
             else:
-                self.attempt_in_time(name)
-        if compile and not self.on_gpu:  # compiling takes long: the network as it is, and the fastest so far
-            times = self.times(3) if self.left_for_forms > 0 else {}
-            best = min(times, key=lambda name: times[name].ms, default=GIVEN)
-            bases = [f"folded, {LAST}", best, "folded, contiguous"]
-            chosen = [f"{base}, compiled" for base in dict.fromkeys(bases)]
-            for name in [name for name in chosen if name in names][:2]:
-                self.attempt_in_time(name)
-        step(f"{counted(len(self.made), 'variant')} in turns")
-        times = self.times(self.repeats)
-        return self.result(best_form({name: sample.ms for name, sample in times.items()}), times)
+                yield form
 
-    def _without_compiler(self) -> Iterator[str]:
-        """The forms of a CPU: a plan takes long to make, so the faster memory format is planned first."""
-        names = self.form_names(compile=False)
-        plans = [name for name in names if name.startswith("planned")]
-        yield from (name for name in names if name not in plans)
-        known = self.times(3) if len(plans) > 1 and self.left_for_forms > 0 else {}
-        folded = {name: sample.ms for name, sample in known.items()}
-        yield from sorted(plans, key=lambda name: folded.get(name.replace("planned", "folded"), float("inf")))
+    def _ranked(self, forms: Iterable[Form]) -> list[Form]:
+        """Forms by their time, if there is time to measure them; those without a time stay behind."""
+        forms = list(forms)
+        known = self.times(3) if len(forms) > 1 and self.search.left > RESERVED * self.search.budget else {}
+        return sorted(forms, key=lambda form: known[form].ms if form in known else float("inf"))
 
-    def _out_of_reach(self, name: str) -> str:
+    def _out_of_reach(self, form: Form) -> str:
         """Why a compiled form cannot win: the compiler calls the same layers, and these alone take too long."""
-        kind, compiled, _ = name.partition(", compiled")
-        if not compiled or kind not in ("folded", "merged") or set(self.made) <= {GIVEN}:
+        if not form.compiled or form.network not in (FOLDED, MERGED) or self.search.made.keys() <= {Form()}:
             return ""
-        alone = self._layers_alone(kind)
+        alone = self._layers_alone(form)
         best, sample = min(self.times(3).items(), key=lambda item: item[1].ms)
         if sample.ms >= CLEARLY_FASTER * alone:
             return ""
         return f"not tried: its layers alone take {alone:.3g} ms, and {best} takes {sample.ms:.3g} ms"
 
-    def _layers_alone(self, kind: str) -> float:
-        """Milliseconds of the layers of a folded or merged network; 0 where they cannot be timed."""
-        if kind not in self.alone:
-            step(f"{kind}: the layers alone")
-            form = Form(LAST if self.has_images else None)
+    def _layers_alone(self, form: Form) -> float:
+        """Milliseconds of the layers of a folded or merged network; 0 if they cannot be timed."""
+        if form.network not in self.alone:
+            step(f"{form.network}: the layers alone")
+            layout = self._layout(form)
             try:
-                network = self.folded(form.layout, chains=kind == "merged")
-                self.alone[kind] = time_layers(network, *form.laid_out(*self.inputs))
+                network = self.network(form.network, layout)
+                self.alone[form.network] = time_layers(network, *laid_out(layout, *self.inputs))
             except LostDeviceError:
                 raise
             except Exception:  # no graph of these layers, or no memory for one
-                self.alone[kind] = 0.0
-        return self.alone[kind]
+                self.alone[form.network] = 0.0
+        return self.alone[form.network]
 
-    def again(self, known: dict[str, float] | None, compile: bool) -> Optimized | None:
-        """The form that was fastest before, made without the others; None where it no longer is faster."""
-        choice = best_form(known) if known else None
-        if known is None or choice not in self.form_names(compile):
-            return None
-        step(f"{choice}, as measured before")
-        for name in dict.fromkeys((GIVEN, choice)):
-            self.attempt(name)
-        if choice not in self.made:
-            return None
-        times = self.times(3)
-        if times[choice].ms > times[GIVEN].ms:
-            return None
-        before = {name: Sample(ms, ms, ms, 0) for name, ms in known.items()}
-        return self.result(choice, {**before, **times})
-
-    def result(self, choice: str, times: dict[str, Sample]) -> Optimized:
-        best = self.made[choice]
-        best.report = OptimizeReport(choice, times, dict(self.failed))
-        return best
-
-    @property
-    def left(self) -> float:
-        """Seconds of the budget."""
-        return self.began + self.budget - time.perf_counter()
-
-    @property
-    def left_for_forms(self) -> float:
-        """Seconds in which forms can be made: some of the budget is left for timing them."""
-        return self.began + (1 - RESERVED) * self.budget - time.perf_counter()
-
-    def times(self, repeats: int) -> dict[str, Sample]:
+    def times(self, repeats: int) -> dict[Form, Sample]:
+        """The times of all forms made so far, in turns, within what is left of the budget."""
+        budget = max(self.search.left, RESERVED * self.search.budget)
         inputs = copied(*self.inputs)
-        runs: dict[str, Callable[[], object]] = {
-            name: lambda v=variant: v(*inputs) for name, variant in self.made.items()
-        }
-        budget = max(self.left, RESERVED * self.budget)
-        with unchanged(*self.made.values()):
-            return measure(runs, repeats=repeats, budget=budget, cuda=self.on_gpu, fewest=1)
 
-    def form_names(self, compile: bool) -> list[str]:
-        """The forms that apply here, the most promising first."""
-        return [name for name, (_, form) in self.variants().items() if compile or not form.compiled]
+        def clock(forms: Mapping[Form, Optimized]) -> dict[Form, Sample]:
+            runs = {form: lambda made=made: made(*inputs) for form, made in forms.items()}
+            with unchanged(*forms.values()):
+                return measure(runs, repeats=repeats, budget=budget, cuda=self.on_gpu, fewest=1)
 
-    def attempt_in_time(self, name: str) -> None:
-        """Make a form while the budget lasts; some of it is left for comparing and timing."""
-        needed = FOR_COMPILING if name.startswith("fused, compiled") else RESERVED
-        if name != GIVEN and self.left <= needed * self.budget:
-            self.failed[name] = f"not tried: the budget of {self.budget:g} s was used up"
-        else:
-            self.attempt(name)
-
-    def attempt(self, name: str) -> None:
-        """Make a form and compare it with the network given; one that fails or differs is left out."""
-        if name in self.made:
-            return
-        make, form = self.variants()[name]
-        step(name)
-        limit = float("inf") if name == GIVEN else self.left_for_forms
-        try:
-            with deadline(limit):
-                network = make()
-                if self.on_gpu and not form.compiled:
-                    compile_kernels_of(network, form, self.inputs)
-                variant = Optimized(network, form, self.names).prepare(*self.inputs)
-                reason = "" if name == GIVEN else objection_on(variant, self.model, *self.inputs)
-        except LostDeviceError:
-            raise
-        except OutOfTime:
-            reason = f"stopped: the budget of {self.budget:g} s was used up"
-            stop_compiler()
-        except Exception as error:  # no compiler, say, or a network that waits for the device and has no graph
-            if name == GIVEN:
-                raise
-            reason = first_line(error)
-        if reason:
-            self.failed[name] = reason
-        else:
-            self.made[name] = variant
-
-    def variants(self) -> dict[str, tuple[Make, Form]]:
-        """Every form by name: how its network is made, and how that is run."""
-        given = {GIVEN: (lambda: copy_with(self.model), Form())}
-        return given | (self._on_gpu() if self.on_gpu else self._on_cpu())
-
-    def _on_cpu(self) -> dict[str, tuple[Make, Form]]:
-        layouts = list(FORMATS) if self.has_images else ["contiguous"]
-        found: dict[str, tuple[Make, Form]] = {}
-        for layout in layouts:
-            found[f"folded, {layout}"] = (lambda at=layout: self.folded(at), Form(layout))
-            found[f"planned, {layout}"] = (lambda at=layout: self.planned(at), Form(layout))
-        for layout in layouts[::-1]:
-            for kind in ("folded", "planned"):
-                make = self.folded if kind == "folded" else self.planned
-                compiled = Form(layout, compiled=True)
-                found[f"{kind}, {layout}, compiled"] = (lambda at=layout, make=make: make(at), compiled)
-        return found
-
-    def _on_gpu(self) -> dict[str, tuple[Make, Form]]:
-        layout = LAST if self.has_images else None
-        recorded, both = Form(layout, recorded=True), Form(layout, compiled=True, recorded=True)
-        joined = any(layer_kind(part) == "chain" for part in self.model.modules())
-        # With few images a launch takes longer than its work, and the dense conv of a chain is one launch.
-        dense = {"merged, compiled, recorded": (lambda: self.folded(layout, chains=True), both)} if joined else {}
-        return {
-            "fused, recorded": (lambda: self.fused, recorded),
-            **dense,
-            "folded, compiled, recorded": (lambda: self.folded(layout), both),
-            "planned, recorded": (lambda: self.planned(layout, graphs=True), recorded),
-            "fused, compiled, recorded": (lambda: self.fused, both),
-            "folded, recorded": (lambda: self.folded(layout), recorded),
-            "folded": (lambda: self.folded(layout), Form(layout)),
-            "fused": (lambda: self.fused, Form(layout)),
-            "folded, compiled": (lambda: self.folded(layout), Form(layout, compiled=True)),
-        }
-
-    @cached_property
-    def merged(self) -> nn.Module:
-        return merge(self.model, chains=False, example_input=self.inputs)
-
-    @property
-    def dense(self) -> nn.Module:
-        return merge(self.model, chains=True, example_input=self.inputs)
-
-    def folded(self, layout: str | None, *, chains: bool = False) -> nn.Module:
-        """The network with its batch norms folded, and chains merged where asked, in a memory format."""
-        network = (
-            merge(self.model, chains=True, example_input=self.inputs) if chains else copy.deepcopy(self.merged)
-        )
-        if layout == LAST:
-            return in_channels_last(network)
-        return network if layout is None else network.to(memory_format=FORMATS[layout])  # type: ignore[call-overload]
-
-    def planned(self, layout: str | None, *, graphs: bool = False) -> nn.Module:
-        """The folded network, each block in its fastest way: called from Python, or in a CUDA graph."""
-        if not graphs and (made := self.made.get(f"planned, {layout}")) is not None:
-            return made.network
-        network, images = self.folded(layout), Form(layout).laid_out(*self.inputs)
-        if self.ways is not None:  # found before
-            return apply_ways(network, images, self.ways, neighbours=self.neighbours) if self.ways else network
-        options = {"cache": self.cache, "repeats": self.repeats}
-        if not graphs:
-            return plan(network, images, **options)  # type: ignore[arg-type]
-        with for_graphs():
-            return plan(network, images, **options)  # type: ignore[arg-type]
-
-    @cached_property
-    def fused(self) -> nn.Module:
-        """The folded network with every block, pool and response norm by the kernels that know it."""
-        folded = self.folded(LAST if self.has_images else None)
-        try:
-            network, blocks, captured = in_blocks(folded, *Form(LAST).laid_out(*self.inputs))
-        except CaptureError as why:
-            raise LowRankError(f"nothing is fused: {why}.") from why
-        for block in blocks:
-            if (way := fused(block)) is not None:
-                network.set_submodule(block.name, way.eval())
-        fuse_neighbours(network)
-        return as_network(network, captured, folded)
+        return self.search.times(clock)
 
 
-def best_form(times: Mapping[str, float]) -> str:
+def best_form(times: Mapping[Form, float]) -> Form:
     """The form of the least time; the fused one if a plan is not faster by more than timing noise.
 
-    >>> best_form({"as given": 3.0, "fused, recorded": 1.005, "planned, recorded": 1.0})
+    >>> str(best_form({Form(): 3.0, Form(FUSED, recorded=True): 1.005, Form(PLANNED, recorded=True): 1.0}))
     'fused, recorded'
     """
-    best = min(times, key=lambda name: times[name])
-    fused = best.replace("planned", "fused")
-    return fused if times.get(fused, float("inf")) <= AS_FAST * times[best] else best
+    best = min(times, key=lambda form: times[form])
+    fused = replace(best, network=FUSED)
+    return fused if best.network == PLANNED and times.get(fused, float("inf")) <= AS_FAST * times[best] else best
 
 
 @torch.no_grad()
-def compile_kernels_of(network: nn.Module, form: Form, inputs: tuple[Tensor, ...]) -> None:
+def compile_kernels_of(network: nn.Module, inputs: tuple[Tensor, ...], *, recorded: bool = False) -> None:
     """Compile the kernels that a network needs on all cores; its first run would compile one after the other."""
-    with for_graphs() if form.recorded else nullcontext(), unchanged(network):
-        prepare(lambda: network(*form.laid_out(*copied(*inputs))))
-
-
-_LARGEST_EXAMPLE = 2**28
-"""Numbers in the largest example that a file may ask for."""
+    with for_graphs() if recorded else nullcontext(), unchanged(network):
+        prepare(lambda: network(*copied(*inputs)))
 
 
 @unchanged()  # layers draw weights when they are built
@@ -550,7 +509,7 @@ def optimize(
     - `cache`: where choices and times are kept (True: the user's cache directory; False: nowhere). A network that
       was optimised before, on this machine and with these versions, is made again without trying all forms.
     - `budget`: seconds for all forms. The last fifth is for timing: a form that is not ready by then is stopped,
-      which needs the main thread. On a GPU torch.compile is left out where the layers it would call take longer
+      which needs the main thread. On a GPU torch.compile is left out if the layers it would call take longer
       alone than the best form so far.
     - `say`: a function that is called with each step (`say=print`), in place of the line on standard error.
 
@@ -562,67 +521,71 @@ def optimize(
     network, inputs, names = by_position(model, example_input)
     check_repeats(repeats)
     check_budget(budget)
-    store = Cache.open(cache)
+    store = open_times(cache)
     with progress("optimize", say):
         if any(isinstance(x, Tensor) and x.is_cuda for x in inputs) and not network.training:
-            compile_kernels_of(network, Form(), inputs)
+            compile_kernels_of(network, inputs)
         check_ready(network, *inputs)
         key = network_key(network, inputs, compile)
-        work = Workshop(network, inputs, cache, repeats, budget, names=names)
-        best = work.again(store.times(key), compile) or work.fastest(compile)
-    if cache is not False and best.report.times:
-        store = Cache.open(cache)  # a plan may have written its times meanwhile
-        store.keep(key, {name: sample.ms for name, sample in best.report.times.items()})
-        store.save()
+        planner = partial(plan, cache=cache, repeats=repeats)
+        search = FormSearch(network, inputs, planner, names=names, compile=compile, budget=budget)
+        best = search.again(store.get(key) or {}) or search.fastest(repeats)
+    store[key] = {name: sample.ms for name, sample in best.report.times.items()}
+    store.save()
     return _finished(best, model, inputs)
 
 
 def reoptimize(model: nn.Module, chosen: Mapping[str, Any], example_input: Tensor | None = None) -> Optimized:
     """The form that `optimize` found before, made again without measuring; `chosen` is that of an `Optimized`.
 
-    It is compared with `model` on this machine. Where it fails or differs, the network runs as given, and
+    It is compared with `model` on this machine. If it fails or differs, the network runs as given, and
     `report.failed` has the reason. `load` calls this for a file that was written from an optimised network.
     """
     try:
-        form, ways = str(chosen["choice"]), {str(name): str(way) for name, way in chosen["ways"].items()}
-        times = {str(name): Sample(float(ms), float(ms), float(ms), 0) for name, ms in chosen["times"].items()}
+        name, ways = str(chosen["choice"]), {str(block): str(way) for block, way in chosen["ways"].items()}
+        times = {str(form): Sample(float(ms), float(ms), float(ms), 0) for form, ms in chosen["times"].items()}
         x = _example(model, chosen) if example_input is None else example_input
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise LowRankError("what was stored of the optimised network is damaged: optimise it again.") from error
     check_ready(model, x)
-    work = Workshop(model, (x,), False, 3, float("inf"), ways, bool(chosen.get("neighbours")))
-    if form in work.variants():
-        work.attempt(form)
-    else:
-        work.failed[form] = f"there is no such form on {x.device.type}"
-    if form not in work.made:
-        work.attempt(GIVEN)
-    best = work.result(form if form in work.made else GIVEN, times)
+    planner = partial(apply_ways, ways=ways, neighbours=bool(chosen.get("neighbours")))
+    forms = FormSearch(model, (x,), planner)
+    form = forms.forms().get(name)
+    if form is not None and form != Form():
+        forms.attempt(form)
+    if form not in forms.search.made:
+        form = Form()
+        forms.take_given()
+    best = forms.result(form, {})
+    unknown = {} if name in forms.forms() else {name: f"there is no such form on {x.device.type}"}
+    best.report = replace(best.report, times=times, failed=best.report.failed | unknown)
     return _finished(best, model, (x,), chosen)
 
 
 def _finished(
     best: Optimized, model: nn.Module, inputs: tuple[Tensor, ...], chosen: Mapping[str, Any] | None = None
 ) -> Optimized:
+    """The result with what `export` writes: the network and the inputs it was made for, and what was chosen."""
     size = tuple(inputs[0].shape[1:]) if len(inputs) == 1 and not best.names else None
     note(best, input_size=size, training_card=notes(model).training_card)
-    best.remember(model, inputs, chosen or _chosen(best, inputs[0]))
+    best.__dict__.update(given=model, example=inputs, chosen=dict(chosen or _chosen(best, inputs[0])))
     return best
 
 
 def _chosen(best: Optimized, x: Tensor) -> dict[str, Any]:
     """What `reoptimize` needs to make the same form again."""
-    plans = (notes(part).plan for part in best.modules())
-    plan = next((found for found in plans if found is not None), None)
-    times = {name: sample.ms for name, sample in best.report.times.items()}
-    ways, neighbours = (plan.ways, plan.neighbours) if plan else ({}, False)
+    found = next((plan for part in best.modules() if (plan := notes(part).plan) is not None), None)
     return {
         "choice": best.report.choice,
-        "ways": ways,
-        "neighbours": neighbours,
-        "times": times,
+        "ways": found.ways if found else {},
+        "neighbours": found.neighbours if found else False,
+        "times": {name: sample.ms for name, sample in best.report.times.items()},
         "input": [*x.shape],
     }
+
+
+_LARGEST_EXAMPLE = 2**28
+"""Numbers in the largest example that a file may ask for."""
 
 
 def _example(model: nn.Module, chosen: Mapping[str, Any]) -> Tensor:

@@ -29,7 +29,7 @@ from lowrank_cnn.deploy.engines.request import Call
 from lowrank_cnn.deploy.engines.runner import as_array
 from lowrank_cnn.deploy.engines.targets import Port, open_engine
 from lowrank_cnn.deploy.export import export
-from lowrank_cnn.deploy.optimize import Form
+from lowrank_cnn.deploy.optimize import LAST, laid_out
 from lowrank_cnn.method.branches import fold_branches
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.layers import CompositeConv2d
@@ -55,9 +55,8 @@ class TorchRunner:
             inputs = torch.randn((batch, *checked_size(inputs)), generator=draw, device=device, dtype=dtype)
         self.shapes = _shapes(inputs)
         args, kwargs = arguments(inputs, device=device, dtype=None)
-        form = Form("channels_last")
-        self.args = form.laid_out(*args)
-        self.kwargs = dict(zip(kwargs, form.laid_out(*kwargs.values()), strict=True))
+        self.args = laid_out(LAST, *args)
+        self.kwargs = dict(zip(kwargs, laid_out(LAST, *kwargs.values()), strict=True))
         self._check()
         self.clock = CudaMarks() if device.startswith("cuda") else Marks()
 

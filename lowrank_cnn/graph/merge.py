@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lowrank_cnn.core.compare import copied, difference, objection, tolerance, unchanged
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.modules import first_input, is_part_of
-from lowrank_cnn.core.notes import Merging, note, notes
+from lowrank_cnn.core.notes import AsDict, note, notes
 from lowrank_cnn.graph.capture import (
     TRANSPOSED,
     CaptureError,
@@ -93,6 +93,16 @@ def affine_bias(bias: Tensor | None, scale: Tensor, shift: Tensor) -> Tensor:
 
 
 # Convs in a chain as one conv, where that is exact; where it is not, the reason.
+
+
+@dataclass(frozen=True)
+class Merging(AsDict):
+    """One layer: what went into it, and the largest error relative to the largest output, or why it stayed."""
+
+    name: str
+    parts: tuple[str, ...]
+    error: float | None = None
+    reason: str = ""
 
 
 class InexactError(Exception):

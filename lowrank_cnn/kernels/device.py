@@ -158,6 +158,17 @@ def on_its_device(launch: Callable[P, R]) -> Callable[P, R]:
     return guarded
 
 
+def operator(name: str, fake: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """Make a launcher the torch operator `lowrank::name`; `fake` gives empty results to tracers."""
+
+    def made(launch: Callable[..., Any]) -> Any:
+        defined = torch.library.custom_op(f"lowrank::{name}", on_its_device(launch), mutates_args=mutates)
+        defined.register_fake(fake)
+        return defined
+
+    return made
+
+
 def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
     """Triton's `kernel[grid]`; within `mode.compiling_ahead` the call only compiles the kernel."""
     return partial(kernel.warmup, grid=grid) if is_compiling_ahead() else kernel[grid]

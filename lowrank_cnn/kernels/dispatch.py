@@ -40,7 +40,7 @@ def composite_conv2d(
     `residual` has the size of the conv's result. `activation` is "relu" (`relu=True` for short), "leaky_relu" (or
     with its slope, "leaky_relu:0.1"), "silu", "gelu" or "hardswish". `pool` is "floor" or "ceil" for a 2x2
     max-pool with that rounding, or "3x3/2" for windows of 3x3, stride 2 and padding 1. If weights never change,
-    `packed` returns them in a layout of `conv.pack` and a type; without it they are packed at every call.
+    `packed` returns them packed for a kernel and a type; without it they are packed at every call.
 
         y = composite_conv2d(x, [down, across], bias, padding=[((1, 1), (0, 0)), ((0, 0), (1, 1))],
                              residual=x, activation="silu")
@@ -48,41 +48,24 @@ def composite_conv2d(
     named = canonical(activation, relu)
     after = add_last and residual is not None and named is not None
     asked = CallOptions(stride, tuple(padding), named, pool, residual is not None, after)
-    exporting, asked_for, plan_of, _ = _deciders()
-    if exporting() or not (x.is_cuda or asked_for()):
+    if not _may_fuse(x):
         return _by_torch(x, weights, bias, residual, asked)
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    tensors = [tensor for tensor in (x, *weights, bias, residual) if tensor is not None]
-    training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    x = _autocast(x)
+    training = _needs_gradient(x, *weights, bias, residual)
     inside = _fusable(asked, training=training, same=residual is None or residual.dtype == x.dtype)
     if inside != asked:
         kept = residual if inside.residual else None
         y = composite_conv2d(x, weights, bias, **_options(inside), residual=kept, packed=packed)
         return _rest(y, residual, asked, inside)
-    # index() turns symbolic sizes of torch.compile into numbers: the choice is made for one size.
-    shapes = tuple(tuple(map(index, tensor.shape)) for tensor in (x, *weights))
-    added = None if bias is None else bias.dtype
-    plan = plan_of(shapes, x.dtype, x.device, tuple(asked), training, x.requires_grad, added)
+    plan = _plan(x, weights, bias, asked, training)
     if plan is None:
         return _unfused(x, weights, bias, residual, asked, packed)
     if plan == choice.DENSE:
-        from lowrank_cnn.kernels.ops import enclose
-
-        weight, sides = enclose(weights, padding)
+        weight, sides = _enclose(weights, padding)
         return composite_conv2d(x, [weight], bias, **_options(asked._replace(padding=(sides,))))
-    from lowrank_cnn.kernels import ops
-
-    how = (list(stride), ops.flat_padding(padding), asked.activation or "", pool or "")
-    if packed is None or training:
-        codes = training and pool is not None
-        return ops.composite_conv2d(x, list(weights), bias, residual, *how, codes, plan, asked.add_last)[0]
-    from lowrank_cnn.kernels.conv.plans import layout_of
-
-    sizes = [size for shape in shapes[1:] for size in shape]
-    return ops.packed_conv2d(
-        x, packed(layout_of(plan), x.dtype), bias, residual, sizes, *how, plan, asked.add_last
-    )
+    ready = None if packed is None or training else packed(plan.partition("-")[0], x.dtype)
+    codes = training and pool is not None
+    return _fused(x, weights, ready, bias, residual, asked, codes, False, plan)[0]
 
 
 def composite_conv2d_with_statistics(
@@ -103,31 +86,23 @@ def composite_conv2d_with_statistics(
         normed = (y - mean.view(-1, 1, 1)) * (variance + eps).rsqrt().view(-1, 1, 1)
     """
     asked = CallOptions(stride, tuple(padding), None, None, False)
-    exporting, asked_for, plan_of, _ = _deciders()
     plan = None
-    if not exporting() and (x.is_cuda or asked_for()):
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        shapes = tuple(tuple(map(index, tensor.shape)) for tensor in (x, *weights))
-        training = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights))
-        added = None if bias is None else bias.dtype
-        plan = plan_of(shapes, x.dtype, x.device, tuple(asked), training, x.requires_grad, added)
+    if _may_fuse(x):
+        x = _autocast(x)
+        plan = _plan(x, weights, bias, asked, _needs_gradient(x, *weights))
     if plan == choice.DENSE:
-        from lowrank_cnn.kernels.ops import enclose
-
-        weight, sides = enclose(weights, padding)
+        weight, sides = _enclose(weights, padding)
         return composite_conv2d_with_statistics(
             x, [weight], bias, stride=stride, padding=[sides], by_torch=by_torch
         )
-    if plan is None:
-        y = _by_torch(x, weights, bias, None, asked)
-        if not by_torch:
-            return y, None, None
-        variance, mean = torch.var_mean(y.detach().float(), (0, 2, 3), correction=0)
-        return y, mean, variance
-    from lowrank_cnn.kernels import ops
-
-    return ops.composite_conv2d_statistics(x, list(weights), bias, list(stride), ops.flat_padding(padding), plan)
+    if plan is not None:
+        y, _, found = _fused(x, weights, None, bias, None, asked, False, True, plan)
+        return y, found[0], found[1]
+    y = _by_torch(x, weights, bias, None, asked)
+    if not by_torch:
+        return y, None, None
+    variance, mean = torch.var_mean(y.detach().float(), (0, 2, 3), correction=0)
+    return y, mean, variance
 
 
 def explain_call(x: Tensor, weights: Sequence[Tensor], *, training: bool = False, **options: Any) -> str:
@@ -144,6 +119,53 @@ def tune(model: torch.nn.Module, example: Tensor, *, training: bool = False) -> 
     with mode.tuning(), torch.set_grad_enabled(training):
         prepare(lambda: model(example))
         model(example)
+
+
+def _may_fuse(x: Tensor) -> bool:
+    exporting, asked_for, *_ = _deciders()
+    return not exporting() and (x.is_cuda or asked_for())
+
+
+def _autocast(x: Tensor) -> Tensor:
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+def _needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _plan(
+    x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, asked: CallOptions, training: bool
+) -> str | None:
+    """The choice for a call, as `choice.plan_text` gives it."""
+    # index() turns symbolic sizes of torch.compile into numbers: the choice is made for one size.
+    shapes = tuple(tuple(map(index, tensor.shape)) for tensor in (x, *weights))
+    added = None if bias is None else bias.dtype
+    return _deciders()[2](shapes, x.dtype, x.device, tuple(asked), training, x.requires_grad, added)
+
+
+def _enclose(weights: Sequence[Tensor], padding: Sequence[Sides]) -> tuple[Tensor, Sides]:
+    from lowrank_cnn.kernels.ops import enclose
+
+    return enclose(weights, padding)
+
+
+def _fused(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    packed: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    asked: CallOptions,
+    *how: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from lowrank_cnn.kernels import ops
+
+    return ops.composite_conv2d(
+        x, list(weights), packed, bias, residual, list(asked.stride), ops.flat_padding(asked.padding),
+        asked.activation or "", asked.pool or "", asked.add_last, *how,
+    )  # fmt: skip
 
 
 def _fusable(asked: CallOptions, *, training: bool, same: bool) -> CallOptions:
@@ -201,8 +223,7 @@ def _trains_as_dense(x: Tensor, weights: Sequence[Tensor]) -> bool:
     exporting, _, _, asked_for_dense = _deciders()
     if len(weights) == 1 or exporting():
         return False
-    needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *weights))
-    return needs_gradient and asked_for_dense()
+    return _needs_gradient(x, *weights) and asked_for_dense()
 
 
 def _options(asked: CallOptions) -> dict[str, Any]:

@@ -7,20 +7,19 @@ its class: `nn.Conv2d`, or any layer with `weights` and `group_padding`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lowrank_cnn.core.modules import has_hooks, is_plain
-from lowrank_cnn.graph.capture import layer_kind
 from lowrank_cnn.kernels.autotune import choice
 from lowrank_cnn.kernels.conv.pack import laid_out
 from lowrank_cnn.kernels.device import asked_for, by_torch
 from lowrank_cnn.kernels.dispatch import composite_conv2d, composite_conv2d_with_statistics
 from lowrank_cnn.kernels.problem import OVERLAPPING, Pair, Problem, Sides, canonical, pose
-from lowrank_cnn.kernels.reference import compose
+from lowrank_cnn.kernels.reference import compose, enclosure, placed
 
 # Train a basis and its 1x1 join as two convs, or as the one dense conv that both make up.
 #
@@ -35,35 +34,16 @@ MERGING_MS = 0.05
 """Time to compute the dense weight, forward and backward: about fifteen small launches in a graph."""
 
 
-def enclosing(shapes: Sequence[Sequence[int]], padding: Sequence[Sides]) -> tuple[Pair, Sides]:
-    """Kernel size and padding of the smallest dense conv that covers the taps of every group."""
-    kernel, sides = [], []
-    for axis in range(2):
-        before = max(pads[axis][0] for pads in padding)
-        after = max(pads[axis][1] for pads in padding)
-        spans = {
-            pads[axis][0] + pads[axis][1] - shape[2 + axis] for shape, pads in zip(shapes, padding, strict=True)
-        }
-        assert len(spans) == 1, "groups of one layer give one output size"
-        kernel.append(before + after - spans.pop())
-        sides.append((before, after))
-    return (kernel[0], kernel[1]), (sides[0], sides[1])
-
-
-def merged_weight(weights: Sequence[Tensor], padding: Sequence[Sides], join: Tensor) -> Tensor:
-    """[filters, channels, height, width]: the join's mixture of the basis, group by group, in full precision."""
-    kernel, (rows, columns) = enclosing([weight.shape for weight in weights], padding)
+def merged_weight(weights: Sequence[Tensor], padding: Sequence[Sides], join: Tensor) -> tuple[Tensor, Sides]:
+    """[filters, channels, height, width]: the join's mixture of the basis in full precision, and its padding."""
+    starts, kernel, sides = enclosure([weight.shape for weight in weights], padding)
     parts = join.flatten(1).split([weight.shape[0] for weight in weights], dim=1)
-    total = None
     with torch.autocast(join.device.type, enabled=False):
-        for weight, pads, part in zip(weights, padding, parts, strict=True):
-            mixed = compose(weight, part[:, :, None, None])
-            top, left = rows[0] - pads[0][0], columns[0] - pads[1][0]
-            room = kernel[1] - weight.shape[3] - left, kernel[0] - weight.shape[2] - top
-            mixed = F.pad(mixed, (left, room[0], top, room[1]))
-            total = mixed if total is None else total + mixed
-    assert total is not None
-    return total
+        mixed = [
+            placed(compose(weight, part[:, :, None, None]), kernel, start)
+            for weight, part, start in zip(weights, parts, starts, strict=True)
+        ]
+        return reduce(torch.add, mixed), sides
 
 
 def merged_bias(basis: Tensor | None, join: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -92,10 +72,8 @@ class FusedChain(nn.Module):
 
     def _merged(self, x: Tensor) -> Tensor:
         basis, join = self._basis_and_join()
-        weights = list(basis.weights)
-        weight = merged_weight(weights, basis.padding, join.weights[0])
+        weight, sides = merged_weight(list(basis.weights), basis.padding, join.weights[0])
         bias = merged_bias(basis.bias, join.weights[0], join.bias)
-        _, sides = enclosing([w.shape for w in weights], basis.padding)
         options = {"stride": basis.stride, "activation": join.activation, "pool": join.pool}
         return composite_conv2d(x, [weight], bias, padding=[sides], **options)
 
@@ -139,7 +117,7 @@ class FusedChain(nn.Module):
         last = {"activation": join.activation, "pool": join.pool}
         mixture = [tuple(join.weights[0].shape)]
         second = pose(between, mixture, dtype, stride=(1, 1), padding=join.padding, **last)
-        kernel, sides = enclosing(shapes, basis.padding)
+        _, kernel, sides = enclosure(shapes, basis.padding)
         dense = [(mixture[0][0], size[1], *kernel)]
         return [first, second], pose(size, dense, dtype, stride=basis.stride, padding=[sides], **last)
 
@@ -149,10 +127,9 @@ class FusedChain(nn.Module):
 
 def _measured_ms(problems: Sequence[Problem], device: torch.device, *, need_input: bool) -> float | None:
     """The summed training times of problems that run in turn; None if one of them was not measured."""
-    needs = [need_input, *[True] * (len(problems) - 1)]
     measured = [
-        choice.fastest(problem, device, training=True, need_input=need)
-        for problem, need in zip(problems, needs, strict=True)
+        choice.fastest(problem, device, training=True, need_input=need_input or place > 0)
+        for place, problem in enumerate(problems)
     ]
     known = [ms for ms in measured if ms is not None]
     return sum(known) if len(known) == len(problems) else None
@@ -226,20 +203,21 @@ class FrozenComposite(FusedComposite):
         super().__init__([nn.Parameter(copy, requires_grad=False) for copy in copies], added, **options)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        def packed(layout: str, dtype: torch.dtype) -> Tensor:
-            return self._packed(layout, dtype, x)
+        def packed(kernel: str, dtype: torch.dtype) -> Tensor:
+            return self._packed(kernel, dtype, x)
 
         tensors = (x, list(self.weights), self.bias)
         return composite_conv2d(*tensors, **self.options, residual=residual, packed=packed)
 
-    def _packed(self, layout: str, dtype: torch.dtype, x: Tensor) -> Tensor:
-        name = f"packed_{layout}_{str(dtype).removeprefix('torch.')}"
-        if (kept := self._buffers.get(name)) is not None:
-            return kept
+    def _packed(self, kernel: str, dtype: torch.dtype, x: Tensor) -> Tensor:
+        from lowrank_cnn.kernels.conv.plans import KERNELS
         from lowrank_cnn.kernels.ops import flat_padding, pack_weights
 
+        name = f"packed_{KERNELS[kernel].layout.name}_{str(dtype).removeprefix('torch.')}"
+        if (kept := self._buffers.get(name)) is not None:
+            return kept
         weights = [weight.to(dtype) for weight in self.weights]
-        packed = pack_weights(weights, list(x.shape), list(self.stride), flat_padding(self.padding), layout)
+        packed = pack_weights(weights, list(x.shape), list(self.stride), flat_padding(self.padding), kernel)
         # Memory allocated during a capture has no contents before the graph is replayed: do not keep it.
         if not torch.compiler.is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.register_buffer(name, packed, persistent=False)
@@ -295,7 +273,8 @@ def fused_layer(
     """
     if layer is None:
         return None
-    stages = list(layer.children()) if layer_kind(layer) == "chain" else [layer]
+    chain = isinstance(layer, nn.Sequential) and hasattr(layer, "scheme") and is_plain(layer, nn.Sequential)
+    stages = (list(layer.children()) if chain else []) or [layer]
     options = [found for found in map(conv_options, stages) if found is not None]
     if len(options) < len(stages):
         return None

@@ -1,8 +1,8 @@
 """The fused composite convolution as torch operators, with gradients, fake results for tracing and FLOP counts.
 
-`lowrank::composite_conv2d` returns the result and, for the gradient of a fused pool, the codes of the windows'
-winners. `lowrank::packed_conv2d` is for inference and takes packed weights. Both run the plan that they are given
-as text. As operators they work with torch.compile, CUDA graphs, export and DDP.
+`lowrank::composite_conv2d` returns the result and, if asked, the codes of the windows' winners for the gradient of
+a fused pool, and statistics for a batch norm. It runs the plan that it is given as text. As an operator it works
+with torch.compile, CUDA graphs, export and DDP.
 """
 
 from __future__ import annotations
@@ -48,143 +48,73 @@ def _shapes(weights: Sequence[Tensor]) -> list[tuple[int, ...]]:
 def composite_conv2d(
     x: Tensor,
     weights: Sequence[Tensor],
+    packed: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
     stride: Sequence[int],
     padding: Sequence[int],
     activation: str,
     pool: str,
-    codes: bool,
-    plan: str,
     add_last: bool,
-) -> tuple[Tensor, Tensor]:
-    """The result and the codes. `activation` and `pool` are "" for none; without `codes` the second is empty.
+    codes: bool,
+    statistics: bool,
+    plan: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, with `codes` those of the pool, and with `statistics` mean and biased variance per channel.
 
-    With `add_last` the residual is added after the activation.
+    The last two are empty if they are not asked for; statistics are [2, filters] in float32. `activation` and
+    `pool` are "" for none. With `add_last` the residual is added after the activation. `packed`, if given, are the
+    weights as `pack_weights` packs them for the kernel of the plan. It is for inference: it gets no gradient.
     """
     from lowrank_cnn.kernels.conv import forward
-    from lowrank_cnn.kernels.conv.plans import KernelPlan
+    from lowrank_cnn.kernels.conv.plans import KERNELS, KernelPlan
 
+    how = KernelPlan.parse(plan)
     problem = _problem(x, _shapes(weights), stride, padding, activation, pool, residual, add_last)
+    if packed is None:
+        packed = KERNELS[how.kernel].layout.pack(weights, problem, x.dtype)
     seen = empty_codes(problem, x) if codes else None
-    y = forward.run_plan(KernelPlan.parse(plan), problem, x, weights, bias, seen, residual)
-    return y, seen if seen is not None else x.new_empty(0, dtype=torch.uint8)
+    given = ConvTensors(x, packed, bias, seen, residual)
+    found = x.new_empty(0, dtype=torch.float32)
+    if statistics:
+        y, found = forward.run_with_statistics(how, problem, given)
+    else:
+        y = forward.run_packed(how, problem, given)
+    return y, x.new_empty(0, dtype=torch.uint8) if seen is None else seen, found
 
 
 @composite_conv2d.register_fake
-def _(x, weights, bias, residual, stride, padding, activation, pool, codes, plan, add_last):
+def _(x, weights, packed, bias, residual, stride, padding, activation, pool, add_last, codes, statistics, plan):
     problem = _problem(x, _shapes(weights), stride, padding, activation, pool, residual, add_last)
-    shape = (problem.batch, *problem.result_size, problem.filters)
-    seen = x.new_empty(shape if codes and pool else (0,), dtype=torch.uint8)
-    return empty_result(problem, x), seen
-
-
-@torch.library.custom_op("lowrank::packed_conv2d", mutates_args=())
-def packed_conv2d(
-    x: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    shapes: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    activation: str,
-    pool: str,
-    plan: str,
-    add_last: bool,
-) -> Tensor:
-    """The result without gradients, from weights that `pack_weights` packed for the kernel of `plan`.
-
-    `shapes` are the sizes of each group's weights, [filters, channels, height, width], in turn.
-    """
-    from lowrank_cnn.kernels.conv import forward
-    from lowrank_cnn.kernels.conv.plans import KernelPlan
-
-    problem = _problem(x, _unflattened(shapes), stride, padding, activation, pool, residual, add_last)
-    return forward.run_packed(KernelPlan.parse(plan), problem, ConvTensors(x, packed, bias, residual=residual))
-
-
-@packed_conv2d.register_fake
-def _(x, packed, bias, residual, shapes, stride, padding, activation, pool, plan, add_last):
-    return empty_result(
-        _problem(x, _unflattened(shapes), stride, padding, activation, pool, residual, add_last), x
-    )
+    shape = (problem.batch, *problem.result_size, problem.filters) if codes and pool else (0,)
+    found = x.new_empty((2, problem.filters) if statistics else (0,), dtype=torch.float32)
+    return empty_result(problem, x), x.new_empty(shape, dtype=torch.uint8), found
 
 
 @torch.library.custom_op("lowrank::pack_weights", mutates_args=())
 def pack_weights(
-    weights: Sequence[Tensor], size: Sequence[int], stride: Sequence[int], padding: Sequence[int], layout: str
+    weights: Sequence[Tensor], size: Sequence[int], stride: Sequence[int], padding: Sequence[int], kernel: str
 ) -> Tensor:
     """Weights in the layout of a kernel, for inputs of a size. A compiler that freezes weights runs it once."""
-    from lowrank_cnn.kernels.conv import forward
-
-    x = torch.empty(tuple(size), dtype=weights[0].dtype, device="meta")
-    problem = _problem(x, _shapes(weights), stride, padding, "", "")
-    packed = forward.pack_weights(layout, problem, weights, x.dtype)
+    packed = _packed(weights, size, stride, padding, kernel)
     # The result of an operator must not share memory with its arguments.
     shared = packed.untyped_storage().data_ptr() == weights[0].untyped_storage().data_ptr()
     return packed.clone() if shared else packed
 
 
 @pack_weights.register_fake
-def _(weights, size, stride, padding, layout):
-    from lowrank_cnn.kernels.conv import forward
+def _(weights, size, stride, padding, kernel):
+    alike = [torch.empty(weight.shape, dtype=weight.dtype, device="meta") for weight in weights]
+    return weights[0].new_empty(_packed(alike, size, stride, padding, kernel).shape)
+
+
+def _packed(
+    weights: Sequence[Tensor], size: Sequence[int], stride: Sequence[int], padding: Sequence[int], kernel: str
+) -> Tensor:
+    from lowrank_cnn.kernels.conv.plans import KERNELS
 
     x = torch.empty(tuple(size), dtype=weights[0].dtype, device="meta")
-    problem = _problem(x, _shapes(weights), stride, padding, "", "")
-    return weights[0].new_empty(forward.packed_shape(layout, problem))
-
-
-@torch.library.custom_op("lowrank::composite_conv2d_statistics", mutates_args=())
-def composite_conv2d_statistics(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    plan: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The conv's result with its mean and biased variance per channel in float32."""
-    from lowrank_cnn.kernels.conv import forward
-    from lowrank_cnn.kernels.conv.plans import KernelPlan
-
-    problem = _problem(x, _shapes(weights), stride, padding, "", "")
-    return forward.run_with_statistics(KernelPlan.parse(plan), problem, x, weights, bias)
-
-
-@composite_conv2d_statistics.register_fake
-def _(x, weights, bias, stride, padding, plan):
-    problem = _problem(x, _shapes(weights), stride, padding, "", "")
-    mean, variance = (x.new_empty(problem.filters, dtype=torch.float32) for _ in range(2))
-    return empty_result(problem, x), mean, variance
-
-
-def _save_plain(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weights, bias, stride, padding, _ = inputs
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(x, x.new_empty(0, dtype=torch.uint8), bias, *weights)
-    ctx.options = (stride, padding, False, "")
-
-
-def _backward_plain(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Any, ...]:
-    return (*_gradients(ctx, grad), None, None, None)
-
-
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, list[Tensor], Tensor | None]:
-    """The gradients of input, weights and bias, from what an operator has saved."""
-    x, seen, bias, *weights = ctx.saved_tensors
-    relu, pool = ctx.options[2:]
-    seen = seen.permute(0, 2, 3, 1) if relu and not pool else seen
-    need_input = ctx.needs_input_grad[0]
-    dx, db, *dw = composite_conv2d_backward(grad, x, weights, seen, *ctx.options, need_input, bias is not None)
-    return dx if need_input else None, dw, None if bias is None else db.to(bias.dtype)
-
-
-composite_conv2d_statistics.register_autograd(_backward_plain, setup_context=_save_plain)
-
-
-def _unflattened(shapes: Sequence[int]) -> list[tuple[int, ...]]:
-    return [tuple(shapes[i : i + 4]) for i in range(0, len(shapes), 4)]
+    return KERNELS[kernel].layout.pack(weights, _problem(x, _shapes(weights), stride, padding, "", ""), x.dtype)
 
 
 @torch.library.custom_op("lowrank::composite_conv2d_backward", mutates_args=())
@@ -202,7 +132,6 @@ def composite_conv2d_backward(
 ) -> list[Tensor]:
     """Gradients of input and bias (empty if not needed) and of the weights, in this order."""
     from lowrank_cnn.kernels.conv import gradients
-    from lowrank_cnn.kernels.conv.pack import copy_groups
 
     problem = _problem(x, _shapes(weights), stride, padding, "relu" if relu else "", pool)
     how = {"need_input": need_input, "need_bias": need_bias}
@@ -223,53 +152,45 @@ def _(grad, x, weights, seen, stride, padding, relu, pool, need_input, need_bias
     return [dx, db, *(torch.empty_like(w) for w in weights)]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weights, bias, _, stride, padding, activation, pool, *_ = inputs
-    y, codes = output
-    ctx.mark_non_differentiable(codes)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, weights, _, bias, _, stride, padding, activation, pool, *_ = inputs
+    y, codes, _ = output
+    ctx.mark_non_differentiable(*output[1:])
     # Without a ReLU the result is not kept, and later layers may overwrite it.
     relu = activation == "relu"
     ctx.save_for_backward(x, y if relu and not pool else codes, bias, *weights)
     ctx.options = (stride, padding, relu, pool)
 
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    return (*_gradients(ctx, grad), *[None] * 8)
+def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Any, ...]:
+    x, seen, bias, *weights = ctx.saved_tensors
+    relu, pool = ctx.options[2:]
+    seen = seen.permute(0, 2, 3, 1) if relu and not pool else seen
+    need_input = ctx.needs_input_grad[0]
+    dx, db, *dw = composite_conv2d_backward(grad, x, weights, seen, *ctx.options, need_input, bias is not None)
+    return dx if need_input else None, dw, None, None if bias is None else db.to(bias.dtype), *[None] * 9
 
 
 composite_conv2d.register_autograd(_backward, setup_context=_save)
 
 
-def _macs(x: Sequence[int], weights: Sequence[Sequence[int]], out: Sequence[int], pool: str) -> int:
+def _macs(weights: Sequence[Sequence[int]], out: Sequence[int], pool: str) -> int:
+    """With a fused pool each result takes four pixels."""
     pixels = out[0] * out[2] * out[3] * (4 if pool else 1)
     return pixels * sum(filters * channels * height * width for filters, channels, height, width in weights)
 
 
 @register_flop_formula(torch.ops.lowrank.composite_conv2d)
 def _forward_flops(
-    x, weights, bias, residual, stride, padding, activation, pool, codes, plan, add_last, *, out_shape, **_
+    x, weights, packed, bias, residual, stride, padding, activation, pool, *_, out_shape, **__
 ) -> int:
-    """Two operations per MAC, as torch counts; with a fused pool each result takes four pixels."""
-    return 2 * _macs(x, weights, out_shape[0], pool)
-
-
-@register_flop_formula(torch.ops.lowrank.composite_conv2d_statistics)
-def _statistics_flops(x, weights, bias, stride, padding, plan, *, out_shape, **_) -> int:
-    return 2 * _macs(x, weights, out_shape[0], "")
-
-
-@register_flop_formula(torch.ops.lowrank.packed_conv2d)
-def _packed_flops(
-    x, packed, bias, residual, shapes, stride, padding, activation, pool, plan, add_last, *, out_shape, **_
-) -> int:
-    return 2 * _macs(x, _unflattened(shapes), out_shape, pool)
+    """Two operations per MAC, as torch counts."""
+    return 2 * _macs(weights, out_shape[0], pool)
 
 
 @register_flop_formula(torch.ops.lowrank.composite_conv2d_backward)
-def _backward_flops(
-    grad, x, weights, seen, stride, padding, relu, pool, need_input, need_bias, *, out_shape, **_
-) -> int:
-    return (4 if need_input else 2) * _macs(x, weights, grad, pool)
+def _backward_flops(grad, x, weights, seen, stride, padding, relu, pool, need_input, *_, out_shape, **__) -> int:
+    return (4 if need_input else 2) * _macs(weights, grad, pool)
 
 
 # Place the weights of all groups in one dense weight, as an operator with a gradient.

@@ -5,12 +5,13 @@ A problem is hashable: choices and plans are stored per problem.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from importlib import import_module
+from itertools import accumulate, product
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,6 +130,16 @@ class Problem:
         return sum(group.filters for group in self.groups)
 
     @property
+    def begins(self) -> list[int]:
+        """The first filter of each group among those of all."""
+        return starts(group.filters for group in self.groups)
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows of packed weights of each group: one per tap and filter."""
+        return [group.taps * group.filters for group in self.groups]
+
+    @property
     def as_dense(self) -> Problem:
         """The same layer as one dense conv: one group that encloses the taps of all, see `reference.enclosed`."""
         top, left = (max(getattr(group, side) for group in self.groups) for side in ("top", "left"))
@@ -162,18 +173,21 @@ class Problem:
         return self.out_height % 2 == 0 and self.out_width % 2 == 0
 
     @property
+    def is_small(self) -> bool:
+        """Whether tiles of 128 x 128 are fewer than a GPU's multiprocessors."""
+        return self.batch * self.out_height * self.out_width * self.filters < 128 * 128 * 128
+
+    @property
     def macs(self) -> int:
         """Multiply-accumulates for the whole batch."""
-        depth = sum(group.taps * group.filters for group in self.groups)
-        return self.batch * self.out_height * self.out_width * self.channels * depth
+        return self.batch * self.out_height * self.out_width * self.channels * sum(self.rows)
 
     @property
     def bytes(self) -> int:
         """The fewest bytes of memory traffic: inputs and weights read once, the result written once."""
         result = self.result_size[0] * self.result_size[1] * self.filters * (2 if self.residual else 1)
         pixels = self.height * self.width * self.channels
-        weights = self.channels * sum(group.taps * group.filters for group in self.groups)
-        return self.dtype.itemsize * (self.batch * (pixels + result) + weights)
+        return self.dtype.itemsize * (self.batch * (pixels + result) + self.channels * sum(self.rows))
 
     def __str__(self) -> str:
         groups = "+".join(f"{g.height}x{g.width},{g.filters}" for g in self.groups)
@@ -211,27 +225,44 @@ class ConvTensors(NamedTuple):
     parts: Tensor | None = None
 
 
-def describe(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    *,
-    stride: Pair,
-    padding: Sequence[Sides],
-    relu: bool = False,
-    pool: str | None = None,
-    residual: bool = False,
-    activation: str | None = None,
-    add_last: bool = False,
-) -> Problem:
-    """The problem of these tensors; every group must give the same output size."""
-    shapes = [tuple(weight.shape) for weight in weights]
-    epilogue = {
-        "activation": canonical(activation, relu),
-        "pool": pool,
-        "residual": residual,
-        "add_last": add_last,
-    }
-    return pose(tuple(x.shape), shapes, x.dtype, stride=stride, padding=padding, **epilogue)
+class Layout(NamedTuple):
+    """How a kernel wants its weights: `pack(weights, problem, dtype)` makes one tensor of those of all groups.
+
+    Frozen layers keep one packed copy per `name`.
+    """
+
+    name: str
+    pack: Callable[[Sequence[Tensor], Problem, torch.dtype], Tensor]
+
+
+@dataclass(frozen=True)
+class ForwardKernel:
+    """A kernel of the forward. `conv.plans.KERNELS` lists them.
+
+    `tile` is a dataclass of whole numbers. `tiles(problem, capability)` gives those worth measuring on a GPU of
+    this compute capability, the default first; none if another kernel is always better there. `unsupported` says
+    why the kernel cannot run a problem. `launch(problem, tensors, tile)` runs it. `part_count` counts the parts of
+    the statistics that the kernel stores (see `conv.forward`), 0 if it stores none. If a kernel that `decides` can
+    run a problem, those listed after it are not measured.
+    """
+
+    tile: type
+    tiles: Callable[[Problem, tuple[int, int]], Sequence[Any]]
+    unsupported: Callable[[Problem], str | None]
+    layout: Layout
+    launch: Callable[[Problem, ConvTensors, Any], Tensor]
+    part_count: Callable[[Problem, Any], int] = lambda problem, tile: 0
+    decides: bool = False
+
+
+def imported(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module in `conv`, imported at its first call: those for Hopper need Gluon."""
+    return lambda *arguments: getattr(import_module(f"lowrank_cnn.kernels.conv.{module}"), name)(*arguments)
+
+
+def describe(x: Tensor, weights: Sequence[Tensor], **options: Any) -> Problem:
+    """The problem of these tensors; the options are those of `pose`."""
+    return pose(tuple(x.shape), [tuple(weight.shape) for weight in weights], x.dtype, **options)
 
 
 def pose(
@@ -247,7 +278,10 @@ def pose(
     activation: str | None = None,
     add_last: bool = False,
 ) -> Problem:
-    """The problem of an input of size [N, C, H, W] and weights of shapes [filters, C, height, width]."""
+    """The problem of an input of size [N, C, H, W] and weights of shapes [filters, C, height, width].
+
+    Every group must give the same output size.
+    """
     if pool not in POOLS:
         raise LowRankError(f'pool is None, "floor", "ceil" or "{OVERLAPPING}", not {pool!r}.')
     if len(padding) != len(shapes):
@@ -265,10 +299,10 @@ def pose(
         TapGroup(shape[2], shape[3], shape[0], rows[0], columns[0])
         for shape, (rows, columns) in zip(shapes, padding, strict=True)
     )
-    strides, last = (stride[0], stride[1]), canonical(activation, relu)
+    last = canonical(activation, relu)
     after = add_last and residual and last is not None  # without an activation both orders are one
-    outputs = (out_height, out_width)
-    return Problem(batch, channels, height, width, groups, strides, *outputs, last, pool, dtype, residual, after)
+    sizes = (batch, channels, height, width, groups, (stride[0], stride[1]), out_height, out_width)
+    return Problem(*sizes, last, pool, dtype, residual, after)
 
 
 def pixels_last(x: Tensor) -> Tensor:
@@ -306,25 +340,6 @@ OVERHEAD_BOXES = 16
 """The cost of a program's beginning and end, in boxes of work."""
 
 
-class GroupRow(NamedTuple):
-    """One filter group in `tiled`, which reads the fields by index.
-
-    A tap `r` rows down reads block row `(r + top_skip) // stride - top` at parity `(r + top_skip) % stride`, where
-    `stride` rows make a block. The same holds for columns. At stride 1 the skips are zero.
-    """
-
-    first_tile: int
-    weight_row: int
-    channel: int
-    filters: int
-    taps: int
-    width: int
-    top: int
-    top_skip: int
-    left: int
-    left_skip: int
-
-
 @lru_cache(maxsize=4096)
 def box_of(batch: int, height: int, width: int, pixels: int, least: int = 1) -> Box:
     """The box (images, rows, columns) of `pixels` output pixels that wastes the fewest at the borders.
@@ -360,18 +375,26 @@ def filter_tiles(problem: Problem, block: int) -> int:
     return sum(ceil_div(group.filters, block) for group in problem.groups)
 
 
-def group_rows(problem: Problem, block: int) -> tuple[GroupRow, ...]:
-    """The groups for tiles of `block` filters."""
-    rows, tile, weight, channel = [], 0, 0, 0
-    for group in problem.groups:
-        top, left = ceil_div(group.top, problem.stride[0]), ceil_div(group.left, problem.stride[1])
-        skips = top * problem.stride[0] - group.top, left * problem.stride[1] - group.left
-        shape = (group.filters, group.taps, group.width)
-        rows.append(GroupRow(tile, weight, channel, *shape, top, skips[0], left, skips[1]))
-        tile += ceil_div(group.filters, block)
-        weight += group.taps * group.filters
-        channel += group.filters
-    return tuple(rows)
+def filters_per_tile(problem: Problem, limit: int = 128) -> int:
+    """Filters of a tile: at most those of the smallest group; few computed twice, and wide products preferred."""
+    smallest = min(group.filters for group in problem.groups)
+    sizes = [size for size in (256, 128, 64, 32, 16) if size <= min(smallest, limit)]
+
+    def cost(size: int) -> float:
+        return filter_tiles(problem, size) * size / min(1.0, 0.55 + 0.15 * (size.bit_length() - 6))
+
+    return min(sizes, key=cost, default=0)
+
+
+def starts(counts: Iterable[int]) -> list[int]:
+    """Where each part begins if parts of these sizes follow each other."""
+    return list(accumulate(counts, initial=0))[:-1]
+
+
+def blocks_before(before: int, stride: int) -> Pair:
+    """How many blocks of `stride` pixels a filter begins before its output, and pixels skipped of the first."""
+    blocks = ceil_div(before, stride)
+    return blocks, blocks * stride - before
 
 
 @lru_cache(maxsize=4096)
@@ -397,3 +420,11 @@ def lanes_of(channels: int) -> int:
     """Channels per program of a kernel without matrix products: a power of two, if possible a divisor."""
     whole = min(128, channels & -channels)
     return whole if whole >= 32 else min(128, power_above(channels))
+
+
+def blocks_of(pixels: int, channels: int, values: int) -> tuple[Pair, dict[str, int]]:
+    """The grid of a kernel over [pixels, channels] with `values` values per program, and its constants."""
+    lanes = lanes_of(channels)
+    block = values // lanes
+    constants = {"TOTAL": channels, "PIXELS": block, "LANES": lanes, "num_warps": 4}
+    return (ceil_div(pixels, block), ceil_div(channels, lanes)), constants

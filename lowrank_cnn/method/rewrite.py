@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import CellType, FunctionType, MappingProxyType, MethodType
 from typing import Any
@@ -15,12 +16,58 @@ from torch.nn.modules.conv import _ConvNd
 from lowrank_cnn.core.compare import unchanged
 from lowrank_cnn.core.errors import LowRankError, first_line
 from lowrank_cnn.core.modules import InputSize, arguments
-from lowrank_cnn.core.notes import Change, Conversion, Kept, forget, note, notes
+from lowrank_cnn.core.notes import AsDict, forget, note, notes
+from lowrank_cnn.core.text import html_table, text_table
 from lowrank_cnn.method.branches import BranchedConv2d, fold_branches
 from lowrank_cnn.method.chains import FactoredConv2d, FactoredLayer
 from lowrank_cnn.method.init import followed_by_relu, init_
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.schemes import Scheme
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A conv that was left as it was, and why."""
+
+    name: str
+    layer: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Change:
+    """A conv that was rewritten: its filters before and after, by which scheme, and its parameters."""
+
+    name: str
+    before: str
+    after: str
+    scheme: str
+    params_before: int
+    params_after: int
+
+
+@dataclass(frozen=True)
+class Conversion(AsDict):
+    """What was done to a network; `changed` is enough to do it again."""
+
+    changed: tuple[Change, ...] = ()
+    kept: tuple[Kept, ...] = ()
+
+    def __str__(self) -> str:
+        """Line by line what changed, in weights; `conversion_costs` has the multiply-accumulates."""
+        return "\n\n".join(text_table(columns, rows) for _, columns, rows in self._tables())
+
+    def _repr_html_(self) -> str:
+        """The tables that notebooks show."""
+        return "".join(html_table(columns, rows, title) for title, columns, rows in self._tables())
+
+    def _tables(self) -> Iterator[tuple[str, tuple[str, ...], Sequence[Sequence[object]]]]:
+        changed = [(c.name, c.before, c.after, c.params_before, c.params_after) for c in self.changed]
+        kept = [(k.name, k.layer, k.reason) for k in self.kept]
+        yield "Rewritten", ("layer", "filters", "now", ">weights", ">now"), changed
+        if kept:
+            yield "Left as they were", ("left", "layer", "why"), kept
+
 
 # Find references to layers that a deep copy does not follow, and calls of layers that were meant to be replaced.
 #

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from lowrank_cnn.core.errors import LowRankError, nearest
-from lowrank_cnn.core.notes import Fitted
+from lowrank_cnn.core.notes import AsDict
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.kernels.reference import compose
 from lowrank_cnn.method.branches import branched_conv
@@ -103,6 +103,7 @@ class Scheme:
     """The names of a chain's layers."""
     layers: ClassVar[tuple[type[nn.Module], ...]] = (_ConvNd,)
     """The layers that it may take."""
+    takes_depthwise: ClassVar[bool] = False
     inner_biases: ClassVar[bool] = True
     """Whether layers before the last may have biases."""
     saves: ClassVar[bool] = True
@@ -227,7 +228,7 @@ class Scheme:
             return "it is not two-dimensional: the scheme channel takes it"
         if min(layer.kernel_size) == 1:
             return f"its kernel is {layer.kernel_size[0]}x{layer.kernel_size[1]}"
-        return "it is depthwise" if is_depthwise(layer) else ""
+        return "it is depthwise" if is_depthwise(layer) and not self.takes_depthwise else ""
 
     def takes_layer(self, layer: nn.Module) -> bool:
         """Whether `build` can make something of a layer."""
@@ -458,7 +459,7 @@ class Separable(Scheme):
     """A strip along one axis, then one along the other (Jaderberg et al. 2014)."""
 
     parts = ("first", "second")
-    weighs_inputs = True
+    takes_depthwise = weighs_inputs = True
 
     def check(self) -> None:
         super().check()
@@ -478,10 +479,6 @@ class Separable(Scheme):
         first, second = (resolve_shape(shape, kernel) for shape, _ in self.shapes)
         m = _units(_scaled(self.m, filters), channel_groups)
         return Composite((FilterGroup(*first, m),)), Composite((FilterGroup(*second, filters),))
-
-    def obstacle(self, layer: nn.Module) -> str:
-        reason = super().obstacle(layer)
-        return "" if reason and is_depthwise(layer) and "depthwise" in reason else reason
 
     def useful_rank(self, layer: nn.Module) -> int:
         assert isinstance(layer, nn.Conv2d)
@@ -835,6 +832,19 @@ def _along(axes: Sequence[int], both: tuple[Any, Any], otherwise: Any) -> tuple[
     """The values of these axes; the other axes have another value."""
     height, width = (value if axis in axes else otherwise for axis, value in enumerate(both))
     return height, width
+
+
+@dataclass(frozen=True)
+class Fitted(AsDict):
+    """A layer: its number of basis filters, and the share of its squared weights that they keep.
+
+    `error` is the relative squared error of the layer's output on the images that it was refitted on, if any.
+    """
+
+    name: str
+    m: int
+    energy: float
+    error: float | None = None
 
 
 @torch.no_grad()

@@ -15,13 +15,13 @@ from torch.nn.utils import parametrize
 
 from lowrank_cnn.core.errors import LowRankError, nearest
 from lowrank_cnn.core.modules import InputSize, has_hooks
-from lowrank_cnn.core.notes import Kept, notes
+from lowrank_cnn.core.notes import notes
 from lowrank_cnn.method.branches import BranchedConv2d
 from lowrank_cnn.method.chains import FactoredLayer, is_torch_layer
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.geometry import form_of
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.method.rewrite import held_by_functions
+from lowrank_cnn.method.rewrite import Kept, held_by_functions
 from lowrank_cnn.method.schemes import FactoredConv2d, Scheme, is_depthwise
 
 LARGE = 7

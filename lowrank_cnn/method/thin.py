@@ -282,6 +282,25 @@ def thin(
     return new
 
 
+def thin_like(dense: nn.Module, model: nn.Module, input_size: InputSize) -> nn.Module | None:
+    """A dense network, thinned to within a fifth of the MACs of another one; None if it cannot be.
+
+    Narrow networks are rounded to fewer channels at a time: in sixteens they would stay as they are.
+    """
+    try:
+        macs = count(model, input_size).macs
+        for multiple in (16, 8, 4):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", LowRankWarning)
+                share = macs / count(dense, input_size).macs
+                thinner = thin(dense.eval(), macs=share, input_size=input_size, multiple=multiple).eval()
+            if 0.8 < count(thinner, input_size).macs / macs < 1.2:
+                return thinner
+    except LowRankError:  # it has layers that cannot be thinned, or counted
+        pass
+    return None
+
+
 def _tell_if_far(kept: float, width: float | None, macs: float | None, multiple: int) -> None:
     """Warn where narrow layers cannot be what was asked for: a rival that is not thin proves nothing."""
     small = "; a smaller multiple comes nearer" if multiple > 1 else ""

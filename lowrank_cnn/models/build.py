@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
+from lowrank_cnn.core import __version__
 from lowrank_cnn.core.errors import LowRankError, nearest
 from lowrank_cnn.core.modules import InputSize
 from lowrank_cnn.core.notes import notes
-from lowrank_cnn.core.version import __version__
 from lowrank_cnn.method.branches import fold_branches
 from lowrank_cnn.method.convert import rows_of
 from lowrank_cnn.method.count import Count, LayerCount, count

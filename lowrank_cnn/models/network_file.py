@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowrank_cnn.core import __version__
 from lowrank_cnn.core.errors import LowRankError, require
 from lowrank_cnn.core.files import regular, replacing
 from lowrank_cnn.core.notes import TrainingCard, note, notes
-from lowrank_cnn.core.version import __version__
 from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.models.build import rebuild, rebuild_options
 

@@ -1,24 +1,24 @@
-"""Every way in which a command ends: exit codes, signals, closed pipes, and one sentence for bad input."""
+"""Help, completion, what is printed, and how a command ends: exit codes, signals, closed pipes."""
 
 from __future__ import annotations
 
-import csv
+import errno
 import inspect
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-import tomllib
-from collections.abc import Callable
+import warnings
 from pathlib import Path
 
 import pytest
-import typer
 
 from lowrank_cnn.cli import app
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.cli.show import console, continued_by_same_command, print_json, print_table
+from lowrank_cnn.core.errors import LowRankWarning
 from lowrank_cnn.train import Interrupted, load_record
 
 ROOT = Path(__file__).parents[2]
@@ -30,60 +30,6 @@ def start(*arguments: object, **options: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "lowrank_cnn", *map(str, arguments)]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": ENVIRONMENT, **options}
     return subprocess.Popen(command, **options)
-
-
-def ending_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The exit code of a command that raises this."""
-
-    def build() -> typer.Typer:
-        built = typer.Typer()
-
-        @built.command()
-        def fail() -> None:
-            raise error
-
-        return built
-
-    monkeypatch.setattr(app, "build", build)
-    return app.run([])
-
-
-def raised_by(call: Callable[[], object]) -> Exception:
-    with pytest.raises(Exception) as caught:  # noqa: PT011
-        call()
-    return caught.value
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "told"),
-    [
-        (LowRankError("this is wrong: do that."), 2, "lowrank: this is wrong: do that."),
-        (
-            FileNotFoundError(2, "No such file or directory", "there"),
-            2,
-            "lowrank: there: No such file or directory.",
-        ),
-        (MemoryError(), 2, "not enough memory"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 2, "memory"),
-        (OSError(24, "Too many open files", "a.png"), 2, "too many files are open: use fewer --workers"),
-        (RuntimeError("Too many open files. Communication with the workers is no longer possible."), 2, "ulimit"),
-        (raised_by(lambda: json.loads("[" * 100_000)), 2, "nested too deeply"),
-        (raised_by(lambda: tomllib.loads("a = " + "[" * 100_000)), 2, "nested too deeply"),
-        (raised_by(lambda: "cat\ud800".encode()), 2, "'cat\\ud800' holds half of a surrogate pair"),
-        (raised_by(lambda: list(csv.reader(["a" * 200_000]))), 2, "a table cannot be read (field larger than"),
-        (KeyboardInterrupt(), 130, ""),
-        (typer.Exit(143), 143, ""),
-    ],
-)
-def test_how_a_command_ends(error, code, told, monkeypatch, capsys):
-    assert ending_with(error, monkeypatch) == code
-    assert told in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("fault", [ZeroDivisionError, RecursionError])
-def test_a_fault_of_ours_is_not_hidden(monkeypatch, fault):
-    with pytest.raises(fault):
-        ending_with(fault(), monkeypatch)
 
 
 def test_usage_errors_are_shown_with_code_two(capsys):
@@ -123,12 +69,6 @@ def test_help_flows_and_long_examples_can_be_copied():
     ]
 
 
-@pytest.mark.parametrize("name", app.COMMANDS)
-def test_where_there_is_out_there_is_o(name: str):
-    options = [option.opts for option in app.load_command(name).params if "--out" in option.opts]
-    assert all("-o" in names for names in options)
-
-
 def test_alone_it_shows_what_it_can_do(capsys):
     assert app.run([]) == 0
     shown = capsys.readouterr().out
@@ -137,10 +77,12 @@ def test_alone_it_shows_what_it_can_do(capsys):
 
 @pytest.mark.parametrize("name", app.COMMANDS)
 def test_help_begins_with_the_line_of_the_list_and_has_examples(name: str):
-    first, *rest = inspect.cleandoc((app.load_command(name).help or "").replace(" \\\n", "")).splitlines()
+    command = app.load_command(name)
+    first, *rest = inspect.cleandoc((command.help or "").replace(" \\\n", "")).splitlines()
     assert first == app.COMMANDS[name].summary
     assert sum(line.startswith(f"  lowrank {name}") for line in rest) >= 2
     assert not any(line.startswith("  ") and not line.startswith(f"  lowrank {name}") for line in rest)
+    assert all("-o" in option.opts for option in command.params if "--out" in option.opts)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +178,8 @@ def test_output_that_cannot_be_written_is_said():
     assert "could not be written: No space left" in complaints
 
 
-def test_training_outlives_its_reader_and_sigterm_saves_it(tmp_path):
+@pytest.mark.parametrize(("signals", "code"), [([signal.SIGTERM], 143), ([signal.SIGINT, signal.SIGINT], 130)])
+def test_training_outlives_its_reader_and_ends_by_signals_without_a_traceback(tmp_path, signals, code):
     process = start(*TRAIN, "--epochs", 1000, "--limit", 128, "--checkpoint-every", 0.1, "--out", tmp_path)
     assert process.stdout is not None
     process.stdout.readline()
@@ -244,8 +187,61 @@ def test_training_outlives_its_reader_and_sigterm_saves_it(tmp_path):
     while not (tmp_path / "record.json").exists() or len(load_record(tmp_path).history) < 2:
         assert process.poll() is None, process.stderr.read() if process.stderr else ""
         time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(0.05)
     complaints = process.stderr.read() if process.stderr else ""
-    assert process.wait(600) == 143, complaints
-    assert "--resume" in complaints
-    assert load_record(tmp_path).status == "interrupted"
+    assert process.wait(600) == code, complaints
+    assert "Traceback" not in complaints
+    if code == 143:
+        assert "--resume" in complaints
+        assert load_record(tmp_path).status == "interrupted"
+
+
+@pytest.mark.parametrize("code", [errno.EPIPE, errno.ENOSPC])
+def test_a_stream_drops_what_cannot_be_written_and_remembers_why_but_for_a_closed_pipe(code):
+    class Broken(io.StringIO):
+        def write(self, _: str) -> int:
+            raise OSError(code, "broken")
+
+    stream = app.LastingStream(Broken())
+    assert [stream.write("abc"), stream.write("d")] == [3, 1]
+    stream.flush()
+    assert getattr(stream.error, "errno", None) == (code if code == errno.ENOSPC else None)
+
+
+def test_streams_are_put_back_and_warnings_printed_once_without_a_place(capsys):
+    before = sys.stdout, sys.stderr
+    with app.lasting_output(), app.plain_warnings():
+        print("shown")
+        warnings.simplefilter("always")
+        for _ in range(2):
+            warnings.warn("val is not used.", LowRankWarning, stacklevel=1)
+    assert (sys.stdout, sys.stderr) == before
+    assert capsys.readouterr() == ("shown\n", "val is not used.\n")
+
+
+def test_names_do_not_control_the_terminal(capsys):
+    console.print("\x1b[2Jcat", markup=False)
+    print_table("\x1b]0;title\x07", ["class"], [["\x9b2J"]])
+    shown = capsys.readouterr().out
+    assert not {"\x1b", "\x9b"} & set(shown)
+    assert "\\x1b[2Jcat" in shown
+
+
+def test_tables_align_numbers_show_markup_as_it_is_and_have_a_title_of_any_width(capsys):
+    print_table(
+        "A title that is wider than all columns", ("name", "n", "<note"), [("[b]a", 5, "x"), ("b", 12345, None)]
+    )
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "A title that is wider than all columns"
+    assert {" [b]a     5 x", " b    12345"} <= set(lines)
+    print_json({"a": [1, 2]})
+    assert json.loads(capsys.readouterr().out) == {"a": [1, 2]}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Interrupted])
+def test_ctrl_c_says_how_to_continue(error: type[KeyboardInterrupt]):
+    """Between two runs of this process, or while other processes train, it is a plain KeyboardInterrupt."""
+    with pytest.raises(Interrupted, match="the same command continues from here"), continued_by_same_command():
+        raise error

@@ -78,11 +78,6 @@ def test_decompose_refits_a_trained_run_on_images_prepared_as_in_training(output
         out.unlink()
 
 
-def test_decompose_by_accuracy_needs_images(output_of):
-    with pytest.raises(LowRankError, match="accuracy together with --images"):
-        output_of("decompose", "nin", "--macs", "0.6", "--by", "accuracy", *SMALL)
-
-
 def test_decompose_fits_within_a_budget(output_of, tmp_path):
     out = tmp_path / "net.safetensors"
     printed = json.loads(output_of("decompose", "nin", "--macs", "0.5", "--out", out, "--json", *SMALL))
@@ -92,24 +87,3 @@ def test_decompose_fits_within_a_budget(output_of, tmp_path):
     assert "energy" in output_of("decompose", "nin", *SMALL)
     again = json.loads(output_of("time", str(out), "--repeats", "3", "--json"))
     assert again["timings"][0]["macs"] == total["macs_after"]
-
-
-@pytest.mark.parametrize("command", ["convert", "decompose"])
-def test_a_network_that_is_low_rank_already_is_told_so(output_of, command: str):
-    says = r"^the network is low-rank already \(4 of its layers\), and nothing is left to convert: [^.]*\.$"
-    with pytest.raises(LowRankError, match=says):
-        output_of(command, "nin-c3-lr", *SMALL)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["convert", "nin", "--scheme", "embed"], "number of channels"),
-        (["convert", "nin", "--where", "layer1"], "no convolution is called 'layer1'"),
-        (["convert", "nin", "--input", "30x30"], "CHANNELSxHEIGHTxWIDTH"),
-        (["convert", "nin", "--stage", "4"], "has 3 stages"),
-    ],
-)
-def test_bad_input_is_one_sentence(output_of, arguments: list[str], says: str):
-    with pytest.raises(LowRankError, match=says):
-        output_of(*arguments)

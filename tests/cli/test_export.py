@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+import lowrank_cnn as lr
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import open_data
 from lowrank_cnn.deploy.engines.targets import open_engine
@@ -43,23 +44,23 @@ def test_int8_prints_the_accuracy_before_and_after(output_of, tmp_path, monkeypa
     assert (tmp_path / "net.int8.onnx.md").is_file()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["nin", "-o", "phone", "--to", "tensorrt"], "trtexec"),
-        (["nin", "-o", "net.onnx", "--strips", "--int8"], "give --int8 or --strips"),
-        (["nin", "-o", "net.pt2", "--strips"], "run in ONNX Runtime"),
-        (["nin", "-o", "phone", "--to", "onx"], "did you mean onnx"),
-        (["nin"], "say once where to write"),
-        (["nin", "net.onnx", "--int8"], "give --calibrate"),
-        (["nin", "net.onnx", "--int8", "--calibrate", "digits"], "give --calibrate path.py:function"),
-    ],
-)
-def test_mistakes_are_one_sentence(arguments, words, lowrank, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    done = lowrank("export", *arguments)
-    assert words in str(done.exception)
-    assert not list(tmp_path.iterdir())
+def test_export_writes_merges_and_reports(output_of, tmp_path):
+    path = tmp_path / "net.pt2"
+    how = ("export", "nin", path, "--scheme", "lr", "--norm", "batch", "--merge", "--width", "0.1")
+    printed = json.loads(output_of(*how, "--json"))
+    assert printed["path"] == str(path)
+    assert printed["error"] < 1e-4
+    with pytest.raises(LowRankError, match="exists"):
+        output_of(*how)
+    text = output_of(*how, "--overwrite")
+    assert "kB" in text
+    assert "8 layers merged" in text
+
+
+def test_export_writes_the_packages_own_weights(output_of, tmp_path):
+    output_of("export", "nin-c3-lr", tmp_path / "net.safetensors", "--pretrained", "cifar10")
+    ours, right = lr.load(tmp_path / "net.safetensors"), lr.create_model("nin-c3-lr", pretrained="cifar10")
+    torch.testing.assert_close(dict(ours.state_dict()), dict(right.state_dict()), rtol=0, atol=0)
 
 
 def test_a_network_of_ones_own_is_calibrated_on_images_of_a_function(output_of, tmp_path):
@@ -95,12 +96,3 @@ def test_networks_of_several_inputs_are_exported_on_an_example(output_of, two_in
     runner = open_engine(file)
     assert [port.name for port in runner.inputs] == ["a", "b"]
     assert [port.name for port in runner.outputs] == ["c", "d"]
-
-
-@pytest.mark.parametrize(
-    ("example", "says"),
-    [("two.py", "as path.py:function"), ("{}:nothing", "has no function 'nothing'"), ("no.py:f", "no file no.py")],
-)
-def test_an_example_that_is_no_function_is_refused(output_of, two_inputs, tmp_path, example, says):
-    with pytest.raises(LowRankError, match=says):
-        output_of("export", f"{two_inputs}:net", tmp_path / "n.onnx", "--example", example.format(two_inputs))

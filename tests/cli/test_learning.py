@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 import lowrank_cnn as lr
 from lowrank_cnn.cli.app import run
 from lowrank_cnn.method.finalize_shapes import has_learned
@@ -41,26 +39,6 @@ def test_json_has_the_measured_time(capsys, monkeypatch):
     assert "time" not in json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--scheme", "learned", "--macs", "0"], "above 0"),
-        (["--scheme", "learned", "--macs", "2"], "up to 1"),
-        (["--scheme", "learned", "--macs", "0.01"], "what the cheapest shapes"),
-        (["--scheme", "learned"], "need a budget"),
-        (["--scheme", "lr", "--macs", "0.5"], "is for learned shapes"),
-        (["--scheme", "learned(kx1, kx1)", "--macs", "0.5"], "given twice"),
-        (["--shapes", "nowhere.json"], "cannot be read"),
-        (["--shapes", "nowhere.json", "--scheme", "lr"], "not both"),
-    ],
-)
-def test_wrong_options_get_one_sentence(options, words, capsys):
-    assert run(["train", *SMALL, *options]) == 2
-    errors = " ".join(capsys.readouterr().err.split())
-    assert words in errors
-    assert errors.count("lowrank:") == 1
-
-
 OWN = """
 from torch import nn
 
@@ -70,7 +48,7 @@ def make():
 """
 
 
-def test_the_shapes_of_a_network_of_ones_own_are_drawn(tmp_path, capsys):
+def test_the_shapes_of_a_network_of_ones_own_are_drawn(tmp_path):
     own, out, figure = tmp_path / "own.py", tmp_path / "run", tmp_path / "shapes.svg"
     own.write_text(OWN)
     model = [f"{own}:make", "--data", "digits", "--limit", "20", "--epochs", "2", "--batch-size", "10"]
@@ -78,6 +56,3 @@ def test_the_shapes_of_a_network_of_ones_own_are_drawn(tmp_path, capsys):
     drawing = ["figure", "shapes", "--out", str(figure)]
     assert run([*drawing, "--checkpoint", str(out), "--into", f"{own}:make"]) == 0
     assert "3x1" in figure.read_text() or "1x3" in figure.read_text()
-    capsys.readouterr()
-    assert run([*drawing, "--into", f"{own}:make"]) == 2
-    assert "give --checkpoint as well" in " ".join(capsys.readouterr().err.split())

@@ -11,8 +11,8 @@ from torch import nn
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import note
+from lowrank_cnn.deploy.block_forms import WinogradConv2d
 from lowrank_cnn.deploy.blocks import Epilogue
-from lowrank_cnn.deploy.cpu_convs import MatrixConv2d, WinogradConv2d
 from lowrank_cnn.deploy.export import export, load, placing
 from lowrank_cnn.graph.merge import merge
 from lowrank_cnn.method.convert import convert
@@ -343,7 +343,7 @@ def test_a_merged_network_of_the_users_own_does_not_go_to_safetensors(tmp_path):
 @pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
 def test_what_a_plan_runs_by_products_of_its_own_is_exported_as_layers(tmp_path, suffix: str):
     convs = [nn.Conv2d(32, 32, 3, padding=1) for _ in range(2)]
-    first = MatrixConv2d(convs[0], Epilogue("relu"))
+    first = WinogradConv2d(convs[0], Epilogue("relu"))
     second = WinogradConv2d(convs[1], Epilogue(pool=nn.MaxPool2d(2)))
     net = nn.Sequential(first, second).eval()
     written = export(net, tmp_path / f"net{suffix}", input_size=(32, 8, 8))

@@ -266,7 +266,7 @@ def last_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 FIXTURE = HealthCheck.function_scoped_fixture  # which stays the same for all examples
 
 
-@pytest.mark.parametrize("way", ["by group", "merged", "matrix products"])
+@pytest.mark.parametrize("way", ["by group", "merged"])
 @settings(max_examples=40, suppress_health_check=[*SLOWLY, FIXTURE])
 @given(net=NETWORKS, told=st.booleans())
 def test_plan(last_wins: None, way: str, net: nn.Module, told: bool):

@@ -152,14 +152,8 @@ def binaries(place: Path, draw: random.Random) -> None:
     """CIFAR-10's files, cut, empty or of other bytes."""
     place = place / "cifar-10-batches-bin"
     place.mkdir()
-    for name in (
-        "data_batch_1.bin",
-        "data_batch_2.bin",
-        "data_batch_3.bin",
-        "data_batch_4.bin",
-        "data_batch_5.bin",
-    ):
-        (place / name).write_bytes(draw.randbytes(draw.choice((0, 1, 3073, 5000))))
+    for number in range(1, 6):
+        (place / f"data_batch_{number}.bin").write_bytes(draw.randbytes(draw.choice((0, 1, 3073, 5000))))
     (place / "test_batch.bin").write_bytes(draw.randbytes(3073))
     lr.open_data(place.parent)
 

@@ -24,39 +24,15 @@ def test_every_reader_takes_hostile_input():
     assert not any(counts[fault] for fault in FAULTS), "\n".join(explained)
 
 
-def raw(place, draw):
-    raise KeyError
-
-
-def hung(place, draw):
-    time.sleep(60)
-
-
-def over_memory(place, draw):
-    torch.ones(2**30)
-
-
-def killed(place, draw):
-    os._exit(9)
-
-
-def code_run(place, draw):
-    (place.parent / "canary").touch()
-
-
-def outside(place, draw):
-    (place.parent / "other").touch()
-
-
 @pytest.mark.parametrize(
-    ("target", "fault"),
+    ("fault", "target"),
     [
-        (raw, "raw"),
-        (hung, "hung"),
-        (over_memory, "over memory"),
-        (killed, "over memory"),
-        (code_run, "code run"),
-        (outside, "outside"),
+        ("raw", lambda place, draw: {}["key"]),
+        ("hung", lambda place, draw: time.sleep(60)),
+        ("over memory", lambda place, draw: torch.ones(2**30)),
+        ("over memory", lambda place, draw: os._exit(9)),
+        ("code run", lambda place, draw: (place.parent / "canary").touch()),
+        ("outside", lambda place, draw: (place.parent / "other").touch()),
     ],
 )
 def test_the_harness_notices(target, fault, monkeypatch):

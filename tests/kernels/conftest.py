@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from types import ModuleType
-
 import pytest
+import torch
+
+from tests.kernels import hopper_model
 
 
-@pytest.fixture(scope="session")
-def hopper_model() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("hopper_model", Path(__file__).with_name("hopper_model.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def hopper(monkeypatch):
+    """The Gluon kernels over a model of the hardware."""
+    if torch.cuda.is_available():
+        pytest.skip("the model of the hardware runs on the host")
+    return hopper_model.emulate(monkeypatch)

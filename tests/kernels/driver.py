@@ -31,8 +31,8 @@ from lowrank_cnn.kernels.autotune.trial import KernelTrial
 from lowrank_cnn.kernels.autotune.tuned import Request
 from lowrank_cnn.kernels.between import batch_statistics, normalise, normalise_pool, pool, response_norm
 from lowrank_cnn.kernels.conv import forward, gradients
-from lowrank_cnn.kernels.conv.plans import KernelPlan, plans
-from lowrank_cnn.kernels.problem import Problem, describe, empty_codes
+from lowrank_cnn.kernels.conv.plans import KERNELS, KernelPlan, plans
+from lowrank_cnn.kernels.problem import ConvTensors, Problem, describe, empty_codes
 
 LAYERS = {
     "lr": ((256, 64, 16, 16), [(3, 1, 64), (1, 3, 64)], "floor"),
@@ -166,7 +166,8 @@ def forwards_with_statistics(capability: tuple[int, int]) -> None:
         size, groups, _ = LAYERS[name]
         problem, x, weights = posed((size, groups, None), torch.bfloat16, stride=stride, activation=None)
         for plan in one_of_each_kernel(problem, capability):
-            forward.run_with_statistics(plan, problem, x, weights, None)
+            packed = KERNELS[plan.kernel].layout.pack(weights, problem, x.dtype)
+            forward.run_with_statistics(plan, problem, ConvTensors(x, packed))
 
 
 def backwards(capability: tuple[int, int]) -> None:
@@ -196,10 +197,10 @@ def neighbours() -> None:
         normalise.batch_norm_activation_backward(x, residual, x, *scales, residual, activation, 0.0)
     window = ((3, 3), (2, 2), (1, 1), False)
     y, codes, won = normalise_pool.batch_norm_relu_pool(x, *scales, *window, True)
-    normalise_pool.batch_norm_relu_pool_backward(y, codes, won, x, *scales[:3], *window)
+    normalise_pool.batch_norm_relu_pool_backward(y, codes, won, x, *scales[:3], *window[:3])
     window = ((3, 3), (2, 2), (0, 0), True)
     y, codes = pool.max_pool2d(x, *window, True)
-    pool.max_pool2d_backward(y, codes, (16, 16), *window)
+    pool.max_pool2d_backward(y, codes, (16, 16), *window[:3])
     kinds = ((64, torch.bfloat16), (192, torch.bfloat16), (100, torch.float16), (64, torch.float32))
     for channels, dtype in kinds:
         x = torch.zeros(16, channels, 16, 16, dtype=dtype).contiguous(memory_format=torch.channels_last)

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
+
+from lowrank_cnn.kernels.problem import describe
+from lowrank_cnn.kernels.reference import composite_reference
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 PADDING = [((1, 1), (0, 0)), ((0, 0), (1, 1))]
-FIRST_LAYERS = [
-    pytest.param((2, 3, 9, 7), [(3, 1, 8), (1, 3, 8)], {"relu": True, "pool": "floor"}, id="low-rank, pool"),
-    pytest.param((1, 3, 8, 6), [(3, 3, 20)], {"relu": True}, id="dense, ragged filters"),
-    pytest.param(
-        (1, 3, 11, 9), [(7, 1, 8), (1, 7, 8)], {"stride": (2, 2), "pool": "ceil"}, id="stride 2, clipped"
-    ),
-    pytest.param((1, 1, 5, 5), [(5, 1, 8), (1, 5, 8), (1, 1, 4)], {"bias": False}, id="grey"),
-    pytest.param((1, 4, 7, 8), [(3, 1, 8), (1, 3, 8)], {"stride": (1, 2)}, id="uneven stride"),
-]
-"""First layers of networks: the size of the input, the groups, and the options."""
 
 
 def same(height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -49,3 +42,54 @@ def inputs(
     x = numbers(size, dtype).contiguous(memory_format=torch.channels_last)
     weights = [numbers((filters, size[1], *shape), dtype) for shape in ((3, 1), (1, 3))]
     return x, weights, numbers(2 * filters)
+
+
+def exact_numbers(*shape: int) -> Tensor:
+    """Random numbers whose products tensor cores take exactly: rounding moves no result across ReLU's zero."""
+    return torch.randn(shape, device=DEVICE).bfloat16().float()
+
+
+def channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def posed(
+    size: Sequence[int],
+    groups: Sequence[tuple[int, int, int]],
+    *,
+    bias: bool = True,
+    residual: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> SimpleNamespace:
+    """A layer of random numbers: its tensors, its problem, and its result and gradients in float64.
+
+    Groups are (height, width, filters); the padding keeps the size unless the options say otherwise.
+    """
+    x = channels_last(exact_numbers(*size)).to(dtype)
+    weights = [exact_numbers(f, size[1], h, w).div(8).to(dtype) for h, w, f in groups]
+    b = exact_numbers(sum(f for *_, f in groups)) if bias else None
+    options = {"stride": (1, 1), "padding": [same(h, w) for h, w, _ in groups], **options}
+    problem = describe(x, weights, residual=residual, **options)
+    added = None
+    if residual:
+        added = channels_last(torch.randn(size[0], problem.filters, *problem.result_size, device=DEVICE).to(dtype))
+    wide = [None if t is None else t.double().requires_grad_() for t in (x, b, *weights)]
+    right = composite_reference(
+        wide[0], wide[2:], wide[1], **options, residual=None if added is None else added.double()
+    )
+    grad = torch.randn_like(right).to(dtype)
+    leaves = [t for t in wide if t is not None]
+    gradients = torch.autograd.grad(right, leaves, grad.double(), retain_graph=True)
+    return SimpleNamespace(
+        x=x, weights=weights, bias=b, residual=added, problem=problem, options=options,
+        right=right.detach(), grad=grad, gradients=gradients,
+    )  # fmt: skip
+
+
+def assert_close(ours: Tensor, right: Tensor, limit: float | None = None) -> None:
+    """Assert that a tensor is near another, relative to its norm: TF32 on a GPU, float32 elsewhere."""
+    limit = limit or (2e-3 if GPU else 1e-5)
+    assert ours.shape == right.shape
+    distance = torch.linalg.vector_norm(ours.detach().double() - right.detach().double())
+    assert distance <= limit * torch.linalg.vector_norm(right.detach().double()).clamp_min(1e-6)

@@ -321,8 +321,11 @@ def _add(pointer, values, mask, sem):
     np.add.at(pointer.array, places, values[mask])
 
 
-def emulate(monkeypatch, *names):
-    """The last module named, those before it and `hopper` with the model in place of Gluon; it has `machine`."""
+def emulate(monkeypatch):
+    """The modules of the Gluon kernels with the model in place of Gluon, and the model as `machine`.
+
+    Memory for results comes full of NaN, so that what is never written shows.
+    """
     machine = Machine()
     language = _language(machine)
     gluon = types.ModuleType("triton.experimental.gluon")
@@ -344,13 +347,11 @@ def emulate(monkeypatch, *names):
     experimental.gluon = gluon
     for module in (experimental, gluon, hopper, host):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    _executed(monkeypatch, "hopper_epilogue")
-    module = _executed(monkeypatch, "hopper")
     monkeypatch.setattr(gpu, "multiprocessors", lambda device: 3)
-    for name in names:
-        module = _executed(monkeypatch, name)
-    module.machine = machine
-    return module
+    modules = {name: _executed(monkeypatch, name) for name in ("hopper", "hopper_weights", "window", "overlap")}
+    for module in modules.values():
+        module.empty_result, module.launch_pad_channels = _poisoned, _pad_channels
+    return types.SimpleNamespace(machine=machine, **modules)
 
 
 def _executed(monkeypatch, name):
@@ -364,31 +365,15 @@ def _executed(monkeypatch, name):
     return module
 
 
-def pad_channels(pixels, size, beyond, border=1):
-    """As `pad_channels.launch_pad_channels`, which the model cannot run."""
+def _poisoned(problem, x):
+    return torch.full((problem.batch, *problem.result_size, problem.filters), torch.nan).permute(0, 3, 1, 2)
+
+
+def _pad_channels(pixels, size, beyond, border=1):
+    """As `copies.launch_pad_channels`, which the model cannot run."""
     _, height, width, channels = pixels.shape
     after = size[0] - height - border, size[1] - width - border
     padded = F.pad(pixels, (0, 4 - channels, border, after[1], border, after[0]))
     padded = F.pad(padded.flatten(0, 1), (0, 0, 0, 0, 0, beyond))
     padded[..., channels : channels + 1] = 1
     return padded
-
-
-def same(height, width):
-    rows, columns = (height - 1) // 2, (width - 1) // 2
-    return (rows, height - 1 - rows), (columns, width - 1 - columns)
-
-
-def posed(size, groups, stride, activation, **more):
-    torch.manual_seed(4)
-    x, weights = torch.randn(size), [torch.randn(f, size[1], h, w) for h, w, f in groups]
-    padding = [same(h, w) for h, w, _ in groups]
-    options = {"stride": stride, "padding": padding, "activation": activation}
-    return x, weights, torch.randn(sum(f for *_, f in groups)), options, describe(x, weights, **options, **more)
-
-
-def poison(emulated):
-    """Memory for results comes full of NaN, so that what is never written shows."""
-    emulated.empty_result = lambda problem, x: torch.full(
-        (problem.batch, *problem.result_size, problem.filters), torch.nan
-    ).permute(0, 3, 1, 2)

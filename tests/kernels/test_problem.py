@@ -1,4 +1,4 @@
-"""A problem: its sizes, its counts, and what cannot be posed."""
+"""A problem: its sizes, counts and activations, and the reference that defines what kernels compute."""
 
 from __future__ import annotations
 
@@ -6,10 +6,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.kernels.problem import describe, empty_codes, empty_result, pixels_last, pose
-from lowrank_cnn.kernels.reference import composite_reference, enclosed
+from lowrank_cnn.kernels.problem import activate, canonical, describe, is_monotone, pixels_last, pose
+from lowrank_cnn.kernels.reference import (
+    compose,
+    composite_by_torch,
+    composite_reference,
+    conv_on_sides,
+    enclosed,
+    interleaved,
+    pad_on_sides,
+)
+from lowrank_cnn.method.layers import CompositeConv2d
 
 SHAPES, SIDES = [(4, 3, 3, 1), (6, 3, 1, 3)], [((1, 1), (0, 0)), ((0, 0), (1, 1))]
 
@@ -25,14 +36,7 @@ def test_sizes_are_those_of_the_reference(pool, stride):
     options = {"stride": stride, "padding": SIDES, "pool": pool}
     posed, right = describe(x, weights, **options), composite_reference(x, weights, None, **options)
     assert (posed.batch, posed.filters, *posed.result_size) == tuple(right.shape)
-    assert empty_result(posed, x).shape == right.shape
-    assert (empty_codes(posed, x) is not None) is (pool in ("floor", "ceil"))
-
-
-def test_padding_is_found_again():
-    odd = [((2, 0), (1, 1)), ((0, 0), (3, 1))]
-    posed = pose((1, 3, 8, 8), [(4, 3, 3, 3), (4, 3, 1, 5)], torch.float32, stride=(1, 1), padding=odd)
-    assert posed.padding == odd
+    assert posed.padding[0][0] == (1, posed.padding[0][0][1])
 
 
 @pytest.mark.parametrize(
@@ -51,13 +55,10 @@ def test_as_dense_it_is_what_the_enclosing_weight_poses(groups, padding, stride)
     assert describe(x, [weight], stride=stride, padding=[sides], relu=True) == posed.as_dense
 
 
-def test_counts():
+def test_counts_and_text():
     assert problem().macs == 2 * 42 * 3 * (3 * 4 + 3 * 6)
     assert problem().bytes == 2 * (2 * 42 * 3 + 2 * 42 * 10 + 3 * 30)
     assert str(problem(relu=True, pool="floor")) == "2x3x7x6 3x1,4+1x3,6 /1x1,relu,pool-floor float16"
-
-
-def test_a_pool_goes_first_only_where_the_order_of_values_is_kept():
     assert problem(relu=True, pool="floor").can_pool_first
     assert not problem(activation="gelu", pool="floor").can_pool_first
     assert not replace(problem(pool="floor"), residual=True).can_pool_first
@@ -69,8 +70,11 @@ def test_a_pool_goes_first_only_where_the_order_of_values_is_kept():
         ({"pool": "mean"}, "pool is None"),
         ({"padding": SIDES[:1]}, "2 filter groups need as many paddings"),
         ({"padding": [SIDES[0], SIDES[0]]}, r"one output size, not \d+x\d+ and \d+x\d+\."),
+        ({"relu": True, "activation": "gelu"}, "contradict"),
+        *(({"activation": name}, "the activation is one of")
+          for name in ("tanh", "relu:1", "leaky_relu:", "leaky_relu:nan", "leaky_relu:steep")),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_posed(options, why):
     with pytest.raises(LowRankError, match=why):
         problem(**options)
@@ -82,3 +86,77 @@ def test_pixels_are_copied_only_if_they_must_be():
     assert pixels_last(last).data_ptr() == last.data_ptr()
     assert torch.equal(pixels_last(x), x.permute(0, 2, 3, 1))
     assert pixels_last(torch.randn(1, 8, 1, 1)).stride() == (8, 8, 8, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "spelt"),
+    [(None, None), ("", None), ("leaky_relu", "leaky_relu:0.01"), ("leaky_relu:0.10", "leaky_relu:0.1")],
+)
+def test_an_activation_has_one_spelling(given, spelt):
+    assert canonical(given) == canonical(spelt) == spelt
+    assert canonical("relu", True) == canonical(None, True) == "relu"
+
+
+@pytest.mark.parametrize("name", ["relu", "leaky_relu:0.2", "leaky_relu:-0.2", "silu", "gelu", "hardswish", None])
+def test_a_monotone_activation_may_follow_a_pool(name):
+    x = torch.linspace(-6, 6, 97, dtype=torch.float64)
+    assert is_monotone(name) is not bool((activate(x, name).diff() < 0).any())
+    if name in ("silu", "gelu"):
+        assert torch.equal(activate(x, name), getattr(F, name)(x))
+
+
+@pytest.mark.parametrize("compute", [composite_reference, composite_by_torch])
+def test_groups_bias_residual_activation_and_pool(compute):
+    x, residual, bias = torch.randn(2, 3, 6, 6), torch.randn(2, 5, 6, 6), torch.randn(5)
+    weights = [torch.randn(2, 3, 3, 1), torch.randn(3, 3, 1, 3)]
+    options = {"stride": (1, 1), "padding": SIDES, "activation": "silu", "pool": "floor", "residual": residual}
+    first = F.conv2d(x, weights[0], bias[:2], padding=(1, 0))
+    second = F.conv2d(x, weights[1], bias[2:], padding=(0, 1))
+    right = F.max_pool2d(F.silu(torch.cat([first, second], 1) + residual), 2)
+    assert torch.allclose(compute(x, weights, bias, **options), right, atol=1e-6)
+    half = [t.bfloat16() for t in (x, *weights)]  # the input decides the type
+    options = {"stride": (1, 1), "padding": SIDES}
+    assert composite_by_torch(half[0], half[1:], bias, **options).dtype == torch.bfloat16
+
+
+CROPPED = [((0, 0), (-1, -1)), ((-1, 2), (0, -2)), ((0, -1), (3, 0)), ((1, 2), (0, 1)), ((1, 1), (2, 2))]
+
+
+@pytest.mark.parametrize("sides", CROPPED)
+@pytest.mark.parametrize("mode", ["constant", "reflect"])
+def test_sides_are_cropped_and_padded(sides, mode):
+    x, weight, ((top, bottom), (left, right)) = torch.randn(2, 3, 9, 8), torch.randn(3, 3, 3, 3), sides
+    cropped = F.pad(x, [min(left, 0), min(right, 0), min(top, 0), min(bottom, 0)])
+    expected = F.pad(cropped, [max(left, 0), max(right, 0), max(top, 0), max(bottom, 0)], mode=mode)
+    assert torch.equal(pad_on_sides(x, sides, mode), expected)
+    if mode == "constant":
+        found = conv_on_sides(x, weight, None, sides, (1, 1))
+        assert torch.allclose(found, F.conv2d(expected, weight), atol=1e-5)
+
+
+def test_filters_of_a_channel_group_stay_together():
+    parts = [torch.tensor([[1, 1, 2, 2]]), torch.tensor([[10, 20]])]
+    assert interleaved(parts, 2, 1).tolist() == [[1, 1, 10, 2, 2, 20]]
+    assert interleaved(parts, 1, 1).tolist() == [[1, 1, 2, 2, 10, 20]]
+
+
+def test_engines_see_no_negative_pads_where_a_conv_without_padding_is_split():
+    """ncnn and ExecuTorch have none."""
+    net = nn.Sequential(CompositeConv2d(3, [(3, 1, 4), (1, 3, 4)], padding=0))
+    exported = torch.export.export(net, (torch.randn(2, 3, 8, 8),))
+    assert not any("pad" in str(node.target) for node in exported.graph.nodes if node.op == "call_function")
+    torch.testing.assert_close(exported.module()(torch.ones(2, 3, 8, 8)), net(torch.ones(2, 3, 8, 8)))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    ("first", "second"), [((3, 1), (1, 3)), ((3, 3), (1, 1)), ((1, 1), (3, 3)), ((1, 5), (3, 1))]
+)
+def test_two_convs_in_a_chain_as_one(first, second, groups):
+    x = torch.randn(2, 4, 9, 8, dtype=torch.float64)
+    down = torch.randn(6, 4 // groups, *first, dtype=torch.float64)
+    across = torch.randn(8, 6 // groups, *second, dtype=torch.float64)
+    chain = F.conv2d(F.conv2d(x, down, groups=groups), across, groups=groups)
+    assert torch.allclose(F.conv2d(x, compose(down, across, groups=groups), groups=groups), chain)
+    with pytest.raises(ValueError, match="reach along one axis"):
+        compose(torch.zeros(2, 2, 3, 1), torch.zeros(2, 2, 3, 1))

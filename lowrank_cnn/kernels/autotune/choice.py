@@ -14,41 +14,31 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowrank_cnn.core.search import Key, Search
 from lowrank_cnn.kernels import device as gpu
 from lowrank_cnn.kernels.autotune import tuned
-from lowrank_cnn.kernels.autotune.trial import KernelTrial, agrees, times
+from lowrank_cnn.kernels.autotune.trial import OUT_OF_MEMORY, WRONG, KernelTrial, Path, mismatch, times
 from lowrank_cnn.kernels.autotune.tuned import (
     FAILED,
     DensePath,
     Request,
     Times,
     entry_of,
-    plan_for,
     plan_in,
     plans_of,
     refusal,
-    times_in,
-    tuned_plan,
 )
-from lowrank_cnn.kernels.device import (
-    asked_for_dense,
-    by_torch,
-    compiling_ahead,
-    is_for_graphs,
-    is_tuning,
-    mode,
-    survey,
-    surveying,
-)
+from lowrank_cnn.kernels.device import asked_for_dense, by_torch, is_for_graphs, is_tuning, mode
 from lowrank_cnn.kernels.problem import CallOptions, Problem, pose
 
 if TYPE_CHECKING:
@@ -64,12 +54,15 @@ LARGE = 1e8
 
 @dataclass(frozen=True)
 class Choice:
-    """Which path a problem takes, and why."""
+    """Which path a problem takes, and why: a fused plan, one dense conv, or torch."""
 
-    fused: bool
     why: str
     plan: KernelPlan | None = None
     dense: bool = False
+
+    @property
+    def fused(self) -> bool:
+        return self.plan is not None
 
 
 def plan_text(
@@ -101,14 +94,14 @@ def choose(
     """The path of a problem under the current mode; in training, `need_input` asks for the input's gradient."""
     request = Request(problem, device, training, need_input, bias)
     if by_torch():
-        return Choice(False, "mode dense: in training as one dense conv" if asked_for_dense() else "switched off")
+        return Choice("mode dense: in training as one dense conv" if asked_for_dense() else "switched off")
     if reason := refusal(request):
-        return Choice(False, reason)
-    if (noted := survey()) is not None:
+        return Choice(reason)
+    if (noted := gpu.survey()) is not None:
         noted.extend(_to_compile(request))
-        return Choice(False, "only surveyed")
+        return Choice("only surveyed")
     if mode() == "on":
-        return Choice(True, "forced", plan_for(problem, device))
+        return Choice("forced", tuned.plan_for(problem, device))
     return (None if _to_tune(request) else _stored(request)) or _measured(request) or _default(request)
 
 
@@ -124,7 +117,7 @@ def fastest(problem: Problem, device: torch.device, *, training: bool, need_inpu
     """Milliseconds of the path that a problem takes, measured now if possible; None if unknown."""
     choose(problem, device, training=training, need_input=need_input)
     entry = entry_of(Request(problem, device, training, need_input))
-    return min(times_in(entry, _way()).values()) if entry else None
+    return min(tuned.times_in(entry, _way()).values()) if entry else None
 
 
 def explain(problem: Problem, device: torch.device | str = "cuda", *, training: bool = False) -> str:
@@ -135,53 +128,62 @@ def explain(problem: Problem, device: torch.device | str = "cuda", *, training: 
     else:
         choice = _stored(request) or _default(request)
     if choice.dense:
-        return (
-            f"{problem}: as one dense conv ({choice.why}), {explain(problem.as_dense, device, training=training)}"
-        )
-    return f"{problem}: {'fused ' + str(choice.plan) if choice.fused else 'torch'} ({choice.why})"
+        inner = explain(problem.as_dense, device, training=training)
+        return f"{problem}: as one dense conv ({choice.why}), {inner}"
+    return f"{problem}: {f'fused {choice.plan}' if choice.fused else 'torch'} ({choice.why})"
 
 
 def _default(request: Request) -> Choice:
     """The choice without times: fused on Hopper for large layers, else torch."""
     if gpu.capability_of(request.device)[0] == 9 and request.problem.macs > LARGE:
-        plan = plans_of(request.problem, request.device)[0]
-        return Choice(True, "not measured; the default for large layers", plan)
-    return Choice(False, "not measured; the default for small layers and other GPUs")
+        return Choice("not measured; the default for large layers", plans_of(request.problem, request.device)[0])
+    return Choice("not measured; the default for small layers and other GPUs")
 
 
 def _measured(request: Request) -> Choice | None:
-    """Time all paths now and store the times; None while a graph is captured or traced, or if nothing runs."""
+    """Compare and time all paths now and store the times.
+
+    None while a graph is captured or traced, or if nothing runs, as on the fake tensors of a tracer.
+    """
     capturing = request.device.type != "cuda" or torch.cuda.is_current_stream_capturing()
     if torch.compiler.is_compiling() or capturing:
         return None
     plan, tried = _fastest(request)
-    ours = times(request, plan)
-    dense = _as_dense(request) if request.as_dense else FAILED
-    by_torch = _by_torch(request, Times(*map(min, ours or FAILED, dense or FAILED)))
-    if all(path in (None, FAILED) for path in (ours, by_torch)):
-        return None  # as on the fake tensors of a tracer
-    right = agrees(request, plan)
-    entry = {
-        "torch": (by_torch or FAILED)._asdict(),
-        "fused": ((right and ours) or FAILED)._asdict(),
-        "plan": str(plan),
-        "tuned": is_tuning(),
-    }
+    builders: dict[str, Callable[[], Path]] = {"fused": lambda: plan}
     if request.as_dense:
-        entry["dense"] = (dense or FAILED)._asdict()
+        builders["dense"] = lambda: _dense_path(request)
+    taken, failed = _search(request, builders)
+    torch_times = _by_torch(request, Times(*map(min, zip(FAILED, *taken.values(), strict=True))))
+    wrong = failed.get("fused") == WRONG  # which must not become the default
+    if torch_times in (None, FAILED) and taken.get("fused", FAILED) == FAILED and not wrong:
+        return None
+    entry: dict[str, Any] = {path: taken.get(path, FAILED)._asdict() for path in builders}
+    entry |= {"torch": (torch_times or FAILED)._asdict(), "plan": str(plan), "tuned": is_tuning()}
     # If memory ran out, this run does without the path, and a later run measures again.
-    tuned.keep(request, entry, lasting=tried and None not in (by_torch, ours, right, dense))
+    tuned.keep(request, entry, lasting=tried and torch_times is not None and OUT_OF_MEMORY not in failed.values())
     return _choice(entry)
 
 
-def _as_dense(request: Request) -> Times | None:
-    """The times as one dense conv, by the path that such a conv takes; infinite if its results are wrong."""
-    whole = request.as_dense
-    assert whole is not None
-    needs = {"training": True, "need_input": request.need_input, "bias": request.bias}
-    path = DensePath(choose(whole.problem, whole.device, **needs).plan)
-    right = agrees(request, path)
-    return times(request, path) if right else FAILED if right is False else None
+def _search(
+    request: Request, builders: Mapping[Any, Callable[[], Path]]
+) -> tuple[dict[Any, Times], dict[Any, str]]:
+    """The times of the paths whose results are torch's, and why others were left out."""
+    search: Search[Any, Path] = Search(partial(mismatch, request))
+    for key, build in builders.items():
+        search.attempt(key, build)
+
+    def clock(paths: Mapping[Key, Path]) -> dict[Key, Times]:
+        found = {key: times(request, path) for key, path in paths.items()}
+        search.failed |= {key: OUT_OF_MEMORY for key, taken in found.items() if taken is None}
+        return {key: taken for key, taken in found.items() if taken is not None}
+
+    return search.times(clock), search.failed
+
+
+def _dense_path(request: Request) -> DensePath:
+    """The layer as one dense conv, by the path that such a conv takes."""
+    needs: Any = {"training": True, "need_input": request.need_input, "bias": request.bias}
+    return DensePath(choose(request.problem.as_dense, request.device, **needs).plan)
 
 
 def _to_compile(request: Request) -> list[Request]:
@@ -222,14 +224,12 @@ def _fastest(request: Request) -> tuple[KernelPlan, bool]:
     plans = _candidates(request)
     if len(plans) == 1:
         return plans[0], True
-    if (found := tuned_plan(request.problem, request.device)) is not None:
+    if (found := tuned.tuned_plan(request.problem, request.device)) is not None:
         return found, True
     inference = Request(request.problem, request.device, bias=request.bias)
-    right = {plan: agrees(inference, plan) for plan in plans}
-    candidates = [plan for plan in plans if right[plan]] or plans
-    taken = {plan: times(inference, plan) for plan in candidates}
-    tried = None not in (*right.values(), *taken.values())
-    return min(taken, key=lambda plan: (taken[plan] or FAILED).graph), tried
+    taken, failed = _search(inference, {plan: lambda plan=plan: plan for plan in plans})
+    best = min(taken, key=lambda plan: taken[plan].graph, default=plans[0])
+    return best, OUT_OF_MEMORY not in failed.values()
 
 
 def _candidates(request: Request) -> list[KernelPlan]:
@@ -250,10 +250,10 @@ def _stored(request: Request) -> Choice | None:
 
 
 def _choice(entry: dict[str, Any]) -> Choice:
-    found = times_in(entry, _way())
+    found = tuned.times_in(entry, _way())
     why = f"measured, in a {_way()}: " + ", ".join(f"{path} {ms:.3f} ms" for path, ms in found.items())
     best = min(("torch", "fused", "dense"), key=lambda path: found.get(path, float("inf")))  # torch, if equal
-    return Choice(best == "fused", why, plan_in(entry) if best == "fused" else None, best == "dense")
+    return Choice(why, plan_in(entry) if best == "fused" else None, best == "dense")
 
 
 def _way() -> str:
@@ -283,7 +283,7 @@ def surveyed(run: Callable[[], object]) -> list[Request]:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with surveying() as asked, suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True):
+    with gpu.surveying() as asked, suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True):
         run()
     torch.clear_autocast_cache()  # it would return fake tensors as weights later
     return asked
@@ -300,7 +300,7 @@ def compile_kernels(asked: Iterable[Request]) -> None:
         warnings.catch_warnings(),  # Triton's threads leave warning filters behind
         ThreadPoolExecutor(min(WORKERS, cores)) as threads,
         triton.AsyncCompileMode(threads, ignore_errors=True),
-        compiling_ahead(),
+        gpu.compiling_ahead(),
         torch.no_grad(),
     ):
         for request in dict.fromkeys(asked):

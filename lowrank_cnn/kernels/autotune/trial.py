@@ -6,18 +6,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lowrank_cnn.core.clock import measure
 from lowrank_cnn.core.compare import difference
 from lowrank_cnn.core.environment import is_out_of_memory
 from lowrank_cnn.core.errors import LostDeviceError, first_line
 from lowrank_cnn.kernels.autotune.tuned import FAILED, DensePath, Request, Times
-from lowrank_cnn.kernels.cuda_graph import Captured, captured
+from lowrank_cnn.kernels.cuda_graph import captured
 from lowrank_cnn.kernels.problem import Problem, Sides, empty_codes
 from lowrank_cnn.kernels.reference import composite_by_torch
 
@@ -29,30 +29,36 @@ TOLERANCE = 2e-2
 CALLS = 10
 
 
-def times(request: Request, plan: KernelPlan | DensePath | None, *, repeats: int = 7) -> Times | None:
-    """The times of a plan or a dense path, or of torch for None: infinite if it fails, None if memory ran out."""
+Path = Any
+"""A `KernelPlan`, a `DensePath`, or None for torch."""
+WRONG, OUT_OF_MEMORY = "another result", "out of memory"
+
+
+def times(request: Request, path: Path, *, repeats: int = 7) -> Times | None:
+    """The times of a path: infinite if it fails, None if memory ran out."""
     try:
         with torch.cuda.device(request.device), torch.set_grad_enabled(request.training):
             trial = KernelTrial.random(request)
-            graph = captured(lambda: trial.run(plan))
-            graph.replay()
-            return Times(median(_replay(graph) for _ in range(repeats)), _per_call(lambda: trial.call(plan)))
+            graph = captured(lambda: trial.run(path))
+            replayed = measure({path: graph.replay}, repeats=repeats, cuda=True)[path].ms
+            return Times(replayed, _per_call(lambda: trial.call(path)))
     except Exception as error:  # a plan that fails on this device, for any reason, is not chosen
-        _raise_if_lost(error, request, plan)
+        _raise_if_lost(error, request, path)
         return None if _ran_out(error) else FAILED
 
 
-def agrees(request: Request, plan: KernelPlan | DensePath) -> bool | None:
-    """Whether a path gives torch's results, in training also its gradients; None if memory ran out."""
+def mismatch(request: Request, path: Path) -> str:
+    """Why a path does not give torch's results, in training also its gradients; empty if it does."""
     try:
         with torch.no_grad():
             trial = KernelTrial.random(request, training=False)
-            if not _all_close(trial.run(plan), trial.run(None)):
-                return False
-        return not request.training or _gradients_agree(KernelTrial.random(request), plan)
+            if not _all_close(trial.run(path), trial.run(None)):
+                return WRONG
+        right = not request.training or _gradients_agree(KernelTrial.random(request), path)
+        return "" if right else WRONG
     except Exception as error:
-        _raise_if_lost(error, request, plan)
-        return None if _ran_out(error) else False
+        _raise_if_lost(error, request, path)
+        return OUT_OF_MEMORY if _ran_out(error) else first_line(error)
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ class KernelTrial:
         """The input of a first layer, which has few channels, needs no gradient."""
         return self.problem.channels > 4
 
-    def run(self, plan: KernelPlan | DensePath | None) -> list[Tensor]:
+    def run(self, plan: Path) -> list[Tensor]:
         """The result, or in training the gradients of weights, bias and input; None runs torch."""
         if plan is None or isinstance(plan, DensePath):
             return self.call(plan)
@@ -100,7 +106,7 @@ class KernelTrial:
         kept = y.permute(0, 2, 3, 1) if self.problem.relu else y.new_empty(0, dtype=torch.uint8)
         return self._gradients(y, kept if codes is None else codes)
 
-    def call(self, plan: KernelPlan | DensePath | None) -> list[Tensor]:
+    def call(self, plan: Path) -> list[Tensor]:
         """The same as a layer calls it, with the host's time for the operator and for autograd."""
         return self._differentiated(self._convolution(plan))
 
@@ -135,7 +141,7 @@ class KernelTrial:
         dx, dw, db = gradients.compute_gradients(self.problem, grad, self.x, self.weights, seen, **need)
         return [part for part in (*dw, db if need["need_bias"] else None, dx) if part is not None]
 
-    def _convolution(self, plan: KernelPlan | DensePath | None) -> Callable[..., Tensor]:
+    def _convolution(self, plan: Path) -> Callable[..., Tensor]:
         if plan is None:
             return composite_by_torch
         return partial(self._as_dense if isinstance(plan, DensePath) else self._operator, plan)
@@ -162,8 +168,8 @@ class KernelTrial:
 
         problem, codes = self.problem, self.training and self.problem.pool is not None
         sides, epilogue = ops.flat_padding(padding), (problem.activation or "", problem.pool or "")
-        how = (list(problem.stride), sides, *epilogue, codes, str(plan))
-        return ops.composite_conv2d(x, weights, bias, self.residual, *how, problem.add_last)[0]
+        how = (list(problem.stride), sides, *epilogue, problem.add_last, codes, False, str(plan))
+        return ops.composite_conv2d(x, weights, None, bias, self.residual, *how)[0]
 
     def _differentiated(self, convolve: Callable[..., Tensor]) -> list[Tensor]:
         problem, inputs = self.problem, self._inputs()
@@ -178,7 +184,7 @@ class KernelTrial:
         return [tensor.requires_grad_(self.training) for tensor in found if tensor is not None]
 
 
-def _gradients_agree(trial: KernelTrial, plan: KernelPlan | DensePath) -> bool:
+def _gradients_agree(trial: KernelTrial, plan: Path) -> bool:
     """With a pool, at the plan's own winners: rounded values tie, and either may win.
 
     The plan of a dense path was compared so when the dense conv chose it: left is where its weights are placed.
@@ -196,15 +202,6 @@ def _all_close(ours: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     return difference(list(ours), list(right), by="norm") <= TOLERANCE
 
 
-def _replay(graph: Captured) -> float:
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    graph.replay()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop)
-
-
 def _per_call(run: Callable[[], object]) -> float:
     """Milliseconds per call of several in a row: the longer of the host's and the device's time."""
     torch.cuda.synchronize()
@@ -215,7 +212,7 @@ def _per_call(run: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - began) / CALLS
 
 
-def _raise_if_lost(error: Exception, request: Request, plan: KernelPlan | DensePath | None) -> None:
+def _raise_if_lost(error: Exception, request: Request, plan: Path) -> None:
     """Stop if an illegal access or instruction has taken the device from this process, and name what ran."""
     if request.device.type != "cuda":
         return

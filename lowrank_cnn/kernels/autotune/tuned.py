@@ -6,6 +6,7 @@ and, for training with several filter groups, "dense": all of them as one conv. 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -79,16 +80,15 @@ def _unable(request: Request) -> str | None:
 
 
 def _untrainable(request: Request) -> str | None:
-    from lowrank_cnn.kernels.conv import equivalent as fold
-    from lowrank_cnn.kernels.conv import stem, tiled
+    from lowrank_cnn.kernels.conv import equivalent, gather, tiled
     from lowrank_cnn.kernels.conv.gradients import has_windows
 
     problem = request.problem
     if problem.residual or problem.activation not in (None, "relu"):
         return "no gradient for a residual or for this activation"
-    inner = fold.folded(problem) or problem
+    inner = equivalent.folded(problem) or problem
     reason = tiled.unsupported(inner) or (f"stride {inner.stride}" if inner.stride != (1, 1) else None)
-    first = stem.unsupported(problem) is None or has_windows(problem, gpu.capability_of(request.device))
+    first = gather.STEM.unsupported(problem) is None or has_windows(problem, gpu.capability_of(request.device))
     return None if reason is None or (first and not request.need_input) else f"no gradient for {reason}"
 
 
@@ -166,14 +166,19 @@ def plan_in(entry: dict[str, Any]) -> KernelPlan:
 
 def plan_for(problem: Problem, device: torch.device) -> KernelPlan:
     """The measured plan of a problem that runs fused, else the default. Training and inference share a forward."""
-    found = (entry_of(Request(problem, device, training)) for training in (False, True))
-    return next((plan_in(entry) for entry in found if entry), None) or plans_of(problem, device)[0]
+    return next(_plans_in(problem, device, tuned=False), None) or plans_of(problem, device)[0]
 
 
 def tuned_plan(problem: Problem, device: torch.device) -> KernelPlan | None:
     """The plan that an earlier tuning found fastest, for inference or for training."""
-    found = (entry_of(Request(problem, device, training)) for training in (False, True))
-    return next((plan_in(entry) for entry in found if entry and entry["tuned"]), None)
+    return next(_plans_in(problem, device, tuned=True), None)
+
+
+def _plans_in(problem: Problem, device: torch.device, *, tuned: bool) -> Iterator[KernelPlan]:
+    for training in (False, True):
+        entry = entry_of(Request(problem, device, training))
+        if entry and (entry["tuned"] or not tuned):
+            yield plan_in(entry)
 
 
 def store_path() -> Path:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.kernels import device as gpu
-from lowrank_cnn.kernels.device import on_its_device
+from lowrank_cnn.kernels.device import operator
 from lowrank_cnn.kernels.problem import lanes_of, pixels_last, power_above
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
@@ -162,8 +162,14 @@ def split_sum(pixels: int, channels: int, device: torch.device, values: int | No
     return Sharing(lanes, block, rounds, ceil_div(blocks, rounds))
 
 
-@torch.library.custom_op("lowrank::batch_norm_statistics", mutates_args=("running_mean", "running_var", "tracked"))
-@on_its_device
+RUNNING = ("running_mean", "running_var", "tracked")
+
+
+@operator(
+    "batch_norm_statistics",
+    lambda x, *_: tuple(x.new_empty(x.shape[1], dtype=torch.float32) for _ in range(2)),
+    RUNNING,
+)
 def batch_norm_statistics(
     x: Tensor,
     running_mean: Tensor | None,
@@ -193,13 +199,7 @@ def batch_norm_statistics(
     return mean, rstd
 
 
-@batch_norm_statistics.register_fake
-def _(x, running_mean, running_var, tracked, momentum, eps):
-    return tuple(x.new_empty(x.shape[1], dtype=torch.float32) for _ in range(2))
-
-
-@torch.library.custom_op("lowrank::batch_norm_track", mutates_args=("running_mean", "running_var", "tracked"))
-@on_its_device
+@operator("batch_norm_track", lambda mean, *_: torch.empty_like(mean), RUNNING)
 def batch_norm_track(
     mean: Tensor,
     variance: Tensor,
@@ -220,11 +220,6 @@ def batch_norm_track(
     return rstd
 
 
-@batch_norm_track.register_fake
-def _(mean, variance, running_mean, running_var, tracked, pixels, momentum, eps):
-    return torch.empty_like(mean)
-
-
 def _running(
     mean: Tensor | None, var: Tensor | None, tracked: Tensor | None, unread: Tensor
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, bool]]:
@@ -235,10 +230,6 @@ def _running(
 
 
 # Shared by the batch norm kernels: loading the values of channels, activations and their derivatives.
-
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-
 
 ROOT_HALF = tl.constexpr(0.7071067811865476)
 ROOT_TWO_PI = tl.constexpr(2.5066282746310002)
@@ -298,3 +289,10 @@ def times_slope(g, z, slope, ACTIVATION: tl.constexpr):
 def affine(mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, ...]:
     """The kernels' pointers to values per channel; for a missing weight or bias a pointer that is not read."""
     return mean, rstd, mean if weight is None else weight, mean if bias is None else bias
+
+
+def affine_gradients(
+    sums: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of weight and bias, if there are any, from [2, C]: those of bias and weight in float32."""
+    return None if weight is None else sums[1].to(weight.dtype), None if bias is None else sums[0].to(bias.dtype)

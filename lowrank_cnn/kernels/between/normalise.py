@@ -32,12 +32,13 @@ from lowrank_cnn.kernels.between.batch_statistics import (
     VALUES,
     activated,
     affine,
+    affine_gradients,
     of_channels,
     split_sum,
     times_slope,
 )
-from lowrank_cnn.kernels.device import on_its_device
-from lowrank_cnn.kernels.problem import empty_maps, lanes_of, pixels_last
+from lowrank_cnn.kernels.device import operator
+from lowrank_cnn.kernels.problem import blocks_of, empty_maps, pixels_last
 
 
 @triton.jit
@@ -146,8 +147,7 @@ def norm_gradient(
     tl.store(dx + place, out.to(dx.dtype.element_ty), mask=keep)
 
 
-@torch.library.custom_op("lowrank::batch_norm_activation", mutates_args=())
-@on_its_device
+@operator("batch_norm_activation", lambda x, *_: empty_maps(x.shape, x))
 def batch_norm_activation(
     x: Tensor,
     mean: Tensor,
@@ -163,26 +163,26 @@ def batch_norm_activation(
 
     With `add_last` the residual is added after the activation.
     """
-    y, channels = empty_maps(x.shape, x), x.shape[1]
-    pixels, lanes = x.numel() // channels, lanes_of(channels)
-    block = VALUES // lanes
-    source = pixels_last(x)
-    normalise[(ceil_div(pixels, block), ceil_div(channels, lanes))](
+    y, source, pixels = empty_maps(x.shape, x), pixels_last(x), x.numel() // x.shape[1]
+    grid, constants = blocks_of(pixels, x.shape[1], VALUES)
+    normalise[grid](
         source, source if residual is None else pixels_last(residual), y.permute(0, 2, 3, 1),
         *affine(mean, rstd, weight, bias), pixels, slope,
-        TOTAL=channels, WEIGHT=weight is not None, BIAS=bias is not None, RESIDUAL=residual is not None,
-        ADD_LAST=add_last, ACTIVATION=activation, PIXELS=block, LANES=lanes, num_warps=4,
+        WEIGHT=weight is not None, BIAS=bias is not None, RESIDUAL=residual is not None,
+        ADD_LAST=add_last, ACTIVATION=activation, **constants,
     )  # fmt: skip
     return y
 
 
-@batch_norm_activation.register_fake
-def _(x, mean, rstd, weight, bias, residual, activation, slope, add_last):
-    return empty_maps(x.shape, x)
+def _results(grad: Any, second: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the results of the backward."""
+    residual = rest[4]
+    stored = residual is not None or second is not None
+    kept = empty_maps(x.shape, x) if stored else x.new_empty(0)
+    return empty_maps(x.shape, x), x.new_empty((2, x.shape[1]), dtype=torch.float32), kept
 
 
-@torch.library.custom_op("lowrank::batch_norm_activation_backward", mutates_args=())
-@on_its_device
+@operator("batch_norm_activation_backward", _results)
 def batch_norm_activation_backward(
     grad: Tensor,
     second: Tensor | None,
@@ -200,12 +200,12 @@ def batch_norm_activation_backward(
     The last is the residual's. It is empty if there is neither a residual nor a `second` reader's gradient.
     """
     channels = x.shape[1]
-    pixels = x.numel() // channels
-    dx, sums, kept = _gradients(x, second, residual)
+    pixels, scales = x.numel() // channels, affine(mean, rstd, weight, bias)
+    dx, sums, kept = _results(grad, second, x, mean, rstd, weight, bias, residual)
     store = kept.numel() > 0
     share = split_sum(pixels, channels, x.device, VALUES // 2 if store else VALUES)
     tiles = ceil_div(channels, share.lanes)
-    g, source, scales = pixels_last(grad), pixels_last(x), affine(mean, rstd, weight, bias)
+    g, source = pixels_last(grad), pixels_last(x)
     before = kept.permute(0, 2, 3, 1) if store else kept
     options: dict[str, Any] = {
         "TOTAL": channels, "WEIGHT": weight is not None, "BIAS": bias is not None,
@@ -226,18 +226,6 @@ def batch_norm_activation_backward(
     return dx, sums, kept
 
 
-@batch_norm_activation_backward.register_fake
-def _(grad, second, x, mean, rstd, weight, bias, residual, activation, slope):
-    return _gradients(x, second, residual)
-
-
-def _gradients(x: Tensor, second: Tensor | None, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for the results of the backward."""
-    stored = residual is not None or second is not None
-    kept = empty_maps(x.shape, x) if stored else x.new_empty(0)
-    return empty_maps(x.shape, x), x.new_empty((2, x.shape[1]), dtype=torch.float32), kept
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, residual, activation, slope, add_last = inputs
     ctx.options, ctx.added_last = (activation, slope), add_last and residual is not None
@@ -250,11 +238,9 @@ def _backward(ctx: Any, grad: Tensor | None, second: Tensor | None = None) -> tu
     grad, second = (grad, second) if grad is not None else (second, None)
     if ctx.added_last and grad is not None and second is not None:
         grad, second = grad + second, None
-    dx, (db, dw), kept = batch_norm_activation_backward(grad, second, *saved, *ctx.options)
+    dx, sums, kept = batch_norm_activation_backward(grad, second, *saved, *ctx.options)
     residual_grad = grad if ctx.added_last else None if residual is None else kept
-    weight_grad = None if weight is None else dw.to(weight.dtype)
-    bias_grad = None if bias is None else db.to(bias.dtype)
-    return dx, None, None, weight_grad, bias_grad, residual_grad, None, None, None
+    return dx, None, None, *affine_gradients(sums, weight, bias), residual_grad, None, None, None
 
 
 batch_norm_activation.register_autograd(_backward, setup_context=_save)

@@ -24,10 +24,10 @@ import triton.language as tl
 from torch import Tensor
 
 from lowrank_cnn.core.numbers import ceil_div
-from lowrank_cnn.kernels.between.batch_statistics import affine, of_channels, split_sum
-from lowrank_cnn.kernels.between.pool import PoolGeometry, pool_geometry, won_from
-from lowrank_cnn.kernels.device import on_its_device
-from lowrank_cnn.kernels.problem import empty_maps, lanes_of, pixels_last
+from lowrank_cnn.kernels.between.batch_statistics import affine, affine_gradients, of_channels, split_sum
+from lowrank_cnn.kernels.between.pool import covering, pooled_size, window_constants, won_from
+from lowrank_cnn.kernels.device import operator
+from lowrank_cnn.kernels.problem import blocks_of, empty_maps, pixels_last
 
 VALUES = 1024
 """Values per program: with 128 threads, 16 bytes of bfloat16 per thread and place of the window."""
@@ -142,8 +142,17 @@ def unpooled_gradient(
     tl.store(dx + place, out.to(dx.dtype.element_ty), mask=keep)
 
 
-@torch.library.custom_op("lowrank::batch_norm_relu_pool", mutates_args=())
-@on_its_device
+def _results(
+    x: Tensor, mean: Any, rstd: Any, weight: Any, bias: Any, kernel: Any, stride: Any, padding: Any, ceil: bool,
+    codes: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Memory for the result and, with `codes`, for the winners' places and values."""
+    size = pooled_size(x.shape, kernel, stride, padding, ceil)
+    kept = (x.shape[0], *size, x.shape[1]) if codes else (0,)
+    return empty_maps((*x.shape[:2], *size), x), x.new_empty(kept, dtype=torch.uint8), x.new_empty(kept)
+
+
+@operator("batch_norm_relu_pool", _results)
 def batch_norm_relu_pool(
     x: Tensor,
     mean: Tensor,
@@ -160,33 +169,21 @@ def batch_norm_relu_pool(
 
     Without `codes` the last two are empty.
     """
-    pool = pool_geometry(x.shape, kernel, stride, padding, ceil)
-    y, seen, won = _results(x, pool, codes)
-    batch, channels = x.shape[:2]
-    pixels, lanes = batch * pool.result[0] * pool.result[1], lanes_of(channels)
-    block = VALUES // lanes
-    normalise_pool[(ceil_div(pixels, block), ceil_div(channels, lanes))](
-        pixels_last(x), y.permute(0, 2, 3, 1), seen, won, *affine(mean, rstd, weight, bias), pixels, *pool.size,
-        *pool.result, TOTAL=channels, WEIGHT=weight is not None, BIAS=bias is not None, KERNEL=pool.kernel,
-        STRIDE=pool.stride, PADDING=pool.padding, CODES=codes, PIXELS=block, LANES=lanes, num_warps=4,
+    y, seen, won = _results(x, mean, rstd, weight, bias, kernel, stride, padding, ceil, codes)
+    pixels = y.numel() // x.shape[1]
+    grid, constants = blocks_of(pixels, x.shape[1], VALUES)
+    normalise_pool[grid](
+        pixels_last(x), y.permute(0, 2, 3, 1), seen, won, *affine(mean, rstd, weight, bias), pixels,
+        *x.shape[2:], *y.shape[2:], WEIGHT=weight is not None, BIAS=bias is not None, CODES=codes,
+        **window_constants(kernel, stride, padding), **constants,
     )  # fmt: skip
     return y, seen, won
 
 
-@batch_norm_relu_pool.register_fake
-def _(x, mean, rstd, weight, bias, kernel, stride, padding, ceil, codes):
-    return _results(x, pool_geometry(x.shape, kernel, stride, padding, ceil), codes)
-
-
-def _results(x: Tensor, pool: PoolGeometry, codes: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for the result and, with `codes`, for the winners' places and values."""
-    size = (x.shape[0], *pool.result, x.shape[1]) if codes else (0,)
-    y = empty_maps((*x.shape[:2], *pool.result), x)
-    return y, x.new_empty(size, dtype=torch.uint8), x.new_empty(size)
-
-
-@torch.library.custom_op("lowrank::batch_norm_relu_pool_backward", mutates_args=())
-@on_its_device
+@operator(
+    "batch_norm_relu_pool_backward",
+    lambda grad, seen, won, x, *_: (empty_maps(x.shape, x), x.new_empty((2, x.shape[1]), dtype=torch.float32)),
+)
 def batch_norm_relu_pool_backward(
     grad: Tensor,
     seen: Tensor,
@@ -198,49 +195,37 @@ def batch_norm_relu_pool_backward(
     kernel: Sequence[int],
     stride: Sequence[int],
     padding: Sequence[int],
-    ceil: bool,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of the input, channels-last, and [2, C]: those of bias and weight, in float32."""
-    pool = pool_geometry(x.shape, kernel, stride, padding, ceil)
     channels = x.shape[1]
     g, results = pixels_last(grad), grad.numel() // channels
     share = split_sum(results, channels, x.device)
-    tiles = ceil_div(channels, share.lanes)
     parts = torch.empty((2, share.count, channels), device=x.device, dtype=torch.float32)
-    pooled_sums[(share.count, tiles)](
+    pooled_sums[(share.count, ceil_div(channels, share.lanes))](
         g, seen, won, parts, mean, rstd, results,
         TOTAL=channels, ROUNDS=share.rounds, RESULTS=share.block, LANES=share.lanes, num_warps=4,
     )  # fmt: skip
-    sums, dx = parts.sum(1), empty_maps(x.shape, x)
-    pixels, block, (rows, columns) = x.numel() // channels, VALUES // share.lanes, pool.covering
-    unpooled_gradient[(ceil_div(pixels, block), tiles)](
+    sums, dx, pixels = parts.sum(1), empty_maps(x.shape, x), x.numel() // channels
+    grid, constants = blocks_of(pixels, channels, VALUES)
+    unpooled_gradient[grid](
         g, seen, pixels_last(x), dx.permute(0, 2, 3, 1), sums, *affine(mean, rstd, weight, None)[:3], pixels,
-        *pool.size, *pool.result, TOTAL=channels, WEIGHT=weight is not None, KERNEL=pool.kernel,
-        STRIDE=pool.stride, PADDING=pool.padding, ROWS=rows, COLUMNS=columns, PIXELS=block, LANES=share.lanes,
-        num_warps=4,
+        *x.shape[2:], *grad.shape[2:], WEIGHT=weight is not None, **covering(kernel, stride),
+        **window_constants(kernel, stride, padding), **constants,
     )  # fmt: skip
     return dx, sums
 
 
-@batch_norm_relu_pool_backward.register_fake
-def _(grad, seen, won, x, mean, rstd, weight, kernel, stride, padding, ceil):
-    return empty_maps(x.shape, x), x.new_empty((2, x.shape[1]), dtype=torch.float32)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, kernel, stride, padding, ceil, _ = inputs
-    _, seen, won = output
-    ctx.mark_non_differentiable(seen, won)
-    ctx.options = (kernel, stride, padding, ceil)
-    ctx.save_for_backward(seen, won, *tensors)
+    *tensors, kernel, stride, padding, _, _ = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.options = (kernel, stride, padding)
+    ctx.save_for_backward(*output[1:], *tensors)
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Any, ...]:
     *kept, weight, bias = ctx.saved_tensors
-    dx, (db, dw) = batch_norm_relu_pool_backward(grad, *kept, weight, *ctx.options)
-    weight_grad = None if weight is None else dw.to(weight.dtype)
-    bias_grad = None if bias is None else db.to(bias.dtype)
-    return dx, None, None, weight_grad, bias_grad, None, None, None, None, None
+    dx, sums = batch_norm_relu_pool_backward(grad, *kept, weight, *ctx.options)
+    return dx, None, None, *affine_gradients(sums, weight, bias), *[None] * 5
 
 
 batch_norm_relu_pool.register_autograd(_backward, setup_context=_save)

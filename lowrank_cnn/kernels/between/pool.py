@@ -15,7 +15,6 @@ reproducible.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lowrank_cnn.core.numbers import ceil_div
-from lowrank_cnn.kernels.device import on_its_device
-from lowrank_cnn.kernels.problem import Pair, empty_maps, lanes_of, pixels_last
+from lowrank_cnn.kernels.device import operator
+from lowrank_cnn.kernels.problem import Pair, blocks_of, empty_maps, pixels_last
 
 VALUES = 1024
 """Values per program: with 128 threads, 16 bytes of bfloat16 per thread and window place."""
@@ -33,36 +32,25 @@ UNROLLED = 25
 """Loops over at most this many places or windows are unrolled, so that all their loads run at the same time."""
 
 
-@dataclass(frozen=True)
-class PoolGeometry:
-    """A pool of one input size: window, stride, padding, and the sizes before and after, as (rows, columns)."""
+def pooled_size(size: Sequence[int], kernel: Any, stride: Any, padding: Any, ceil: bool) -> Pair:
+    """The number of windows along the rows and columns of [..., height, width] maps.
 
-    kernel: Pair
-    stride: Pair
-    padding: Pair
-    size: Pair
-    result: Pair
-
-    @property
-    def covering(self) -> Pair:
-        """How many windows cover a pixel at most, along the rows and along the columns."""
-        return ceil_div(self.kernel[0], self.stride[0]), ceil_div(self.kernel[1], self.stride[1])
+    Each begins within the image or in the padding before it.
+    """
+    counts = []
+    for side, taps, step, pad in zip(size[-2:], kernel, stride, padding, strict=True):
+        count = (side + 2 * pad - taps + (step - 1 if ceil else 0)) // step + 1
+        counts.append(count - 1 if ceil and (count - 1) * step >= side + pad else count)
+    return counts[0], counts[1]
 
 
-def pool_geometry(
-    size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], ceil: bool
-) -> PoolGeometry:
-    """The pool of [..., height, width] maps."""
-    rows, columns = (_windows(*side, ceil) for side in zip(size[-2:], kernel, stride, padding, strict=True))
-    pairs = ((part[0], part[1]) for part in (kernel, stride, padding, size[-2:]))
-    return PoolGeometry(*pairs, (rows, columns))
+def window_constants(kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> dict[str, Any]:
+    return {"KERNEL": tuple(kernel), "STRIDE": tuple(stride), "PADDING": tuple(padding)}
 
 
-def _windows(size: int, kernel: int, stride: int, padding: int, ceil: bool) -> int:
-    """How many windows there are along a side; each begins within the image or in the padding before it."""
-    spare = stride - 1 if ceil else 0
-    count = (size + 2 * padding - kernel + spare) // stride + 1
-    return count - 1 if ceil and (count - 1) * stride >= size + padding else count
+def covering(kernel: Sequence[int], stride: Sequence[int]) -> dict[str, int]:
+    """How many windows cover a pixel at most, along the rows and along the columns."""
+    return {"ROWS": ceil_div(kernel[0], stride[0]), "COLUMNS": ceil_div(kernel[1], stride[1])}
 
 
 @triton.jit
@@ -173,8 +161,14 @@ def pool_backward(
     tl.store(dx + target, summed.to(dx.dtype.element_ty), mask=keep)
 
 
-@torch.library.custom_op("lowrank::max_pool2d", mutates_args=())
-@on_its_device
+def _results(x: Tensor, kernel: Any, stride: Any, padding: Any, ceil: bool, codes: bool) -> tuple[Tensor, Tensor]:
+    """Memory for the result and, with `codes`, for the winners' places."""
+    size = pooled_size(x.shape, kernel, stride, padding, ceil)
+    shape = (x.shape[0], *size, x.shape[1]) if codes else (0,)
+    return empty_maps((*x.shape[:2], *size), x), x.new_empty(shape, dtype=torch.uint8)
+
+
+@operator("max_pool2d", _results)
 def max_pool2d(
     x: Tensor,
     kernel: Sequence[int],
@@ -184,32 +178,19 @@ def max_pool2d(
     codes: bool,
 ) -> tuple[Tensor, Tensor]:
     """The result, channels-last, and the winners' places [N, H, W, C]; without `codes` the second is empty."""
-    pool = pool_geometry(x.shape, kernel, stride, padding, ceil)
-    y, seen = _results(x, pool, codes)
-    (batch, channels), out = x.shape[:2], y.permute(0, 2, 3, 1)
-    pixels, lanes = batch * pool.result[0] * pool.result[1], lanes_of(channels)
-    block = VALUES // lanes
-    pool_forward[(ceil_div(pixels, block), ceil_div(channels, lanes))](
-        pixels_last(x), out, seen if codes else out, pixels, *pool.size, *pool.result,
-        TOTAL=channels, KERNEL=pool.kernel, STRIDE=pool.stride, PADDING=pool.padding, CODES=codes,
-        UNROLL=pool.kernel[0] * pool.kernel[1] <= UNROLLED, PIXELS=block, LANES=lanes, num_warps=4,
+    y, seen = _results(x, kernel, stride, padding, ceil, codes)
+    channels, out = x.shape[1], y.permute(0, 2, 3, 1)
+    pixels = y.numel() // channels
+    grid, constants = blocks_of(pixels, channels, VALUES)
+    pool_forward[grid](
+        pixels_last(x), out, seen if codes else out, pixels, *x.shape[2:], *y.shape[2:],
+        CODES=codes, UNROLL=kernel[0] * kernel[1] <= UNROLLED, **window_constants(kernel, stride, padding),
+        **constants,
     )  # fmt: skip
     return y, seen
 
 
-@max_pool2d.register_fake
-def _(x, kernel, stride, padding, ceil, codes):
-    return _results(x, pool_geometry(x.shape, kernel, stride, padding, ceil), codes)
-
-
-def _results(x: Tensor, pool: PoolGeometry, codes: bool) -> tuple[Tensor, Tensor]:
-    """Memory for the result and, with `codes`, for the winners' places."""
-    shape = (x.shape[0], *pool.result, x.shape[1]) if codes else (0,)
-    return empty_maps((*x.shape[:2], *pool.result), x), x.new_empty(shape, dtype=torch.uint8)
-
-
-@torch.library.custom_op("lowrank::max_pool2d_backward", mutates_args=())
-@on_its_device
+@operator("max_pool2d_backward", lambda grad, codes, size, *_: empty_maps((*grad.shape[:2], *size), grad))
 def max_pool2d_backward(
     grad: Tensor,
     codes: Tensor,
@@ -217,32 +198,25 @@ def max_pool2d_backward(
     kernel: Sequence[int],
     stride: Sequence[int],
     padding: Sequence[int],
-    ceil: bool,
 ) -> Tensor:
     """The gradient, channels-last, of an input of `size` rows and columns."""
-    pool = pool_geometry(size, kernel, stride, padding, ceil)
     batch, channels = grad.shape[:2]
-    dx = empty_maps((batch, channels, *pool.size), grad)
-    pixels, lanes = batch * pool.size[0] * pool.size[1], lanes_of(channels)
-    block, (rows, columns) = VALUES // lanes, pool.covering
-    pool_backward[(ceil_div(pixels, block), ceil_div(channels, lanes))](
-        pixels_last(grad), codes, dx.permute(0, 2, 3, 1), pixels, *pool.size, *pool.result,
-        TOTAL=channels, KERNEL=pool.kernel, STRIDE=pool.stride, PADDING=pool.padding, ROWS=rows,
-        COLUMNS=columns, UNROLL=rows * columns <= UNROLLED, PIXELS=block, LANES=lanes, num_warps=4,
+    dx = empty_maps((batch, channels, *size), grad)
+    pixels, windows = batch * size[0] * size[1], covering(kernel, stride)
+    grid, constants = blocks_of(pixels, channels, VALUES)
+    pool_backward[grid](
+        pixels_last(grad), codes, dx.permute(0, 2, 3, 1), pixels, *size, *grad.shape[2:], **windows,
+        UNROLL=windows["ROWS"] * windows["COLUMNS"] <= UNROLLED, **window_constants(kernel, stride, padding),
+        **constants,
     )  # fmt: skip
     return dx
 
 
-@max_pool2d_backward.register_fake
-def _(grad, codes, size, kernel, stride, padding, ceil):
-    return empty_maps((grad.shape[0], grad.shape[1], *size), grad)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, kernel, stride, padding, ceil, _ = inputs
+    x, kernel, stride, padding, *_ = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(output[1])
-    ctx.options = (list(x.shape[2:]), kernel, stride, padding, ceil)
+    ctx.options = (list(x.shape[2:]), kernel, stride, padding)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:

@@ -20,13 +20,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lowrank_cnn.core.numbers import ceil_div
-from lowrank_cnn.kernels.device import on_its_device
+from lowrank_cnn.kernels.device import operator
 from lowrank_cnn.kernels.problem import empty_maps, pixels_last
 
 ROWS = 256
@@ -210,8 +209,7 @@ def _constants(x: Tensor, size: int, beta: float) -> tuple[int, dict[str, Any]]:
     return x.numel() // channels * ceil_div(channels, 1 << halvings), options
 
 
-@torch.library.custom_op("lowrank::local_response_norm", mutates_args=())
-@on_its_device
+@operator("local_response_norm", lambda x, *_: empty_maps(x.shape, x))
 def local_response_norm(x: Tensor, size: int, alpha: float, beta: float, k: float) -> Tensor:
     """As torch's function of this name; the result is channels-last and of the input's type."""
     y = empty_maps(x.shape, x)
@@ -222,13 +220,7 @@ def local_response_norm(x: Tensor, size: int, alpha: float, beta: float, k: floa
     return y
 
 
-@local_response_norm.register_fake
-def _(x, size, alpha, beta, k):
-    return empty_maps(x.shape, x)
-
-
-@torch.library.custom_op("lowrank::local_response_norm_backward", mutates_args=())
-@on_its_device
+@operator("local_response_norm_backward", lambda grad, x, *_: empty_maps(x.shape, x))
 def local_response_norm_backward(
     grad: Tensor, x: Tensor, size: int, alpha: float, beta: float, k: float
 ) -> Tensor:
@@ -240,11 +232,6 @@ def local_response_norm_backward(
         **options, BARE=k == 0, num_warps=BACKWARD,
     )  # fmt: skip
     return dx
-
-
-@local_response_norm_backward.register_fake
-def _(grad, x, size, alpha, beta, k):
-    return empty_maps(x.shape, x)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 import triton
@@ -26,7 +24,16 @@ from lowrank_cnn.core.numbers import ceil_div, round_up
 from lowrank_cnn.kernels.conv.pack import pack_turned, unpack_rows
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.device import start
-from lowrank_cnn.kernels.problem import Problem, TapGroup, box_count, box_of, empty_maps, power_above, shares
+from lowrank_cnn.kernels.problem import (
+    Problem,
+    TapGroup,
+    box_count,
+    box_of,
+    empty_maps,
+    power_above,
+    shares,
+    starts,
+)
 
 # How the gradients are divided for the kernels of `backward`: tiles, and per group what its tiles need.
 
@@ -44,38 +51,6 @@ NARROW = {128: 1.0, 64: 0.8, 32: 0.65}
 """The share of the matrix unit's peak that a tile of this width reaches, roughly."""
 
 
-class InputRow(NamedTuple):
-    """One group in `backward.input_gradient`, which reads the fields by index.
-
-    Its packed weights begin at `weight_row`, its gradient is fetched from `channel` on, and each of its `taps`
-    takes `steps` steps. `top` and `left` are the offsets of the first tap, `width` the taps of a row.
-    """
-
-    weight_row: int
-    channel: int
-    steps: int
-    taps: int
-    width: int
-    top: int
-    left: int
-
-
-class WeightRow(NamedTuple):
-    """One group in `backward.weight_gradient`, which reads the fields by index.
-
-    As `InputRow`. Fetches begin at multiples of 16 bytes, `lead` filters before the group's own.
-    """
-
-    first_tile: int
-    weight_row: int
-    channel: int
-    filters: int
-    width: int
-    top: int
-    left: int
-    lead: int
-
-
 def turned(problem: Problem) -> Problem | None:
     """The convolution of the output's gradient that gives the input's; None unless one group of stride 1.
 
@@ -84,19 +59,11 @@ def turned(problem: Problem) -> Problem | None:
     group, *others = problem.groups
     if others or problem.stride != (1, 1):
         return None
-    top, left = group.height - 1 - group.top, group.width - 1 - group.left
-    return replace(
-        problem,
-        channels=problem.filters,
-        height=problem.out_height,
-        width=problem.out_width,
-        groups=(TapGroup(group.height, group.width, problem.channels, top, left),),
-        out_height=problem.height,
-        out_width=problem.width,
-        activation=None,
-        pool=None,
-        residual=False,
-    )
+    place = (group.height - 1 - group.top, group.width - 1 - group.left)
+    reversed_taps = TapGroup(group.height, group.width, problem.channels, *place)
+    before = {"channels": problem.filters, "height": problem.out_height, "width": problem.out_width}
+    after = {"out_height": problem.height, "out_width": problem.width}
+    return replace(problem, **before, **after, groups=(reversed_taps,), activation=None, pool=None, residual=False)
 
 
 def input_tile(problem: Problem) -> Tile:
@@ -121,34 +88,37 @@ def weight_tile(problem: Problem) -> Tile:
 
 def leads(problem: Problem) -> list[int]:
     """Per group, how many filters of the group before it a fetch includes, since fetches begin every 16 bytes."""
-    begins = accumulate((group.filters for group in problem.groups), initial=0)
-    return [begin % (16 // problem.dtype.itemsize) for begin, _ in zip(begins, problem.groups, strict=False)]
+    return [begin % (16 // problem.dtype.itemsize) for begin in problem.begins]
 
 
-def input_rows(problem: Problem, depth: int, begins: Sequence[int] | None = None) -> list[InputRow]:
-    """The groups for `backward.input_gradient`.
+def input_rows(problem: Problem, depth: int, begins: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
+    """The groups for `input_gradient_kernel`, with the fields that `IN_WEIGHT_ROW` and the following name.
 
-    `begins` are the first channels of the groups in the gradient, if they do not follow each other.
+    A group's packed weights begin at the weight row, its gradient is fetched from the channel on, and each of its
+    taps takes a number of steps. `begins` are the first channels of the groups in the gradient, if they do not
+    follow each other.
     """
-    rows, weight = [], 0
-    channels = begins or list(accumulate((group.filters for group in problem.groups), initial=0))
-    for group, channel, lead in zip(problem.groups, channels, leads(problem), strict=False):
-        steps = ceil_div(lead + group.filters, depth)
-        rows.append(InputRow(weight, channel - lead, steps, group.taps, group.width, group.top, group.left))
-        weight += group.taps * problem.channels
-    return rows
+    weights = starts(group.taps * problem.channels for group in problem.groups)
+    places = zip(problem.groups, weights, begins or problem.begins, leads(problem), strict=True)
+    return tuple(
+        (weight, channel - lead, ceil_div(lead + g.filters, depth), g.taps, g.width, g.top, g.left)
+        for g, weight, channel, lead in places
+    )
 
 
-def weight_rows(problem: Problem, filters: int, depth: int) -> tuple[list[WeightRow], int]:
-    """The groups for `backward.weight_gradient`, and the number of tiles."""
-    rows, tile, weight, channel = [], 0, 0, 0
-    for group, lead in zip(problem.groups, leads(problem), strict=True):
-        taps = (group.width, group.top, group.left)
-        rows.append(WeightRow(tile, weight, channel - lead, group.filters, *taps, lead))
-        tile += group.taps * ceil_div(lead + group.filters, filters) * ceil_div(problem.channels, depth)
-        weight += group.taps * group.filters
-        channel += group.filters
-    return rows, tile
+def weight_rows(problem: Problem, filters: int, depth: int) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """The groups for `weight_gradient_kernel`, with the fields that `W_FIRST_TILE` and the following name; tiles.
+
+    Fetches begin at multiples of 16 bytes, `lead` filters before the group's own.
+    """
+    depths, places = ceil_div(problem.channels, depth), list(zip(problem.groups, leads(problem), strict=True))
+    tiles = [g.taps * ceil_div(lead + g.filters, filters) * depths for g, lead in places]
+    begins = zip(places, starts(tiles), starts(problem.rows), problem.begins, strict=True)
+    rows = (
+        (tile, weight, channel - lead, g.filters, g.width, g.top, g.left, lead)
+        for (g, lead), tile, weight, channel in begins
+    )
+    return tuple(rows), sum(tiles)
 
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
@@ -158,10 +128,10 @@ def weight_rows(problem: Problem, filters: int, depth: int) -> tuple[list[Weight
 DEAD = 4
 """The code of a result that the ReLU cut; 0 to 3 are the place of the winner in its 2x2 window."""
 (IN_WEIGHT_ROW, IN_CHANNEL, IN_STEPS, IN_TAPS, IN_WIDTH, IN_TOP, IN_LEFT) = (
-    tl.constexpr(index) for index in range(len(InputRow._fields))
+    tl.constexpr(index) for index in range(7)
 )
 (W_FIRST_TILE, W_WEIGHT_ROW, W_CHANNEL, W_FILTERS, W_WIDTH, W_TOP, W_LEFT, W_LEAD) = (
-    tl.constexpr(index) for index in range(len(WeightRow._fields))
+    tl.constexpr(index) for index in range(8)
 )
 
 
@@ -239,7 +209,7 @@ def input_gradient_kernel(
     GROUPS: tl.constexpr, TILES: tl.constexpr, CHANNELS: tl.constexpr, IMAGES: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, FILTERS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One box of input pixels for one tile of input channels; `GROUPS` are `backward_plan.InputRow`s.
+    """One box of input pixels for one tile of input channels; see `input_rows` for `GROUPS`.
 
     Pixels are the second factor, as in `composite_tiled`.
     """
@@ -273,7 +243,7 @@ def weight_gradient_kernel(
     ROUNDS: tl.constexpr, CHANNELS: tl.constexpr, IMAGES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     FILTERS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Filters x channels of one tap of one group over one share of the boxes; `GROUPS` are `WeightRow`s.
+    """Filters x channels of one tap of one group over one share of the boxes; see `weight_rows`.
 
     There are `TILES` programs per share. A share's last box may lie beyond the batch, where fetches give zeros.
     """
@@ -372,7 +342,7 @@ def write_input_gradient(
         TensorDescriptor.from_tensor(g, [images, rows, columns, depth]),
         TensorDescriptor.from_tensor(packed, [filters, depth]),
         TensorDescriptor.from_tensor(dx, [images, rows, columns, filters]),
-        counts[1], counts[2], GROUPS=tuple(map(tuple, input_rows(problem, depth, begins))), TILES=tiles,
+        counts[1], counts[2], GROUPS=input_rows(problem, depth, begins), TILES=tiles,
         CHANNELS=problem.channels, IMAGES=images, ROWS=rows, COLUMNS=columns, FILTERS=filters, DEPTH=depth,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -392,12 +362,11 @@ def launch_weight_gradient(
     groups, tiles = weight_rows(problem, filters, depth)
     boxes = counts[0] * counts[1] * counts[2]
     splits = shares(tiles, boxes, programs)
-    total = sum(group.taps * group.filters for group in problem.groups)
-    dw = torch.zeros((total, problem.channels), device=g.device)
+    dw = torch.zeros((sum(problem.rows), problem.channels), device=g.device)
     start(weight_gradient_kernel, (tiles * splits,))(
         TensorDescriptor.from_tensor(g, [images, rows, columns, filters]),
         TensorDescriptor.from_tensor(pixels, [images, rows, columns, depth]),
-        dw, counts[1], counts[2], GROUPS=tuple(map(tuple, groups)), TILES=tiles,
+        dw, counts[1], counts[2], GROUPS=groups, TILES=tiles,
         DEPTH_TILES=ceil_div(problem.channels, depth), SPLITS=splits, ROUNDS=ceil_div(boxes, splits),
         CHANNELS=problem.channels, IMAGES=images, ROWS=rows, COLUMNS=columns, FILTERS=filters, DEPTH=depth,
         num_warps=tile.warps, num_stages=tile.stages,

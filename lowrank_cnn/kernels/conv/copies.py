@@ -92,9 +92,6 @@ def _fields(shapes: tuple[tuple[tuple[int, ...], ...], ...], device: torch.devic
 # If there are fewer than four channels, the one behind the last is set to one everywhere. Its weights are zero,
 # so the results do not change, and its gradient is the bias gradient.
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-
 
 @triton.jit
 def pad_channels(

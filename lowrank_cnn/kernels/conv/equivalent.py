@@ -1,4 +1,6 @@
-"""Rewrite a convolution of stride 2 as one of stride 1, over blocks of 2x2 pixels with 4 times the channels.
+"""Equivalent problems for the kernels that exist: over blocks of pixels, with zeros around taps, parity by parity.
+
+Blocks: a convolution of stride 2 is one of stride 1, over blocks of 2x2 pixels with 4 times the channels.
 
 Tap t of a filter reads pixel 2 o + t - top for output o. With t - top = 2 q + r, that is part r of block o + q: a
 filter over blocks. 7x7 taps over 3 channels become 4x4 over 12, and 3x3 become 2x2 over four times the channels.
@@ -9,19 +11,31 @@ At stride 1, few channels are padded with zeros in the same way, as blocks of on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import product
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowrank_cnn.core.numbers import ceil_div
-from lowrank_cnn.kernels.conv.hopper_plan import filters_per_tile, is_strided, run_length, unsupported
-from lowrank_cnn.kernels.conv.pack import copy_groups, unpack_rows
-from lowrank_cnn.kernels.problem import Pair, Problem, TapGroup, empty_maps, pixels_last
+from lowrank_cnn.core.numbers import ceil_div, round_up
+from lowrank_cnn.kernels.conv import hopper_plan, tiled
+from lowrank_cnn.kernels.conv.hopper_plan import is_strided, run_length
+from lowrank_cnn.kernels.conv.pack import copy_groups, pack_rows, unpack_rows
+from lowrank_cnn.kernels.problem import (
+    ConvTensors,
+    ForwardKernel,
+    Layout,
+    Pair,
+    Problem,
+    TapGroup,
+    blocks_before,
+    empty_maps,
+    filters_per_tile,
+    pixels_last,
+)
 
 
 def folded(problem: Problem) -> Problem | None:
@@ -32,47 +46,36 @@ def folded(problem: Problem) -> Problem | None:
         return None
     groups = []
     for group in problem.groups:
-        height, top = _side(group.height, group.top, rows)
-        width, left = _side(group.width, group.left, columns)
+        (height, *_), (width, *_) = (
+            _padded(group.height, group.top, rows),
+            _padded(group.width, group.left, columns),
+        )
+        top, left = ceil_div(group.top, rows), ceil_div(group.left, columns)
         groups.append(TapGroup(height, width, group.filters, top, left))
-    return replace(
-        problem,
-        channels=full,
-        height=ceil_div(problem.height, rows),
-        width=ceil_div(problem.width, columns),
-        groups=tuple(groups),
-        stride=(1, 1),
-    )
+    size = {"height": ceil_div(problem.height, rows), "width": ceil_div(problem.width, columns)}
+    return replace(problem, channels=full, **size, groups=tuple(groups), stride=(1, 1))
 
 
 def fold_pixels(x: Tensor, stride: Pair) -> Tensor:
     """[N, C, H, W] as blocks, channels-last, with channels padded by zeros to a multiple of 16 bytes."""
     (batch, channels, height, width), (rows, columns) = x.shape, stride
-    used = channels * rows * columns
-    full = _whole(used, x.dtype)
-    pixels, size = pixels_last(x), (ceil_div(height, rows), ceil_div(width, columns))
-    if height % rows == 0 and width % columns == 0:
-        parts = pixels.view(batch, size[0], rows, size[1], columns, channels).permute(0, 1, 3, 2, 4, 5)
-        return functional.pad(parts.reshape(batch, *size, used), (0, full - used)).permute(0, 3, 1, 2)
-    blocks = x.new_zeros((batch, *size, full))
-    parts = blocks[..., :used].unflatten(-1, (rows, columns, channels))
-    for row in range(rows):
-        for column in range(columns):
-            part = pixels[:, row::rows, column::columns]
-            parts[:, : part.shape[1], : part.shape[2], row, column] = part
+    pixels, used = pixels_last(x), channels * rows * columns
+    if height % rows or width % columns:
+        pixels = functional.pad(pixels, (0, 0, 0, -width % columns, 0, -height % rows))
+    size = (pixels.shape[1] // rows, pixels.shape[2] // columns)
+    parts = pixels.view(batch, size[0], rows, size[1], columns, channels).permute(0, 1, 3, 2, 4, 5)
+    blocks = functional.pad(parts.reshape(batch, *size, used), (0, _whole(used, x.dtype) - used))
     return blocks.permute(0, 3, 1, 2)
 
 
 def unfold_pixels(blocks: Tensor, problem: Problem) -> Tensor:
     """The gradient of the pixels, from that of the blocks."""
     (rows, columns), channels = problem.stride, problem.channels
-    size = (problem.batch, channels, problem.height, problem.width)
-    x = torch.empty(size, device=blocks.device, dtype=blocks.dtype, memory_format=torch.channels_last)
+    x = empty_maps((problem.batch, channels, problem.height, problem.width), blocks)
     parts = pixels_last(blocks)[..., : channels * rows * columns].unflatten(-1, (rows, columns, channels))
-    for row in range(rows):
-        for column in range(columns):
-            target = x.permute(0, 2, 3, 1)[:, row::rows, column::columns]
-            target.copy_(parts[:, : target.shape[1], : target.shape[2], row, column])
+    for row, column in product(range(rows), range(columns)):
+        target = x.permute(0, 2, 3, 1)[:, row::rows, column::columns]
+        target.copy_(parts[:, : target.shape[1], : target.shape[2], row, column])
     return x
 
 
@@ -96,36 +99,56 @@ def unfold_weights(taps: Tensor, group: TapGroup, stride: Pair, channels: int) -
     return whole[:, :, above : above + group.height, before : before + group.width]
 
 
-def _side(taps: int, before: int, stride: int) -> tuple[int, int]:
-    """Taps over blocks along one side, and how many blocks before the output the first one lies."""
-    first, last = -before // stride, (taps - 1 - before) // stride
-    return last - first + 1, -first
-
-
 def _padded(taps: int, before: int, stride: int) -> tuple[int, int, int]:
-    """Taps over blocks, and the zeros before and after them that fill whole blocks."""
-    count, _ = _side(taps, before, stride)
-    front = -before % stride
+    """Taps over blocks along one side, and the zeros before and after the taps that fill whole blocks."""
+    blocks, front = blocks_before(before, stride)
+    count = (taps - 1 - before) // stride + blocks + 1
     return count, front, count * stride - taps - front
 
 
 def _whole(channels: int, dtype: torch.dtype) -> int:
     """Channels, rounded up so that every pixel begins at a multiple of 16 bytes."""
-    step = 16 // dtype.itemsize
-    return ceil_div(channels, step) * step
+    return round_up(channels, 16 // dtype.itemsize)
+
+
+def folded_weights(weights: Sequence[Tensor], problem: Problem) -> list[Tensor]:
+    """The groups' weights for the folded problem."""
+    inner = folded(problem)
+    assert inner is not None
+    pairs = zip(weights, problem.groups, strict=True)
+    return [fold_weights(weight, group, problem.stride, inner.channels) for weight, group in pairs]
+
+
+def _launch_folded(problem: Problem, given: ConvTensors, tile: tiled.Tile) -> Tensor:
+    inner = folded(problem)
+    assert inner is not None
+    return tiled.launch_tiled(inner, given._replace(x=fold_pixels(given.x, problem.stride)), tile)
+
+
+def _unfoldable(problem: Problem) -> str | None:
+    inner = folded(problem)
+    return tiled.unsupported(inner) if inner else "no blocks of pixels"
+
+
+FOLDED = ForwardKernel(
+    tiled.Tile,
+    lambda problem, capability: tiled.tiles(folded(problem) or problem, capability)[:1],
+    _unfoldable,
+    Layout("blocks", lambda weights, problem, dtype: pack_rows(folded_weights(weights, problem), dtype)),
+    _launch_folded,
+)
 
 
 # Rewrite a problem for the Hopper kernels: groups of one length, or one group, with zeros around the taps.
 #
 # The Hopper kernels fetch the pixels of a run of taps once, and all runs of a launch have one length. A 3x3 and
 # a 1x1 group have none in common. With zeros above and below its tap the 1x1 becomes a 3x1: three products in
-# place of one, where a 3x3 would take nine. The results do not change.
+# place of one, where a 3x3 would take nine. The results do not change. This serves the weights' gradient; in the
+# forward it never beat the plain kernel.
 #
 # A tile of filters lies within one group. Narrow groups make narrow tiles, which leave most of the matrix unit
-# idle. As one dense group with more zeros, such a layer may be faster still.
+# idle. As one dense group with zeros around all taps, such a layer may be faster.
 
-LENGTHS = (3, 5)
-"""Taps of a run in the forward. At length 1 no tap shares a fetch, and nothing is gained."""
 MOST = 2
 """How many times the products may grow. The plain kernels take less than twice as long per product."""
 NARROW, MOST_ENCLOSED = 64, 2.5
@@ -133,7 +156,7 @@ NARROW, MOST_ENCLOSED = 64, 2.5
 
 
 @lru_cache(maxsize=4096)
-def lengthened(problem: Problem, lengths: tuple[int, ...] = LENGTHS) -> Problem | None:
+def lengthened(problem: Problem, lengths: tuple[int, ...]) -> Problem | None:
     """The problem with runs of the one of `lengths` that adds the fewest products.
 
     None if it has such runs already, if every tap is a run of its own, or if the products would grow too much.
@@ -152,7 +175,7 @@ def is_worth_enclosing(problem: Problem) -> bool:
     """Whether a problem may be faster as one dense group: if others do not run on Hopper, or in narrow tiles."""
     if len(problem.groups) == 1 or problem.as_dense.macs > MOST_ENCLOSED * problem.macs:
         return False
-    runs = any(form and unsupported(form) is None for form in (problem, lengthened(problem)))
+    runs = any(form and hopper_plan.unsupported(form) is None for form in (problem, lengthened(problem, (3, 5))))
     return not runs or filters_per_tile(problem) < NARROW
 
 
@@ -167,28 +190,29 @@ def _reaching(group: TapGroup, length: int) -> TapGroup | None:
     return min(found, key=lambda longer: longer.taps, default=None)
 
 
-def pack_lengthened(weights: Sequence[Tensor], problem: Problem, dtype: torch.dtype) -> Tensor:
-    """As `pack.pack_rows`, for the lengthened problem."""
-    longer = lengthened(problem)
-    assert longer is not None
-    rows = _zero_rows(longer, weights[0], dtype)
-    copy_groups(weights, own_taps(unpack_rows(rows, longer), problem, longer.groups))
-    return rows
-
-
 def pack_enclosed(weights: Sequence[Tensor], problem: Problem, dtype: torch.dtype) -> Tensor:
     """As `pack.pack_rows`, for the problem as one dense group."""
     dense = problem.as_dense
-    rows = _zero_rows(dense, weights[0], dtype)
+    rows = weights[0].new_zeros((sum(dense.rows), problem.channels), dtype=dtype)
     (whole,) = unpack_rows(rows, dense)
     parts = whole.split([group.filters for group in problem.groups])
     copy_groups(weights, own_taps(parts, problem, dense.groups * len(parts)))
     return rows
 
 
-def _zero_rows(problem: Problem, like: Tensor, dtype: torch.dtype) -> Tensor:
-    taps = sum(group.taps * group.filters for group in problem.groups)
-    return like.new_zeros((taps, problem.channels), dtype=dtype)
+def _unenclosable(problem: Problem) -> str | None:
+    worth = is_worth_enclosing(problem)
+    return hopper_plan.unsupported(problem.as_dense) if worth else "groups that need not be enclosed"
+
+
+ENCLOSED = ForwardKernel(
+    hopper_plan.HopperTile,
+    lambda problem, capability: hopper_plan.hopper_tiles(problem.as_dense, capability),
+    _unenclosable,
+    Layout("enclosed", pack_enclosed),
+    lambda problem, given, tile: hopper_plan.HOPPER.launch(problem.as_dense, given, tile),
+    lambda problem, tile: hopper_plan.part_count(problem.as_dense, tile),
+)
 
 
 def own_taps(weights: Sequence[Tensor], problem: Problem, wider: Sequence[TapGroup]) -> list[Tensor]:
@@ -226,16 +250,15 @@ class ParityConv:
 
 def parity_convs(problem: Problem) -> list[ParityConv]:
     """One conv for each parity that any tap reads."""
-    begins = list(accumulate((group.filters for group in problem.groups), initial=0))
     found = []
     for parity in product(range(problem.stride[0]), range(problem.stride[1])):
-        parts = {index: _part(group, parity, problem.stride) for index, group in enumerate(problem.groups)}
-        members = tuple(index for index, part in parts.items() if part is not None)
-        if members:
-            groups = tuple(parts[index][0] for index in members)  # type: ignore[index]
-            taps = tuple(parts[index][1] for index in members)  # type: ignore[index]
-            starts = tuple(begins[index] for index in members)
-            found.append(ParityConv(parity, _over(problem, parity, groups), members, starts, taps))
+        parts = [_part(group, parity, problem.stride) for group in problem.groups]
+        placed = [
+            (i, begin, *part) for i, (begin, part) in enumerate(zip(problem.begins, parts, strict=True)) if part
+        ]
+        if placed:
+            members, begins, groups, taps = zip(*placed, strict=True)
+            found.append(ParityConv(parity, _over(problem, parity, groups), members, begins, taps))
     return found
 
 
@@ -254,45 +277,7 @@ def pixels_of(pixels: Tensor, conv: ParityConv, stride: Pair) -> Tensor:
     return pixels[:, conv.parity[0] :: stride[0], conv.parity[1] :: stride[1]]
 
 
-def strided_input_gradient(
-    problem: Problem,
-    g: Tensor,
-    weights: Sequence[Tensor],
-    add_up: Callable[[ParityConv, Tensor, list[Tensor], Tensor], None],
-) -> Tensor:
-    """The gradient of the input, [N, C, H, W]; `add_up` writes that of one parity into its view."""
-    convs = parity_convs(problem)
-    maps = empty_maps((problem.batch, problem.channels, problem.height, problem.width), g)
-    if len(convs) < problem.stride[0] * problem.stride[1]:
-        maps.zero_()  # no tap reads the pixels of some parity
-    for conv in convs:
-        taps = [weights[i][:, :, t :: problem.stride[0], u :: problem.stride[1]] for i, (t, u) in _taps(conv)]
-        add_up(conv, g, taps, pixels_of(maps.permute(0, 2, 3, 1), conv, problem.stride))
-    return maps
-
-
-def weight_gradients(
-    problem: Problem, g: Tensor, pixels: Tensor, gradient: Callable[[Problem, Tensor, Tensor], list[Tensor]]
-) -> list[Tensor]:
-    """The groups' gradients in float32; `gradient` computes those of a conv of stride 1."""
-    sizes = [(group.filters, problem.channels, group.height, group.width) for group in problem.groups]
-    found = [torch.empty(size, device=g.device) for size in sizes]  # every tap reads one parity
-    for conv in parity_convs(problem):
-        view = pixels_of(pixels, conv, problem.stride)
-        for first, last in _neighbours(conv):
-            part = replace(conv.problem, groups=conv.problem.groups[first:last])
-            begin = conv.begins[first]
-            parts = gradient(part, g[..., begin : begin + part.filters], view)
-            for (index, (t, u)), value in zip(_taps(conv)[first:last], parts, strict=True):
-                found[index][:, :, t :: problem.stride[0], u :: problem.stride[1]] = value
-    return found
-
-
-def _taps(conv: ParityConv) -> list[tuple[int, Pair]]:
-    return list(zip(conv.members, conv.taps, strict=True))
-
-
-def _neighbours(conv: ParityConv) -> list[Pair]:
+def neighbours(conv: ParityConv) -> list[Pair]:
     """Ranges of members whose filters are neighbours, as (first, after the last)."""
     stretches: list[list[int]] = []
     for place, (begin, group) in enumerate(zip(conv.begins, conv.problem.groups, strict=True)):
@@ -319,12 +304,8 @@ def _parity_side(taps: int, before: int, parity: int, stride: int) -> tuple[int,
 
 
 def _over(problem: Problem, parity: Pair, groups: tuple[TapGroup, ...]) -> Problem:
-    return replace(
-        problem,
-        height=ceil_div(problem.height - parity[0], problem.stride[0]),
-        width=ceil_div(problem.width - parity[1], problem.stride[1]),
-        groups=groups,
-        stride=(1, 1),
-        activation=None,
-        pool=None,
-    )
+    """The problem of some taps over the pixels of one parity."""
+    sides = zip((problem.height, problem.width), parity, problem.stride, strict=True)
+    height, width = (ceil_div(size - first, stride) for size, first, stride in sides)
+    changes = {"groups": groups, "stride": (1, 1), "activation": None, "pool": None}
+    return replace(problem, height=height, width=width, **changes)

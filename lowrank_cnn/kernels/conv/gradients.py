@@ -10,20 +10,14 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.kernels import device as gpu
-from lowrank_cnn.kernels.conv import backward, hopper_plan, stem, tiled
-from lowrank_cnn.kernels.conv import backward as backward_plan
-from lowrank_cnn.kernels.conv import equivalent as fold
-from lowrank_cnn.kernels.conv import equivalent as lengthen
-from lowrank_cnn.kernels.conv import equivalent as stride_parity
-from lowrank_cnn.kernels.conv import hopper_plan as hopper_weights_plan
-from lowrank_cnn.kernels.conv import hopper_plan as window_plan
-from lowrank_cnn.kernels.conv.forward import folded_weights, run_plan
-from lowrank_cnn.kernels.conv.plans import OLDER, KernelPlan, plans, preset
+from lowrank_cnn.kernels.conv import backward, equivalent, gather, hopper_plan, tiled
+from lowrank_cnn.kernels.conv.forward import run_plan
+from lowrank_cnn.kernels.conv.plans import KernelPlan, plans, preset
 from lowrank_cnn.kernels.device import on_its_device
-from lowrank_cnn.kernels.problem import Problem, pixels_last
+from lowrank_cnn.kernels.problem import Problem, empty_maps, pixels_last
 
-OLDER_WEIGHTS = (32, 64, 64, 4, 3)
-"""As `plans.OLDER`, for the weights' gradient."""
+OLDER_WEIGHTS = tiled.Tile(32, 64, 64, 4, 3)
+"""As `tiled.OLDER`, for the weights' gradient."""
 
 
 @on_its_device
@@ -48,14 +42,14 @@ def compute_gradients(
 
         dw, db = launch_window_gradient(problem, pixels, g, seen)
         return None, dw, db
-    if stem.unsupported(problem) is None and not need_input:
-        dw, db = stem.launch_stem_gradient(problem, x, g, seen, programs)
+    if gather.STEM.unsupported(problem) is None and not need_input:
+        dw, db = gather.launch_stem_gradient(problem, x, g, seen, programs)
         return None, dw, db
-    if problem.stride != (1, 1) and stride_parity.parity_unsupported(problem) is None:
+    if problem.stride != (1, 1) and equivalent.parity_unsupported(problem) is None:
         g, db = backward.launch_undo(problem, g, seen, programs, need_bias=need_bias)
-        dx = stride_parity.strided_input_gradient(problem, g, weights, _write_parity) if need_input else None
-        return dx, stride_parity.weight_gradients(problem, g, pixels, weight_gradient), db
-    if fold.folded(problem) is not None:
+        dx = _strided_input_gradient(problem, g, weights) if need_input else None
+        return dx, _strided_weight_gradients(problem, g, pixels), db
+    if equivalent.folded(problem) is not None:
         return _unfolded_gradients(problem, grad, x, weights, seen, need_input=need_input, need_bias=need_bias)
     g, db = backward.launch_undo(problem, g, seen, programs, need_bias=need_bias)
     dx = input_gradient(problem, g, weights) if need_input else None
@@ -65,19 +59,49 @@ def compute_gradients(
 def _unfolded_gradients(
     problem: Problem, grad: Tensor, x: Tensor, weights: Sequence[Tensor], seen: Tensor, **needs: bool
 ) -> tuple[Tensor | None, list[Tensor], Tensor | None]:
-    inner = fold.folded(problem)
+    inner = equivalent.folded(problem)
     assert inner is not None
-    taps, blocks = folded_weights(problem, weights), fold.fold_pixels(x, problem.stride)
+    taps, blocks = equivalent.folded_weights(weights, problem), equivalent.fold_pixels(x, problem.stride)
     dx, taps, db = compute_gradients(inner, grad, blocks, taps, seen, **needs)
     pairs = zip(taps, problem.groups, strict=True)
-    dw = [fold.unfold_weights(part, group, problem.stride, problem.channels) for part, group in pairs]
-    return None if dx is None else fold.unfold_pixels(dx, problem), dw, db
+    dw = [equivalent.unfold_weights(part, group, problem.stride, problem.channels) for part, group in pairs]
+    return None if dx is None else equivalent.unfold_pixels(dx, problem), dw, db
+
+
+def _strided_input_gradient(problem: Problem, g: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """The gradient of the input, [N, C, H, W]: each parity's into its view of the same memory."""
+    convs, (down, across) = equivalent.parity_convs(problem), problem.stride
+    maps = empty_maps((problem.batch, problem.channels, problem.height, problem.width), g)
+    if len(convs) < down * across:
+        maps.zero_()  # no tap reads the pixels of some parity
+    for conv in convs:
+        taps = [weights[i][:, :, t::down, u::across] for i, (t, u) in zip(conv.members, conv.taps, strict=True)]
+        view = equivalent.pixels_of(maps.permute(0, 2, 3, 1), conv, problem.stride)
+        tile = _input_tile(conv.problem, g.device)
+        backward.write_input_gradient(conv.problem, g, taps, view, tile, conv.begins)
+    return maps
+
+
+def _strided_weight_gradients(problem: Problem, g: Tensor, pixels: Tensor) -> list[Tensor]:
+    """The groups' gradients in float32, from those of a conv of stride 1 per parity."""
+    sizes = [(group.filters, problem.channels, group.height, group.width) for group in problem.groups]
+    found = [torch.empty(size, device=g.device) for size in sizes]  # every tap reads one parity
+    for conv in equivalent.parity_convs(problem):
+        view = equivalent.pixels_of(pixels, conv, problem.stride)
+        for first, last in equivalent.neighbours(conv):
+            part = replace(conv.problem, groups=conv.problem.groups[first:last])
+            begin = conv.begins[first]
+            parts = weight_gradient(part, g[..., begin : begin + part.filters], view)
+            places = zip(conv.members[first:last], conv.taps[first:last], parts, strict=True)
+            for index, (t, u), value in places:
+                found[index][:, :, t :: problem.stride[0], u :: problem.stride[1]] = value
+    return found
 
 
 def has_windows(problem: Problem, capability: tuple[int, int]) -> bool:
     """Whether `window_gradient` takes a problem: it needs Hopper and a spare channel."""
-    spare = capability[0] == 9 and problem.channels < window_plan.PLACES
-    return spare and window_plan.window_unsupported(problem) is None
+    spare = capability[0] == 9 and problem.channels < hopper_plan.PLACES
+    return spare and hopper_plan.window_unsupported(problem) is None
 
 
 def input_gradient(problem: Problem, g: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -86,16 +110,11 @@ def input_gradient(problem: Problem, g: Tensor, weights: Sequence[Tensor]) -> Te
     For a single group this is a convolution, and the Hopper kernel runs it. Groups of different directions share
     no fetches: `backward` sums them in one kernel.
     """
-    turned = backward_plan.turned(problem)
+    turned = backward.turned(problem)
     if turned is not None and (plan := _hopper_plan(turned, gpu.capability_of(g.device))) is not None:
         flipped = weights[0].detach().flip(2, 3).transpose(0, 1)
         return run_plan(plan, turned, g.permute(0, 3, 1, 2), [flipped], None)
     return backward.launch_input_gradient(problem, g, weights, _input_tile(problem, g.device))
-
-
-def _write_parity(conv: stride_parity.ParityConv, g: Tensor, taps: list[Tensor], dx: Tensor) -> None:
-    tile = _input_tile(conv.problem, g.device)
-    backward.write_input_gradient(conv.problem, g, taps, dx, tile, conv.begins)
 
 
 def weight_gradient(problem: Problem, g: Tensor, pixels: Tensor) -> list[Tensor]:
@@ -104,11 +123,11 @@ def weight_gradient(problem: Problem, g: Tensor, pixels: Tensor) -> list[Tensor]
     Both may be views: of some filters, or of every second pixel.
     """
     programs, capability = 2 * gpu.multiprocessors(g.device), gpu.capability_of(g.device)
-    longer = lengthen.lengthened(problem, hopper_weights_plan.RUNS) or problem
-    if capability[0] == 9 and hopper_weights_plan.weights_unsupported(longer) is None:
+    longer = equivalent.lengthened(problem, hopper_plan.RUNS) or problem
+    if capability[0] == 9 and hopper_plan.weights_unsupported(longer) is None:
         from lowrank_cnn.kernels.conv.hopper_weights import launch_weights_hopper
 
-        return lengthen.own_taps(launch_weights_hopper(longer, g, pixels, programs), problem, longer.groups)
+        return equivalent.own_taps(launch_weights_hopper(longer, g, pixels, programs), problem, longer.groups)
     return backward.launch_weight_gradient(problem, g, pixels, programs, _weight_tile(problem, capability))
 
 
@@ -121,7 +140,7 @@ def _hopper_plan(problem: Problem, capability: tuple[int, int]) -> KernelPlan | 
 def _input_tile(problem: Problem, device: torch.device) -> tiled.Tile | None:
     capability = gpu.capability_of(device)
     if (0, 0) < capability < (9, 0):
-        return replace(tiled.Tile(*OLDER), filters=OLDER[1] * 2 // problem.dtype.itemsize)
+        return replace(tiled.OLDER, filters=tiled.OLDER.filters * 2 // problem.dtype.itemsize)
     stored = preset(problem, capability, "input")
     return KernelPlan.parse(stored).tile if stored else None
 
@@ -134,6 +153,6 @@ def _weight_tile(problem: Problem, capability: tuple[int, int]) -> tiled.Tile:
     every product is waited for.
     """
     if (0, 0) < capability < (9, 0):
-        return tiled.Tile(*OLDER_WEIGHTS)
-    tile = tiled.Tile(*OLDER_WEIGHTS) if problem.dtype.itemsize > 2 else backward_plan.weight_tile(problem)
+        return OLDER_WEIGHTS
+    tile = OLDER_WEIGHTS if problem.dtype.itemsize > 2 else backward.weight_tile(problem)
     return replace(tile, stages=1)

@@ -28,26 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.kernels import device as gpu
-from lowrank_cnn.kernels.conv.hopper_epilogue import (
-    biased,
-    fetch_residual,
-    pooled,
-    store_parts,
-    write,
-    write_added,
-)
-from lowrank_cnn.kernels.conv.hopper_plan import (
-    HopperTile,
-    RunRow,
-    box_counts,
-    box_total,
-    default_tile,
-    is_strided,
-    run_box,
-    run_length,
-    run_rows,
-    slab_count,
-)
+from lowrank_cnn.kernels.conv import hopper_plan as plan
 from lowrank_cnn.kernels.conv.tiled import activation_options
 from lowrank_cnn.kernels.device import start
 from lowrank_cnn.kernels.problem import ConvTensors, Problem, empty_result, filter_tiles, pixels_last
@@ -62,7 +43,7 @@ from lowrank_cnn.kernels.problem import ConvTensors, Problem, empty_result, filt
 (
     FIRST_TILE, WEIGHT_ROW, CHANNEL, FILTER_COUNT, RUNS, ALONG, ACROSS, BEFORE, BESIDE, TURNED, WIDTH, TOP_SKIP,
     LEFT_SKIP,
-) = (gl.constexpr(index) for index in range(len(RunRow._fields)))  # fmt: skip
+) = (gl.constexpr(index) for index in range(13))  # fmt: skip
 
 
 @gluon.jit
@@ -74,7 +55,7 @@ def place_of(
     """The place of a tile: its geometry and its corner.
 
     `counts` are the boxes along x and y for runs along the rows, then for runs along the columns. The geometry is
-    (weight row, runs, along, across, before, beside, width, top skip, left skip) as in `hopper_plan.RunRow`, the
+    (weight row, runs, along, across, before, beside, width, top skip, left skip) as in `hopper_plan.run_rows`, the
     corner (channel, turned, run, image, cross). The last tile of a group begins early enough to be whole: filters
     that it shares with the tile before are computed twice, with the same result.
     """
@@ -199,9 +180,222 @@ def fetch(
     return ahead, step, boxed, issued, geometry, corner
 
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false
+# Steps after the matrix product, also of `window` and `overlap`: pool, bias, residual, activation, and storing the
+# result. Results go through shared memory, from which the tensor memory accelerator copies whole boxes to device
+# memory. A residual arrives in the same shared memory: each thread reads it from where it then stores its results.
+
+
+@gluon.jit
+def normal_below(x):
+    """The normal distribution function to 1e-7 (Abramowitz and Stegun, 7.1.26); it needs few registers."""
+    t = 1.0 / (1.0 + 0.3275911 * 0.7071067811865476 * gl.abs(x))
+    tail = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
+    beyond = 0.5 * tail * gl.exp(-0.5 * x * x)
+    return gl.where(x > 0, 1.0 - beyond, beyond)
+
+
+@gluon.jit
+def activated(out, ACTIVATION: gl.constexpr, SLOPE: gl.constexpr):
+    """The activation of float32 values; `ACTIVATION` is a name of `kernels.activation`, "" for none."""
+    if ACTIVATION == "relu":
+        out = gl.maximum(out, 0.0)
+    elif ACTIVATION == "leaky_relu":
+        out = gl.where(out > 0, out, out * SLOPE)
+    elif ACTIVATION == "silu":
+        out = out / (1.0 + gl.exp(-out))
+    elif ACTIVATION == "gelu":
+        out = out * normal_below(out)
+    elif ACTIVATION == "hardswish":
+        out = out * gl.minimum(gl.maximum(out + 3.0, 0.0), 6.0) * (1.0 / 6.0)
+    return out
+
+
+@gluon.jit
+def pooled(
+    acc, turned, run, cross, out_height, out_width,
+    RUN: gl.constexpr, IMAGES: gl.constexpr, CROSS: gl.constexpr, WHOLE: gl.constexpr, CODES: gl.constexpr,
+):  # fmt: skip
+    """The maximum of each 2x2 window of a tile; pixels outside the image never win.
+
+    With `CODES`, the two lowest bits of a value hold its place in the window.
+    """
+    FILTERS: gl.constexpr = acc.shape[1]
+    pixel = gl.arange(0, RUN * IMAGES * CROSS, layout=gl.SliceLayout(1, acc.type.layout))
+    ahead, beside = pixel // (IMAGES * CROSS), pixel % CROSS
+    if not WHOLE:
+        out_run = gl.where(turned > 0, out_width, out_height)
+        out_cross = gl.where(turned > 0, out_height, out_width)
+        inside = (run + ahead < out_run) & (cross + beside < out_cross)
+        acc = gl.where(inside[:, None], acc, -3.0e38)
+    if CODES:
+        place = gl.where(turned > 0, beside % 2 * 2 + ahead % 2, ahead % 2 * 2 + beside % 2)
+        bits = acc.to(gl.int32, bitcast=True) & ~3 | 3 - place[:, None]
+        acc = bits.to(gl.float32, bitcast=True)
+    quads = acc.reshape([RUN // 2, 2, IMAGES, CROSS // 2, 2, FILTERS])
+    return gl.max(gl.max(quads, 4), 1).reshape([RUN // 2 * IMAGES * (CROSS // 2), FILTERS])
+
+
+@gluon.jit
+def biased(out, bias, channel, HAS_BIAS: gl.constexpr, CODES: gl.constexpr):
+    """Add the bias to [pixels, filters]; with `CODES` also return each pool's winner, from the two lowest bits."""
+    FILTERS: gl.constexpr = out.shape[1]
+    bits = out.to(gl.int32, bitcast=True)
+    code = 3 - (bits & 3)
+    if CODES:  # a zero that kept these bits would compare as greater than zero
+        out = (bits & ~3).to(gl.float32, bitcast=True)
+    if HAS_BIAS:
+        lanes = gl.arange(0, FILTERS, layout=gl.SliceLayout(0, out.type.layout))
+        out = out + gl.load(bias + channel + lanes).to(gl.float32)[None, :]
+    return out, code
+
+
+@gluon.jit
+def finished(
+    out, bias, channel,
+    ACTIVATION: gl.constexpr, SLOPE: gl.constexpr, HAS_BIAS: gl.constexpr, CODES: gl.constexpr,
+):  # fmt: skip
+    """Add the bias and activate; with `CODES` also return each pool's winner, 4 if the ReLU cut it."""
+    out, code = biased(out, bias, channel, HAS_BIAS, CODES)
+    out = activated(out, ACTIVATION, SLOPE)
+    if ACTIVATION == "relu":
+        code = gl.where(out > 0, code, 4)
+    return out, code
+
+
+@gluon.jit
+def copy_out(targets, staged, turned, place):
+    """Copy a box from shared to device memory, once all threads have written it."""
+    fence_async_shared()
+    gl.thread_barrier()
+    if turned > 0:
+        tma.async_copy_shared_to_global(targets[1], place, staged)
+    else:
+        tma.async_copy_shared_to_global(targets[0], place, staged)
+
+
+@gluon.jit
+def send(targets, staged, values, turned, place):
+    """Store a box through shared memory, once the box before it has left."""
+    tma.store_wait(0)
+    gl.thread_barrier()
+    staged.store(values.reshape(staged.shape))
+    copy_out(targets, staged, turned, place)
+
+
+@gluon.jit
+def fetch_residual(sources, staged, ready, turned, place):
+    """Start to fetch a box of the residual to the memory of the results, once the box before it has left."""
+    size: gl.constexpr = sources[0].dtype.primitive_bitwidth // 8
+    tma.store_wait(0)
+    gl.thread_barrier()
+    mbarrier.expect(ready, staged.shape[0] * staged.shape[1] * staged.shape[2] * staged.shape[3] * size)
+    if turned > 0:
+        tma.async_copy_global_to_shared(sources[1], place, ready, staged)
+    else:
+        tma.async_copy_global_to_shared(sources[0], place, ready, staged)
+
+
+@gluon.jit
+def send_added(
+    targets, staged, ready, phase, values, turned, place,
+    ACTIVATION: gl.constexpr, SLOPE: gl.constexpr, ADD_LAST: gl.constexpr,
+):  # fmt: skip
+    """Add the fetched residual before or after the activation; store the box through the same shared memory."""
+    mbarrier.wait(ready, phase)
+    box = values.reshape(staged.shape)
+    if ADD_LAST:
+        box = activated(box, ACTIVATION, SLOPE)
+    box += staged.load(box.type.layout).to(gl.float32)
+    if not ADD_LAST:
+        box = activated(box, ACTIVATION, SLOPE)
+    gl.thread_barrier()  # every thread has read its part
+    staged.store(box.to(targets[0].dtype))
+    copy_out(targets, staged, turned, place)
+
+
+@gluon.jit
+def store_parts(
+    parts, plane, staged, out, turned, run, image, cross, batch, out_height, out_width,
+    RUN: gl.constexpr, IMAGES: gl.constexpr, CROSS: gl.constexpr, WARPS: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
+    """Count, mean and squared distances of a tile's pixels inside the image, per filter (see `result_statistics`).
+
+    Each of `WARPS` warps along the pixels sums its own pixels; the sums are combined in the results' shared
+    memory. Squares are of the values themselves: in tiles this small, rounding to 16 bits loses more than
+    cancellation does. Returns the values with zeros outside the image, where nothing is stored.
+    """
+    PIXELS: gl.constexpr = RUN * IMAGES * CROSS
+    FILTERS: gl.constexpr = out.shape[1]
+    pixel = gl.arange(0, PIXELS, layout=gl.SliceLayout(1, out.type.layout))
+    runs = gl.where(turned > 0, out_width, out_height) - run
+    crosses = gl.where(turned > 0, out_height, out_width) - cross
+    inside = (pixel // (IMAGES * CROSS) < runs) & (pixel % CROSS < crosses)
+    inside = inside & (image + pixel // CROSS % IMAGES < batch)
+    values = gl.where(inside[:, None], out, 0.0)
+    # Warps take sixteen pixels each in turn: sums over all axes but that of the warps exchange no data.
+    own = values.reshape([PIXELS // (16 * WARPS), WARPS, 16, FILTERS])
+    sums, squares = gl.sum(gl.sum(own, 2), 0), gl.sum(gl.sum(own * own, 2), 0)
+    met = staged._reinterpret(gl.float32, [2, WARPS, FILTERS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    tma.store_wait(0)  # the results before have left
+    gl.thread_barrier()
+    met.index(0).store(sums)
+    met.index(1).store(squares)
+    gl.thread_barrier()
+    total, squared = gl.sum(met.index(0).load(SUMS), 0), gl.sum(met.index(1).load(SUMS), 0)
+    gl.thread_barrier()
+    pixels = gl.minimum(runs, RUN) * gl.minimum(crosses, CROSS) * gl.maximum(gl.minimum(batch - image, IMAGES), 0)
+    mean = total / gl.maximum(pixels * 1.0, 1.0)
+    lanes = gl.arange(0, FILTERS, layout=gl.SliceLayout(0, SUMS))
+    gl.store(parts + lanes, total * 0.0 + pixels)
+    gl.store(parts + plane + lanes, mean)
+    gl.store(parts + 2 * plane + lanes, gl.maximum(squared - total * mean, 0.0))
+    return values
+
+
+@gluon.jit
+def halves_of(out):
+    """Split [pixels, filters] into the first and the second half of the filters."""
+    return out.reshape([out.shape[0], 2, out.shape[1] // 2]).permute(0, 2, 1).split()
+
+
+@gluon.jit
+def write(
+    ys, cs, staged, staged_codes, out, bias, channel, turned, run, image, cross,
+    ACTIVATION: gl.constexpr, SLOPE: gl.constexpr, HAS_BIAS: gl.constexpr, PARTS: gl.constexpr,
+    CODES: gl.constexpr,
+):  # fmt: skip
+    """Add the bias, activate, round, and store through shared memory, in parts so that these need little of it."""
+    FILTERS: gl.constexpr = out.shape[1]
+    out, code = finished(out, bias, channel, ACTIVATION, SLOPE, HAS_BIAS, CODES)
+    if CODES:
+        send(cs, staged_codes, code.to(gl.uint8), turned, [run, image, cross, channel])
+    out = out.to(ys[0].dtype)
+    if PARTS == 2:
+        low, high = halves_of(out)
+        send(ys, staged, low, turned, [run, image, cross, channel])
+        send(ys, staged, high, turned, [run, image, cross, channel + FILTERS // 2])
+    else:
+        send(ys, staged, out, turned, [run, image, cross, channel])
+
+
+@gluon.jit
+def write_added(
+    ys, rs, staged, ready, tiles_done, out, bias, channel, turned, run, image, cross,
+    ACTIVATION: gl.constexpr, SLOPE: gl.constexpr, HAS_BIAS: gl.constexpr, PARTS: gl.constexpr,
+    ADD_LAST: gl.constexpr,
+):  # fmt: skip
+    """As `write`, with a residual, whose first part was fetched while the products ran."""
+    FILTERS: gl.constexpr = out.shape[1]
+    out, _ = biased(out, bias, channel, HAS_BIAS, False)
+    place = [run, image, cross, channel]
+    if PARTS == 2:
+        second = [run, image, cross, channel + FILTERS // 2]
+        low, high = halves_of(out)
+        send_added(ys, staged, ready, 0, low, turned, place, ACTIVATION, SLOPE, ADD_LAST)
+        fetch_residual(rs, staged, ready, turned, second)
+        send_added(ys, staged, ready, 1, high, turned, second, ACTIVATION, SLOPE, ADD_LAST)
+    else:
+        send_added(ys, staged, ready, tiles_done & 1, out, turned, place, ACTIVATION, SLOPE, ADD_LAST)
 
 
 @gluon.jit
@@ -315,21 +509,20 @@ def composite_hopper(
     tma.store_wait(0)
 
 
-def launch_hopper(problem: Problem, given: ConvTensors, tile: HopperTile | None = None) -> Tensor:
+def launch_hopper(problem: Problem, given: ConvTensors, tile: plan.HopperTile) -> Tensor:
     """Run the kernel on `pack.pack_rows` weights; the result is channels-last."""
     x, packed, bias, codes, residual, parts = given
-    tile = tile or default_tile(problem)
     pixels, maps = pixels_last(x), empty_result(problem, x)
     result = maps.permute(0, 2, 3, 1)
     added = result if residual is None else pixels_last(residual)
     winners = result if codes is None else codes
-    box = run_box(problem, tile)
+    box = plan.run_box(problem, tile)
     run, images, cross = box
     shrink = 1 if problem.pool is None else 2
     out = (run // shrink, images, cross // shrink, tile.filters // tile.parts)
-    rows, turned = box_counts(problem, box)
+    rows, turned = plan.box_counts(problem, box)
     tiles = filter_tiles(problem, tile.filters)
-    total = tiles * box_total(problem, box)
+    total = tiles * plan.box_total(problem, box)
     grid = min(total, gpu.multiprocessors(x.device) * tile.residents)
     if tile.weights_stay:
         grid = max(1, grid // tiles) * tiles
@@ -341,12 +534,12 @@ def launch_hopper(problem: Problem, given: ConvTensors, tile: HopperTile | None 
         described_pixels(winners, out), described_pixels(winners, out, turned=True),
         bias if bias is not None else packed, parts if parts is not None else result,
         total, problem.batch, problem.filters, *rows, *turned, problem.out_height, problem.out_width,
-        GROUPS=tuple(map(tuple, run_rows(problem, tile.filters))), TILES=tiles, TAPS=run_length(problem), RUN=run,
+        GROUPS=plan.run_rows(problem, tile.filters), TILES=tiles, TAPS=plan.run_length(problem), RUN=run,
         IMAGES=images, CROSS=cross, STEPS=ceil_div(problem.channels, tile.depth), STRIDE=problem.stride,
         CHANNELS=problem.channels, POOL=problem.pool is not None,
         WHOLE=problem.pool != "ceil" or problem.even, HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, ADD_LAST=problem.add_last, BOXES=tile.boxes,
-        SLABS=slab_count(problem, tile), PARTS=tile.parts,
+        SLABS=plan.slab_count(problem, tile), PARTS=tile.parts,
         CODES=codes is not None, STATISTICS=parts is not None, ACC=_accumulator(tile),
         STAY=tile.weights_stay, WARPS=tile.warp_grid[0], SUMS=_by_filter(tile),
         **activation_options(problem), num_warps=tile.warps,
@@ -359,24 +552,24 @@ def _described_input(
 ) -> list[TensorDescriptor]:
     """Descriptors of the input for runs along rows and along columns: the box, and the rows beyond it."""
     run, images, cross = box
-    if is_strided(problem):
+    if plan.is_strided(problem):
         (down, across), (batch, height, width, channels) = problem.stride, pixels.shape
         row, image = width * channels, height * width * channels
         shape = (height // down, batch, down, width // across, across * channels)
         strides = (down * row, image, row, across * channels, 1)
         return [described(pixels, shape, strides, (run, images, 1, cross, depth))] * 4
-    block, beyond = (run, images, cross, depth), (max(run_length(problem) - 1, 1), images, cross, depth)
+    block, beyond = (run, images, cross, depth), (max(plan.run_length(problem) - 1, 1), images, cross, depth)
     return [described_pixels(pixels, part, turned=turned) for turned in (False, True) for part in (block, beyond)]
 
 
-def _accumulator(tile: HopperTile) -> gl.NVMMADistributedLayout:
+def _accumulator(tile: plan.HopperTile) -> gl.NVMMADistributedLayout:
     filters = tile.filters // tile.warp_grid[1]
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=list(tile.warp_grid), instr_shape=[16, filters, 16]
     )
 
 
-def _by_filter(tile: HopperTile) -> gl.BlockedLayout:
+def _by_filter(tile: plan.HopperTile) -> gl.BlockedLayout:
     """A layout of [warps, filters] with all warps' values of a filter in one thread."""
     return gl.BlockedLayout([tile.warp_grid[0], 1], [1, 32], [1, tile.warps], [1, 0])
 

@@ -1,17 +1,32 @@
-"""How a problem is divided for `hopper`: runs of taps, boxes of pixels, rows of packed weights."""
+"""How problems are divided for the Hopper kernels: runs of taps, boxes of pixels, windows, strips, packed weights.
+
+This file needs no Gluon: plans are made on any machine. The kernels are in `hopper`, `hopper_weights`, `window`
+and `overlap`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowrank_cnn.core.numbers import ceil_div
-from lowrank_cnn.kernels.conv.pack import union_taps
-from lowrank_cnn.kernels.problem import Box, Problem, TapGroup, filter_tiles
+from lowrank_cnn.core.numbers import ceil_div, round_up
+from lowrank_cnn.kernels.conv.pack import ROWS, union_taps
+from lowrank_cnn.kernels.problem import (
+    OVERLAPPING,
+    Box,
+    ForwardKernel,
+    Layout,
+    Pair,
+    Problem,
+    TapGroup,
+    blocks_before,
+    filters_per_tile,
+    imported,
+    starts,
+)
 
 SHARED = 228 * 1024
 """Bytes of shared memory of a multiprocessor. Each program takes one KiB more than it asks for."""
@@ -41,30 +56,6 @@ class HopperTile:
     def warp_grid(self) -> tuple[int, int]:
         """Warps along the pixels and along the filters; four warps take at most 128 filters."""
         return (self.warps, 1) if self.filters <= 128 else (4, self.warps // 4)
-
-
-class RunRow(NamedTuple):
-    """One filter group in `hopper_fetch`, which reads the fields by index.
-
-    The group has `runs` runs of taps side by side. The packed weight rows of neighbouring taps are `along` apart,
-    those of neighbouring runs `across`. The first tap lies `before` the output pixel along the run and `beside` it
-    across. If `turned`, runs go along the columns. At a stride every tap is a run of its own, numbered row by row
-    over `width` columns, and `before` and `beside` count blocks (see `tiles.GroupRow` for the skips).
-    """
-
-    first_tile: int
-    weight_row: int
-    channel: int
-    filters: int
-    runs: int
-    along: int
-    across: int
-    before: int
-    beside: int
-    turned: int
-    width: int
-    top_skip: int
-    left_skip: int
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -101,17 +92,6 @@ def run_length(problem: Problem) -> int:
         return 1
     lengths = set.intersection(*({group.height, group.width} for group in problem.groups))
     return max(lengths, default=0)
-
-
-def filters_per_tile(problem: Problem, limit: int = 128) -> int:
-    """Filters of a tile: at most those of the smallest group; few computed twice, and wide products preferred."""
-    smallest = min(group.filters for group in problem.groups)
-    sizes = [size for size in (256, 128, 64, 32, 16) if size <= min(smallest, limit)]
-
-    def cost(size: int) -> float:
-        return filter_tiles(problem, size) * size / min(1.0, 0.55 + 0.15 * (size.bit_length() - 6))
-
-    return min(sizes, key=cost, default=0)
 
 
 def run_box(problem: Problem, tile: HopperTile) -> Box:
@@ -190,23 +170,25 @@ def _boxes_per_group(problem: Problem, box: Box) -> list[int]:
     return [turned[0] * turned[1] if is_turned(problem, group) else rows[0] * rows[1] for group in problem.groups]
 
 
-def run_rows(problem: Problem, block: int) -> tuple[RunRow, ...]:
-    """The groups for tiles of `block` filters."""
-    rows, tile, weight, channel = [], 0, 0, 0
-    for group in problem.groups:
-        rows.append(RunRow(tile, weight, channel, group.filters, *_geometry(problem, group)))
-        tile += ceil_div(group.filters, block)
-        weight += group.taps * group.filters
-        channel += group.filters
-    return tuple(rows)
+def run_rows(problem: Problem, block: int) -> tuple[tuple[int, ...], ...]:
+    """The groups for tiles of `block` filters, with the fields that `hopper.FIRST_TILE` and the following name.
+
+    A group has a number of runs of taps side by side. The packed weight rows of neighbouring taps are `along`
+    apart, those of neighbouring runs `across`. The first tap lies `before` the output pixel along the run and
+    `beside` it across. If `turned`, runs go along the columns. At a stride every tap is a run of its own, numbered
+    row by row over `width` columns, and `before` and `beside` count blocks (see `tiled.group_rows` for the skips).
+    """
+    tiles = starts(ceil_div(group.filters, block) for group in problem.groups)
+    places = zip(tiles, starts(problem.rows), problem.begins, problem.groups, strict=True)
+    return tuple((*place, group.filters, *_geometry(problem, group)) for *place, group in places)
 
 
 def _geometry(problem: Problem, group: TapGroup) -> tuple[int, ...]:
-    """The fields of a `RunRow`, from `runs` on."""
+    """The fields of a group from the number of its runs on."""
     if is_strided(problem):
-        top, left = ceil_div(group.top, problem.stride[0]), ceil_div(group.left, problem.stride[1])
-        skips = top * problem.stride[0] - group.top, left * problem.stride[1] - group.left
-        return (group.taps, 0, group.filters, top, left, 0, group.width, *skips)
+        top, top_skip = blocks_before(group.top, problem.stride[0])
+        left, left_skip = blocks_before(group.left, problem.stride[1])
+        return group.taps, 0, group.filters, top, left, 0, group.width, top_skip, left_skip
     down, right = group.width * group.filters, group.filters
     if is_turned(problem, group):
         return group.height, right, down, group.left, group.top, 1, group.width, 0, 0
@@ -234,30 +216,44 @@ def fits(problem: Problem, tile: HopperTile) -> bool:
     return tile.residents * (shared_bytes(problem, tile) + 1024) <= SHARED
 
 
+TILES = ((128, 128, 4, 2), (256, 128, 8, 1), (128, 256, 8, 1), (128, 64, 4, 3), (256, 32, 4, 2), (128, 32, 4, 4))
+"""Pixels, filters, warps and resident programs of the tiles worth measuring."""
+STAYING = ((128, 128, 4, 2), (128, 64, 4, 2), (256, 64, 4, 2), (256, 32, 4, 2), (128, 32, 4, 3))
+"""The same if all weights of a tile stay in shared memory: narrow ones, whose weights are few."""
+
+
+def hopper_tiles(problem: Problem, capability: tuple[int, int]) -> list[HopperTile]:
+    """Small tiles that share a multiprocessor and large ones that do not; of each the deepest ring that fits."""
+    if capability[0] != 9 or problem.is_small:
+        return []
+    narrowest = min(group.filters for group in problem.groups)
+    rings = ((2, 2), (2, 3), (2, 4), (3, 5)) if run_length(problem) > 1 else ((2, 2), (3, 3), (4, 4))
+    found = [default_tile(problem)]
+    kinds = [(sizes, rings) for sizes in TILES] + [(sizes, ((2, 0), (3, 0), (4, 0))) for sizes in STAYING]
+    for (pixels, filters, warps, residents), flights in kinds:
+        if filters > narrowest or filters < 64 <= narrowest:
+            continue
+        tiles = [
+            HopperTile(pixels, filters, found[0].depth, warps, boxes, slabs, parts, residents)
+            for parts in ((1, 2) if problem.pool is None else (1,))
+            for boxes, slabs in flights
+        ]
+        fitting = [tile for tile in tiles if fits(problem, tile)]
+        # A residual is fetched ahead as a whole: only tiles in one part can do that.
+        whole = [tile for tile in fitting if tile.parts == 1] if problem.residual else []
+        found += [*whole[-1:], *fitting[-1:]]
+    return list(dict.fromkeys(found))
+
+
+HOPPER = ForwardKernel(
+    HopperTile, hopper_tiles, unsupported, ROWS, imported("hopper", "launch_hopper"), part_count
+)
+
+
 # How the weights' gradient is divided for the Hopper kernel: tiles of filters and channels, shares of pixels.
 
 RUNS = (1, 2, 3, 5)
 """Taps of a run. The gradients of all its taps stay in registers; a fetch brings 1, 2 or 4 pixels beyond a box."""
-
-
-class WeightRunRow(NamedTuple):
-    """One group in `hopper_weights`, which reads the fields by index.
-
-    The group's gradient begins at value `start`. It has `columns` runs side by side; neighbouring taps of a run
-    are `along` taps apart in memory, neighbouring runs `across`. The first tap lies `before` the output pixel
-    along the run and `beside` it across. If `turned`, runs go along the columns.
-    """
-
-    first_tile: int
-    start: int
-    channel: int
-    filters: int
-    columns: int
-    along: int
-    across: int
-    before: int
-    beside: int
-    turned: int
 
 
 @dataclass(frozen=True)
@@ -309,20 +305,22 @@ def weights_shared_bytes(problem: Problem, tile: WeightTile) -> int:
     return tile.stages * (problem.dtype.itemsize * (pixels + tile.pixels * tile.filters) + 8)
 
 
-def weight_run_rows(problem: Problem, tile: WeightTile) -> tuple[list[WeightRunRow], int]:
-    """The groups for `hopper_weights`, and the number of tiles."""
-    rows, first, start, channel, taps = [], 0, 0, 0, run_length(problem)
-    for group in problem.groups:
-        turned = group.height != taps
+def weight_run_rows(problem: Problem, tile: WeightTile) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """The groups for `hopper_weights`, with the fields that its `FIRST_TILE` and the following name; tiles.
+
+    A group's gradient begins at a value. It has runs side by side in columns; neighbouring taps of a run are
+    `along` taps apart in memory, neighbouring runs `across`. The rest is as in `run_rows`.
+    """
+    rows, first = [], 0
+    for weight_row, channel, group in zip(starts(problem.rows), problem.begins, problem.groups, strict=True):
+        turned = is_turned(problem, group)
         columns = group.height if turned else group.width
         along, across = (1, group.width) if turned else (group.width, 1)
         before, beside = (group.left, group.top) if turned else (group.top, group.left)
-        place = (along, across, before, beside, int(turned))
-        rows.append(WeightRunRow(first, start, channel, group.filters, columns, *place))
+        place = (columns, along, across, before, beside, int(turned))
+        rows.append((first, problem.channels * weight_row, channel, group.filters, *place))
         first += columns * ceil_div(group.filters, tile.filters) * ceil_div(problem.channels, tile.depth)
-        start += problem.channels * group.taps * group.filters
-        channel += group.filters
-    return rows, first
+    return tuple(rows), first
 
 
 # How a pooled first layer is divided for `window`: tiles of windows, and weights for the places in a window.
@@ -388,17 +386,20 @@ def tile_counts(problem: Problem) -> tuple[int, int]:
     return ceil_div(height, rows), ceil_div(width, columns)
 
 
+def _placed(weights: Sequence[Tensor], problem: Problem, size: Pair, first: Pair, dtype: torch.dtype) -> Tensor:
+    """[*size, 4, filters]: the taps of all groups from the row and column `first` on, and zeros between them."""
+    around = weights[0].new_zeros((*size, PLACES, problem.filters), dtype=dtype)
+    for group, begin, weight in zip(problem.groups, problem.begins, weights, strict=True):
+        down, right = -group.top - first[0], -group.left - first[1]
+        place = around[down : down + group.height, right : right + group.width, : problem.channels]
+        place[..., begin : begin + group.filters] = weight.detach().permute(2, 3, 1, 0)
+    return around
+
+
 def pack_windows(weights: Sequence[Tensor], problem: Problem, dtype: torch.dtype) -> Tensor:
     """[2 * 3 * filters, 16]: for each column of the pool, row of taps and filter, 4 places by 4 channels."""
-    around = weights[0].new_zeros((ROWS_READ, ROWS_READ, PLACES, problem.filters), dtype=dtype)
-    first = 0
-    for group, weight in zip(problem.groups, weights, strict=True):
-        down, right = 1 - group.top, 1 - group.left
-        place = around[down : down + group.height, right : right + group.width, : problem.channels]
-        place[..., first : first + group.filters] = weight.detach().permute(2, 3, 1, 0)
-        first += group.filters
-    packed = around.new_zeros((2, ROWS_READ, problem.filters, PLACES, PLACES))
-    rows = around.permute(0, 3, 1, 2)
+    rows = _placed(weights, problem, (ROWS_READ, ROWS_READ), (-1, -1), dtype).permute(0, 3, 1, 2)
+    packed = rows.new_zeros((2, ROWS_READ, problem.filters, PLACES, PLACES))
     for column in range(2):
         packed[column, :, :, column : column + ROWS_READ] = rows
     return packed.view(-1, PLACES * PLACES)
@@ -417,3 +418,150 @@ def unpack_windows(dw: Tensor, problem: Problem) -> tuple[list[Tensor], Tensor]:
         for part, g in zip(parts, problem.groups, strict=True)
     ]
     return found, around[1, :, 1, problem.channels].contiguous()
+
+
+def window_tiles(problem: Problem, capability: tuple[int, int]) -> list[WindowTile]:
+    return [WindowTile()] if capability[0] == 9 else []
+
+
+WINDOW = ForwardKernel(
+    WindowTile,
+    window_tiles,
+    window_unsupported,
+    Layout("windows", pack_windows),
+    imported("window", "launch_window"),
+)
+
+
+# How a first layer of stride 2 is divided for `overlap`: strips of rows, tiles of columns, slabs of weights.
+#
+# With four channels per pixel, two pixels are 16 bytes: a *block*. At stride 2 the windows of neighbouring output
+# columns begin one block apart. So 64 consecutive blocks of an image's row are a [64, 8] factor of a product: the
+# first blocks of 64 windows. The 64 blocks that begin one block later are the second blocks of these windows.
+# Nothing is copied.
+#
+# A product takes 16 values of each window: a block of one row, and the same block of the row below. A *slab* of
+# the weights belongs to one such pair of a row offset and a block offset. The last few of the 64 windows lack
+# blocks beyond the row.
+
+FETCHED_ROWS = 8
+"""Rows of one fetch."""
+MOST_SLABS = 40
+
+
+@dataclass(frozen=True)
+class OverlapTile:
+    """Tuned sizes: result rows of a strip, strips in flight, and programs of a multiprocessor."""
+
+    rows: int = 4
+    stages: int = 2
+    residents: int = 2
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The rows and blocks that windows read, relative to their output pixel: the first, and how many."""
+
+    top: int
+    left: int
+    rows: int
+    blocks: int
+
+
+def reach_of(problem: Problem) -> Reach:
+    rows, columns = zip(*union_taps(problem.groups), strict=True)
+    blocks = [column // 2 for column in columns]
+    return Reach(min(rows), min(blocks), max(rows) - min(rows) + 1, max(blocks) - min(blocks) + 1)
+
+
+def slabs_of(problem: Problem) -> list[tuple[int, int]]:
+    """The (row, block) that each product begins at, counted from the first row and block that any tap reads."""
+    reach, found = reach_of(problem), []
+    used = {(row - reach.top, column // 2 - reach.left) for row, column in union_taps(problem.groups)}
+    for block in range(reach.blocks):
+        rows = sorted(row for row, other in used if other == block)
+        while rows:
+            first = max(0, min(rows[0], reach.rows - 2))
+            found.append((first, block))
+            rows = [row for row in rows if row > first + 1]
+    return found
+
+
+def overlap_unsupported(problem: Problem) -> str | None:
+    """Why the overlap kernel cannot run a problem, or None if it can."""
+    if problem.stride[1] != 2 or problem.residual:
+        return "no stride of 2 along the columns, or a residual"
+    if problem.pool not in (None, OVERLAPPING):
+        return "a pool of 2x2 windows"
+    if problem.dtype not in (torch.bfloat16, torch.float16) or problem.channels > PLACES:
+        return f"{problem.channels} channels of {problem.dtype} (the overlap kernel takes up to 4 of 16 bits)"
+    if problem.filters % 16:
+        return f"{problem.filters} filters, no multiple of 16"
+    if reach_of(problem).blocks > WINDOWS // 4 or len(slabs_of(problem)) > MOST_SLABS:
+        return "taps that span too many columns or rows"
+    if problem.out_height < 1 or problem.out_width < 1:
+        return "no output at all"
+    pixels, results = problem.height * round_up(problem.width, 2), problem.result_size
+    if problem.batch * max(PLACES * pixels, problem.filters * results[0] * results[1]) >= 1 << 31:
+        return "more values than 32 bits count"
+    return None
+
+
+def overlap_tiles(problem: Problem, capability: tuple[int, int]) -> list[OverlapTile]:
+    """Tiles that fit. Short strips fetch and compute more rows twice; long ones leave less memory for others."""
+    found = [OverlapTile(4, 2, 2), OverlapTile(8, 2, 2), OverlapTile(4, 2, 3), OverlapTile(2, 2, 4)]
+    fitting = [tile for tile in found if tile.residents * (overlap_bytes(problem, tile) + 1024) <= SHARED]
+    return fitting if capability[0] == 9 else []
+
+
+def overlap_bytes(problem: Problem, tile: OverlapTile) -> int:
+    """Bytes of shared memory of one program: strips, slabs, and a buffer to exchange results."""
+    filters = window_filters(problem)
+    strips = 16 * WINDOWS * (tile.stages * fetched_rows(problem, tile) + 1)
+    return strips + 32 * len(slabs_of(problem)) * filters + 4 * WINDOWS * filters + 8 * (tile.stages + 1)
+
+
+def conv_rows(problem: Problem, tile: OverlapTile) -> int:
+    """Rows of the conv that a strip computes; with a pool, two for each result and one before them."""
+    return 2 * tile.rows + 1 if problem.pool else tile.rows
+
+
+def fetched_rows(problem: Problem, tile: OverlapTile) -> int:
+    """Rows of the image that a strip reads, in whole fetches; a product reads at least two rows."""
+    span = max(2, reach_of(problem).rows)
+    return round_up((conv_rows(problem, tile) - 1) * problem.stride[0] + span, FETCHED_ROWS)
+
+
+def result_columns(problem: Problem) -> int:
+    """Result columns of a tile: a row is divided as evenly as whole windows allow."""
+    whole = WINDOWS + 1 - reach_of(problem).blocks
+    most, width = (whole - 1) // 2 if problem.pool else whole, problem.result_size[1]
+    return ceil_div(width, ceil_div(width, most))
+
+
+def strip_counts(problem: Problem, tile: OverlapTile) -> tuple[int, int]:
+    """Strips along the rows of an image, and tiles along its columns."""
+    height, width = problem.result_size
+    return ceil_div(height, tile.rows), ceil_div(width, result_columns(problem))
+
+
+def pack_overlap(weights: Sequence[Tensor], problem: Problem, dtype: torch.dtype) -> Tensor:
+    """[slabs * filters, 16]: for each slab and filter 2 rows of a block, of 2 pixels with 4 channels each."""
+    reach = reach_of(problem)
+    size, first = (reach.rows + 1, 2 * reach.blocks), (reach.top, 2 * reach.left)
+    around = _placed(weights, problem, size, first, dtype)
+    packed = around.new_zeros((len(slabs_of(problem)), problem.filters, 2, 2 * PLACES))
+    for slab, (row, block) in zip(packed, slabs_of(problem), strict=True):
+        two = around[row : row + 2, 2 * block : 2 * block + 2].flatten(1, 2)  # [2 rows, 8 values, filters]
+        slab.copy_(two.permute(2, 0, 1))
+        around[row : row + 2, 2 * block : 2 * block + 2] = 0  # a row that two slabs share counts once
+    return packed.view(-1, 4 * PLACES)
+
+
+OVERLAP = ForwardKernel(
+    OverlapTile,
+    overlap_tiles,
+    overlap_unsupported,
+    Layout("overlaps", pack_overlap),
+    imported("overlap", "launch_overlap"),
+)

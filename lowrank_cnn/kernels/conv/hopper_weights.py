@@ -29,28 +29,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lowrank_cnn.core.numbers import ceil_div
+from lowrank_cnn.kernels.conv import hopper_plan as plan
 from lowrank_cnn.kernels.conv.hopper import described_pixels
-from lowrank_cnn.kernels.conv.hopper_plan import (
-    WeightRunRow,
-    WeightTile,
-    box_counts,
-    box_total,
-    run_length,
-    weight_box,
-    weight_run_rows,
-    weight_tile,
-)
 from lowrank_cnn.kernels.device import start
 from lowrank_cnn.kernels.problem import Problem, shares
 
 (FIRST_TILE, START, CHANNEL, FILTER_COUNT, COLUMNS, ALONG, ACROSS, BEFORE, BESIDE, TURNED) = (
-    gl.constexpr(index) for index in range(len(WeightRunRow._fields))
+    gl.constexpr(index) for index in range(10)
 )
 
 
 @gluon.jit
 def part_of(tile, GROUPS: gl.constexpr, DEPTHS: gl.constexpr, FILTERS: gl.constexpr, DEPTH: gl.constexpr):
-    """A tile's group, as in `hopper_weights_plan.WeightRunRow`, and its first channel, run and filter in it."""
+    """A tile's group, as in `hopper_plan.weight_run_rows`, and its first channel, run and filter in it."""
     first, start, channel, filters, columns, along, across = 0, 0, 0, 0, 1, 0, 0
     before, beside, turned = 0, 0, 0
     for g in gl.static_range(len(GROUPS)):
@@ -248,19 +239,17 @@ def weights_hopper(
 
 
 def launch_weights_hopper(
-    problem: Problem, g: Tensor, pixels: Tensor, programs: int, tile: WeightTile | None = None
+    problem: Problem, g: Tensor, pixels: Tensor, programs: int, tile: plan.WeightTile | None = None
 ) -> list[Tensor]:
     """Gradients of the groups' weights, in float32, as `backward.launch_weight_gradient` gives them."""
-    tile = tile or weight_tile(problem)
-    taps, box = run_length(problem), weight_box(problem, tile)
+    tile = tile or plan.weight_tile(problem)
+    taps, box = plan.run_length(problem), plan.weight_box(problem, tile)
     run, images, cross = box
-    rows, turned = box_counts(problem, box)
-    boxes = box_total(problem, box)
-    groups, tiles = weight_run_rows(problem, tile)
+    rows, turned = plan.box_counts(problem, box)
+    boxes = plan.box_total(problem, box)
+    groups, tiles = plan.weight_run_rows(problem, tile)
     splits = shares(tiles, boxes, programs)
-    dw = torch.zeros(
-        problem.channels * sum(group.taps * group.filters for group in problem.groups), device=g.device
-    )
+    dw = torch.zeros(problem.channels * sum(problem.rows), device=g.device)
     block, rest = (run, images, cross, tile.depth), (max(taps - 1, 1), images, cross, tile.depth)
     start(weights_hopper, (tiles * splits,))(
         described_pixels(pixels, block), described_pixels(pixels, rest),
@@ -268,7 +257,7 @@ def launch_weights_hopper(
         described_pixels(g, (run, images, cross, tile.filters)),
         described_pixels(g, (run, images, cross, tile.filters), turned=True),
         dw, ceil_div(boxes, splits), boxes, problem.channels, *rows, *turned,
-        GROUPS=tuple(map(tuple, groups)), TILES=tiles, DEPTHS=ceil_div(problem.channels, tile.depth),
+        GROUPS=groups, TILES=tiles, DEPTHS=ceil_div(problem.channels, tile.depth),
         TAPS=taps, RUN=run, IMAGES=images, CROSS=cross, DEPTH=tile.depth, FILTERS=tile.filters, STAGES=tile.stages,
         PIXEL_LAYOUT=_shared(tile.pixels, tile.depth, g), GRAD_LAYOUT=_shared(tile.pixels, tile.filters, g),
         ACC=gl.NVMMADistributedLayout(
@@ -286,7 +275,7 @@ def _shared(rows: int, columns: int, like: Tensor) -> Any:
 
 def _unpacked(dw: Tensor, problem: Problem) -> list[Tensor]:
     """The groups' [filters, channels, height, width], from [height, width, channels, filters] in turn."""
-    parts = dw.split([problem.channels * group.taps * group.filters for group in problem.groups])
+    parts = dw.split([problem.channels * rows for rows in problem.rows])
     return [
         part.view(group.height, group.width, problem.channels, group.filters).permute(3, 2, 0, 1)
         for part, group in zip(parts, problem.groups, strict=True)

@@ -1,6 +1,6 @@
 """A first layer of stride 2 for Hopper: the matrix unit reads overlapping windows in place in shared memory.
 
-See `overlap_plan` for the idea. A strip is a few result rows of one image by up to 64 windows. The rows of the
+See `hopper_plan` for the idea. A strip is a few result rows of one image by up to 64 windows. The rows of the
 image that it reads are fetched unchanged, 64 blocks of each. Each row of the conv is one product per slab of
 weights. A 3x3 pool of stride 2 that follows is a maximum over three such rows, which stay in registers, and over
 neighbouring columns, which threads exchange. Only pooled pixels are written.
@@ -29,20 +29,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowrank_cnn.core.numbers import round_up
 from lowrank_cnn.kernels import device as gpu
+from lowrank_cnn.kernels.conv import hopper_plan as plan
 from lowrank_cnn.kernels.conv.copies import launch_pad_channels
-from lowrank_cnn.kernels.conv.hopper import described
-from lowrank_cnn.kernels.conv.hopper_epilogue import finished
-from lowrank_cnn.kernels.conv.hopper_plan import window_filters
-from lowrank_cnn.kernels.conv.overlap_plan import (
-    FETCHED_ROWS,
-    WINDOWS,
-    OverlapTile,
-    fetched_rows,
-    reach_of,
-    result_columns,
-    slabs_of,
-    strip_counts,
-)
+from lowrank_cnn.kernels.conv.hopper import described, finished
 from lowrank_cnn.kernels.conv.tiled import activation_options
 from lowrank_cnn.kernels.conv.window import halves, place_of
 from lowrank_cnn.kernels.device import start
@@ -126,7 +115,7 @@ def pooled_columns(out, first, out_width):
 @gluon.jit
 def composite_overlap(
     x,  # descriptor of [N, H, W * 2] as 32-bit words: pixels of four 16-bit channels
-    w,  # descriptor of [slabs * TOTAL, 16], see `overlap_plan.pack_overlap`
+    w,  # descriptor of [slabs * TOTAL, 16], see `hopper_plan.pack_overlap`
     y,  # [N, H', W', TOTAL], written
     bias,  # [TOTAL]
     total, out_height, out_width, height, width,
@@ -194,33 +183,33 @@ def composite_overlap(
         done += 1  # noqa: SIM113
 
 
-def launch_overlap(problem: Problem, given: ConvTensors, tile: OverlapTile | None = None) -> Tensor:
-    """Run the kernel on `overlap_plan.pack_overlap` weights; the result is channels-last."""
+def launch_overlap(problem: Problem, given: ConvTensors, tile: plan.OverlapTile) -> Tensor:
+    """Run the kernel on `hopper_plan.pack_overlap` weights; the result is channels-last."""
     x, packed, bias, codes, residual, _ = given
     assert codes is None, "this kernel keeps no codes"
     assert residual is None, "this kernel adds no residual"
-    tile, maps = tile or OverlapTile(), empty_result(problem, x)
+    maps = empty_result(problem, x)
     result = maps.permute(0, 2, 3, 1)
-    reach, filters = reach_of(problem), window_filters(problem)
+    reach, filters = plan.reach_of(problem), plan.window_filters(problem)
     width = round_up(problem.width, 2)
     padded = launch_pad_channels(pixels_last(x), (problem.height, width), beyond=0, border=0)
     # A fetch takes at most 256 elements along a row. As words of two values it takes twice the values.
     words = padded.view(problem.batch, problem.height, width * 4).view(WORDS[x.element_size()])
-    counts = strip_counts(problem, tile)
+    counts = plan.strip_counts(problem, tile)
     total, tiles = problem.batch * counts[0] * counts[1], problem.filters // filters
     programs = max(1, gpu.multiprocessors(x.device) * tile.residents // tiles)
-    columns = WINDOWS // 2 if problem.pool else WINDOWS
+    columns = plan.WINDOWS // 2 if problem.pool else plan.WINDOWS
     start(composite_overlap, (tiles * min(total, programs),))(
         TensorDescriptor(
-            words, list(words.shape), list(words.stride()), [1, FETCHED_ROWS, 4 * WINDOWS],
+            words, list(words.shape), list(words.stride()), [1, plan.FETCHED_ROWS, 4 * plan.WINDOWS],
             gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3),
         ),
         described(packed, packed.shape, packed.stride(), (filters, 16)),
         result, bias if bias is not None else packed, total, problem.out_height, problem.out_width,
         *problem.result_size,
-        COUNTS=counts, TOTAL=problem.filters, FILTERS=filters, ROWS=tile.rows, COLUMNS=result_columns(problem),
-        FETCHED=fetched_rows(problem, tile), STRIDE=problem.stride[0],
-        TOP=reach.top, LEFT=reach.left, SLABS=tuple(slabs_of(problem)), POOL=problem.pool is not None,
+        COUNTS=counts, TOTAL=problem.filters, FILTERS=filters, ROWS=tile.rows, STRIDE=problem.stride[0],
+        COLUMNS=plan.result_columns(problem), FETCHED=plan.fetched_rows(problem, tile),
+        TOP=reach.top, LEFT=reach.left, SLABS=tuple(plan.slabs_of(problem)), POOL=problem.pool is not None,
         HAS_BIAS=bias is not None, STAGES=tile.stages, FLAT=flat(), VIEW=halves(),
         ACC=gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, filters, 16]),
         OUT=_rows_of_results(columns, filters), **activation_options(problem), num_warps=4,

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lowrank_cnn.core.numbers import round_up
-from lowrank_cnn.kernels.problem import Problem, TapGroup
+from lowrank_cnn.kernels.problem import Layout, Problem, TapGroup, power_above
 
 
-def copy_by_torch(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy each group's [filters, channels, height, width] into its target, one by one."""
+def copy_groups(sources: Sequence[Tensor], targets: Sequence[Tensor], *, by_torch: bool = False) -> None:
+    """Copy each group's [filters, channels, height, width] into its target; on a GPU in one launch."""
+    if sources[0].is_cuda and not by_torch:
+        from lowrank_cnn.kernels.conv.copies import MOST_GROUPS, launch_copy
+
+        if len(sources) <= MOST_GROUPS:
+            return launch_copy(*sources, targets=targets)
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source.detach())
+    return None
 
 
-def copy_groups(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """The same; on a GPU in one launch."""
-    if not sources[0].is_cuda:
-        return copy_by_torch(sources, targets)
-    from lowrank_cnn.kernels.conv.copies import MOST_GROUPS, launch_copy
-
-    if len(sources) > MOST_GROUPS:
-        return copy_by_torch(sources, targets)
-    return launch_copy(*sources, targets=targets)
-
-
-def pack_rows(weights: Sequence[Tensor], dtype: torch.dtype, copy: Callable[..., None] = copy_groups) -> Tensor:
+def pack_rows(weights: Sequence[Tensor], dtype: torch.dtype, *, by_torch: bool = False) -> Tensor:
     """[sum of taps * filters, channels]: group by group, tap by tap, filter by filter.
 
     Weights that already have this layout (see `laid_out`) are not copied.
@@ -37,7 +32,8 @@ def pack_rows(weights: Sequence[Tensor], dtype: torch.dtype, copy: Callable[...,
         return rows
     sizes = [weight[:, 0].numel() for weight in weights]
     rows = weights[0].new_empty((sum(sizes), weights[0].shape[1]), dtype=dtype)
-    copy(weights, [_as_weight(part, w) for part, w in zip(rows.split(sizes), weights, strict=True)])
+    views = [_as_weight(part, weight) for part, weight in zip(rows.split(sizes), weights, strict=True)]
+    copy_groups(weights, views, by_torch=by_torch)
     return rows
 
 
@@ -49,7 +45,7 @@ def _as_weight(rows: Tensor, weight: Tensor) -> Tensor:
 def laid_out(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Copies of the groups' weights in the memory of `pack_rows`, so that packing them later costs nothing."""
     sizes = [weight[:, 0].numel() for weight in weights]
-    parts = pack_rows(weights, dtype, copy_by_torch).split(sizes)  # works without Triton as well
+    parts = pack_rows(weights, dtype, by_torch=True).split(sizes)  # works without Triton as well
     return [_as_weight(part, weight) for part, weight in zip(parts, weights, strict=True)]
 
 
@@ -79,21 +75,22 @@ def union_taps(groups: Sequence[TapGroup]) -> list[tuple[int, int]]:
     )
 
 
-def pack_union(weights: Sequence[Tensor], problem: Problem, depth: int, dtype: torch.dtype) -> Tensor:
-    """[depth, filters]: all groups as one matrix over the union of their taps, zero for taps that a group lacks.
+def pack_union(weights: Sequence[Tensor], problem: Problem, dtype: torch.dtype) -> Tensor:
+    """[values, filters]: all groups as one matrix over the union of their taps, zero for taps that a group lacks.
 
     With few input channels the union fits one step of the matrix unit (3x1 and 1x3 over three channels: 5 taps x 3
-    = 15 of 16), and pixels are gathered once for all groups.
+    = 15 of 16), and pixels are gathered once for all groups. The values are padded to a multiple of the kernels'
+    steps and of the matrix unit's size.
     """
     taps = union_taps(problem.groups)
-    matrix = weights[0].new_zeros((depth, problem.filters), dtype=dtype)
-    whole = matrix[: len(taps) * problem.channels].view(len(taps), problem.channels, problem.filters)
-    first = 0
-    for group, weight in zip(problem.groups, weights, strict=True):
-        values = weight.permute(2, 3, 1, 0).reshape(group.taps, problem.channels, group.filters)
-        for place, value in zip(_places(group, taps), values, strict=True):
-            whole[place, :, first : first + group.filters] = value
-        first += group.filters
+    used = len(taps) * problem.channels
+    values = power_above(used) if used <= 64 else round_up(used, 64)
+    matrix = weights[0].new_zeros((values, problem.filters), dtype=dtype)
+    whole = matrix[:used].view(len(taps), problem.channels, problem.filters)
+    for group, first, weight in zip(problem.groups, problem.begins, weights, strict=True):
+        parts = weight.permute(2, 3, 1, 0).reshape(group.taps, problem.channels, group.filters)
+        for place, part in zip(_places(group, taps), parts, strict=True):
+            whole[place, :, first : first + group.filters] = part
     return matrix
 
 
@@ -112,11 +109,14 @@ def unpack_union(matrix: Tensor, problem: Problem) -> list[Tensor]:
 
 def unpack_rows(rows: Tensor, problem: Problem) -> list[Tensor]:
     """The groups' [filters, channels, height, width], from rows as in `pack_rows`."""
-    parts = rows.split([group.taps * group.filters for group in problem.groups])
     return [
         part.view(group.height, group.width, group.filters, -1).permute(2, 3, 0, 1)
-        for part, group in zip(parts, problem.groups, strict=True)
+        for part, group in zip(rows.split(problem.rows), problem.groups, strict=True)
     ]
+
+
+ROWS = Layout("rows", lambda weights, problem, dtype: pack_rows(weights, dtype))
+UNION = Layout("union", pack_union)
 
 
 def pack_turned(weights: Sequence[Tensor], leads: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ parity, and its column parity is an offset of C channels: nothing is gathered, a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -22,27 +22,29 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowrank_cnn.core.numbers import ceil_div
+from lowrank_cnn.kernels.conv.pack import ROWS
 from lowrank_cnn.kernels.device import start
 from lowrank_cnn.kernels.problem import (
     ConvTensors,
-    GroupRow,
+    ForwardKernel,
     Problem,
+    blocks_before,
     box_count,
     box_of,
     empty_result,
     filter_tiles,
-    group_rows,
+    filters_per_tile,
     parsed,
     pixels_last,
     power_above,
+    starts,
 )
-
-# Steps after the matrix product in the Triton kernels: activations, and the codes of a pool.
-#
-# `hopper_epilogue` has the same steps in Gluon.
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+
+# Steps after the matrix product in the Triton kernels: activations, and the codes of a pool. `hopper` has the same
+# steps in Gluon.
 
 
 @triton.jit
@@ -89,13 +91,10 @@ def activation_options(problem: Problem) -> dict[str, Any]:
     return {"ACTIVATION": name, "SLOPE": slope}
 
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-
-
 FIRST_TILE, WEIGHT_ROW, CHANNEL, FILTER_COUNT, TAPS, WIDTH, TOP, TOP_SKIP, LEFT, LEFT_SKIP = (
-    tl.constexpr(index) for index in range(len(GroupRow._fields))
+    tl.constexpr(index) for index in range(10)
 )
+"""The fields of a filter group in `GROUPS`, see `group_rows`."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class Tile:
 
 @triton.jit
 def group_of(tile, GROUPS: tl.constexpr, FILTERS: tl.constexpr):
-    """The tile's first filter within its group, and that group's row of `GROUPS` (see `tiles.GroupRow`)."""
+    """The tile's first filter within its group, and that group's row of `GROUPS`."""
     first, weight, channel, filters, taps, width = 0, 0, 0, 0, 0, 1
     top, top_skip, left, left_skip = 0, 0, 0, 0
     for g in tl.static_range(len(GROUPS)):
@@ -269,10 +268,10 @@ def composite_tiled(
         tl.store(result + place, out, mask=inside)
 
 
-def launch_tiled(problem: Problem, given: ConvTensors, tile: Tile | None = None) -> Tensor:
+def launch_tiled(problem: Problem, given: ConvTensors, tile: Tile) -> Tensor:
     """Run the kernel on `pack.pack_rows` weights; the result is channels-last."""
     x, packed, bias, codes, residual, parts = given
-    tile, pixels, maps = tile or Tile(), pixels_last(x), empty_result(problem, x)
+    pixels, maps = pixels_last(x), empty_result(problem, x)
     result = maps.permute(0, 2, 3, 1)
     added = result if residual is None else pixels_last(residual)
     pool = problem.pool is not None
@@ -289,7 +288,7 @@ def launch_tiled(problem: Problem, given: ConvTensors, tile: Tile | None = None)
         bias if bias is not None else packed, added, result, codes if codes is not None else result,
         parts if parts is not None else result, problem.batch, counts[1], counts[2], problem.out_height,
         problem.out_width, *problem.result_size, problem.filters,
-        GROUPS=tuple(map(tuple, group_rows(problem, tile.filters))), TILES=tiles, IMAGES=images, ROWS=rows,
+        GROUPS=group_rows(problem, tile.filters), TILES=tiles, IMAGES=images, ROWS=rows,
         COLUMNS=columns, FILTERS=tile.filters, DEPTH=depth, STEPS=ceil_div(problem.channels, depth),
         STRIDE=problem.stride, CHANNELS=problem.channels, POOL=pool, HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, ADD_LAST=problem.add_last,
@@ -299,6 +298,20 @@ def launch_tiled(problem: Problem, given: ConvTensors, tile: Tile | None = None)
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return maps
+
+
+def group_rows(problem: Problem, block: int) -> tuple[tuple[int, ...], ...]:
+    """The groups for tiles of `block` filters, with the fields that `FIRST_TILE` and the following name.
+
+    A tap `r` rows down reads block row `(r + top_skip) // stride - top` at parity `(r + top_skip) % stride`, where
+    `stride` rows make a block. The same holds for columns. At stride 1 the skips are zero.
+    """
+    tiles = starts(ceil_div(group.filters, block) for group in problem.groups)
+    down, across = problem.stride
+    return tuple(
+        (*place, g.filters, g.taps, g.width, *blocks_before(g.top, down), *blocks_before(g.left, across))
+        for *place, g in zip(tiles, starts(problem.rows), problem.begins, problem.groups, strict=True)
+    )
 
 
 def part_count(problem: Problem, tile: Tile) -> int:
@@ -335,3 +348,19 @@ def unsupported(problem: Problem) -> str | None:
     if problem.height % problem.stride[0] or problem.width % problem.stride[1]:
         return f"stride {problem.stride} does not divide {problem.height}x{problem.width} pixels"
     return None
+
+
+OLDER = Tile(64, 64, 32, 4, 3)
+"""The tile for GPUs without a tensor memory accelerator: offsets take registers, and larger tiles spill."""
+SMALL = (Tile(64, 64, 64, 4, 4), Tile(64, 32, 128, 4, 4), Tile(32, 32, 128, 4, 4))
+"""Tiles for problems with too few pixels to fill a GPU with large tiles."""
+
+
+def tiles(problem: Problem, capability: tuple[int, int]) -> list[Tile]:
+    """Tiles no wider than the groups; small ones if large ones would leave most of a GPU idle."""
+    older, widest = (0, 0) < capability < (9, 0), max(16, filters_per_tile(problem, 256))
+    shapes = (OLDER,) if older else SMALL if problem.is_small else (Tile(),)
+    return list(dict.fromkeys(replace(tile, filters=min(tile.filters, widest)) for tile in shapes))
+
+
+KERNEL = ForwardKernel(Tile, tiles, unsupported, ROWS, launch_tiled, part_count, decides=True)

@@ -28,18 +28,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.kernels import device as gpu
+from lowrank_cnn.kernels.conv import hopper_plan as plan
 from lowrank_cnn.kernels.conv.copies import launch_pad_channels
-from lowrank_cnn.kernels.conv.hopper import described
-from lowrank_cnn.kernels.conv.hopper_epilogue import finished, send
-from lowrank_cnn.kernels.conv.hopper_plan import (
-    WINDOWS,
-    WindowTile,
-    padded_size,
-    tile_counts,
-    unpack_windows,
-    window_filters,
-    window_shape,
-)
+from lowrank_cnn.kernels.conv.hopper import described, finished, send
 from lowrank_cnn.kernels.conv.tiled import activation_options
 from lowrank_cnn.kernels.device import start
 from lowrank_cnn.kernels.problem import ConvTensors, Problem, empty_result, pixels_last
@@ -98,7 +89,7 @@ def coded(acc, QUAD: gl.constexpr, CODES: gl.constexpr):
 @gluon.jit
 def composite_window(
     x,  # descriptor of the padded pixels, see `windows_of`
-    w,  # descriptor of [2 * 3 * TOTAL, 16], see `window_plan.pack_windows`
+    w,  # descriptor of [2 * 3 * TOTAL, 16], see `hopper_plan.pack_windows`
     y,  # descriptor of [N, H', W', TOTAL], written
     codes,  # descriptor of [N, H', W', TOTAL] uint8, written: the winners of the pool
     bias,  # [TOTAL]
@@ -152,16 +143,16 @@ def composite_window(
     tma.store_wait(0)
 
 
-def launch_window(problem: Problem, given: ConvTensors, tile: WindowTile | None = None) -> Tensor:
-    """Run the kernel on `window_plan.pack_windows` weights; the result is channels-last."""
+def launch_window(problem: Problem, given: ConvTensors, tile: plan.WindowTile) -> Tensor:
+    """Run the kernel on `hopper_plan.pack_windows` weights; the result is channels-last."""
     x, packed, bias, codes, residual, _ = given
     assert residual is None, "this kernel pools before it adds"
-    tile, maps = tile or WindowTile(), empty_result(problem, x)
+    maps = empty_result(problem, x)
     result = maps.permute(0, 2, 3, 1)
-    (rows, columns), filters = window_shape(problem), window_filters(problem)
-    size = padded_size(problem)
+    (rows, columns), filters = plan.window_shape(problem), plan.window_filters(problem)
+    size = plan.padded_size(problem)
     padded = launch_pad_channels(pixels_last(x), size, beyond=2 * rows)
-    counts = tile_counts(problem)
+    counts = plan.tile_counts(problem)
     total, tiles = problem.batch * counts[0] * counts[1], problem.filters // filters
     programs = max(1, gpu.multiprocessors(x.device) * tile.residents // tiles)
     block, winners = (1, rows, columns, filters), result if codes is None else codes
@@ -190,7 +181,7 @@ def windows_of(padded: Tensor, rows_of_images: int, rows: int, columns: int) -> 
 
 def halves() -> Any:
     """The layout of [windows, 16] in shared memory: eight values of every window, then the other eight."""
-    row = [[0, 1], [0, 2], [0, 4]] + [[2**i, 0] for i in range(WINDOWS.bit_length() - 1)] + [[0, 8]]
+    row = [[0, 1], [0, 2], [0, 4]] + [[2**i, 0] for i in range(plan.WINDOWS.bit_length() - 1)] + [[0, 8]]
     return gl.SharedLinearLayout(offset_bases=row, alignment=1024)
 
 
@@ -206,14 +197,9 @@ def halves() -> Any:
 # gradients while it multiplies. The sums of all programs are added in device memory. The padded pixels have a
 # channel of ones, whose gradient at the middle tap is the bias gradient.
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false
-
-
 FILTERS = 64
 """Filters of a tile: the matrix unit takes 64 rows at once."""
-GRADIENT = WindowTile(stages=2, residents=2)
+GRADIENT = plan.WindowTile(stages=2, residents=2)
 
 
 @gluon.jit
@@ -261,7 +247,7 @@ def add_up(
 def window_gradient(
     x,  # descriptor of the padded pixels, see `window.windows_of`
     grad, codes,  # [N, height, width, TOTAL]: the gradient, and the winners' places
-    dw,  # [6 * TOTAL, 16] float32, added to: laid out as in `window_plan.pack_windows`
+    dw,  # [6 * TOTAL, 16] float32, added to: laid out as in `hopper_plan.pack_windows`
     total, padded_height, height, width,
     COUNTS: gl.constexpr, TOTAL: gl.constexpr, FILTERS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     STAGES: gl.constexpr, VIEW: gl.constexpr, WON: gl.constexpr, READ: gl.constexpr, ACC: gl.constexpr,
@@ -323,12 +309,12 @@ def window_gradient(
 
 
 def launch_window_gradient(
-    problem: Problem, pixels: Tensor, grad: Tensor, codes: Tensor, tile: WindowTile = GRADIENT
+    problem: Problem, pixels: Tensor, grad: Tensor, codes: Tensor, tile: plan.WindowTile = GRADIENT
 ) -> tuple[list[Tensor], Tensor]:
     """Gradients of the groups' weights and of the bias, in float32; `grad` and `codes` are [N, H, W, filters]."""
-    (rows, columns), size = window_shape(problem), padded_size(problem)
+    (rows, columns), size = plan.window_shape(problem), plan.padded_size(problem)
     padded = launch_pad_channels(pixels, size, beyond=2 * rows)
-    counts, tiles = tile_counts(problem), ceil_div(problem.filters, FILTERS)
+    counts, tiles = plan.tile_counts(problem), ceil_div(problem.filters, FILTERS)
     total = problem.batch * counts[0] * counts[1]
     programs = max(1, gpu.multiprocessors(grad.device) * tile.residents // tiles)
     dw = torch.zeros((6 * problem.filters, 16), device=grad.device)
@@ -342,4 +328,4 @@ def launch_window_gradient(
         ACC=gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16]),
         num_warps=4,
     )  # fmt: skip
-    return unpack_windows(dw, problem)
+    return plan.unpack_windows(dw, problem)

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from lowrank_cnn.core.errors import LostDeviceError
 from lowrank_cnn.kernels import ops as enclose
 from lowrank_cnn.kernels.autotune import trial as kernel_trial
-from lowrank_cnn.kernels.autotune.trial import KernelTrial, agrees, times
+from lowrank_cnn.kernels.autotune.trial import OUT_OF_MEMORY, KernelTrial, mismatch, times
 from lowrank_cnn.kernels.autotune.tuned import FAILED, DensePath, Request
 from lowrank_cnn.kernels.conv import forward, gradients
 from lowrank_cnn.kernels.conv.plans import KernelPlan
@@ -39,20 +39,20 @@ def asked(problem, training=False):
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("pool", [None, "floor", "ceil"])
 def test_a_plan_that_is_right_agrees(pool, training):
-    assert agrees(asked(problem(pool=pool), training), PLAN)
+    assert not mismatch(asked(problem(pool=pool), training), PLAN)
 
 
 def test_the_first_layer_agrees_without_a_gradient_of_its_images():
-    from lowrank_cnn.kernels.conv.stem import StemTile
+    from lowrank_cnn.kernels.conv.gather import StemTile
 
     plan = KernelPlan("stem", StemTile(pixels=32))
-    assert agrees(asked(problem(channels=3), True), plan)
+    assert not mismatch(asked(problem(channels=3), True), plan)
 
 
 def test_a_plan_that_is_wrong_does_not(monkeypatch):
     run_plan = forward.run_plan
     monkeypatch.setattr(forward, "run_plan", lambda *arguments: run_plan(*arguments) * 1.1)
-    assert not agrees(asked(problem()), PLAN)
+    assert mismatch(asked(problem()), PLAN)
 
 
 def test_codes_that_name_another_do_not(monkeypatch):
@@ -65,8 +65,8 @@ def test_codes_that_name_another_do_not(monkeypatch):
         return y
 
     monkeypatch.setattr(forward, "run_plan", mistaken)
-    assert agrees(asked(problem(pool="floor")), PLAN)
-    assert not agrees(asked(problem(pool="floor"), True), PLAN)
+    assert not mismatch(asked(problem(pool="floor")), PLAN)
+    assert mismatch(asked(problem(pool="floor"), True), PLAN)
 
 
 def test_a_wrong_gradient_does_not(monkeypatch):
@@ -77,13 +77,13 @@ def test_a_wrong_gradient_does_not(monkeypatch):
         return dx, [dw[0], dw[1].flip(0)], db
 
     monkeypatch.setattr(gradients, "compute_gradients", off)
-    assert not agrees(asked(problem(), True), PLAN)
+    assert mismatch(asked(problem(), True), PLAN)
 
 
 @pytest.mark.parametrize("pool", [None, "floor"])
 @pytest.mark.parametrize("plan", [None, PLAN])
 def test_a_layer_as_one_dense_conv_agrees(pool, plan):
-    assert agrees(asked(problem(pool=pool), True), DensePath(plan))
+    assert not mismatch(asked(problem(pool=pool), True), DensePath(plan))
 
 
 @pytest.mark.parametrize("pool", [None, "floor"])
@@ -96,11 +96,11 @@ def test_weights_placed_or_taken_wrongly_do_not(monkeypatch, pool, name):
         return found.flip(0) if name == "place_groups" else [part.flip(0) for part in found]
 
     monkeypatch.setattr(enclose, name, off)
-    assert not agrees(asked(problem(pool=pool), True), DensePath(None))
+    assert mismatch(asked(problem(pool=pool), True), DensePath(None))
 
 
 def test_a_plan_that_fails_does_not():
-    assert not agrees(asked(replace(problem(), stride=(2, 2))), PLAN)
+    assert mismatch(asked(replace(problem(), stride=(2, 2))), PLAN)
 
 
 def fail_with(error: Exception) -> Callable[..., None]:
@@ -119,22 +119,22 @@ def in_capture(*_: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "took", "right"),
+    ("run", "took", "reason"),
     [
-        (fail_with(RuntimeError("no such kernel")), FAILED, False),
-        (fail_with(NO_ROOM), None, None),
-        (in_capture, None, None),
+        (fail_with(RuntimeError("no such kernel")), FAILED, "no such kernel"),
+        (fail_with(NO_ROOM), None, OUT_OF_MEMORY),
+        (in_capture, None, OUT_OF_MEMORY),
     ],
 )
-def test_running_out_of_memory_is_no_failure_of_a_plan(monkeypatch, run, took, right):
+def test_running_out_of_memory_is_no_failure_of_a_plan(monkeypatch, run, took, reason):
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(kernel_trial, "captured", run)
     monkeypatch.setattr(KernelTrial, "run", run)
     assert times(asked(problem()), PLAN) == took
-    assert agrees(asked(problem()), PLAN) is right
+    assert mismatch(asked(problem()), PLAN) == reason
 
 
-@pytest.mark.parametrize("ask", [times, agrees])
+@pytest.mark.parametrize("ask", [times, mismatch])
 def test_a_kernel_that_stops_the_device_is_named(monkeypatch, ask):
     lost = RuntimeError("CUDA error: an illegal instruction was encountered")
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
@@ -150,22 +150,6 @@ def test_the_operator_gives_what_the_kernels_give(training):
         trial = KernelTrial.random(asked(problem(pool="floor"), training))
         for ours, right in zip(trial.call(PLAN), trial.run(PLAN), strict=True):
             assert torch.allclose(ours.float(), right.float(), atol=1e-4)
-
-
-@pytest.mark.parametrize("pool", [None, "floor"])
-@pytest.mark.parametrize("plan", [PLAN, None])
-def test_as_one_dense_conv_the_gradients_are_the_same(plan, pool):
-    trial = KernelTrial.random(asked(problem(pool=pool), True))
-    shapes = [[tuple(t.shape) for t in trial.run(path)] for path in (DensePath(plan), None)]
-    assert shapes[0] == shapes[1]
-    for ours, right in zip(trial.run(DensePath(plan)), trial.run(None), strict=True):
-        assert torch.linalg.vector_norm(ours - right) <= (1e-2 if DEVICE.type == "cuda" else 1e-5) * right.norm()
-
-
-def test_a_trial_gives_gradients_in_one_order():
-    trial = KernelTrial.random(asked(problem(), True))
-    shapes = [[tuple(t.shape) for t in trial.run(plan)] for plan in (PLAN, None)]
-    assert shapes[0] == shapes[1] == [(8, 8, 3, 1), (8, 8, 1, 3), (16,), (2, 8, 6, 5)]
 
 
 def test_measuring_leaves_the_generators_alone():

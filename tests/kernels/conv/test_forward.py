@@ -1,6 +1,8 @@
-"""Plans run with their whole epilogue: bias, residual, activation."""
+"""Every forward kernel against float64: which kernels take a layer, and that all of them compute it."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,48 +10,229 @@ import torch
 pytest.importorskip("triton")
 
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.kernels.conv import forward, gather, stem, tiled
-from lowrank_cnn.kernels.conv.plans import KERNELS, KernelPlan, plans
+from lowrank_cnn.kernels import composite_conv2d_with_statistics, composite_reference, forced
+from lowrank_cnn.kernels.conv import forward
+from lowrank_cnn.kernels.conv.gather import GatherTile, StemTile
+from lowrank_cnn.kernels.conv.hopper_plan import HopperTile, OverlapTile, WindowTile
+from lowrank_cnn.kernels.conv.plans import KERNELS, KernelPlan, refusal
+from lowrank_cnn.kernels.conv.tiled import Tile
+from lowrank_cnn.kernels.problem import ConvTensors, empty_codes
+from tests.kernels.helpers import DEVICE, GPU, assert_close, posed
 
-ACTIVATIONS = ["relu", "leaky_relu", "leaky_relu:0.2", "silu", "gelu", "hardswish", None]
+PLAIN = {
+    "tiled": Tile(32, 16, 16),
+    "stem": StemTile(32),
+    "gather": GatherTile(32, 16, 16),
+    "folded": Tile(32, 16, 16),
+}
+SMALL = HopperTile(pixels=32, filters=16, depth=16, boxes=2, slabs=2, parts=1)
+GLUON = {"hopper": SMALL, "enclosed": SMALL, "window": WindowTile(2, 1), "overlap": OverlapTile(2, 2, 1)}
+LOW_RANK, STEM = [(3, 1, 16), (1, 3, 24)], [(7, 1, 16), (1, 7, 16)]
+TWO, LAST = {"stride": (2, 2)}, {"residual": True, "add_last": True}
+CASES = {
+    "odd size, ragged groups": (
+        (2, 24, 9, 7), [(3, 1, 16), (1, 3, 40)], {"relu": True}, "hopper tiled gather",
+    ),
+    "three groups, pool": (
+        (3, 16, 8, 8), [(3, 1, 16), (1, 3, 16), (3, 3, 16)], {"relu": True, "pool": "floor"},
+        "hopper enclosed tiled gather",
+    ),
+    "five taps, clipped pool": (
+        (1, 32, 11, 6), [(5, 1, 16), (1, 5, 16)], {"activation": "leaky_relu:0.2", "pool": "ceil"},
+        "hopper tiled gather",
+    ),
+    "pointwise": ((2, 40, 7, 5), [(1, 1, 32)], {"bias": False}, "stem hopper tiled gather"),
+    "residual": ((1, 16, 5, 9), [(3, 3, 32)], {"residual": True, "activation": "silu"}, "hopper tiled gather"),
+    "residual added last": ((1, 24, 6, 6), LOW_RANK, {**LAST, "activation": "gelu"}, "hopper tiled gather"),
+    "narrow groups": (
+        (2, 16, 6, 7), [(3, 1, 16), (3, 3, 24), (3, 3, 16)], {"activation": "hardswish"},
+        "hopper enclosed tiled gather",
+    ),
+    "maps of one pixel": ((2, 16, 1, 1), [(3, 1, 16), (1, 3, 8)], {"relu": True}, "tiled gather"),
+    "stride 2": ((2, 16, 8, 12), LOW_RANK, {**TWO, "residual": True, "relu": True}, "hopper tiled folded gather"),
+    "stride 2, rows only": (
+        (1, 16, 10, 8), [(5, 1, 16), (1, 5, 16)], {"stride": (2, 1), "pool": "floor"},
+        "hopper tiled folded gather",
+    ),
+    "stride 3": (
+        (1, 16, 9, 9), [(3, 3, 8)], {"stride": (3, 3), "padding": [((0, 0), (0, 0))]}, "tiled gather",
+    ),
+    "cropped": (
+        (1, 8, 7, 7), [(3, 3, 8), (1, 1, 8)], {"padding": [((0, 1), (1, 0)), ((-1, 0), (0, -1))]},
+        "enclosed tiled gather",
+    ),
+    "odd size at stride 2": ((1, 16, 7, 9), [(3, 3, 16)], TWO, "folded gather"),
+    "ragged filters": ((1, 20, 7, 6), [(3, 1, 7), (1, 3, 6)], {**TWO, "relu": True}, "gather"),
+    "first layer": (
+        (2, 3, 12, 34), [(3, 1, 8), (1, 3, 8)], {"relu": True, "pool": "floor"}, "window stem folded gather",
+    ),
+    "dense first layer, odd size": (
+        (1, 3, 17, 21), [(3, 3, 32)], {"relu": True, "pool": "floor"}, "window stem folded gather",
+    ),
+    "four channels": (
+        (2, 4, 10, 6), [(3, 3, 32), (1, 1, 16)], {"pool": "ceil"}, "window stem folded gather",
+    ),
+    "grey": ((1, 1, 5, 5), [(5, 1, 8), (1, 5, 8), (1, 1, 4)], {**LAST, "activation": "relu"}, "stem gather"),
+    "stem with its pool": ((2, 3, 22, 30), STEM, {**TWO, "pool": "3x3/2", "relu": True}, "overlap"),
+    "stem of several tiles": ((1, 3, 9, 262), [(3, 3, 48)], {**TWO, "pool": "3x3/2"}, "overlap"),
+    "dense stem": ((1, 3, 30, 22), [(7, 7, 32)], {**TWO, "activation": "silu"}, "overlap folded gather"),
+    "even taps": (
+        (3, 4, 10, 9), [(4, 4, 16)], {**TWO, "padding": [((1, 1), (1, 1))]}, "overlap stem folded gather",
+    ),
+    "stem, rows of stride 1": ((1, 3, 16, 16), [(3, 3, 16)], {"stride": (1, 2), "pool": "3x3/2"}, "overlap"),
+}  # fmt: skip
+"""The size of the input, the groups (height, width, filters), the options, and the kernels that take it."""
+
+
+def run(kernel, layer, tile, codes=None):
+    plan = KernelPlan(kernel, tile)
+    return forward.run_plan(plan, layer.problem, layer.x, layer.weights, layer.bias, codes, layer.residual)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernels_that_take_a_layer(name):
+    size, groups, options, kernels = CASES[name]
+    problem = replace(posed(size, groups, **options).problem, dtype=torch.bfloat16)
+    assert {kernel for kernel in KERNELS if refusal(kernel, problem) is None} == set(kernels.split())
 
 
 @pytest.mark.parametrize(
-    ("activation", "residual", "add_last"),
+    ("name", "kernel"), [(name, kernel) for name, case in CASES.items() for kernel in case[3].split()]
+)
+def test_each_of_them_computes_it(request, monkeypatch, name, kernel):
+    size, groups, options, _ = CASES[name]
+    layer = posed(size, groups, **options)
+    if kernel in GLUON:
+        request.getfixturevalue("hopper")
+    elif refusal(kernel, layer.problem) is not None:
+        pytest.skip("in float32 the channels need no blocks")
+    else:
+        module = __import__(KERNELS[kernel].launch.__module__, fromlist=["empty_result"])
+        fill = getattr(module, "empty_result", None)
+        if fill is not None:
+            monkeypatch.setattr(module, "empty_result", lambda *args: fill(*args).fill_(torch.nan))
+    y = run(kernel, layer, (PLAIN | GLUON)[kernel])
+    assert_close(y, layer.right)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    "dtype",
     [
-        *((name, added, False) for name in ACTIVATIONS for added in (False, True)),
-        ("relu", True, True),
-        ("silu", True, True),
+        torch.float16,
+        pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not GPU, reason="not in Triton's interpreter")),
     ],
 )
-@pytest.mark.parametrize("kernel", ["tiled", "stem", "gather"])
-def test_epilogues(layers, monkeypatch, kernel, activation, residual, add_last):
-    """Bias, residual and activation of every plain kernel, with filters that fill no whole tile."""
-    module = {"tiled": tiled, "stem": stem, "gather": gather}[kernel]
-    layers.poison(monkeypatch, module)
-    size = (2, 8 if kernel == "tiled" else 3, 5, 7)
-    how = {"activation": activation, "residual": residual, "add_last": add_last}
-    x, weights, bias, problem, exact, added = layers.posed(size, [(3, 1, 8), (1, 3, 16)], **how)
-    plan = {
-        "tiled": KernelPlan("tiled", tiled.Tile(pixels=32, filters=16, depth=16)),
-        "stem": KernelPlan("stem", stem.StemTile(pixels=32)),
-        "gather": KernelPlan("gather", gather.GatherTile(pixels=32, filters=16, depth=16)),
-    }[kernel]
-    y = forward.run_plan(plan, problem, x, weights, bias, residual=added)
-    layers.assert_agrees(y, exact, x.dtype)
+def test_sixteen_bits(dtype):
+    layer = posed((1, 32, 8, 8), LOW_RANK, dtype=dtype, relu=True)
+    assert_close(run("tiled", layer, PLAIN["tiled"]), layer.right, 2e-3 if dtype == torch.float16 else 1e-2)
 
 
-def test_a_residual_of_another_size_is_refused(layers):
-    x, weights, bias, problem, _, added = layers.posed((1, 8, 6, 6), [(3, 3, 8)], residual=True)
-    with pytest.raises(LowRankError, match="the residual is 1x8x6x5; it must be 1x8x6x6"):
-        forward.run_plan(KernelPlan("tiled", tiled.Tile()), problem, x, weights, bias, residual=added[..., :5])
+HOPPER_TILES = [
+    pytest.param(HopperTile(32, 16, 16, 4, 2, 4, 2, 2), "floor", id="two parts, a deep ring of weights"),
+    pytest.param(HopperTile(32, 16, 16, 4, 3, 5, 1, 1), None, id="three boxes in flight"),
+    pytest.param(HopperTile(32, 16, 16, 4, 2, 0, 1, 1), None, id="weights stay"),
+    pytest.param(HopperTile(32, 16, 16, 4, 3, 0, 2, 1), "ceil", id="weights stay, three boxes"),
+]
 
 
-@pytest.mark.parametrize("size", [(1, 3, 8, 8), (1, 16, 8, 8), (1, 20, 7, 7)])
+@pytest.mark.parametrize(("tile", "pool"), HOPPER_TILES)
 @pytest.mark.parametrize("stride", [(1, 1), (2, 2)])
-def test_packed_weights_have_the_shape_that_tracing_expects(layers, size, stride):
-    x, weights, _, problem, *_ = layers.posed(size, [(3, 1, 16), (1, 3, 16)], stride=stride, dtype=torch.float16)
-    for plan in plans(problem, capability=(9, 0)):
-        layout = KERNELS[plan.kernel].layout
-        packed = forward.pack_weights(layout, problem, weights, x.dtype)
-        assert tuple(packed.shape) == forward.packed_shape(layout, problem), plan
+def test_rings_of_buffers(hopper, tile, pool, stride):
+    """Each tile keeps other numbers of fetches in flight; weights that stay are fetched once."""
+    pool = pool if stride == (1, 1) else None
+    layer = posed((4, 32, 12, 20), [(3, 1, 16), (1, 3, 16), (3, 3, 32)], stride=stride, relu=True, pool=pool)
+    tile = tile if stride == (1, 1) else replace(tile, slabs=min(tile.slabs, 2))
+    assert_close(run("hopper", layer, tile), layer.right)
+    if not tile.slabs:
+        fetched, hopper.machine.fetched = hopper.machine.fetched, 0
+        run("hopper", layer, SMALL)
+        assert fetched < hopper.machine.fetched
+
+
+def winners(layer, problem):
+    """The codes of a pool in float64: the winner's place in its 2x2 window, 4 if the ReLU cut it."""
+    options = {name: layer.options[name] for name in ("stride", "padding")}
+    before = composite_reference(layer.x.double(), [w.double() for w in layer.weights], None, **options)
+    height, width = problem.result_size
+    whole = torch.nn.functional.pad(before, (0, 1, 0, 1), value=-torch.inf)[:, :, : 2 * height, : 2 * width]
+    value, place = whole.unfold(2, 2, 2).unfold(3, 2, 2).flatten(-2).max(-1)
+    return torch.where(value > 0, place, 4).permute(0, 2, 3, 1)
+
+
+@pytest.mark.parametrize("pool", ["floor", "ceil"])
+@pytest.mark.parametrize("kernel", ["tiled", "stem", "hopper", "window"])
+def test_codes_name_the_winners_of_a_pool(request, kernel, pool):
+    """The place of a winner in a value's lowest bits must not lift a zero above zero, either."""
+    if kernel in GLUON:
+        request.getfixturevalue("hopper")
+    size = (1, 3 if kernel in ("stem", "window") else 16, *((8, 10) if kernel == "window" else (9, 7)))
+    layer = posed(size, [(3, 1, 16), (1, 3, 16)], bias=False, relu=True, pool=pool)
+    codes = empty_codes(layer.problem, layer.x)
+    run(kernel, layer, (PLAIN | GLUON)[kernel], codes)
+    assert torch.equal(codes.long(), winners(layer, layer.problem))
+    layer.x = torch.zeros_like(layer.x)
+    assert not run(kernel, layer, (PLAIN | GLUON)[kernel], codes).any()
+    assert (codes == 4).all()
+
+
+def test_what_a_launch_refuses():
+    layer = posed((1, 8, 6, 6), [(3, 3, 8)], residual=True)
+    layer.residual = layer.residual[..., :5]
+    with pytest.raises(LowRankError, match="the residual is 1x8x6x5; it must be 1x8x6x6"):
+        run("tiled", layer, PLAIN["tiled"])
+    layer = posed((1, 3, 6, 6), LOW_RANK, pool="floor")
+    with pytest.raises(LowRankError, match="no gradient for a pool"):
+        run("gather", layer, PLAIN["gather"], torch.empty(0))
+
+
+STATISTICS = [
+    pytest.param("tiled", (2, 8, 9, 7), (1, 1), id="tiled, odd size"),
+    pytest.param("tiled", (3, 16, 8, 6), (2, 2), id="tiled, stride 2"),
+    pytest.param("stem", (2, 3, 9, 7), (1, 1), id="read again"),
+    pytest.param("hopper", (2, 16, 9, 7), (1, 1), id="hopper"),
+    pytest.param("hopper", (3, 16, 6, 10), (2, 2), id="hopper, stride 2"),
+    pytest.param("enclosed", (2, 16, 9, 7), (1, 1), id="enclosed"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "size", "stride"), STATISTICS)
+def test_mean_and_variance_come_from_the_epilogue(request, monkeypatch, kernel, size, stride):
+    layer = posed(size, [(3, 1, 16), (1, 3, 24)], stride=stride)
+    packed = KERNELS[kernel].layout.pack(layer.weights, layer.problem, layer.x.dtype)
+    given = ConvTensors(layer.x, packed, layer.bias)
+    tile = replace(SMALL, pixels=64) if kernel in GLUON else PLAIN[kernel]
+    with monkeypatch.context() as patched:
+        if kernel in GLUON:  # the model and Triton's interpreter do not run at the same time
+            request.getfixturevalue("hopper")
+            patched.setattr(forward, "launch_merge", lambda parts: parts)
+        y, found = forward.run_with_statistics(KernelPlan(kernel, tile), layer.problem, given)
+    if kernel in GLUON:
+        monkeypatch.undo()
+        assert found[0].sum(0).eq(y.numel() // y.shape[1]).all()
+        found = forward.launch_merge(found)
+    assert_close(y, layer.right)
+    variance, mean = torch.var_mean(layer.right, (0, 2, 3), correction=0)
+    assert_close(found, torch.stack([mean, variance]))
+
+
+def test_a_large_mean_leaves_the_variance_its_digits():
+    y = (1000 + torch.randn(2, 8, 100, 100, device=DEVICE)).contiguous(memory_format=torch.channels_last)
+    parts = forward.launch_parts(y)
+    assert parts.shape[1] > forward.MERGED  # merged in turns
+    variance, mean = torch.var_mean(y.double(), (0, 2, 3), correction=0)
+    assert_close(forward.launch_merge(parts), torch.stack([mean, variance]), 1e-5)
+
+
+@pytest.mark.parametrize("how", ["on", "off"])
+def test_a_batch_norm_behind_statistics_trains(how):
+    """Statistics have no gradient of their own: the norm's backward accounts for them."""
+    layer = posed((2, 16, 6, 5), [(3, 1, 8), (1, 3, 8)])
+    leaves = [t.requires_grad_() for t in (layer.x, layer.bias, *layer.weights)]
+    with forced(how):
+        y, *found = composite_conv2d_with_statistics(layer.x, layer.weights, layer.bias, **layer.options)
+    assert not any(part.requires_grad for part in found)
+    variance, mean = torch.var_mean(layer.right, (0, 2, 3), correction=0)
+    ours = [y, *found, *torch.autograd.grad(y, leaves, layer.grad)]
+    for part, right in zip(ours, [layer.right, mean, variance, *layer.gradients], strict=True):
+        assert_close(part, right)

@@ -1,0 +1,251 @@
+"""Bad input, damaged files and full machines end in one sentence and exit code 2, whatever the command."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from PIL import Image
+from safetensors.torch import load
+from torch import nn
+
+import lowrank_cnn as lr
+from lowrank_cnn.cli import app
+from lowrank_cnn.core.errors import LowRankError
+
+
+def without_convs() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 2))
+
+
+@pytest.mark.filterwarnings("ignore")
+def scripted() -> nn.Module:
+    return torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3)))
+
+
+HERE, OWN = f"{__file__}:", ("--input", "3x8x8")
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
+    """Run a command in an empty folder: its one sentence. It prints nothing else, and writes nothing."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> str:
+        before = list(tmp_path.iterdir())
+        assert app.run([str(argument) for argument in arguments]) == 2
+        done = capsys.readouterr()
+        assert (done.out, list(tmp_path.iterdir())) == ("", before)
+        assert len(done.err.strip().splitlines()) == 1
+        return done.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("count vgg12", "did you mean vgg11"),
+        ("count vgg11 --input 224x224", "CHANNELSxHEIGHTxWIDTH"),
+        ("count vgg11 --input 3x64x64", "takes 224x224 images"),
+        ("count nin --scheme mixture(kx1", "cannot read the scheme"),
+        ("count nin --convention flops", "convention is mac or paper"),
+        ("count nin --width -1", "width must be a number above 0"),
+        ("count nin --input 3x1x1", "nin takes images of 4x4 at least"),
+        (f"count {HERE}without_convs", "give --input"),
+        (f"count {HERE}without_convs --width 2", "width can be set for our own"),
+        (f"convert {__file__}", "names no network"),
+        (f"convert {HERE}scripted --input 3x8x8", "the model is scripted"),
+        (f"convert {HERE}without_convs --input 3x8x8", "Sequential has no convolutions"),
+        (f"convert {HERE}nett", "no function 'nett'"),
+        ("convert nim", "did you mean nin"),
+        ("convert net.pt", "names no network"),
+        ("convert nothing.py:net", "no file nothing.py"),
+        ("convert torchvision:vgg11 --width 0.5", "taken as it is; width can be set"),
+        ("convert nin --scheme embed", "number of channels"),
+        ("convert nin --where layer1", "no convolution is called 'layer1'"),
+        ("convert nin --input 30x30", "CHANNELSxHEIGHTxWIDTH"),
+        ("convert nin --stage 4", "has 3 stages"),
+        ("convert nin-c3-lr", "the network is low-rank already (4 of its layers), and nothing is left to convert"),
+        ("decompose nin-c3-lr", "low-rank already (4 of its layers), and nothing is left to convert"),
+        ("decompose nin --macs 0.6 --by accuracy", "accuracy together with --images"),
+        ("time nin --repeats 1", "number of at least 3"),
+        ("time nin --threads 0", "threads must be a number of at least 1"),
+        ("time nin --device gpu", "no device 'gpu'"),
+        ("time nin --runtime onnx --device cuda", "timed on the CPU"),
+        ("time net.onnx", "no file net.onnx"),
+        ("time net.onnx --scheme lr", "without --scheme"),
+        ("plan nin --budget -1", "budget, in seconds, must be a number above 0, not -1.0"),
+        ("plan nin --device gpu", "no device 'gpu'"),
+        ("plan nin --engine auto --batch 4", "one image at a time"),
+        ("demo --json --device cuda:x", "no device"),
+        ("export nin", "say once where to write"),
+        ("export nin net.bin", "ends in one of .onnx"),
+        ("export nin net.onnx --dynamic batch,size", "not 'size'"),
+        ("export nin -o phone --to tensorrt", "trtexec"),
+        ("export nin -o phone --to onx", "did you mean onnx"),
+        ("export nin -o net.onnx --strips --int8", "give --int8 or --strips"),
+        ("export nin -o net.pt2 --strips", "run in ONNX Runtime"),
+        ("export nin net.onnx --int8", "give --calibrate"),
+        ("export nin net.onnx --int8 --calibrate digits", "give --calibrate path.py:function"),
+        ("export vgg11-gmp net.onnx --pretrained cifar10", "no weights of vgg11-gmp on cifar10"),
+        ("export net.safetensors net.onnx --pretrained cifar10", "taken with the weights it has"),
+        (f"export {HERE}without_convs n.onnx --example two.py", "as path.py:function"),
+        (f"export {HERE}without_convs n.onnx --example no.py:f", "no file no.py"),
+        (f"export {HERE}without_convs n.onnx --example {HERE}nothing", "has no function 'nothing'"),
+        ("predict nowhere x.png", "neither a run's directory"),
+        ("predict nowhere.onnx x.png", "nowhere.onnx does not exist"),
+        ("predict nin-c3-lr x.png", "only guess: for trained ones give a run's directory or --pretrained"),
+        ("predict nin-c3-lr x.png --pretrained cifar10 --top=-1", "at least 1, not -1"),
+        ("evaluate nin --data digits --pretrained cifar10 --best", "--best is for runs"),
+        (f"evaluate {__file__} --data digits --pretrained cifar10", "is for networks by name"),
+        ("evaluate nowhere --data digits", "neither a checkpoint nor a network's name"),
+        ("report .", "no record in .; make one first: lowrank train"),
+        ("report nowhere", "no file or folder nowhere"),
+        ("report -o - --json", "--json"),
+        ("figure big-picture", "did you mean big-picture-macs"),
+        ("figure shapes --into model.py:make", "give --checkpoint as well"),
+        ("audit --runs nowhere", "nowhere"),
+        ("frontier airbensh --out .", "no family"),
+        ("frontier airbench --design x --out .", "neither a design"),
+        ("frontier nin --out .", "no record"),
+        ("frontier nin --data digits --budget -1 --out .", "budget, in seconds, must be a number above 0"),
+        ("design nin --macs 2", "up to 1"),
+        ("design nin", "needs a budget"),
+        ("design nin --macs 0.5 --data digits", "trained network"),
+        ("reproduce cifra --data digits --out .", "did you mean cifar10"),
+        ("reproduce cifar10 --part papr --data digits --out .", "did you mean paper"),
+        ("reproduce cifar10 --out .", "give --data, or --table"),
+        ("reproduce cifar10 --table --out typo", "typo"),
+        ("train nin --data digits --scheme learned --macs 0", "above 0"),
+        ("train nin --data digits --scheme learned --macs 2", "up to 1"),
+        ("train nin --data digits --scheme learned", "need a budget"),
+        ("train nin --data digits --scheme lr --macs 0.5", "is for learned shapes"),
+        ("train nin --data digits --scheme learned(kx1,kx1) --macs 0.5", "given twice"),
+        ("train nin --data digits --shapes nowhere.json", "cannot be read"),
+        ("train nin --data digits --shapes nowhere.json --scheme lr", "not both"),
+        ("train nin --data digits --resume", "give --out"),
+        ("train nin --data digits --device meta", "no device"),
+        ("train nin --data digits --log paper", "paper"),
+        ("train nin --config none.toml", "cannot be read"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_sentence(refused, arguments: str, says: str):
+    assert says in refused(*arguments.split())
+
+
+@pytest.mark.parametrize(
+    ("option", "says"), [("--threads", "1024"), ("--batch", "1000000"), ("--batch", "--batch")]
+)
+@pytest.mark.parametrize("command", ["time", "plan", "design", "optimize"])
+def test_numbers_that_no_machine_has_are_refused(command, option, says, capsys):
+    number = 10**21 if says.isdigit() else 0
+    assert app.run([command, "nin", option, str(number)]) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("def net():\n    return 3", r"mine.py:net is to give an nn.Module, but gives 3."),
+        ("def net(size):\n    return size", "does not run: TypeError: net() missing 1 required"),
+        ("1 / 0", "does not run: ZeroDivisionError"),
+        ("raise ValueError('first line\\nsecond line')", "mine.py does not run: ValueError: first line\n"),
+    ],
+)
+def test_errors_of_the_users_own_file_are_one_sentence(refused, tmp_path, text, says):
+    (tmp_path / "mine.py").write_text(text)
+    assert says in refused("convert", "mine.py:net", *OWN)
+
+
+def raised_by(call: Callable[[], object]) -> Exception:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        call()
+    return caught.value
+
+
+def ending_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit code of a command that raises this."""
+    built = typer.Typer()
+
+    @built.command()
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(app, "build", lambda: built)
+    return app.run([])
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (LowRankError("this is wrong: do that."), 2, "lowrank: this is wrong: do that."),
+        (FileNotFoundError(2, "No such file", "there"), 2, "lowrank: there: No such file."),
+        (MemoryError(), 2, "not enough memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 2, "memory"),
+        (OSError(24, "Too many open files", "a.png"), 2, "too many files are open: use fewer --workers"),
+        (RuntimeError("Too many open files. Communication with the workers is no longer possible."), 2, "ulimit"),
+        (raised_by(lambda: json.loads("[" * 100_000)), 2, "nested too deeply"),
+        (raised_by(lambda: tomllib.loads("a = " + "[" * 100_000)), 2, "nested too deeply"),
+        (raised_by(lambda: "cat\ud800".encode()), 2, "'cat\\ud800' holds half of a surrogate pair"),
+        (raised_by(lambda: list(csv.reader(["a" * 200_000]))), 2, "a table cannot be read (field larger than"),
+        (raised_by(lambda: load(b"\xff" * 99)), 2, "a .safetensors file is damaged ("),
+        (KeyboardInterrupt(), 130, ""),
+        (typer.Exit(143), 143, ""),
+    ],
+)
+def test_how_a_command_ends(error, code, told, monkeypatch, capsys):
+    assert ending_with(error, monkeypatch) == code
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fault", [ZeroDivisionError, RecursionError])
+def test_a_fault_of_ours_is_not_hidden(monkeypatch, fault):
+    with pytest.raises(fault):
+        ending_with(fault(), monkeypatch)
+
+
+def test_more_memory_than_there_is_is_one_sentence(refused):
+    assert "not enough memory" in refused("plan", "nin", "--batch", 10**6, "--input", "3x9999x9999", "--no-twin")
+
+
+RECORD = {"kind": "training", "model": {"name": "nin"}, "data": {"name": "digits"}, "recipe": {"name": "fast"}}
+RECORD |= {"history": [], "result": {"top1": 0.5}, "status": "finished"}
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, json.dumps(RECORD | {"model": {"name": "nin \ud800"}})])
+def test_a_record_that_is_nested_deeply_or_holds_half_a_character_stops_no_report(
+    tmp_path, monkeypatch, capsys, text
+):
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    (tmp_path / "runs" / "record.json").write_text(text)
+    assert app.run(["report"]) in (0, 2)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--config", "--shapes"])
+def test_options_that_are_nested_deeply_are_one_sentence(refused, tmp_path, option):
+    (tmp_path / "deep.json").write_text('{"a":' * 100_000)
+    assert "deep.json" in refused("train", "nin", "--data", "digits", option, tmp_path / "deep.json")
+
+
+def test_predict_takes_no_mutated_weights(tmp_path, capsys):
+    net, image = tmp_path / "net.safetensors", tmp_path / "a.png"
+    Image.new("RGB", (32, 32), (200, 30, 30)).save(image)
+    lr.export(lr.load_pretrained("nin-c3-lr", "cifar10"), net)
+    whole = net.read_bytes()
+    size, draw = int.from_bytes(whole[:8], "little"), random.Random(0)
+    for place in [0, 7, 8, *(draw.randrange(8, 8 + size) for _ in range(12))]:
+        content = bytearray(whole)
+        content[place] ^= 1 << draw.randrange(8)
+        net.write_bytes(content if place else content[: draw.randrange(len(content))])
+        code, err = app.run(["predict", str(net), str(image), "--device", "cpu"]), capsys.readouterr().err
+        assert (code, len(err.splitlines())) in ((2, 1), (0, 0)), (place, err)
