@@ -16,8 +16,8 @@ from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import open_data
 from lowrank_cnn.data.augment import scaled
 from lowrank_cnn.data.decode import Framing, crop_at, decode_image, frame_image, scale_shorter
-from lowrank_cnn.data.gpu_decode import Decoder as GpuDecoder
-from lowrank_cnn.data.gpu_decode import find_decoder
+from lowrank_cnn.data.streamed import Decoder as GpuDecoder
+from lowrank_cnn.data.streamed import find_decoder
 
 WIDTH, HEIGHT, TILE, QUALITY = 500, 375, 64, 90
 FRAMING = Framing((224, 224), None, 256, 0, True, (0, 0, 0))

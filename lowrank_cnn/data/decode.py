@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowrank_cnn.core.errors import MissingExtra, require
+from lowrank_cnn.core.errors import MissingExtra, first_line, require
 from lowrank_cnn.data.augment import scaled
 
 if TYPE_CHECKING:
@@ -68,10 +68,8 @@ def decode_image(data: bytes, *, channels: int, at_least: int | None = None) -> 
 
 def scale_shorter(image: Image, side: int) -> Image:
     """The image at the scale where its shorter side has this length."""
-    pillow = require("PIL.Image", extra="data", purpose="resizing images")
     height, width = scaled(image.height, image.width, side)
-    size = (width, height)
-    return image if size == image.size else image.resize(size, pillow.Resampling.BILINEAR, reducing_gap=3.0)
+    return image if (width, height) == image.size else _resized(image, width, height)
 
 
 def resize_window(image: Image, side: int, top: int, left: int, height: int, width: int) -> Image:
@@ -79,34 +77,36 @@ def resize_window(image: Image, side: int, top: int, left: int, height: int, wid
     whole_height, whole_width = scaled(image.height, image.width, side)
     if (whole_width, whole_height) == image.size:
         return image.crop((left, top, left + width, top + height))
-    pillow = require("PIL.Image", extra="data", purpose="resizing images")
     down, across = image.height / whole_height, image.width / whole_width
     right, bottom = min((left + width) * across, image.width), min((top + height) * down, image.height)
-    box = (left * across, top * down, right, bottom)
-    return image.resize((width, height), pillow.Resampling.BILINEAR, box=box, reducing_gap=3.0)
+    return _resized(image, width, height, (left * across, top * down, right, bottom))
 
 
 def cover_and_crop(image: Image, height: int, width: int) -> Image:
     """Scaled to cover the size, then its centre: the image itself where it has the size already."""
     if image.size == (width, height):
         return image
-    pillow = require("PIL.Image", extra="data", purpose="resizing images")
     scale = max(height / image.height, width / image.width)
     whole = (max(width, round(image.width * scale)), max(height, round(image.height * scale)))
     left, top = (whole[0] - width) // 2, (whole[1] - height) // 2
-    scaled = image.resize(whole, pillow.Resampling.BILINEAR, reducing_gap=3.0)
-    return scaled.crop((left, top, left + width, top + height))
+    return _resized(image, *whole).crop((left, top, left + width, top + height))
 
 
 def crop_at(image: Image, top: int, left: int, height: int, width: int, *, fill: tuple[int, ...]) -> Image:
     """A window that may reach beyond the image, where it has the colour `fill`."""
-    inside = top >= 0 and left >= 0 and top + height <= image.height and left + width <= image.width
-    if inside:
+    if top >= 0 and left >= 0 and top + height <= image.height and left + width <= image.width:
         return image.crop((left, top, left + width, top + height))
-    pillow = require("PIL.Image", extra="data", purpose="padding images")
-    canvas = pillow.new(image.mode, (width, height), fill)
+    canvas = _pillow().new(image.mode, (width, height), fill)
     canvas.paste(image, (-left, -top))
     return canvas
+
+
+def _pillow() -> Any:
+    return require("PIL.Image", extra="data", purpose="decoding images")
+
+
+def _resized(image: Image, width: int, height: int, box: tuple[float, float, float, float] | None = None) -> Image:
+    return image.resize((width, height), _pillow().Resampling.BILINEAR, box=box, reducing_gap=3.0)
 
 
 def stack(pixels: Sequence[bytes], height: int, width: int, channels: int) -> Tensor:
@@ -119,7 +119,7 @@ def stack(pixels: Sequence[bytes], height: int, width: int, channels: int) -> Te
 
 def open_image(data: bytes) -> Image:
     """An image of which only the header is read; a named reason where that fails."""
-    pillow = require("PIL.Image", extra="data", purpose="decoding images")
+    pillow = _pillow()
     try:
         image = pillow.open(io.BytesIO(data), formats=_FORMATS)
     except MemoryError:
@@ -164,17 +164,15 @@ def _convert(image: Image, channels: int) -> Image:
 def _from_floats(image: Image) -> Image:
     """Floats from 0 to 1 are scaled to bytes, and those from 0 to 255 rounded; others have no known range."""
     numpy = require("numpy", extra="data", purpose="decoding images")
-    pillow = require("PIL.Image", extra="data", purpose="decoding images")
     values = numpy.asarray(image)
     low, high = float(values.min()), float(values.max())
     if not (low >= 0 and high <= 255):  # nor where one is not a number
         raise BadImageError(f"float pixels from {low:g} to {high:g}: save the image with 8 or 16 bits")
-    return pillow.fromarray((values * (255 if high <= 1 else 1)).round().astype("uint8"))
+    return _pillow().fromarray((values * (255 if high <= 1 else 1)).round().astype("uint8"))
 
 
 def _reason(error: Exception) -> str:
-    lines = str(error).splitlines()
-    text = lines[0] if lines else type(error).__name__
+    text = first_line(error)
     return "not a known image format" if text.startswith("cannot identify") else text
 
 
@@ -234,16 +232,16 @@ class Framing:
             image = scale_shorter(image, self.resize) if self.resize else image
             image = crop_at(image, top, left, height, width, fill=self.fill)
         if self.mirrored(draws):
-            pillow = require("PIL.Image", extra="data", purpose="mirroring images")
-            image = image.transpose(pillow.Transpose.FLIP_LEFT_RIGHT)
+            image = image.transpose(_pillow().Transpose.FLIP_LEFT_RIGHT)
         return image
 
     def corner(self, height: int, width: int, draws: list[float] | None) -> tuple[int, int]:
         """Top and left of the window in the scaled image; negative where padding shows."""
-        pad = self.pad if draws else 0
-        top = _offset(height + 2 * pad - self.window[0], draws[0] if draws else None)
-        left = _offset(width + 2 * pad - self.window[1], draws[1] if draws else None)
-        return top - pad, left - pad
+        top, left = height - self.window[0], width - self.window[1]
+        if draws is None:
+            return top // 2, left // 2
+        pad = self.pad
+        return int(draws[0] * (top + 2 * pad + 1)) - pad, int(draws[1] * (left + 2 * pad + 1)) - pad
 
     def mirrored(self, draws: list[float] | None) -> bool:
         return bool(draws) and self.mirror and draws[2] < 0.5
@@ -330,10 +328,6 @@ def _simplejpeg() -> ModuleType | None:
         return None
 
 
-def _offset(margin: int, draw: float | None) -> int:
-    return margin // 2 if draw is None else int(draw * (margin + 1))
-
-
 SIDE = 96
 _QUALITY = 80
 
@@ -350,7 +344,7 @@ def thumbnail(pixels: Tensor | None, side: int = SIDE) -> str | None:
     if pixels is None or pixels.shape[0] not in (1, 3):
         return None
     try:
-        pillow = require("PIL.Image", extra="data", purpose="small pictures")
+        pillow = _pillow()
     except MissingExtra:
         return None
     rows = pixels.permute(1, 2, 0).squeeze(2) if pixels.shape[0] == 1 else pixels.permute(1, 2, 0)

@@ -32,23 +32,15 @@ _MOST_WORKERS = 1024
 _MOST_CHANNELS = 4
 
 
-@dataclass
 class Problems:
     """Bad images and labels, counted by kind (a noun); the first few of each kind are named."""
 
-    counts: dict[str, int] = field(default_factory=dict)
-    examples: dict[str, list[str]] = field(default_factory=dict)
-    _seen: set[tuple[str, str]] = field(default_factory=set, repr=False, compare=False)
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str], None] = {}
 
     def add(self, kind: str, where: str) -> None:
         """Count one problem; an image that is read again in a later epoch counts once."""
-        if (kind, where) in self._seen:
-            return
-        self._seen.add((kind, where))
-        self.counts[kind] = self.counts.get(kind, 0) + 1
-        named = self.examples.setdefault(kind, [])
-        if len(named) < _NAMED:
-            named.append(where)
+        self._seen[kind, where] = None
 
     def add_all(self, found: Iterable[tuple[str, str]]) -> None:
         """Count several problems, each as (kind, where)."""
@@ -63,18 +55,28 @@ class Problems:
     @property
     def total(self) -> int:
         """Problems of all kinds."""
-        return sum(self.counts.values())
+        return len(self._seen)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of problems of each kind."""
+        return dict(Counter(kind for kind, _ in self._seen))
+
+    @property
+    def examples(self) -> dict[str, list[str]]:
+        """The first few problems of each kind."""
+        return {kind: [where for known, where in self._seen if known == kind][:_NAMED] for kind in self.counts}
 
     def __bool__(self) -> bool:
         return self.total > 0
 
     def __str__(self) -> str:
-        return "; ".join(self._line(kind) for kind in sorted(self.counts)) or "none"
-
-    def _line(self, kind: str) -> str:
-        count, named = self.counts[kind], self.examples[kind]
-        more = ", ..." if count > len(named) else ""
-        return f"{counted(count, kind)} ({', '.join(named)}{more})"
+        examples = self.examples
+        shown = [
+            f"{counted(count, kind)} ({', '.join(examples[kind])}{', ...' if count > len(examples[kind]) else ''})"
+            for kind, count in sorted(self.counts.items())
+        ]
+        return "; ".join(shown) or "none"
 
     def refuse(self) -> None:
         """Raise if there is any problem, naming the first of each kind."""

@@ -35,7 +35,7 @@ from lowrank_cnn.data import (
     open_data,
     preprocess_from_dict,
 )
-from lowrank_cnn.data.mixes import Mixer, PixelAugment
+from lowrank_cnn.data.augment import Mixer, PixelAugment
 from lowrank_cnn.data.own import DatasetSplit, data_of, in_short, is_dataset
 from lowrank_cnn.data.preprocess import AsGiven
 from lowrank_cnn.data.sources import LARGE_SIDE

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from lowrank_cnn.core.errors import LowRankError, check_type, nearest
 from lowrank_cnn.core.text import counted
-from lowrank_cnn.data.mixes import AUTO_AUGMENTS
+from lowrank_cnn.data.augment import AUTO_AUGMENTS
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 LARGE = 10.0**9

@@ -13,7 +13,9 @@ from torch import Tensor
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Augment, Standardize, Whiten
 from lowrank_cnn.data.augment import (
+    OPERATIONS,
     Moves,
+    PixelAugment,
     alternating,
     apply_moves,
     centre_crop,
@@ -22,7 +24,6 @@ from lowrank_cnn.data.augment import (
     resize_shorter,
     scaled,
 )
-from lowrank_cnn.data.mixes import OPERATIONS, PixelAugment
 from lowrank_cnn.data.types import generator
 
 

@@ -33,7 +33,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def train_of(path: Path, **options: object) -> ResidentSplit:
-    split = open_data(path, progress=False, **options).train  # type: ignore[arg-type]
+    split = open_data(path, progress=False, **options).train
     assert isinstance(split, ResidentSplit)
     return split
 

@@ -16,9 +16,9 @@ from PIL import Image
 from torch import Tensor
 
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.data import Augment, StreamedLoader, StreamedSplit, gpu_decode, open_data, streamed
+from lowrank_cnn.data import Augment, StreamedLoader, StreamedSplit, open_data, streamed
 from lowrank_cnn.data.decode import ScaledCrop, plain_jpeg_size
-from lowrank_cnn.data.gpu_decode import decode_windows, find_decoder
+from lowrank_cnn.data.streamed import decode_windows, find_decoder
 
 Batches = list[tuple[Tensor, Tensor]]
 KINDS: list[dict[str, Any]] = [
@@ -157,13 +157,14 @@ def test_scaled_images_are_those_of_the_cpu_to_one_level(
     expected = list(loader(split_of(folder)).epoch(0))
     made = list(on_gpu(split_of(folder)).epoch(0))
     assert_same(expected, made, levels=1)
+    assert_same(made, list(on_gpu(split_of(folder), workers=2).epoch(0)))
     apart = torch.cat([(a - b).flatten() * 255 for (a, _), (b, _) in zip(expected, made, strict=True)])
     assert (apart.abs() > 0.5).float().mean() < 0.1
     assert abs(apart.mean()) < 0.02
-    monkeypatch.setattr(gpu_decode, "DECODED_AT_ONCE", 1000)
-    monkeypatch.setattr(gpu_decode, "SCALED_AT_ONCE", 1000)
+    monkeypatch.setattr(streamed, "DECODED_AT_ONCE", 1000)
+    monkeypatch.setattr(streamed, "SCALED_AT_ONCE", 1000)
     assert_same(made, list(on_gpu(split_of(folder)).epoch(0)))
-    assert max(stand_in.calls[6:]) < max(stand_in.calls[:6])
+    assert max(stand_in.calls[12:]) < max(stand_in.calls[:12])
 
 
 @pytest.mark.parametrize(("start", "workers"), [(1, 0), (5, 2), (6, 0)])

@@ -64,8 +64,8 @@ def test_wrong_options_get_a_sentence(options: dict[str, Any], says: str) -> Non
 
 
 def test_sizes_are_sides_or_height_and_width() -> None:
-    assert {parse_image_size(size) for size in ((48, 64), "48x64", [48, 64])} == {(48, 64)}  # type: ignore[misc]
-    assert {parse_image_size(size) for size in (64, "64", (64,), " 64 ")} == {(64, 64)}  # type: ignore[misc]
+    assert {parse_image_size(size) for size in ((48, 64), "48x64", [48, 64])} == {(48, 64)}
+    assert {parse_image_size(size) for size in (64, "64", (64,), " 64 ")} == {(64, 64)}
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_flat_folder_is_divided_class_by_class(flat: Path) -> None:
     assert again.digest == data.digest != other.digest
     half = open_data(flat, val_split=0.4, resident_bytes=0)
     assert (len(half.train), len(half.test)) == (9, 6)
-    assert sorted(half.train.rows.tolist() + half.test.rows.tolist()) == list(range(15))  # type: ignore[attr-defined]
+    assert sorted(half.train.rows.tolist() + half.test.rows.tolist()) == list(range(15))
 
 
 @pytest.mark.parametrize(("train", "test"), [("Train", "VAL"), ("training", "Testing"), ("TRAIN", "Validation")])
@@ -263,7 +263,7 @@ def test_sizes_decide_between_memory_and_stream(tmp_path: Path, photo, write_fol
     assert isinstance(many.train, StreamedSplit)
     assert (many.train.size, many.train.channels) == (None, 3)
     held = many.holdout(1, seed=0)
-    rows = [*held.train.rows.tolist(), *held.test.rows.tolist()]  # type: ignore[attr-defined]
+    rows = [*held.train.rows.tolist(), *held.test.rows.tolist()]
     assert sorted(rows) == sorted(many.train.rows.tolist())
     assert isinstance(open_data(tmp_path / "small", resident_bytes=4 * 3 * 20 * 20 - 1).train, StreamedSplit)
     assert isinstance(open_data(tmp_path / "small", resident_bytes=4 * 3 * 20 * 20).train, ResidentSplit)
@@ -287,11 +287,11 @@ def test_a_set_in_memory_takes_a_limit_and_channels(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(small_sets, "open_digits", lambda: Data("squares", ("a", "b"), split, split))
     grey = open_data("digits", channels=1).test
     photos = [Image.fromarray(image.permute(1, 2, 0).numpy()).convert("L") for image in split.images]
-    assert torch.equal(grey.images[:, 0], torch.stack([torch.tensor(np.array(photo)) for photo in photos]))  # type: ignore[attr-defined]
+    assert torch.equal(grey.images[:, 0], torch.stack([torch.tensor(np.array(photo)) for photo in photos]))
     monkeypatch.setattr(small_sets, "open_digits", lambda: Data("squares", ("a", "b"), grey, grey))
     again = open_data("digits", channels=3, limit=10).train
     assert (again.size, len(again)) == ((3, 8, 8), 10)
-    assert torch.equal(again.images[:, 0], again.images[:, 2])  # type: ignore[attr-defined]
+    assert torch.equal(again.images[:, 0], again.images[:, 2])
 
 
 @pytest.mark.parametrize("mark", [",", ";", "\t"])

@@ -199,7 +199,7 @@ def test_classes_are_balanced_by_the_labels_that_a_set_lists() -> None:
     images, labels = torch.rand(16, 1, 8, 8), torch.tensor([0] * 12 + [1] * 4)
     balanced = dataclasses.replace(RECIPE, class_weights="balanced")
     whole = TensorDataset(images, labels)
-    assert listed_labels(Subset(whole, [15, 0])).tolist() == [1, 0]  # type: ignore[union-attr]
+    assert listed_labels(Subset(whole, [15, 0])).tolist() == [1, 0]
     assert fit(classifier(), whole, balanced, **QUIET).result["n"] == 16
 
     class Silent(Dataset):
@@ -333,9 +333,9 @@ def test_parts_know_the_names_of_their_set_and_come_as_a_list() -> None:
     record = fit(classifier(), random_split(Halves(), [30, 10]), RECIPE, epochs=1, **QUIET)
     assert (record.data["classes"], record.data["test"]) == (["above", "below"], 10)
     numbered = Halves()
-    numbered.classes = 2  # type: ignore[assignment]
+    numbered.classes = 2
     assert not named_classes(numbered)
-    numbered.classes = torch.tensor([3, 5])  # type: ignore[assignment]
+    numbered.classes = torch.tensor([3, 5])
     assert named_classes(numbered) == [3, 5]
 
 

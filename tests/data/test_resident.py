@@ -58,28 +58,6 @@ def test_arrays_will_do_and_a_split_reaches_another_process_whole(split: Residen
     assert copy.fingerprint == part.fingerprint
 
 
-def test_training_shows_whole_batches_without_repeats(split: ResidentSplit) -> None:
-    batches = list(loader(split, train=True).epoch(0))
-    assert [len(labels) for _, labels in batches] == [4] * 5
-    images, labels = joined(batches)
-    assert len(set(labels.tolist())) == 20
-    assert torch.equal((images[:, 0, 0, 0] * 255).round().long(), labels)
-
-
-def test_evaluation_shows_every_image_once_in_order(split: ResidentSplit) -> None:
-    batches = list(loader(split, train=False).epoch(0))
-    assert [len(labels) for _, labels in batches] == [4, 4, 4, 4, 4, 2]
-    assert joined(batches)[1].tolist() == list(range(22))
-
-
-def test_order_is_a_function_of_seed_and_epoch(split: ResidentSplit) -> None:
-    def order(seed: int, epoch: int) -> list[int]:
-        return joined(list(loader(split, train=True, seed=seed).epoch(epoch)))[1].tolist()
-
-    assert order(1, 2) == order(1, 2)
-    assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
-
-
 def random_split() -> ResidentSplit:
     images = torch.randint(0, 256, (50, 3, 8, 8), generator=torch.Generator().manual_seed(0))
     return ResidentSplit.of(images.to(torch.uint8), torch.arange(50))
@@ -88,68 +66,12 @@ def random_split() -> ResidentSplit:
 VARIED = Augment(crop=7, pad=2, mirror=True, cutout=3)
 
 
-@pytest.mark.parametrize("start", [0, 1, 3, 5])
-def test_resuming_within_an_epoch_goes_on_where_it_was(start: int) -> None:
-    made = loader(random_split(), train=True, augment=VARIED, batch_size=8)
-    whole = list(made.epoch(4))
-    rest = list(loader(random_split(), train=True, augment=VARIED, batch_size=8).epoch(4, start))
-    assert len(whole) == len(made) == 6
-    assert len(rest) == 6 - start
-    for (images, labels), (images2, labels2) in zip(whole[start:], rest, strict=True):
-        assert torch.equal(images, images2)
-        assert torch.equal(labels, labels2)
-
-
-@pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks_together_see_the_batches_of_one(train: bool, world: int) -> None:
-    options = {"augment": VARIED, "batch_size": 8}
-    alone = list(loader(random_split(), train=train, **options).epoch(1))
-    parts = [
-        list(loader(random_split(), train=train, rank=rank, world=world, **options).epoch(1))
-        for rank in range(world)
-    ]
-    for number, (images, labels) in enumerate(alone):
-        together = joined([part[number] for part in parts if number < len(part)])
-        assert torch.equal(together[0], images)
-        assert torch.equal(together[1], labels)
-    if train:
-        assert {len(part) for part in parts} == {len(alone)}
-
-
-def test_a_rank_without_images_yields_no_empty_batch() -> None:
-    split = random_split().subset(torch.arange(9))
-    parts = [list(loader(split, train=False, batch_size=8, rank=rank, world=2).epoch(0)) for rank in range(2)]
-    assert sorted(len(part) for part in parts) == [1, 2]
-    assert sum(len(labels) for part in parts for _, labels in part) == 9
-
-
 def test_chunks_do_not_change_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = joined(list(loader(random_split(), train=True, augment=VARIED).epoch(0)))
     monkeypatch.setattr(resident, "_CHUNK_BYTES", 1)
     pieces = joined(list(loader(random_split(), train=True, augment=VARIED).epoch(0)))
     assert torch.equal(whole[0], pieces[0])
     assert torch.equal(whole[1], pieces[1])
-
-
-def test_crops_are_parts_of_the_padded_image() -> None:
-    split = random_split()
-    standardize = Standardize.fit(split)
-    padded = torch.nn.functional.pad(standardize(split.images), (2, 2, 2, 2))
-    made = loader(split, train=True, augment=Augment(crop=8, pad=2), preprocess=standardize)
-    images, labels = joined(list(made.epoch(0)))
-    moved = 0
-    for image, label in zip(images, labels.tolist(), strict=True):
-        windows = padded[label].unfold(1, 8, 1).unfold(2, 8, 1)  # C, top, left, y, x
-        places = [(top, left, turn) for top in range(5) for left in range(5) for turn in (False, True)]
-        fitting = [
-            place
-            for place in places
-            if torch.equal(windows[:, place[0], place[1]].flip(2) if place[2] else windows[:, *place[:2]], image)
-        ]
-        assert len(fitting) == 1
-        moved += fitting[0] != (2, 2, False)
-    assert moved > len(images) // 2
 
 
 def test_sub_crops_train_anywhere_and_test_in_the_centre() -> None:
@@ -167,15 +89,6 @@ def test_a_resize_is_applied_once_before_crops() -> None:
     whole = torch.nn.functional.interpolate(split.images.float() / 255, (16, 16), mode="bilinear", antialias=True)
     assert torch.allclose(images, whole[:, :, 1:15, 1:15])
     assert next(loader(split, train=True, augment=augment).epoch(0))[0].shape == (4, 3, 14, 14)
-
-
-def test_type_and_layout_of_batches() -> None:
-    images, labels = next(loader(random_split(), train=True, dtype=torch.bfloat16).epoch(0))
-    assert images.dtype == torch.bfloat16
-    assert labels.dtype == torch.int64
-    assert images.is_contiguous(memory_format=torch.channels_last)
-    images, _ = next(loader(random_split(), train=True, channels_last=False).epoch(0))
-    assert images.is_contiguous()
 
 
 @pytest.mark.parametrize(
@@ -259,7 +172,7 @@ def test_problems_are_counted_once_and_the_first_named() -> None:
     assert str(problems).startswith("8 undecodable images (0.jpg, 1.jpg")
     other = Problems()
     other.add_all(problems.found)  # as one process tells another
-    assert other == problems
+    assert other.found == problems.found
     with pytest.raises(LowRankError, match=r"x\.parquet:3: -1.*--bad skip"):
         problems.refuse()
 

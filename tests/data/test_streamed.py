@@ -1,26 +1,24 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
-import os
-import signal
 import threading
 from collections.abc import Generator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import (
     Augment,
+    Loader,
+    Split,
     Standardize,
-    StreamedLoader,
     StreamedSplit,
     Whiten,
     decode_rate,
@@ -28,6 +26,7 @@ from lowrank_cnn.data import (
     open_data,
 )
 from lowrank_cnn.data.streamed import WINDOW, epoch_lanes, lane_count, prefetch
+from lowrank_cnn.data.workers import loaded
 
 VARIED = Augment(crop=9, pad=1, mirror=True, cutout=2)
 Batches = list[tuple[Tensor, Tensor]]
@@ -40,9 +39,12 @@ def streamed(folder: Path, which: str = "train", **options: object) -> StreamedS
     return split
 
 
-def loader(split: StreamedSplit, *, train: bool = True, **options: object) -> StreamedLoader:
+def loader(split: Split, *, train: bool = True, **options: object) -> Loader:
     chosen: dict = {"batch_size": 8, "preprocess": None, "augment": VARIED, "seed": 3, "device": "cpu"}
-    return StreamedLoader(split, train=train, **{**chosen, **options})
+    return make_loader(split, train=train, **{**chosen, **options})
+
+
+IN_MEMORY_AND_STREAMED = pytest.mark.parametrize("held", [2**31, 0], ids=["in memory", "streamed"])
 
 
 def same(one: Batches, two: Batches) -> bool:
@@ -76,13 +78,70 @@ def numbers(batches: Batches) -> list[int]:
     return found
 
 
-def test_an_epoch_shows_every_image_once_in_a_new_order(numbered: Path) -> None:
-    made = loader(streamed(numbered))
-    assert len(made) == 6
-    epochs = [numbers(list(made.epoch(epoch))) for epoch in range(3)]
-    assert all(sorted(epoch) == list(range(48)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-    assert epochs[0] == numbers(list(loader(streamed(numbered)).epoch(0)))
+@IN_MEMORY_AND_STREAMED
+def test_an_epoch_shows_every_image_once_in_an_order_of_its_own(numbered: Path, held: int) -> None:
+    data = open_data(numbered, resident_bytes=held)
+    orders = {
+        (seed, epoch): numbers(list(loader(data.train, seed=seed).epoch(epoch)))
+        for seed in (3, 4)
+        for epoch in (0, 1)
+    }
+    assert all(sorted(order) == list(range(48)) for order in orders.values())
+    assert len(set(map(tuple, orders.values()))) == 4
+    again = open_data(numbered, resident_bytes=held)
+    assert orders[3, 1] == numbers(list(loader(again.train).epoch(1)))
+    assert [len(labels) for _, labels in loader(data.train, batch_size=10).epoch(0)] == [10] * 4  # whole batches
+    parts = data.holdout(16, seed=1)
+    trained, tested = (
+        numbers(list(loader(parts.train).epoch(0))),
+        numbers(list(loader(parts.test, train=False).epoch(0))),
+    )
+    assert sorted(trained + tested) == list(range(48))
+
+
+@IN_MEMORY_AND_STREAMED
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ranks_together_evaluate_every_image_once(numbered: Path, world: int, held: int) -> None:
+    split = open_data(numbered, resident_bytes=held).test
+    options = {"train": False, "batch_size": 6, "world": world}
+    parts = [list(loader(split, rank=rank, **options).epoch(0)) for rank in range(world)]
+    assert sorted(number for part in parts for number in numbers(part)) == list(range(19))
+    assert max(len(part) for part in parts) == len(loader(split, **options)) == 4
+    assert all(len(labels) for part in parts for _, labels in part)
+    assert world > 1 or numbers(parts[0]) == list(range(19))
+
+
+@IN_MEMORY_AND_STREAMED
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_together_train_on_the_batches_of_one(damaged: Path, world: int, held: int) -> None:
+    split = open_data(damaged, resident_bytes=held).train
+    alone = list(loader(split).epoch(2))
+    parts = [list(loader(split, rank=rank, world=world).epoch(2)) for rank in range(world)]
+    assert {len(part) for part in parts} == {len(alone)} == {len(split) // 8}
+    joined = [tuple(map(torch.cat, zip(*batch, strict=True))) for batch in zip(*parts, strict=True)]
+    assert same(alone, joined)
+
+
+@IN_MEMORY_AND_STREAMED
+@pytest.mark.parametrize(("start", "workers"), [(1, 0), (4, 2), (5, 0), (0, 2)])
+def test_resuming_within_an_epoch_goes_on_where_it_was(shards: Path, start: int, workers: int, held: int) -> None:
+    whole, rest = (open_data(shards, resident_bytes=held).train for _ in range(2))
+    batches = list(loader(whole).epoch(7))
+    assert len(batches) == 5
+    assert same(batches[start:], list(loader(rest, workers=workers).epoch(7, start)))
+
+
+@IN_MEMORY_AND_STREAMED
+def test_type_layout_and_preprocessing(shards: Path, held: int) -> None:
+    split = open_data(shards, resident_bytes=held).train
+    options: dict = {"batch_size": 40, "preprocess": Standardize.fit(split), "augment": Augment(mirror=False)}
+    images, labels = next(iter(loader(split, **options, dtype=torch.bfloat16).epoch(0)))
+    assert (images.dtype, labels.dtype) == (torch.bfloat16, torch.int64)
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert images.float().mean((0, 2, 3)).abs().max() < 0.02
+    assert (images.float().std((0, 2, 3)) - 1).abs().max() < 0.02
+    assert next(iter(loader(split, channels_last=False).epoch(0)))[0].is_contiguous()
+    assert held or decode_rate(split, 32, 0) > 0
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -96,16 +155,6 @@ def test_workers_change_nothing(numbered: Path, workers: int) -> None:
     assert same(tested, list(loader(streamed(numbered, "test"), train=False, workers=workers).epoch(0)))
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks_together_train_on_the_batches_of_one(shards: Path, world: int) -> None:
-    alone = list(loader(streamed(shards)).epoch(2))
-    parts = [list(loader(streamed(shards), rank=rank, world=world).epoch(2)) for rank in range(world)]
-    assert {len(part) for part in parts} == {len(alone)} == {5}
-    for number, (images, labels) in enumerate(alone):
-        assert torch.equal(torch.cat([part[number][0] for part in parts]), images)
-        assert torch.equal(torch.cat([part[number][1] for part in parts]), labels)
-
-
 def test_ranks_read_shards_of_their_own(numbered: Path) -> None:
     """With three shards and three processes of one lane each, none reads another's shard."""
     for epoch in range(3):
@@ -117,29 +166,10 @@ def test_ranks_read_shards_of_their_own(numbered: Path) -> None:
         assert sorted(map(tuple, shown)) == [(0,), (1,), (2,)]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_ranks_together_evaluate_every_image_once(numbered: Path, world: int) -> None:
-    split = streamed(numbered, "test")
-    parts = [
-        list(loader(split, train=False, batch_size=6, rank=rank, world=world).epoch(0)) for rank in range(world)
-    ]
-    assert [number for part in parts for number in numbers(part)] == list(range(19))
-    assert max(len(part) for part in parts) == len(loader(split, train=False, batch_size=6)) == 4
-
-
-@pytest.mark.parametrize("start", [1, 4, 5])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_resuming_within_an_epoch_goes_on_where_it_was(shards: Path, start: int, workers: int) -> None:
-    whole = list(loader(streamed(shards)).epoch(7))
-    rest = list(loader(streamed(shards), workers=workers).epoch(7, start))
-    assert len(rest) == 5 - start
-    assert same(whole[start:], rest)
-
-
 @pytest.fixture
-def damaged(tmp_path: Path, photo, write_shards) -> Path:
+def damaged(tmp_path: Path, write_shards) -> Path:
     """64 rows, of which 5 and 40 are no images and one row group of eight is all junk."""
-    rows: list[tuple[bytes | None, int]] = [(photo(number), 0) for number in range(64)]
+    rows: list[tuple[bytes | int, int]] = [(number, 0) for number in range(64)]
     for number in (5, 40, *range(24, 32)):
         rows[number] = (b"junk", 1)
     write_shards(tmp_path, "train", [rows[:32], rows[32:]], group_rows=8)
@@ -160,13 +190,8 @@ def test_bad_images_of_a_stream_are_replaced_counted_and_named(damaged: Path, wo
     names = {f"train-{shard:05d}-of-00002.parquet:{row}: not a known image format" for shard, row in rows}
     assert len(split.problems.examples["undecodable image"]) == 5
     assert set(split.problems.examples["undecodable image"]) <= names
-
-
-def test_bad_images_do_not_part_the_ranks(damaged: Path) -> None:
-    alone = list(loader(streamed(damaged)).epoch(0))
-    parts = [list(loader(streamed(damaged), rank=rank, world=2).epoch(0)) for rank in range(2)]
-    together = [(torch.cat([a, b]), torch.cat([x, y])) for (a, x), (b, y) in zip(*parts, strict=True)]
-    assert same(alone, together)
+    with pytest.raises(LowRankError, match=r"undecodable images? \(train-0000"):
+        list(loader(streamed(damaged, bad="refuse"), workers=workers).epoch(0))
 
 
 def test_bad_images_are_left_out_of_evaluation(damaged: Path) -> None:
@@ -182,12 +207,6 @@ def test_bad_images_are_left_out_of_evaluation(damaged: Path) -> None:
     assert torch.equal(split.picture(53), last.picture(0))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_bad_images_of_a_stream_are_refused_where_asked(damaged: Path, workers: int) -> None:
-    with pytest.raises(LowRankError, match=r"undecodable images? \(train-0000"):
-        list(loader(streamed(damaged, bad="refuse"), workers=workers).epoch(0))
-
-
 def test_a_stream_of_junk_ends_with_a_sentence(damaged: Path, write_shards) -> None:
     split = streamed(damaged)
     write_shards(damaged, "train", [[(b"junk", 0)] * 32] * 2, group_rows=8)  # a disk may fail later
@@ -196,7 +215,7 @@ def test_a_stream_of_junk_ends_with_a_sentence(damaged: Path, write_shards) -> N
         list(loader(split).epoch(0))
 
 
-def test_a_damaged_shard_does_not_end_the_run(tmp_path: Path, photo, write_shards) -> None:
+def test_a_damaged_shard_does_not_end_the_run(tmp_path: Path, write_shards) -> None:
     rows = [(number, 0) for number in range(64)]
     files = write_shards(tmp_path, "train", [rows[:32], rows[32:]], group_rows=8)
     write_shards(tmp_path, "test", [rows[:4]])
@@ -238,29 +257,14 @@ def test_images_of_many_sizes_come_as_one(sizes: Path, train: bool) -> None:
         loader(split, train=train, augment=Augment(resize=16, crop=20))
 
 
-def test_evaluation_resizes_the_shorter_side_and_takes_the_centre(tmp_path: Path, photo, write_folder) -> None:
-    sizes = [(16, 16), (30, 20), (21, 40), (17, 16)]
-    files = {f"{split}/a/{n}.png": photo(n, size=sizes[n]) for split in ("train", "val") for n in range(4)}
-    split = streamed(write_folder(tmp_path, files))
-    images = torch.cat([b for b, _ in loader(split, train=False, augment=Augment(resize=16, crop=14)).epoch(0)])
-    for place, row in enumerate(split.rows.tolist()):
-        image = Image.open(io.BytesIO(split.store.read(row))).convert("RGB")
-        scale = 16 / min(image.size)
-        size = (max(16, round(image.width * scale)), max(16, round(image.height * scale)))
-        whole = np.asarray(image.resize(size, Image.Resampling.BILINEAR)).astype(np.float32)
-        top, left = (whole.shape[0] - 14) // 2, (whole.shape[1] - 14) // 2
-        expected = whole[top : top + 14, left : left + 14].transpose(2, 0, 1) / 255
-        np.testing.assert_allclose(images[place].numpy(), expected, atol=1.01 / 255)  # only the window is scaled
-
-
-def test_crops_are_windows_of_the_padded_image(shards: Path) -> None:
+@IN_MEMORY_AND_STREAMED
+def test_crops_are_windows_of_the_padded_image(shards: Path, held: int) -> None:
     """Every image is one window of one padded original, mirrored or not; none is always the same window."""
-    split = streamed(shards)
+    split = open_data(shards, resident_bytes=held).train
     mean = Standardize(torch.tensor([50.0, 60.0, 70.0]), torch.ones(3))
     windows = []
-    for row in split.rows.tolist():
-        pixels = np.array(Image.open(io.BytesIO(split.store.read(row)))).transpose(2, 0, 1)
-        padded = torch.nn.functional.pad(mean(torch.from_numpy(pixels)[None])[0], (1, 1, 1, 1))
+    for index in range(len(split)):
+        padded = torch.nn.functional.pad(mean(split.picture(index)[None])[0], (1, 1, 1, 1))
         windows.append(padded.unfold(1, 9, 1).unfold(2, 9, 1).permute(1, 2, 0, 3, 4).flatten(0, 1))
     straight = torch.cat(windows)  # 40 images of 6x4 places each
     both = torch.cat([straight, straight.flip(3)])
@@ -273,16 +277,6 @@ def test_crops_are_windows_of_the_padded_image(shards: Path) -> None:
     assert sorted(place // 24 % 40 for place in places) == list(range(40))
     assert len({place % 24 for place in places}) > 10
     assert {place // 960 for place in places} == {0, 1}
-
-
-def test_type_layout_and_preprocessing(shards: Path) -> None:
-    split = streamed(shards)
-    options: dict = {"batch_size": 40, "preprocess": Standardize.fit(split), "augment": Augment(mirror=False)}
-    images, labels = next(iter(loader(split, **options, dtype=torch.bfloat16, channels_last=True).epoch(0)))
-    assert (images.dtype, labels.dtype) == (torch.bfloat16, torch.int64)
-    assert images.is_contiguous(memory_format=torch.channels_last)
-    assert images.float().mean((0, 2, 3)).abs().max() < 0.02
-    assert (images.float().std((0, 2, 3)) - 1).abs().max() < 0.02
 
 
 def test_cutouts_are_zeros_after_preprocessing(numbered: Path) -> None:
@@ -298,19 +292,6 @@ def test_whitening_is_refused(shards: Path) -> None:
         Whiten.fit(split)
     with pytest.raises(LowRankError, match="streamed"):
         loader(split, preprocess=Whiten(torch.zeros(360), torch.eye(360)))
-
-
-def test_held_out_images_are_never_trained_on(numbered: Path) -> None:
-    data = open_data(numbered, resident_bytes=0).holdout(16, seed=1)
-    assert isinstance(data.train, StreamedSplit)
-    assert isinstance(data.test, StreamedSplit)
-    trained = numbers(list(loader(data.train).epoch(0)))
-    tested = numbers(list(loader(data.test, train=False).epoch(0)))
-    assert sorted(trained + tested) == list(range(48))
-
-
-def test_the_decode_rate_is_a_number(shards: Path) -> None:
-    assert decode_rate(streamed(shards), 32, 0) > 0
 
 
 @pytest.mark.parametrize("resize", [24, 150])
@@ -425,10 +406,27 @@ def test_the_stream_in_use_waits_for_what_another_makes() -> None:
         assert made.sum().item() == number * 2**20
 
 
-def test_a_killed_worker_ends_an_epoch_in_a_sentence(numbered: Path) -> None:
-    batches = loader(streamed(numbered), workers=1, batch_size=1).epoch(0)
-    next(batches)
-    [worker] = multiprocessing.active_children()
-    os.kill(worker.pid, signal.SIGKILL)
-    with pytest.raises((LowRankError, RuntimeError), match=r"was killed|is killed by signal"):
-        list(batches)
+class Failing(Dataset):
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __getitem__(self, index: int) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "workers", "says"),
+    [
+        (LowRankError("too many files are open."), 1, "^too many files are open.$"),
+        (
+            RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."),
+            0,
+            "^a process that reads .* killed",
+        ),
+        (KeyError("other"), 1, "other"),
+    ],
+)
+def test_errors_of_workers_are_one_sentence(error: Exception, workers: int, says: str) -> None:
+    kind = KeyError if isinstance(error, KeyError) else LowRankError
+    with pytest.raises(kind, match=says):
+        next(loaded(DataLoader(Failing(error), sampler=[0], num_workers=workers)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.data.mixes import Mixer
+from lowrank_cnn.data.augment import Mixer
 from lowrank_cnn.train import fit, get_recipe
 
 IMAGES = torch.arange(8, dtype=torch.float64).view(8, 1, 1, 1).expand(8, 3, 16, 20).clone()
