@@ -18,6 +18,7 @@ from lowrank_cnn.kernels.autotune.trial import OUT_OF_MEMORY, KernelTrial, misma
 from lowrank_cnn.kernels.autotune.tuned import FAILED, DensePath, Request
 from lowrank_cnn.kernels.conv import forward, gradients
 from lowrank_cnn.kernels.conv.plans import KernelPlan
+from lowrank_cnn.kernels.conv.stem import StemTile
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import pose
 
@@ -40,13 +41,8 @@ def asked(problem, training=False):
 @pytest.mark.parametrize("pool", [None, "floor", "ceil"])
 def test_a_plan_that_is_right_agrees(pool, training):
     assert not mismatch(asked(problem(pool=pool), training), PLAN)
-
-
-def test_the_first_layer_agrees_without_a_gradient_of_its_images():
-    from lowrank_cnn.kernels.conv.stem import StemTile
-
-    plan = KernelPlan("stem", StemTile(pixels=32))
-    assert not mismatch(asked(problem(channels=3), True), plan)
+    if pool is None:  # a first layer has no gradient of its images
+        assert not mismatch(asked(problem(channels=3), training), KernelPlan("stem", StemTile(pixels=32)))
 
 
 def test_a_plan_that_is_wrong_does_not(monkeypatch):
@@ -150,16 +146,6 @@ def test_the_operator_gives_what_the_kernels_give(training):
         trial = KernelTrial.random(asked(problem(pool="floor"), training))
         for ours, right in zip(trial.call(PLAN), trial.run(PLAN), strict=True):
             assert torch.allclose(ours.float(), right.float(), atol=1e-4)
-
-
-@pytest.mark.parametrize("pool", [None, "floor"])
-@pytest.mark.parametrize("plan", [PLAN, None])
-def test_as_one_dense_conv_the_gradients_are_the_same(plan, pool):
-    trial = KernelTrial.random(asked(problem(pool=pool), True))
-    shapes = [[tuple(t.shape) for t in trial.run(path)] for path in (DensePath(plan), None)]
-    assert shapes[0] == shapes[1]
-    for ours, right in zip(trial.run(DensePath(plan)), trial.run(None), strict=True):
-        assert torch.linalg.vector_norm(ours - right) <= (1e-2 if DEVICE.type == "cuda" else 1e-5) * right.norm()
 
 
 def test_a_trial_gives_gradients_in_one_order():
