@@ -291,8 +291,7 @@ def _timing(
     name: str,
     runner: TorchRunner | FileRunner,
     total: Sample,
-    runtime: str,
-    device: str,
+    where: tuple[str, str],
     model: nn.Module | None = None,
 ) -> Timing:
     """A network's time with its layers; of a file, the MACs are those of its nodes."""
