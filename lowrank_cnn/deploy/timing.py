@@ -234,7 +234,7 @@ def time_model(
         runs = {key: runner.run for key, runner in runners.items()}
         totals = measure(runs, repeats=repeats, cuda=device.startswith("cuda"))
         timed = {
-            key: _timing(name_of(net), runners[key], totals[key], runtime, device, net)
+            key: _timing(name_of(net), runners[key], totals[key], (runtime, device), net)
             for key, net in networks.items()
         }
     return replace(timed["network"], twin=timed.get("twin"))
