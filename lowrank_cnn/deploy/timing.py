@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from lowrank_cnn.core.clock import CudaMarks, Marks, Sample, measure, torch_threads
 from lowrank_cnn.core.compare import unchanged
-from lowrank_cnn.core.errors import LowRankError, first_line
+from lowrank_cnn.core.errors import LowRankError, check_number, first_line
 from lowrank_cnn.core.files import as_path, read_json
 from lowrank_cnn.core.modules import InputSize, arguments, checked_size, is_example
 from lowrank_cnn.core.notes import notes
@@ -233,7 +233,10 @@ def time_model(
         runners = {key: prepare(net, inputs, batch, device, Path(folder) / key) for key, net in networks.items()}
         runs = {key: runner.run for key, runner in runners.items()}
         totals = measure(runs, repeats=repeats, cuda=device.startswith("cuda"))
-        timed = {key: _timing(networks[key], runners[key], totals[key], runtime, device) for key in networks}
+        timed = {
+            key: _timing(name_of(net), runners[key], totals[key], (runtime, device), net)
+            for key, net in networks.items()
+        }
     return replace(timed["network"], twin=timed.get("twin"))
 
 
@@ -251,19 +254,11 @@ def time_file(
     `input_size` is for files that take images of any size; `trusted` for .pt2 and .ts.
     """
     path = as_path(path)
-    if batch < 1:
-        raise LowRankError(f"the batch must be positive, not {batch}.")
+    check_number("batch", batch, least=1)
     with torch_threads(threads):
         runner = FileRunner(path, tuple(input_size) if input_size else None, batch, trusted=trusted)
         total = measure({"file": runner.run}, repeats=repeats)["file"]
-        macs = runner.macs()
-        layers = _layers(runner.layers(), macs, {})
-        used = torch.get_num_threads()
-    engine, (shape, *more) = runner.runner.engine, runner.shapes
-    r = layer_correlation(layers)
-    return Timing(
-        path.name, shape, engine, "cpu", used, sum(macs.values()), total, layers, r, more_inputs=tuple(more)
-    )
+        return _timing(path.name, runner, total, (runner.runner.engine, "cpu"))
 
 
 def layer_correlation(layers: Sequence[LayerTime]) -> float | None:
@@ -283,8 +278,7 @@ def _checked(
         raise LowRankError(f"the runtime is torch or onnx, not {runtime!r}.")
     if runtime == "onnx" and device not in ("cpu", "auto"):
         raise LowRankError(f"onnxruntime is timed on the CPU, not on {device}.")
-    if batch < 1:
-        raise LowRankError(f"the batch must be positive, not {batch}.")
+    check_number("batch", batch, least=1)
     size = checked_size(inputs)
     if not is_example(inputs):
         return size
@@ -294,25 +288,16 @@ def _checked(
 
 
 def _timing(
-    model: nn.Module, runner: TorchRunner | FileRunner, total: Sample, runtime: str, device: str
+    name: str,
+    runner: TorchRunner | FileRunner,
+    total: Sample,
+    where: tuple[str, str],
+    model: nn.Module | None = None,
 ) -> Timing:
-    types = {name: type(module).__name__ for name, module in model.named_modules()}
-    layers = _layers(runner.layers(), runner.macs(), types)
-    whole = runner.times * count(model, runner.counted).macs
-    shape, *more = runner.shapes
-    return Timing(
-        name_of(model),
-        shape,
-        runtime,
-        device,
-        torch.get_num_threads(),
-        whole,
-        total,
-        layers,
-        layer_correlation(layers),
-        more_inputs=tuple(more),
-    )
-
-
-def _layers(times: dict[str, float], macs: dict[str, int], types: dict[str, str]) -> tuple[LayerTime, ...]:
-    return tuple(LayerTime(name, types.get(name, ""), macs.get(name, 0), ms) for name, ms in times.items())
+    """A network's time with its layers; of a file, the MACs are those of its nodes."""
+    types = {} if model is None else {key: type(module).__name__ for key, module in model.named_modules()}
+    times, macs = runner.layers(), runner.macs()
+    layers = tuple(LayerTime(key, types.get(key, ""), macs.get(key, 0), ms) for key, ms in times.items())
+    whole = sum(macs.values()) if model is None else runner.times * count(model, runner.counted).macs
+    (shape, *more), used, r = runner.shapes, torch.get_num_threads(), layer_correlation(layers)
+    return Timing(name, shape, *where, used, whole, total, layers, r, more_inputs=tuple(more))

@@ -8,7 +8,17 @@ from torch import nn
 
 import lowrank_cnn as lr
 from lowrank_cnn.choose import design as advising
-from lowrank_cnn.choose.design import design
+from lowrank_cnn.choose.design import (
+    LOW_RANK,
+    MIXED,
+    THINNER,
+    LayerAdvice,
+    design,
+    form_builders,
+    layer_advice,
+    variants_of,
+)
+from lowrank_cnn.choose.shape_damage import Damage
 from lowrank_cnn.core.clock import Sample
 
 
@@ -244,3 +254,60 @@ def test_the_random_generator_stays_where_it_is(monkeypatch):
     model, before = net(), torch.get_rng_state()
     design(model, EXAMPLE, macs=0.5)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+# Layers and whole networks within a share of the MACs.
+
+SIZE = (3, 16, 16)
+
+
+def plain() -> nn.Sequential:
+    torch.manual_seed(0)
+    convs = [nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*convs, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 4))
+
+
+def advice(*choices: str) -> list[LayerAdvice]:
+    return [LayerAdvice(name, 1, 1, 1, None, None, choice, "") for name, choice in zip("02", choices, strict=True)]
+
+
+@pytest.mark.parametrize("share", [0.6, 0.3, 0.1])
+def test_every_form_is_within_its_share(share: float):
+    dense = lr.count(plain(), SIZE).macs
+    forms = form_builders(plain(), SIZE, advice(THINNER, LOW_RANK))
+    assert list(forms) == [LOW_RANK, THINNER, MIXED]
+    for build in forms.values():
+        network = build(share)
+        assert network is not None
+        assert lr.count(network, SIZE).macs <= share * dense
+        assert network(torch.randn(1, *SIZE)).shape == (1, 4)
+
+
+def test_mixed_has_strips_in_the_layers_of_the_advice_alone():
+    network = form_builders(plain(), SIZE, advice(THINNER, LOW_RANK))[MIXED](0.3)
+    assert network is not None
+    assert isinstance(network.get_submodule("0"), nn.Conv2d)
+    assert isinstance(network.get_submodule("2"), lr.CompositeConv2d)
+    assert MIXED not in form_builders(plain(), SIZE, advice(THINNER, THINNER))
+
+
+def test_a_share_that_no_form_reaches_gives_none():
+    assert form_builders(plain(), SIZE, advice(THINNER, THINNER))[THINNER](1e-6) is None
+
+
+def test_the_forms_cost_the_same_macs():
+    forms = variants_of(nn.Conv2d(8, 24, 3, padding=1, stride=2))
+    sizes = {name: sum(p.numel() for p in form.parameters() if p.dim() > 1) for name, form in forms.items()}
+    assert sizes["strips"] == sizes["thin"] == sizes["dense"] // 3
+    assert forms["thin, rounded up"].out_channels == 16
+    assert {form(torch.randn(1, 8, 9, 9)).shape[2:] for form in forms.values()} == {(5, 5)}
+
+
+def test_the_faster_form_is_advised_and_what_it_loses_counts_more():
+    times = {"dense": 1.0, "strips": 0.5, "thin": 0.4}
+    assert layer_advice("a", times, None).choice == "thinner"
+    assert layer_advice("a", {**times, "strips": 0.3}, None).choice == "low-rank"
+    assert layer_advice("a", {**times, "strips": 0.3, "thin, rounded up": 0.2}, None).choice == "thinner"
+    harmless = Damage(torch.zeros(4, 2), torch.ones(4), torch.ones(4, 2, 1))
+    row = layer_advice("a", times, {"a": harmless})
+    assert (row.choice, row.strips_lose, row.thin_loses) == ("low-rank", 0.0, 0.5)

@@ -7,7 +7,6 @@ import io
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -269,23 +268,12 @@ def test_many_networks_of_one_class_are_all_compiled():
 
 
 @pytest.fixture
-def planned_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured last takes the least time: the planned network, each block in its last way."""
-
-    def measured(things: Mapping[str, object], *_: object, **__: object) -> dict[str, Sample]:
-        return {name: Sample(1 / place, 0, 1, 3) for place, name in enumerate(things, 1)}
-
-    monkeypatch.setattr("lowrank_cnn.deploy.plan.measure", measured)
-    monkeypatch.setattr("lowrank_cnn.deploy.optimize.measure", measured)
-
-
-@pytest.fixture
 def nin() -> nn.Module:
     torch.manual_seed(0)
     return create_model("nin", width=0.05, norm="batch", scheme="lr-join").eval()
 
 
-def test_a_written_form_is_made_again_without_measuring(planned_wins, nin, tmp_path: Path, monkeypatch):
+def test_a_written_form_is_made_again_without_measuring(last_wins, nin, tmp_path: Path, monkeypatch):
     fast = optimize(nin, IMAGE, compile=False, cache=False)
     assert fast.report.choice == "planned, contiguous"
     assert fast.chosen["ways"]
@@ -311,7 +299,7 @@ def test_a_written_form_is_made_again_without_measuring(planned_wins, nin, tmp_p
         torch.testing.assert_close(again(IMAGE), nin(IMAGE))
 
 
-def test_a_network_that_changed_since_is_not_written(planned_wins, nin, tmp_path: Path):
+def test_a_network_that_changed_since_is_not_written(last_wins, nin, tmp_path: Path):
     fast = optimize(nin, IMAGE, compile=False, cache=False)
     with torch.no_grad():
         next(nin.parameters()).mul_(2)

@@ -8,7 +8,7 @@ take an optional input, which decides about steps, or bytes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowrank_cnn.core.clock import Sample
 from lowrank_cnn.core.compare import difference
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
@@ -250,17 +249,6 @@ SLOWLY = [HealthCheck.too_slow]
 def test_merge(net: nn.Module, told: bool | None, chains: bool | None):
     inputs = None if told is None else example(net, told)
     assert_same_function(lambda net: merge(net, chains=chains, example_input=inputs), net)
-
-
-@pytest.fixture
-def last_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured last takes the least time, so that every rewriting is put to use."""
-
-    def measured(things: Mapping[str, object], *_: object, **__: object) -> dict[str, Sample]:
-        return {name: Sample(1 / place, 0, 1, 3) for place, name in enumerate(things, 1)}
-
-    monkeypatch.setattr("lowrank_cnn.deploy.plan.measure", measured)
-    monkeypatch.setattr("lowrank_cnn.deploy.optimize.measure", measured)
 
 
 FIXTURE = HealthCheck.function_scoped_fixture  # which stays the same for all examples

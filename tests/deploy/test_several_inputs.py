@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.core.clock import Sample
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.deploy.export import export
@@ -54,23 +53,17 @@ def call(net: nn.Module, example: tuple | dict) -> Tensor:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_a_plan_is_called_as_its_example_was_given(example):
-    net = network()
-    planned = plan(net, example, cache=False, repeats=3)
-    found = notes(planned).plan
-    assert found is not None
-    assert not found.reason
-    assert [decision.name.rpartition("network.")[2] for decision in found.decisions] == ["spatial.0", "temporal"]
-    torch.testing.assert_close(call(planned, example), call(net, example))
-
-
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_an_optimised_network_is_called_as_its_example_was_given(example):
+def test_the_result_is_called_as_its_example_was_given(example):
     net = network()
     before = copy.deepcopy(net.state_dict())
+    planned = plan(net, example, cache=False, repeats=3)
+    found = notes(planned).plan
+    assert not found.reason
+    assert [decision.name.rpartition("network.")[2] for decision in found.decisions] == ["spatial.0", "temporal"]
     fast = optimize(net, example, compile=False, cache=False, repeats=3)
     assert not fast.report.failed
-    torch.testing.assert_close(call(fast, example), call(net, example))
+    for made in (planned, fast):
+        torch.testing.assert_close(call(made, example), call(net, example))
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
@@ -103,37 +96,15 @@ def test_an_example_that_does_not_run_is_refused(transform, example, sentence):
         transform(network(), example, cache=False)
 
 
-def test_keyword_examples_leave_the_mode_of_the_network():
-    net = network().train()
-    with pytest.raises(LowRankError, match=r"call model.eval\(\) first"):
-        optimize(net, {"image": IMAGE, "flow": FLOW})
-    assert net.training
-    assert net.temporal.training
-
-
-def test_what_was_chosen_for_several_inputs_is_not_stored(tmp_path):
-    fast = optimize(network(), (IMAGE, FLOW), compile=False, cache=False, repeats=3)
+def test_the_mode_of_the_network_stays_and_a_choice_for_several_inputs_is_not_stored(tmp_path):
+    net = network()
+    fast = optimize(net, (IMAGE, FLOW), compile=False, cache=False, repeats=3)
     with pytest.raises(LowRankError, match="networks of one input alone"):
         export(fast, tmp_path / "net.safetensors")
-
-
-class Negates(nn.Module):
-    """Asks for an option that it does not compute with: a symbolic trace takes the wrong way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-
-    def forward(self, x: Tensor, negated: bool | None = None) -> Tensor:
-        return self.conv(x) if negated is None else -self.conv(x)
-
-
-def test_an_option_that_decides_alone_keeps_its_default():
-    net = Negates().eval()
-    planned = plan(net, IMAGE, cache=False, repeats=3)
-    assert not notes(planned).plan.reason
-    torch.testing.assert_close(planned(IMAGE), net(IMAGE))
-    torch.testing.assert_close(planned(IMAGE, True), net(IMAGE, True))
+    with pytest.raises(LowRankError, match=r"call model.eval\(\) first"):
+        optimize(net.train(), {"image": IMAGE, "flow": FLOW})
+    assert net.training
+    assert net.temporal.training
 
 
 class Masked(nn.Module):
@@ -241,47 +212,28 @@ ASKING += [(Chooses, added_if_given), (AlwaysAsked, normed_if_given), (AlwaysAsk
 ASKING += [(Chooses, normed_if_many), (Chooses, scaled_if_bytes), (AskedByFlag, normed_if_true)]
 
 
-@pytest.fixture
-def rewritten_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is measured last takes the least time."""
-
-    def measured(things, *_, **__) -> dict[str, Sample]:
-        return {name: Sample(1 / place, 0, 1, 3) for place, name in enumerate(things, 1)}
-
-    monkeypatch.setattr("lowrank_cnn.deploy.plan.measure", measured)
-    monkeypatch.setattr("lowrank_cnn.deploy.optimize.measure", measured)
-
-
-def merged(net: nn.Module, inputs: tuple) -> nn.Module:
-    return merge(net, example_input=inputs)
-
-
-def planned(net: nn.Module, inputs: tuple) -> nn.Module:
-    return plan(net, inputs, cache=False, repeats=3)
-
-
-def optimized(net: nn.Module, inputs: tuple) -> nn.Module:
-    return optimize(net, inputs, cache=False, compile=False, repeats=3)
-
-
-def fused(net: nn.Module, _inputs: tuple) -> nn.Module:
-    return fuse(net)
+REWRITE = {
+    "merge": lambda net, inputs: merge(net, example_input=inputs),
+    "plan": lambda net, inputs: plan(net, inputs, cache=False, repeats=3),
+    "optimize": lambda net, inputs: optimize(net, inputs, cache=False, compile=False, repeats=3),
+    "fuse": lambda net, _: fuse(net),
+}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("rewrite", [merged, planned, optimized, fused])
+@pytest.mark.parametrize("rewrite", REWRITE)
 @pytest.mark.parametrize(("kind", "decide"), ASKING)
 @pytest.mark.parametrize("example", [(IMAGE,), (IMAGE, CONTEXT)])
-def test_calls_of_every_other_kind_give_what_the_original_does(rewritten_always, rewrite, kind, decide, example):
+def test_calls_of_every_other_kind_give_what_the_original_does(last_wins, rewrite, kind, decide, example):
     if kind is AlwaysAsked and len(example) == 1:
         example = (IMAGE[:, :, :8], CONTEXT)
     net = kind(decide).eval()
-    made = rewrite(net, example)
+    made = REWRITE[rewrite](net, example)
     calls = [call for call in BY_POSITION if kind is not AlwaysAsked or len(call) == 2]
     calls += [(IMAGE, True)] if decide is normed_if_true else [(BYTES,)] if decide is scaled_if_bytes else []
     for call in calls:
         torch.testing.assert_close(made(*call), net(*call), rtol=1e-4, atol=1e-4)
-    if rewrite is not optimized and kind is not AlwaysAsked:  # an optimised network is called as its example was
+    if rewrite != "optimize" and kind is not AlwaysAsked:  # an optimised network is called as its example was
         torch.testing.assert_close(made(IMAGE, ctx=CONTEXT), net(IMAGE, ctx=CONTEXT), rtol=1e-4, atol=1e-4)
 
 
@@ -303,7 +255,7 @@ def test_merge_folds_what_every_call_passes_through():
             assert isinstance(made.always[1], nn.Identity)
 
 
-def test_a_plan_is_used_for_every_size_with_the_inputs_that_it_was_made_for(rewritten_always):
-    made = planned(Chooses(added_if_given).eval(), (IMAGE, CONTEXT))
+def test_a_plan_is_used_for_every_size_with_the_inputs_that_it_was_made_for(last_wins):
+    made = REWRITE["plan"](Chooses(added_if_given).eval(), (IMAGE, CONTEXT))
     made.original = nn.Identity()  # which would be called
     assert made(IMAGE[:1, :, :9], CONTEXT).shape == (1, 4, 7, 10)

@@ -29,9 +29,9 @@ OTHER = KernelPlan("tiled", Tile(pixels=64, filters=16, depth=16))
 NO_ROOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
 
 
-def problem(channels=8, pool=None, relu=True):
+def problem(channels=8, pool=None, stride=(1, 1)):
     shapes = [(8, channels, 3, 1), (8, channels, 1, 3)]
-    return pose((2, channels, 6, 5), shapes, torch.float32, stride=(1, 1), padding=PADDING, relu=relu, pool=pool)
+    return pose((2, channels, 6, 5), shapes, torch.float32, stride=stride, padding=PADDING, relu=True, pool=pool)
 
 
 def test_graphs_and_calls_choose_by_their_own_times():
@@ -116,17 +116,12 @@ def start_anew() -> None:
     tuned._this_run.clear()
 
 
-def test_what_was_measured_holds_in_later_runs(bench):
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_was_measured_holds_in_later_runs(bench, fails: bool):
+    if fails:
+        bench.taken[PLAN] = FAILED
     for _ in range(2):
-        assert bench.choose().fused
-        start_anew()
-    assert bench.measured == 2
-
-
-def test_a_plan_that_fails_is_remembered(bench):
-    bench.taken[PLAN] = FAILED
-    for _ in range(2):
-        assert not bench.choose().fused
+        assert bench.choose().fused is not fails
         start_anew()
     assert bench.measured == 2
 
@@ -247,15 +242,9 @@ def test_inference_and_dense_layers_have_no_dense_path(bench):
     assert all("dense" not in entry for entry in stored_entries().values())
 
 
-def test_a_dense_path_without_memory_is_forgotten(bench):
-    bench.taken[DensePath(PLAN)] = None
-    assert bench.choose(training=True).plan == PLAN
-    assert tuned.key_of(Request(problem(), torch.device("cuda"), training=True)) not in stored_entries()
-
-
-@pytest.mark.parametrize("placed", [False, None])
-def test_a_dense_path_that_is_wrong_or_was_not_compared_is_not_taken(bench, placed):
-    bench.taken[DensePath(PLAN)], bench.placed = Times(0.5, 0.5), placed
+@pytest.mark.parametrize(("placed", "took"), [(False, Times(0.5, 0.5)), (None, Times(0.5, 0.5)), (True, None)])
+def test_a_dense_path_that_is_wrong_or_ran_out_of_memory_is_not_taken(bench, placed, took):
+    bench.taken[DensePath(PLAN)], bench.placed = took, placed
     assert bench.choose(training=True).plan == PLAN
     kept = tuned.key_of(Request(problem(), torch.device("cuda"), training=True)) in stored_entries()
     assert kept is (placed is False)
@@ -275,17 +264,6 @@ def test_kernels_of_the_dense_conv_are_compiled_ahead_unless_it_loses(bench):
         assert len(noted) == count
 
 
-def test_processes_keep_what_others_stored(bench):
-    bench.choose()
-    [entry] = stored_entries().values()
-    other = JsonCache(tuned.store_path(), key=tuned.store_path().stem, valid=bool)
-    other["another"] = entry
-    other.save()
-    third = Request(replace(problem(), batch=3), torch.device("cuda"))
-    tuned.keep(third, entry, lasting=True)
-    assert {"another", tuned.key_of(third)} <= stored_entries().keys()
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -293,8 +271,11 @@ def test_processes_keep_what_others_stored(bench):
         {"plan": None},
         {"plan": "tiled"},
         {"plan": "none-p1"},
+        {"plan": "hopper-p1-f2-d3-w4-b5-s6-p7-r8-x9"},
         {"fused": 3},
         {"torch": {"graph": "1", "call": 1.0}},
+        {"torch": {"graph": -1.0, "call": 1.0}},
+        {"torch": {"graph": float("nan"), "call": 1.0}},
         {"dense": {"graph": 1.0}},
     ],
 )
@@ -307,3 +288,67 @@ def test_entries_of_another_kind_are_measured_again(bench, change):
     start_anew()
     bench.choose()
     assert bench.measured == 4
+
+
+@pytest.mark.parametrize(
+    "change", [{"residual": True}, {"activation": "silu"}, {"pool": "floor"}, {"stride": (2, 2)}, {"batch": 3}]
+)
+def test_problems_that_differ_have_keys_that_differ(change):
+    one, other = (Request(each, torch.device("cuda")) for each in (problem(), replace(problem(), **change)))
+    assert len({tuned.key_of(each) for each in (one, other, replace(one, training=True))}) == 3
+
+
+def test_a_stored_plan_serves_training_and_inference_while_its_kernel_takes_it(bench, monkeypatch):
+    monkeypatch.setattr(tuned, "plans_of", lambda *_: ("default",))
+    cuda, shapes = torch.device("cuda"), [(24, 16, 3, 1), (24, 16, 1, 3)]
+    plain = pose((2, 16, 8, 8), shapes, torch.bfloat16, stride=(1, 1), padding=PADDING)
+    pooled = replace(plain, pool="floor")
+    assert tuned.plan_for(pooled, cuda) == "default"
+    times = {"graph": 0.5, "call": float("inf")}
+    entry = {"torch": times, "fused": times, "plan": "hopper-p128-f16-d16-w4-b2-s3-p1-r2", "tuned": True}
+    for each in (pooled, plain):
+        tuned.keep(Request(each, cuda, training=True), entry, lasting=True)
+    assert tuned.entry_of(Request(pooled, cuda, training=True)) is None, "its kernel has no such pool"
+    assert tuned.entry_of(Request(plain, torch.device("cpu"), training=True)) is None
+    assert str(tuned.plan_for(plain, cuda)) == str(tuned.tuned_plan(plain, cuda)) == entry["plan"]
+
+
+# What the fused kernels can run, and why not.
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("posed", "training", "why"),
+    [
+        (problem(), True, None),
+        (replace(problem(), dtype=torch.float64), False, "float64 is not"),
+        (replace(problem(), residual=True), False, None),
+        (replace(problem(), residual=True), True, "no gradient for a residual"),
+        (replace(problem(), activation="silu"), True, "no gradient for a residual or for this activation"),
+        (replace(problem(pool="floor"), activation="silu"), False, "no kernel takes"),
+    ],
+)
+def test_reasons(posed, training, why):
+    found = tuned.unsupported(posed, CPU, training=training)
+    assert found == why if why is None else why in found
+
+
+def test_an_old_gpu_and_exact_float32_are_refused(monkeypatch):
+    cuda = torch.device("cuda:7")
+    monkeypatch.setattr(mode, "capability_of", lambda device: (7, 5))
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    assert "older" in tuned.refusal(Request(problem(), cuda))
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert tuned.refusal(Request(problem(), cuda)) == "float32 without TF32"
+
+
+def test_the_input_of_a_first_layer_needs_no_gradient():
+    first = problem(3, stride=(3, 3))
+    assert tuned.unsupported(first, CPU, training=True, need_input=False) is None
+    assert "no gradient for" in tuned.unsupported(first, CPU, training=True)
+
+
+def test_plans_have_a_default():
+    assert tuned.plans_of(problem(3), CPU)[0].kernel == "stem"
+    assert tuned.plans_of(problem(64), CPU)[0].kernel == "tiled"

@@ -17,6 +17,7 @@ from lowrank_cnn.kernels.autotune.trial import OUT_OF_MEMORY, KernelTrial, misma
 from lowrank_cnn.kernels.autotune.tuned import FAILED, DensePath, Request
 from lowrank_cnn.kernels.conv import forward, gradients
 from lowrank_cnn.kernels.conv.plans import KernelPlan
+from lowrank_cnn.kernels.conv.stem import StemTile
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import pose
 
@@ -138,6 +139,12 @@ def test_the_operator_gives_what_the_kernels_give(training):
         trial = KernelTrial.random(asked(problem(pool="floor"), training))
         for ours, right in zip(trial.call(PLAN), trial.run(PLAN), strict=True):
             assert torch.allclose(ours.float(), right.float(), atol=1e-4)
+
+
+def test_a_trial_gives_gradients_in_one_order():
+    trial = KernelTrial.random(asked(problem(), True))
+    shapes = [[tuple(t.shape) for t in trial.run(plan)] for plan in (PLAN, None)]
+    assert shapes[0] == shapes[1] == [(8, 8, 3, 1), (8, 8, 1, 3), (16,), (2, 8, 6, 5)]
 
 
 def test_measuring_leaves_the_generators_alone():
