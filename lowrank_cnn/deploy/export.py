@@ -101,7 +101,7 @@ def export(
     - `strips`: in .onnx, 1x3 and 3x1 convs by the compiled operator of the package lowrank-strips, which is then
       needed to run the file too.
 
-    What `optimize` gave goes to a .safetensors with what was chosen, and `load` makes it again without measuring.
+    A .safetensors of an optimised network keeps the chosen forms: `load` builds them again without measuring.
     A file of a trained network says how its images are prepared and what its classes are: `evaluate` and `predict`
     take it as they take the run.
 
@@ -140,7 +140,7 @@ def placing(path: Path, *, overwrite: bool) -> Iterator[Path]:
     """Give a path of this name in a folder aside. At the end all files in that folder move beside `path`.
 
     Until then nothing is changed there, whatever fails. Of several files, the one at `path` names the others: it
-    goes first and comes last, so that an interrupted move leaves no mixture of old and new ones.
+    is removed first and placed last, so an interrupted move leaves no mixture of old and new files.
     """
     check_place(path, overwrite)
     _clear_leftovers(path.parent)
@@ -212,7 +212,7 @@ def check_place(path: Path, overwrite: bool) -> None:
 
 
 def stored_of(model: nn.Module | Trained, input_size: Sequence[int] | None) -> Stored:
-    """What a file keeps of a network: itself, and its images, classes and preparation where known."""
+    """A network as files store it, with its image size, classes and preparation if they are known."""
     if isinstance(model, Trained):
         return model.stored(input_size)
     check_module(model)

@@ -1,4 +1,4 @@
-"""What an exported file says beside its graph: its classes, and how images are prepared.
+"""Metadata of exported files: the classes, and how images are prepared.
 
 | key          | value, as JSON                                                                     |
 |--------------|------------------------------------------------------------------------------------|
@@ -56,7 +56,7 @@ def metadata_of(stored: Stored, *, pixels: str | None = None) -> dict[str, str]:
 
 
 def attach_metadata(network: nn.Module, metadata: Mapping[str, str]) -> nn.Module:
-    """Let a network out of a file carry what the file says of its images; a file of others says nothing."""
+    """Attach the metadata of a file to the network read from it. Files of other programs have none."""
     if "lowrank_cnn" not in metadata:
         return network
     try:

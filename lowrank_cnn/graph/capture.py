@@ -66,7 +66,7 @@ InputKind = tuple[tuple[int, ...], torch.dtype, str]
 
 
 def kind_of(x: Tensor) -> InputKind:
-    """What a forward can ask about an input without looking at its values: size, dtype, and device type."""
+    """The properties of an input that a forward can ask for without its values: size, dtype, device type."""
     return tuple(x.shape), x.dtype, x.device.type
 
 
@@ -340,7 +340,7 @@ class _Tracer(fx.Tracer):
 
 
 def _attributes(root: nn.Module) -> dict[str, list[int]]:
-    """What the attributes of a network and its parts hold, by identity; not the constants that fx adds."""
+    """The values of the attributes of a network and its parts, by identity, without constants that fx adds."""
     return {
         f"{part}.{name}" if part else name: [id(value) for value in tree_leaves(held)]
         for part, module in root.named_modules()
@@ -380,7 +380,7 @@ class _SizedTracer(_Tracer):
         inputs = [self.create_proxy("placeholder", f"input_{n}", (), {}) for n in range(len(self.example))]
         return root_fn, [self.root, *inputs]
 
-    # What a leaf computes on real values is no part of the trace, though fx intercepts calls within it too.
+    # Calls inside a leaf run on real values. fx intercepts them too, but they are not part of the trace.
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         return forward(*args, **kwargs) if self.computing else super().call_module(m, forward, args, kwargs)
 

@@ -232,9 +232,9 @@ def merge(
       of the size that its first layer suggests.
 
     The result is right for every call, whichever optional inputs it gives: a norm that some calls skip stays.
-    Where the path depends on attributes (`self.norms[self.domain]`), folds are for their present values, and the
-    rows of `notes(network).merging` name these. Branches that train beside strips (`method.branches`) are folded
-    too. Nothing is merged in a network that no example is known for, that cannot be traced, or that would differ.
+    If the path depends on attributes (`self.norms[self.domain]`), folds hold for their present values, which the
+    rows of `notes(network).merging` name. Branches that train beside strips (`method.branches`) are folded
+    too. Without a known example, a traceable forward and equal results nothing is merged.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
     >>> merge(net)[1]

@@ -151,7 +151,7 @@ class _PatternWalk:
         return None if twice or reader in self.taken or reader.op == "output" else reader
 
     def _part(self, layer: fx.Node, node: fx.Node, value: fx.Node, parts: dict[str, Any]) -> dict[str, Any] | None:
-        """What a node adds to the pattern; None if it cannot be part of it."""
+        """The field that a node adds to the pattern; None if it cannot be part of it."""
         module = self._plain(node)
         if self.norms and not parts and self._is_norm(node, module):
             return {"norm": node}

@@ -1,4 +1,4 @@
-"""What MNN does in a process of its own: convert an ONNX file and run it once.
+"""Convert an ONNX file with MNN and run it once, in a separate process.
 
 An operation that MNN lacks may end the process without a word: a batch norm without statistics of its own does so
 in the converter, a local response norm when it runs on a batch of another size. mnn.py loads this file there by

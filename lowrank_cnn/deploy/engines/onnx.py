@@ -73,7 +73,7 @@ def write_onnx(path: Path, request: ExportRequest) -> None:
     if torch.float64 in kinds:
         raise LowRankError("onnxruntime has no convolutions in torch.float64: export model.float().")
     if request.opset is not None and not 0 < request.opset < 100:
-        raise LowRankError(f"an opset is a number like 18, not {request.opset}.")
+        raise LowRankError(f"opset must be a number such as 18, not {request.opset}.")
     program = replace(request, network=groups_apart(request.network).eval()).program
     # The optimiser folds batch norms of bfloat16 into weights of float32, which no engine takes beside bfloat16.
     half = torch.bfloat16 in kinds
@@ -329,7 +329,7 @@ def _joins(node: Any) -> bool:
 
 
 def _replace(ir: Any, graph: Any, nodes: list[Any], inputs: list[Any], *, relu: int = 0, pool: int = 0) -> Any:
-    """Put a node in place of others, the first of which gives the result."""
+    """Replace nodes by one; the first of them has the result."""
     before = nodes[0].outputs[0]
     flags = {"relu": relu, "pool": pool}
     made = ir.node(OPERATOR, inputs, attributes=flags, domain=DOMAIN, name=nodes[0 if len(nodes) > 2 else -1].name)

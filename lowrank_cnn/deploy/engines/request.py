@@ -1,4 +1,4 @@
-"""What an engine's writer is asked for: a network, an example call with names for its tensors, and free axes.
+"""The request that an engine writes: a network, an example call with names for its tensors, and free axes.
 
 A network may take several inputs, by position or by keyword, and give a tensor, a tuple, a dictionary or a
 dataclass (as Hugging Face's do). Files know tensors with names alone: `Call` names what goes in, `named_tensors`
@@ -148,12 +148,12 @@ class Call:
         return self.replaced({name: tensor.detach().clone() for name, tensor in self.tensors.items()})
 
     def run(self, network: Any) -> Any:
-        """What a network gives for this call."""
+        """Run a network on this call."""
         args, kwargs = self.arguments
         return network(*args, **kwargs)
 
     def sized(self, axes: Axes, sizes: Mapping[str, float], *, seed: int | None = None) -> Call:
-        """The call with free axes of other lengths: `batch` is a number, others are times what they were.
+        """The call with free axes of other lengths: `batch` is a number; others are factors.
 
         Tensors are repeated or cut along such axes; with a seed, floating-point ones are random numbers.
         """
@@ -170,7 +170,7 @@ class Call:
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What a file is to hold. `network` is in evaluation, its layers are torch's own, and the call runs on it."""
+    """The content of a file. `network` is in evaluation, its layers are torch's own, and the call runs on it."""
 
     network: nn.Module
     call: Call
@@ -356,7 +356,7 @@ def free_axes(call: Call, dynamic: Sequence[str] | Mapping[str, Mapping[int, str
 
 
 def _axes_of(tensor: Tensor, words: Sequence[str], batch: int) -> dict[int, str]:
-    """Of an input: the first axis where it is as long as the batch, and the last ones of images."""
+    """The free axes of one input: the first if it is as long as the batch, and the last ones of images."""
     found = {0: "batch"} if "batch" in words and tensor.dim() and len(tensor) == batch else {}
     inner = enumerate(_AXES.get(tensor.dim(), ()), start=2) if tensor.is_floating_point() else ()
     return found | {axis: word for axis, word in inner if word in words}
@@ -537,7 +537,7 @@ def shapes_of(call: Call) -> str:
 
 
 def checked_outputs(network: nn.Module, call: Call) -> dict[str, Tensor]:
-    """What a network gives for the example, by name; a network that fails, or gives NaN, is refused."""
+    """The outputs of a network for a call, by name. Refuse a network that fails or gives NaN."""
     try:
         with torch.no_grad(), unchanged(network):
             found = named_tensors(call.copied().run(network))

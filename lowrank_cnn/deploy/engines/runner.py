@@ -1,4 +1,4 @@
-"""What every engine has: a record of what it takes and how it writes, and a runner of its files."""
+"""The parts of an engine: a record of what it writes and supports, and a runner of its files."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def ports_from(text: str | None) -> tuple[Port, ...]:
 
 
 def as_tensor(port: Port, array: ndarray) -> Tensor:
-    """An input as torch takes it, copied: a program may change what it is given."""
+    """A copy of an array as a tensor: a program may change its inputs."""
     return torch.from_numpy(array).to(getattr(torch, port.dtype), copy=True)
 
 

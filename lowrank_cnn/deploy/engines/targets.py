@@ -88,8 +88,8 @@ def target_of(name: str) -> Engine:
 def usage(runner: Runner, path: str | Path, *, precision: str = "fp32") -> str:
     """Three lines of Python that run a file by itself, on random numbers in place of prepared images.
 
-    They are those of the engine, in which {made} makes the inputs; {given}, {named} and {called} are the inputs by
-    position, as a dictionary, and as the arguments of a call; {names} and {output} are names in the file.
+    An engine's lines may use these words. {made} makes the inputs. {given}, {named} and {called} are the inputs by
+    position, as a dictionary, and as arguments of a call. {names} and {output} are names in the file.
     """
     engine = engine_of(Path(path), strips="strips" in runner.metadata)
     in_torch = engine.package in ("torch", "executorch")

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 # TorchScript traces: a network recorded on one call, and refused where one call does not show what it computes.
 #
-# A trace holds the path that the example took. Where Python reads values that come from the inputs, as in `if
-# x.mean() > 0`, another image takes another path, and random images need not show it.
+# A trace holds the path that the example took. If Python reads values of the inputs, as in
+# `if x.mean() > 0`, another image may take another path, and random images need not show that.
 
 _READS = ("__bool__", "__int__", "__float__", "__index__", "__complex__", "item", "tolist", "numpy", "equal")
 """Calls that give Python the values of a tensor."""

@@ -70,3 +70,14 @@ def test_layers_and_ranges_that_are_given_are_kept(tmp_path: Path):
     details = open_engine(found.path).interpreter.get_tensor_details()  # type: ignore[attr-defined]
     kinds = {each["dtype"] for each in details if list(each["shape"]) == [4, 3, 3, 4]}
     assert kinds == {np.float32}
+
+
+def test_a_dead_channel_keeps_its_bias(tmp_path: Path):
+    net = nn.Sequential(nn.Conv2d(3, 2, 1)).eval()
+    with torch.no_grad():
+        net[0].weight[1], net[0].bias[1] = 0, 7.0  # type: ignore[index]
+    images = torch.randn(8, 3, 6, 6)
+    found = quantize(net, images, tmp_path / "net.tflite")
+    assert found.in_float == ()
+    given = open_engine(found.path)(images.numpy())["output"]
+    np.testing.assert_allclose(given[:, 1], 7.0, rtol=0.02)

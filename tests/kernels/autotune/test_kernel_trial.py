@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+
 from lowrank_cnn.core.errors import LostDeviceError
 from lowrank_cnn.kernels import ops as enclose
 from lowrank_cnn.kernels.autotune import trial as kernel_trial
@@ -17,7 +18,6 @@ from lowrank_cnn.kernels.autotune.trial import OUT_OF_MEMORY, KernelTrial, misma
 from lowrank_cnn.kernels.autotune.tuned import FAILED, DensePath, Request
 from lowrank_cnn.kernels.conv import forward, gradients
 from lowrank_cnn.kernels.conv.plans import KernelPlan
-from lowrank_cnn.kernels.conv.stem import StemTile
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import pose
 
