@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import secrets
+import shutil
 import stat
 import sys
 import threading
@@ -113,8 +114,10 @@ def write_json(path: Path, value: object, *, parents: bool = True) -> None:
 
 
 def clear_temporaries(directory: Path) -> None:
-    """Remove temporary files of a process that was killed while writing."""
+    """Remove temporary files and folders of a process that was killed while writing."""
     for path in directory.glob(f"{_TEMPORARY}*"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
         delete(path)
 
 

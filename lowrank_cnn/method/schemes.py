@@ -115,8 +115,9 @@ class Scheme:
     rival: ClassVar[str | None] = None
     """Under a budget, layers take this scheme unless the own one fits them better."""
 
-    def __new__(cls, name: str = "", *_: Any, **__: Any) -> Scheme:
-        """`Scheme("lr", ...)` is of the kind that has this name."""
+    def __new__(  # `Scheme("lr", ...)` is of the kind that has this name
+        cls, name="", shapes=(), m=None, to=None, inputs=None, multiple=None, channel_groups=1, branches=False
+    ):  # fmt: skip
         return object.__new__(type(SCHEMES[name]) if cls is Scheme and name in SCHEMES else cls)
 
     def __post_init__(self) -> None:

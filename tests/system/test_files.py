@@ -79,6 +79,7 @@ def test_names_and_places_of_files(tmp_path):
 
 def test_leftovers_are_removed_and_obstacles_renamed(tmp_path):
     (tmp_path / ".tmp-99-0.json").write_text("half")
+    (tmp_path / ".tmp-99-1.json").mkdir()
     (tmp_path / "mine.tmp").write_text("kept")
     clear_temporaries(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.tmp"]
