@@ -18,12 +18,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.core import __version__
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError, require
 from lowrank_cnn.core.files import regular, replacing
 from lowrank_cnn.core.notes import TrainingCard, note, notes
 from lowrank_cnn.method.rewrite import copy_with
@@ -56,6 +55,7 @@ class NetworkFile:
         return {name.removeprefix(_PREPROCESS): tensor for name, tensor in found.items()}
 
     def _tensors(self, *, prepared: bool) -> dict[str, Tensor]:
+        safetensors = require("safetensors", extra="train", purpose="reading weights")
         with safetensors.safe_open(regular(self.path), framework="pt") as file:
             names = [name for name in file.keys() if name.startswith(_PREPROCESS) == prepared]  # noqa: SIM118
             return {name: file.get_tensor(name) for name in names}
@@ -63,6 +63,7 @@ class NetworkFile:
 
 def read_header(path: Path) -> NetworkFile:
     """Read the header of a file, without its tensors."""
+    safetensors = require("safetensors", extra="train", purpose="reading weights")
     try:
         with safetensors.safe_open(regular(path), framework="pt") as file:
             text = (file.metadata() or {}).get(_KEY)
@@ -88,11 +89,12 @@ def write_network_file(
     preprocess: Mapping[str, Tensor],
 ) -> None:
     """Write weights, each in its own precision, with the description; a tensor of two names is written once."""
+    safetensors = require("safetensors.torch", extra="train", purpose="writing weights")
     tensors = _once(weights) | {_PREPROCESS + name: tensor for name, tensor in preprocess.items()}
     # Copied one by one: tensors may be parts of one memory, which safetensors refuses, or lie on a GPU.
     kept = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
     try:
-        safetensors.torch.save_file(kept, str(path), metadata={"format": "pt", _KEY: json.dumps(description)})
+        safetensors.save_file(kept, str(path), metadata={"format": "pt", _KEY: json.dumps(description)})
     except Exception as error:  # its own, with the number of the system's error in the text
         if not (number := re.search(r"\(os error (\d+)\)", str(error))):
             raise

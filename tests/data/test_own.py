@@ -217,7 +217,7 @@ def test_it_is_told_where_accuracy_is_on_the_images_trained_on(capsys: pytest.Ca
     assert data_of(Halves(), Halves(10)).details == {"prepared_by": "user"}
     record = fit(classifier(), Halves(), RECIPE, epochs=1, device="cpu")
     assert record.data["tested_on"] == "training images"
-    assert "accuracy is on the images trained on" in capsys.readouterr().out
+    assert "the images trained on are used" in capsys.readouterr().out
 
 
 def test_images_of_ones_own_may_be_smaller_than_a_cutout() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lowrank_cnn.choose.shape_damage import Damage
 from torch import nn
 
 import lowrank_cnn as lr
@@ -19,6 +18,7 @@ from lowrank_cnn.choose.design import (
     layer_advice,
     variants_of,
 )
+from lowrank_cnn.choose.shape_choice import Damage
 from lowrank_cnn.core.clock import Sample
 
 
