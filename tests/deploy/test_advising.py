@@ -8,16 +8,8 @@ from torch import nn
 
 import lowrank_cnn as lr
 from lowrank_cnn.choose import design as advising
-from lowrank_cnn.choose.design import (
-    LOW_RANK,
-    MIXED,
-    THINNER,
-    LayerAdvice,
-    design,
-    form_builders,
-    layer_advice,
-    variants_of,
-)
+from lowrank_cnn.choose.candidates import LOW_RANK, MIXED, THINNER, build_form
+from lowrank_cnn.choose.design import design, layer_advice, variants_of
 from lowrank_cnn.choose.shape_choice import Damage
 from lowrank_cnn.core.clock import Sample
 
@@ -267,32 +259,24 @@ def plain() -> nn.Sequential:
     return nn.Sequential(*convs, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 4))
 
 
-def advice(*choices: str) -> list[LayerAdvice]:
-    return [LayerAdvice(name, 1, 1, 1, None, None, choice, "") for name, choice in zip("02", choices, strict=True)]
-
-
 @pytest.mark.parametrize("share", [0.6, 0.3, 0.1])
 def test_every_form_is_within_its_share(share: float):
     dense = lr.count(plain(), SIZE).macs
-    forms = form_builders(plain(), SIZE, advice(THINNER, LOW_RANK))
-    assert list(forms) == [LOW_RANK, THINNER, MIXED]
-    for build in forms.values():
-        network = build(share)
-        assert network is not None
+    for form in (LOW_RANK, THINNER, MIXED):
+        network = build_form(plain(), SIZE, form, share, strips=["2"])
         assert lr.count(network, SIZE).macs <= share * dense
         assert network(torch.randn(1, *SIZE)).shape == (1, 4)
 
 
-def test_mixed_has_strips_in_the_layers_of_the_advice_alone():
-    network = form_builders(plain(), SIZE, advice(THINNER, LOW_RANK))[MIXED](0.3)
-    assert network is not None
+def test_mixed_has_strips_in_the_layers_named_alone():
+    network = build_form(plain(), SIZE, MIXED, 0.3, strips=["2"])
     assert isinstance(network.get_submodule("0"), nn.Conv2d)
     assert isinstance(network.get_submodule("2"), lr.CompositeConv2d)
-    assert MIXED not in form_builders(plain(), SIZE, advice(THINNER, THINNER))
 
 
-def test_a_share_that_no_form_reaches_gives_none():
-    assert form_builders(plain(), SIZE, advice(THINNER, THINNER))[THINNER](1e-6) is None
+def test_a_share_that_no_form_reaches_is_refused():
+    with pytest.raises(lr.LowRankError, match="MACs"):
+        build_form(plain(), SIZE, THINNER, 1e-6)
 
 
 def test_the_forms_cost_the_same_macs():

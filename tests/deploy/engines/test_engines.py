@@ -334,7 +334,7 @@ def prepares(layout: str = "nchw") -> EngineModel:
         (lambda: EngineModel(Doubling(Port("text", ("batch",), "string"))), "text in string"),
         (lambda: EngineModel(of_batch(2**30))(images(1)), "image of 1073741824x2x3, not of 1x2x3"),
         (lambda: EngineModel(of_batch(1000))(torch.zeros(1, 2, 4)), "image of 1000x2x3, not images of 2x4"),
-        (lambda: EngineModel(of_batch("batch", whole=None))(images(1)), "test cannot run this file: division by"),
+        (lambda: EngineModel(of_batch("batch", whole=None))(images(1)), "test cannot run this file: .*by zero"),
         *((lambda wrong=wrong: prepares()(wrong), "pixel values of 0 to 255") for wrong in (PIXELS - 120,
           PIXELS * 2, PIXELS / 255, PIXELS * float("nan"))),
     ],
