@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,7 @@ HERE, OWN = f"{__file__}:", ("--input", "3x8x8")
 def refused(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
     """Run a command in an empty folder: its one sentence. It prints nothing else, and writes nothing."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python's own cache of the user's file does not count
 
     def run(*arguments: object) -> str:
         before = list(tmp_path.iterdir())
