@@ -183,7 +183,7 @@ class Scheme:
     @property
     def mixes(self) -> bool:
         """Whether a layer after the basis filters mixes them: m can be chosen, and trained filters be fitted."""
-        return True
+        return False
 
     @property
     def axes(self) -> tuple[tuple[int, ...], ...]:
@@ -462,6 +462,10 @@ class Separable(Scheme):
     parts = ("first", "second")
     takes_depthwise = weighs_inputs = True
 
+    @property
+    def mixes(self) -> bool:
+        return True
+
     def check(self) -> None:
         super().check()
         ends = {(shape.startswith("1x"), shape.endswith("x1")) for shape, _ in self.shapes}
@@ -506,8 +510,11 @@ class CP(Scheme):
     """A 1x1, an upright and a lying strip for each of its channels, and a 1x1 (Lebedev et al. 2015)."""
 
     parts = ("reduce", "upright", "lying", "join")
-    inner_biases = False
-    rival = "separable"
+    inner_biases, rival = False, "separable"
+
+    @property
+    def mixes(self) -> bool:
+        return True
 
     def check(self) -> None:
         super().check()
@@ -551,10 +558,6 @@ class Exact(Scheme):
 
     one_layer = True
 
-    @property
-    def mixes(self) -> bool:
-        return False
-
     def check(self) -> None:
         super().check()
         for shape, proportion in self.shapes:
@@ -587,10 +590,6 @@ class Exact(Scheme):
 
 class Learned(Scheme):
     """Filters that choose among these shapes while they train; `none` lets them be removed."""
-
-    @property
-    def mixes(self) -> bool:
-        return False
 
     def check(self) -> None:
         super().check()

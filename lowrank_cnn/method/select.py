@@ -1,4 +1,4 @@
-"""Which convolutions of a network can be rewritten, which were asked for, and why the others stay."""
+"""Choose the convolutions of a network to rewrite, and say why the others stay."""
 
 from __future__ import annotations
 

@@ -302,7 +302,7 @@ def thin_like(dense: nn.Module, model: nn.Module, input_size: InputSize) -> nn.M
 
 
 def _tell_if_far(kept: float, width: float | None, macs: float | None, multiple: int) -> None:
-    """Warn where narrow layers cannot be what was asked for: a rival that is not thin proves nothing."""
+    """Warn if the network is far from what was asked for: a rival that is not thin proves nothing."""
     small = "; a smaller multiple comes nearer" if multiple > 1 else ""
     if macs is not None and abs(kept / macs - 1) > _FAR:
         told = f"thin was asked for {macs:.2f} of the MACs, and comes to {kept:.2f}"

@@ -300,6 +300,9 @@ def test_residual_blocks_and_networks_of_one_layer_are_planned(known_times):
 def test_inputs_of_other_dimensions_are_planned_or_left_alone(shape: tuple[int, ...]):
     kinds = {2: nn.Conv1d, 3: nn.Conv2d, 5: nn.Conv3d}
     kind = nn.Conv1d if shape == (2, 3, 16) else kinds[len(shape)]
-    planned(
-        nn.Sequential(kind(3, 32, 3, padding=1), nn.ReLU(), kind(32, 32, 3, padding=1)).eval(), torch.randn(shape)
+    net, x = (
+        nn.Sequential(kind(3, 32, 3, padding=1), nn.ReLU(), kind(32, 32, 3, padding=1)).eval(),
+        torch.randn(shape),
     )
+    new, _ = planned(net, x)
+    torch.testing.assert_close(new(x), net(x), rtol=1e-4, atol=1e-5)
