@@ -59,6 +59,19 @@ def test_an_own_scheme_is_converted_counted_fitted_trained_exported_and_reported
     assert "longer" in (tmp_path / "report.html").read_text()
 
 
+class Plain(lr.Scheme):
+    """A kind that says how it is built, and not how it fits trained filters."""
+
+    def chain(self, kernel: tuple[int, int], filters: int, channel_groups: int) -> tuple[lr.Composite, ...]:
+        return lr.Composite.of([(1, 1, filters)]), lr.Composite.of([(1, 1, filters)])
+
+
+def test_a_kind_without_a_fit_is_refused_by_decompose_in_a_sentence():
+    assert len(list(lr.build_conv(8, 8, 3, Plain("plain")).children())) == 2
+    with pytest.raises(lr.LowRankError, match="cannot be fitted by plain"):
+        lr.decompose(network(), Plain("plain"))
+
+
 def test_a_name_that_is_not_known_or_not_possible_is_refused():
     with pytest.raises(lr.LowRankError, match="there is no scheme 'longer'"):
         lr.parse_scheme("longer")
