@@ -49,13 +49,14 @@ class OnnxRunner(Runner):
         try:
             file = str(regular(path))
             self.session: Any = runtime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+            # A name that is not UTF-8 fails only when it is asked for.
+            self.inputs = tuple(map(_port, self.session.get_inputs()))
+            self.outputs = tuple(map(_port, self.session.get_outputs()))
+            self.metadata = dict(self.session.get_modelmeta().custom_metadata_map)
         except Exception as error:  # onnxruntime has its own family of errors, none of them public
             if f"{DOMAIN}:{OPERATOR}" in str(error):
                 library()  # its error names the package that is missing
             raise LowRankError(f"onnxruntime cannot read {path}: {first_line(error)}.") from error
-        self.inputs = tuple(map(_port, self.session.get_inputs()))
-        self.outputs = tuple(map(_port, self.session.get_outputs()))
-        self.metadata = dict(self.session.get_modelmeta().custom_metadata_map)
 
     def _run(self, arrays: list[ndarray]) -> list[ndarray]:
         return self.session.run(None, {port.name: array for port, array in zip(self.inputs, arrays, strict=True)})

@@ -103,6 +103,15 @@ def test_a_damaged_file_is_one_sentence(name: str, tmp_path: Path):
         open_engine(path, trusted=True)
 
 
+def test_a_name_that_is_no_text_is_one_sentence(tmp_path: Path):
+    path = tmp_path / f"net{installed('onnxruntime')}"
+    export(nn.Conv2d(3, 4, 3), path, input_size=SIZE)
+    name = open_engine(path).inputs[0].name
+    path.write_bytes(path.read_bytes().replace(name.encode(), b"\xb1" * len(name)))
+    with pytest.raises(LowRankError, match="onnxruntime cannot read"):
+        open_engine(path)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_script_of_others_is_refused(tmp_path: Path):
     torch.jit.trace(nn.Conv2d(3, 4, 3), torch.zeros(1, *SIZE)).save(str(tmp_path / "plain.ts"))
