@@ -104,7 +104,7 @@ def test_a_damaged_file_is_one_sentence(name: str, tmp_path: Path):
 
 
 def test_a_name_that_is_no_text_is_one_sentence(tmp_path: Path):
-    path = tmp_path / f"net{installed('onnxruntime')}"
+    path = tmp_path / f"net{installed('onnx')}"
     export(nn.Conv2d(3, 4, 3), path, input_size=SIZE)
     name = open_engine(path).inputs[0].name
     path.write_bytes(path.read_bytes().replace(name.encode(), b"\xb1" * len(name)))
