@@ -123,7 +123,9 @@ class Scheme:
     def __post_init__(self) -> None:
         if type(self) is Scheme:
             raise LowRankError(f"there is no scheme {self.name!r}; {nearest(str(self.name), SCHEMES)}")
-        object.__setattr__(self, "shapes", tuple((shape, Fraction(share)) for shape, share in self.shapes))
+        # A float such as 0.1 becomes 1/10, and every share has a text that can be read again.
+        shares = tuple((shape, Fraction(share).limit_denominator(LARGEST)) for shape, share in self.shapes)
+        object.__setattr__(self, "shapes", shares)
         self.check()
         if isinstance(self.m, float) and self.m == 1:  # one spelling of d, so that equal schemes compare equal
             object.__setattr__(self, "m", None)

@@ -49,6 +49,12 @@ def test_a_scheme_round_trips_through_its_string_and_its_dict(scheme: Scheme):
     assert parse_scheme(scheme.to_dict()) == scheme
 
 
+def test_any_share_has_a_text_that_can_be_read_again():
+    scheme = Scheme("mixture", (("kx1", Fraction(123583440667049046007, 6179172033352452320)), ("kxk", Fraction(0.1))))
+    assert parse_scheme(str(scheme)) == scheme
+    assert dict(scheme.shapes)["kxk"] == Fraction(1, 10)
+
+
 @given(schemes(), st.integers(1, 300), st.sampled_from([(3, 3), (5, 5), (7, 3), (1, 3)]))
 def test_no_filter_is_lost(scheme: Scheme, filters: int, kernel: tuple[int, int]):
     if scheme.name == "learned":
