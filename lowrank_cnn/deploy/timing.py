@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lowrank_cnn.core.clock import CudaMarks, Marks, Sample, measure, torch_threads
+from lowrank_cnn.core.clock import Marks, Sample, measure, torch_threads
 from lowrank_cnn.core.compare import unchanged
 from lowrank_cnn.core.errors import LowRankError, check_number, first_line
 from lowrank_cnn.core.files import as_path, read_json
@@ -58,7 +58,7 @@ class TorchRunner:
         self.args = laid_out(LAST, *args)
         self.kwargs = dict(zip(kwargs, laid_out(LAST, *kwargs.values()), strict=True))
         self._check()
-        self.clock = CudaMarks() if device.startswith("cuda") else Marks()
+        self.clock = Marks(cuda=device.startswith("cuda"))
 
     def _check(self) -> None:
         try:
@@ -80,8 +80,8 @@ class TorchRunner:
         """Milliseconds of each layer inside whole runs, by hooks: the median of several."""
         hooks = []
         for name, module in _timed(self.network):
-            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self.clock.start(name)))
-            hooks.append(module.register_forward_hook(lambda *_, name=name: self.clock.stop(name)))
+            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self.clock.mark(name)))
+            hooks.append(module.register_forward_hook(lambda *_, name=name: self.clock.mark(name)))
         times: dict[str, list[float]] = defaultdict(list)
         for _ in range(repeats):
             self.run()
