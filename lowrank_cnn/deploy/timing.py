@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +22,7 @@ from lowrank_cnn.core.compare import unchanged
 from lowrank_cnn.core.errors import LowRankError, check_number, first_line
 from lowrank_cnn.core.files import as_path, read_json
 from lowrank_cnn.core.modules import InputSize, arguments, checked_size, is_example
-from lowrank_cnn.core.notes import notes
+from lowrank_cnn.core.notes import AsDict, notes
 from lowrank_cnn.core.numbers import pearson
 from lowrank_cnn.deploy.engines.onnx import OnnxRunner, node_macs
 from lowrank_cnn.deploy.engines.request import Call
@@ -176,7 +176,7 @@ class LayerTime:
 
 
 @dataclass(frozen=True)
-class Timing:
+class Timing(AsDict):
     """A network's time for one batch. `correlation` is Pearson's r of MACs and time over its layers.
 
     `twin` is the dense network that it is compared with, timed in the same turns, where there is one. `input` is
@@ -194,10 +194,6 @@ class Timing:
     correlation: float | None
     twin: Timing | None = None
     more_inputs: tuple[tuple[int, ...], ...] = ()
-
-    def to_dict(self) -> dict[str, object]:
-        """In values that JSON can hold."""
-        return asdict(self)
 
 
 @unchanged()  # a dense twin draws weights when it is built, and forwards may draw

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from typing import Any
@@ -28,7 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from lowrank_cnn.core.compare import unchanged
 from lowrank_cnn.core.errors import LowRankError, check_type, first_line
 from lowrank_cnn.core.modules import InputSize, arguments, checked_size
-from lowrank_cnn.core.notes import notes
+from lowrank_cnn.core.notes import AsDict, notes
 from lowrank_cnn.core.text import html_table, si
 from lowrank_cnn.method.branches import fold_branches
 from lowrank_cnn.method.layers import CompositeConv2d
@@ -151,7 +151,7 @@ class LayerCount:
 
 
 @dataclass(frozen=True)
-class Count:
+class Count(AsDict):
     """A network's cost for one image, in total and per layer, in the order of execution.
 
     `unsupported` names the operations whose cost is not known, with the number of their calls: what they cost is
@@ -181,10 +181,6 @@ class Count:
         rows.append(("total", "", "", si(self.macs), si(self.params)))
         size = "x".join(map(str, self.input))
         return html_table(("layer", "type", "output", ">MACs", ">parameters"), rows, f"One image of {size}")
-
-    def to_dict(self) -> dict[str, object]:
-        """In values that JSON can hold."""
-        return asdict(self)
 
 
 def count(model: nn.Module, input_size: InputSize, *, convention: str = "mac") -> Count:
