@@ -97,8 +97,8 @@ def export_command(
 ) -> None:
     """Write a network for ONNX Runtime and other engines, and check the file.
 
-    The file is run on random images and compared with the network. The file of a trained network carries its
-    classes and preprocessing, so evaluate, predict and time accept it like its run.
+    The file is run on random images and compared with the network. The file of a trained network holds its
+    classes and preprocessing: evaluate, predict and time accept it like a run.
 
     Examples:
 
@@ -117,7 +117,7 @@ def export_command(
     if graph.strips and graph.int8:
         raise LowRankError("compiled strips are for fp32 and fp16: give --int8 or --strips.")
     path = _place(path, out, to, model)
-    source, inputs = named.find_inputs(model, example)
+    source, inputs = named.find(model, example)
     source = source.converted(scheme) if scheme else source
     network = graph.merge(source.network, inputs)
     if graph.int8:

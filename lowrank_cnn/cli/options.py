@@ -130,25 +130,18 @@ class SourceOptions:
     norm: Norm = None
     into: Into = None
 
-    def find(self, model: str, *, scheme: str | None = None) -> tuple[Source, tuple[int, ...]]:
-        """The network and the size of its images."""
-        from lowrank_cnn.cli.source import parse_size
-
-        source = self._source(model, scheme)
-        return source, source.size(parse_size(self.input_text))
-
-    def find_inputs(
-        self, model: str, example: str | None, *, scheme: str | None = None, batch: int = 1
+    def find(
+        self, model: str, example: str | None = None, *, scheme: str | None = None, batch: int = 1
     ) -> tuple[Source, Any]:
         """The network, and the size of its images or the inputs that --example gives."""
-        from lowrank_cnn.cli.source import find_example
+        from lowrank_cnn.cli.source import find_example, find_model, parse_size
 
-        if example is None:
-            return self.find(model, scheme=scheme)
-        if self.input_text is not None or batch != 1:
+        if example is not None and (self.input_text is not None or batch != 1):
             option = "--batch" if self.input_text is None else "--input"
             raise LowRankError(f"--example gives all inputs with their batch: leave {option} out.")
-        return self._source(model, scheme), find_example(example)
+        given = {"pretrained": self.pretrained, "width": self.width, "norm": self.norm}
+        source = find_model(model, into=self.into, scheme=scheme, **given)
+        return source, find_example(example) if example else source.size(parse_size(self.input_text))
 
     def words(self, model: str, *, scheme: str | None = None) -> str:
         """The network and these options, as they are typed in a shell."""
@@ -156,9 +149,3 @@ class SourceOptions:
         given |= {"--width": self.width, "--norm": self.norm, "--into": self.into}
         options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
         return shlex.join([model, *options])
-
-    def _source(self, model: str, scheme: str | None) -> Source:
-        from lowrank_cnn.cli.source import find_model
-
-        given = {"pretrained": self.pretrained, "width": self.width, "norm": self.norm}
-        return find_model(model, into=self.into, scheme=scheme, **given)

@@ -88,8 +88,8 @@ def time_command(
 ) -> None:
     """Time networks layer by layer, beside their dense twins.
 
-    A network and its twin run in turns, under the same load. An exported file (.onnx,
-    .pt2, ...) runs in its engine, on the CPU.
+    A network and its twin run in turns, under the same load. With --scheme, the twin is the network before
+    conversion. An exported file (.onnx, .pt2, ...) runs in its engine, on the CPU.
 
     Examples:
 
@@ -107,7 +107,7 @@ def time_command(
     timings = []
     for text in models:
         if not is_engine_file(text):
-            source, inputs = named.find_inputs(text, example, scheme=scheme, batch=batch)
+            source, inputs = named.find(text, example, scheme=scheme, batch=batch)
             how_here = {**how, "device": device, "runtime": runtime}
             timings.append(time_model(source.network, inputs, twin=source.dense, **how_here))
         elif scheme is not None or device not in ("cpu", "auto") or example is not None:
@@ -156,7 +156,7 @@ def plan_command(
     from lowrank_cnn.core.clock import torch_threads
     from lowrank_cnn.models.build import dense_twin
 
-    source, given = named.find_inputs(model, how.example, scheme=how.scheme, batch=how.batch)
+    source, given = named.find(model, how.example, scheme=how.scheme, batch=how.batch)
     if engine is not None:
         if how.batch != 1:
             raise LowRankError("--engine times one image at a time: leave --batch out.")
@@ -208,7 +208,7 @@ def optimize_command(
 
     if out.exists() and not overwrite:
         raise LowRankError(f"{out} exists; --overwrite replaces it.")
-    source, given = named.find_inputs(model, how.example, scheme=how.scheme, batch=how.batch)
+    source, given = named.find(model, how.example, scheme=how.scheme, batch=how.batch)
     _, network, inputs = how.place(source.network, given)
     with torch_threads(how.threads):
         fast = how.search(network, inputs)

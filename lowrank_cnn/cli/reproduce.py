@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from lowrank_cnn.cli.options import Bad, Device, Json, Limit, Missing, Settings, Workers, option
-from lowrank_cnn.cli.show import console, continued_by_same_command, errors, print_json, print_table
+from lowrank_cnn.cli.show import (
+    console,
+    continued_by_same_command,
+    errors,
+    print_json,
+    print_problems,
+    print_table,
+)
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.processes import first_process
 from lowrank_cnn.core.text import counted, si
@@ -74,9 +81,7 @@ def reproduce_command(
         if data is None:
             raise LowRankError("training needs images: give --data, or --table to see what is finished.")
         images = open_data(data, limit=limit, bad=bad, missing=missing)
-        for name, split in (("train", images.train), ("test", images.test)):
-            if split.problems:
-                _say(f"Left out of {name}: {split.problems}")
+        print_problems(images, _say)
         how = {"device": device, "workers": workers, "progress": progress and not as_json, "decode": decode}
         how |= {"compile": "auto" if compile_ is None else compile_, "checkpoint_activations": recompute}
         changes = {"settings": parse_settings(settings or []), "keep_weights": weights}

@@ -23,7 +23,7 @@ _FEWEST = 3
 _MOST_REPEATS = 10**6
 _STEADY = 1.5
 _MOST_THREADS = 1024
-"""Torch crashes where the system refuses so many."""
+"""Torch crashes if the system refuses more."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Sample:
 
     @property
     def steady(self) -> bool:
-        """Whether the quartiles lie near each other: where not, something else ran meanwhile."""
+        """Whether the quartiles are close together; if not, another process ran meanwhile."""
         return self.spread <= _STEADY
 
 
@@ -85,12 +85,12 @@ def measure(
 
 
 def check_repeats(repeats: int) -> None:
-    """Refuse fewer runs than a median with quartiles needs, and a number that cannot be meant."""
+    """Refuse fewer runs than a median with quartiles needs, and absurdly many."""
     check_number("repeats, the runs of a median with quartiles,", repeats, least=_FEWEST, most=_MOST_REPEATS)
 
 
 def check_budget(seconds: float) -> None:
-    """Refuse a budget that is no time at all."""
+    """Refuse a budget that is not positive."""
     check_number("budget, in seconds,", seconds, above=0)
 
 
@@ -100,9 +100,9 @@ class OutOfTime(BaseException):
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Stop a block by OutOfTime after so many seconds, wherever it is but in an import: in a compiler, say.
+    """Stop a block by OutOfTime after this many seconds, even inside a compiler, but not inside an import.
 
-    A signal does it, which Python delivers to the main thread alone: in other threads the block runs to its end.
+    It uses a signal, which Python delivers to the main thread only: in other threads the block runs to its end.
     """
     deaf = threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer")
     if deaf or seconds == float("inf"):

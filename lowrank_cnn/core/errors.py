@@ -45,7 +45,7 @@ class LowRankError(ValueError):
 
 
 class LowRankWarning(UserWarning):
-    """One sentence about what the user may not expect. The command line prints it without a place in the code."""
+    """One sentence about something unexpected. The command line prints it without a place in the code."""
 
 
 class LostDeviceError(LowRankError):
@@ -169,6 +169,6 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error without colours and full stop, or its type where it says nothing."""
+    """The first line of an error without colours and full stop; its type if the message is empty."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     return plain.strip().partition("\n")[0].rstrip(".") or type(error).__name__

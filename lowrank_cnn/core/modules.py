@@ -83,7 +83,7 @@ def in_words(inputs: InputSize) -> str:
 
 
 def known_inputs(model: nn.Module, inputs: InputSize | None) -> InputSize:
-    """The inputs that a budget is measured on: those given, or of the size that the network is known to take."""
+    """The inputs to measure a budget on: those given, or the size that the network is known to take."""
     found = notes(model).input_size if inputs is None else inputs
     if found is None:
         raise LowRankError("a budget needs the size of the images (channels, height, width): give input_size.")
@@ -95,7 +95,7 @@ def known_inputs(model: nn.Module, inputs: InputSize | None) -> InputSize:
 
 
 def upstream(nodes: Iterable[Any], *, until: Container[Any] = ()) -> Iterator[Any]:
-    """The graph nodes (`grad_fn`) that these depend on, themselves among them; what `until` has ends a path.
+    """The graph nodes (`grad_fn`) that these depend on, including themselves; nodes in `until` end a path.
 
     >>> import torch
     >>> x = torch.ones(2, requires_grad=True)

@@ -1,8 +1,7 @@
 """The library's notes about a module: one typed record, kept in one private attribute of that module.
 
-A user's module may have a child or an attribute of any name, `plan` or `input_size` say, and that one stays the
-user's. The record survives `copy.deepcopy` and `torch.save`. It is no parameter, buffer or child, so tools that
-walk those do not see it.
+A user's module may have children and attributes of any other name, such as `plan` or `input_size`. The record
+survives `copy.deepcopy` and `torch.save`. It is no parameter, buffer or child, so tools do not see it.
 """
 
 from __future__ import annotations
@@ -92,6 +91,6 @@ def note(module: nn.Module, **known: Any) -> None:
 
 
 def forget(module: nn.Module, *fields: str) -> None:
-    """Give fields their defaults back: what they say no longer holds of the module."""
+    """Reset fields to their defaults, because they no longer describe the module."""
     defaults = Notes()
     module.__dict__[_ATTRIBUTE] = replace(notes(module), **{name: getattr(defaults, name) for name in fields})

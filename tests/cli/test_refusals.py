@@ -99,7 +99,7 @@ def refused(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
         (f"export {HERE}without_convs n.onnx --example two.py", "as path.py:function"),
         (f"export {HERE}without_convs n.onnx --example no.py:f", "no file no.py"),
         (f"export {HERE}without_convs n.onnx --example {HERE}nothing", "has no function 'nothing'"),
-        ("predict nowhere x.png", "neither a run's directory"),
+        ("predict nowhere x.png", "neither a checkpoint nor a network's name"),
         ("predict nowhere.onnx x.png", "nowhere.onnx does not exist"),
         ("predict nin-c3-lr x.png", "only guess: for trained ones give a run's directory or --pretrained"),
         ("predict nin-c3-lr x.png --pretrained cifar10 --top=-1", "at least 1, not -1"),
