@@ -31,11 +31,11 @@ from lowrank_cnn.data import Data, make_loader
 from lowrank_cnn.data.own import for_classes
 from lowrank_cnn.data.types import generator
 from lowrank_cnn.deploy.optimize import optimize
+from lowrank_cnn.graph.channels import free_routes, why_fixed
+from lowrank_cnn.graph.finalize_shapes import LearnedShapes, settle
 from lowrank_cnn.kernels.cuda_graph import captured
 from lowrank_cnn.method.budget import Budget
-from lowrank_cnn.method.channels import free_routes, why_fixed
 from lowrank_cnn.method.count import count
-from lowrank_cnn.method.finalize_shapes import LearnedShapes, settle
 from lowrank_cnn.method.geometry import form_of
 from lowrank_cnn.method.init import weight_layers
 from lowrank_cnn.method.rewrite import copy_with, frozen_like, in_channels_last, rewrite

@@ -29,7 +29,7 @@ from lowrank_cnn.core.text import counted, first_few, si
 
 if TYPE_CHECKING:
     from lowrank_cnn.data import Data
-    from lowrank_cnn.method.finalize_shapes import LearnedShapes
+    from lowrank_cnn.graph.finalize_shapes import LearnedShapes
     from lowrank_cnn.method.schemes import Scheme
     from lowrank_cnn.train import Recipe
     from lowrank_cnn.train.run_folder import Record
@@ -382,8 +382,8 @@ def training_of(
     scheme: str | None, shapes: Path | None, *, macs: float | None, latency: float | None
 ) -> tuple[str | None, Training]:
     """The scheme that the network is built by, and the function that trains it; wrong options are refused."""
+    from lowrank_cnn.graph.finalize_shapes import load_shapes
     from lowrank_cnn.method.budget import Budget
-    from lowrank_cnn.method.finalize_shapes import load_shapes
     from lowrank_cnn.method.schemes import parse_scheme
     from lowrank_cnn.train.fit import fit
 

@@ -17,8 +17,8 @@ from lowrank_cnn.core.notes import note
 from lowrank_cnn.data import Data
 from lowrank_cnn.data.own import for_classes, loader_batch
 from lowrank_cnn.data.preprocess import AsGiven
+from lowrank_cnn.graph.finalize_shapes import settle
 from lowrank_cnn.method.count import count
-from lowrank_cnn.method.finalize_shapes import settle
 from lowrank_cnn.models.build import dense_cost, run_entry
 from lowrank_cnn.train.checks import check_memory, check_request, remarks
 from lowrank_cnn.train.distributed import (

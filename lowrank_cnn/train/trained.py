@@ -17,8 +17,8 @@ from lowrank_cnn.core.notes import TrainingCard, note, notes
 from lowrank_cnn.data import Augment, Data, Preprocess, Standardize, preprocess_from_dict
 from lowrank_cnn.data.preprocess import AsGiven
 from lowrank_cnn.data.streamed import frame
+from lowrank_cnn.graph.finalize_shapes import has_learned, settle
 from lowrank_cnn.method.activations import evaluating
-from lowrank_cnn.method.finalize_shapes import has_learned, settle
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.build import entry_description, rebuild
 from lowrank_cnn.models.hub import resolve

@@ -10,8 +10,8 @@ import lowrank_cnn as lr
 from lowrank_cnn.choose.learn_shapes import mac_costs, shape_network
 from lowrank_cnn.choose.shape_choice import ShapeChooser
 from lowrank_cnn.core.notes import forget
-from lowrank_cnn.method.channels import free_routes
-from lowrank_cnn.method.finalize_shapes import LearnedShapes, has_learned, load_shapes, settle
+from lowrank_cnn.graph.channels import free_routes
+from lowrank_cnn.graph.finalize_shapes import LearnedShapes, has_learned, load_shapes, settle
 from lowrank_cnn.method.schemes import parse_scheme
 from lowrank_cnn.models.build import dense_cost, rebuild, rebuild_options
 

@@ -22,7 +22,7 @@ from lowrank_cnn.core.files import LARGEST_JSON, parse_json, read_regular, write
 from lowrank_cnn.core.modules import InputSize, checked_size
 from lowrank_cnn.core.notes import note, notes
 from lowrank_cnn.core.text import text_table
-from lowrank_cnn.method.channels import Route, free_routes
+from lowrank_cnn.graph.channels import Route, free_routes
 from lowrank_cnn.method.layers import weights_of
 from lowrank_cnn.method.rewrite import (
     Conversion,
