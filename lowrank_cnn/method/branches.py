@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.method.geometry import Sides
 from lowrank_cnn.method.layers import CompositeConv2d, conv_of, dense_weight, mask_weights, weights_of
-from lowrank_cnn.method.spec import Composite, Pair
+from lowrank_cnn.method.spec import Composite
 
 
 class BranchedConv2d(nn.Module):
@@ -31,10 +30,11 @@ class BranchedConv2d(nn.Module):
     tools ask of a conv (`weight`, `bias`, `kernel_size`) is that of the folded one.
     """
 
-    __jit_unused_properties__: ClassVar[list[str]] = [
-        "weight", "bias", "composite", "in_channels", "out_channels", "groups", "kernel_size", "stride",
-        "dilation", "padding", "padding_mode",
-    ]  # fmt: skip
+    _OF_STRIPS: ClassVar[tuple[str, ...]] = (
+        "composite", "in_channels", "out_channels", "groups", "kernel_size", "stride", "dilation", "padding",
+        "padding_mode",
+    )  # fmt: skip
+    __jit_unused_properties__: ClassVar[list[str]] = ["weight", "bias"]
 
     def __init__(self, strips: CompositeConv2d) -> None:
         super().__init__()
@@ -67,41 +67,8 @@ class BranchedConv2d(nn.Module):
         y = self.strips_norm(self.strips(x)) + self.point_norm(self.point(x))
         return y if self.identity_norm is None else y + self.identity_norm(x)
 
-    @property
-    def composite(self) -> Composite:
-        return self.strips.composite
-
-    @property
-    def in_channels(self) -> int:
-        return self.strips.in_channels
-
-    @property
-    def out_channels(self) -> int:
-        return self.strips.out_channels
-
-    @property
-    def kernel_size(self) -> Pair:
-        return self.strips.kernel_size
-
-    @property
-    def groups(self) -> int:
-        return self.strips.groups
-
-    @property
-    def stride(self) -> Pair:
-        return self.strips.stride
-
-    @property
-    def dilation(self) -> Pair:
-        return self.strips.dilation
-
-    @property
-    def padding(self) -> Sides:
-        return self.strips.padding
-
-    @property
-    def padding_mode(self) -> str:
-        return self.strips.padding_mode
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.strips, name) if name in self._OF_STRIPS else super().__getattr__(name)
 
     @property
     def weight(self) -> Tensor:

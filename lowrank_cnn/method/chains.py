@@ -19,7 +19,6 @@ from lowrank_cnn.kernels.reference import compose, ungrouped
 from lowrank_cnn.method.branches import BranchedConv2d
 from lowrank_cnn.method.geometry import Sides
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.method.spec import Pair
 
 if TYPE_CHECKING:
     from lowrank_cnn.method.schemes import Scheme
@@ -41,14 +40,27 @@ class FactoredConv2d(nn.Sequential):
     ('FactoredConv2d', 32)
     """
 
-    __jit_unused_properties__: ClassVar[list[str]] = [
-        "weight", "bias", "in_channels", "out_channels", "groups", "kernel_size", "stride", "dilation",
-        "padding", "padding_mode",
-    ]  # fmt: skip
+    _OF_STAGES: ClassVar[dict[str, Any]] = {"kernel_size": max, "dilation": max, "stride": math.prod}
+    _OF_FIRST: ClassVar[tuple[str, ...]] = ("in_channels",)
+    _OF_LAST: ClassVar[tuple[str, ...]] = (
+        "out_channels",
+        "bias",
+        "groups",
+    )  # a join mixes what a basis kept apart
+    __jit_unused_properties__: ClassVar[list[str]] = ["weight", "padding", "padding_mode"]
 
     def __init__(self, stages: OrderedDict[str, nn.Module], scheme: Scheme) -> None:
         super().__init__(stages)
         self.scheme = scheme
+
+    def __getattr__(self, name: str) -> Any:
+        """What tools read of a conv (`stride`, `in_channels`, ...): that of the equivalent dense one."""
+        if name in self._OF_STAGES:
+            axes = zip(*(getattr(stage, name) for stage in self), strict=True)
+            return tuple(self._OF_STAGES[name](axis) for axis in axes)
+        if name in self._OF_FIRST or name in self._OF_LAST:
+            return getattr(self[0] if name in self._OF_FIRST else self[-1], name)
+        return super().__getattr__(name)
 
     @property
     def weight(self) -> Tensor:
@@ -59,40 +71,6 @@ class FactoredConv2d(nn.Sequential):
             depthwise = stage.groups == len(whole)  # each filter has one input: its taps are multiplied
             whole = whole * stage.weight if depthwise else compose(whole, stage.weight, groups=self.groups)  # type: ignore[arg-type, operator]
         return whole
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The bias of the last layer, which is that of the whole chain if no other layer has one."""
-        return self[-1].bias  # type: ignore[return-value]
-
-    @property
-    def in_channels(self) -> int:
-        return self[0].in_channels  # type: ignore[return-value]
-
-    @property
-    def out_channels(self) -> int:
-        return self[-1].out_channels  # type: ignore[return-value]
-
-    @property
-    def groups(self) -> int:
-        """Those of the last layer: a join mixes what a basis kept apart."""
-        return self[-1].groups  # type: ignore[return-value]
-
-    @property
-    def kernel_size(self) -> Pair:
-        """The kernel of the equivalent dense conv."""
-        stages: Any = self
-        return max(stage.kernel_size[0] for stage in stages), max(stage.kernel_size[1] for stage in stages)
-
-    @property
-    def stride(self) -> Pair:
-        stages: Any = self
-        return math.prod(stage.stride[0] for stage in stages), math.prod(stage.stride[1] for stage in stages)
-
-    @property
-    def dilation(self) -> Pair:
-        stages: Any = self
-        return max(stage.dilation[0] for stage in stages), max(stage.dilation[1] for stage in stages)
 
     @property
     def padding(self) -> Sides:

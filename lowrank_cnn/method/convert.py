@@ -79,7 +79,7 @@ def convert(
     - `allow_costlier`: rewrite also a layer that would not get cheaper, which stays otherwise.
 
     Depthwise, 1x1, 1xk, transposed, 1-D and 3-D convs stay, and so does a conv whose class computes something else
-    than `nn.Conv2d`, one that is frozen, and one that a lambda holds: the `notes` of the result say why. Dtype,
+    than `nn.Conv2d`, and one that is frozen: the `notes` of the result say why. Dtype,
     device, memory format and training mode are those of the conv replaced; the bias goes to the last layer of a
     chain. A layer that is used in several places stays one layer.
     A warning names layers that no fused kernel runs, as with channel groups: these can be slower than the dense.

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import chain
+from types import MethodType
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from lowrank_cnn.method.chains import FactoredLayer, is_torch_layer
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.geometry import form_of
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.method.rewrite import Kept, held_by_functions
+from lowrank_cnn.method.rewrite import Kept
 from lowrank_cnn.method.schemes import FactoredConv2d, Scheme, is_depthwise
 
 LARGE = 7
@@ -46,13 +47,15 @@ def select(
     convs = _convs(model, scheme)
     if not convs:
         raise NothingToConvertError(f"{type(model).__name__} has no convolutions to convert.")
-    asked_for, ties, held = _selector(where, convs), parameter_uses(model), held_by_functions(model)
+    asked_for, ties = _selector(where, convs), parameter_uses(model)
+    values = chain.from_iterable(vars(module).values() for module in model.modules())
+    bound = {id(value.__self__) for value in values if isinstance(value, MethodType)}
     chosen: dict[str, nn.Conv2d] = {}
     kept = []
     for name, conv in convs.items():
         reason = _obstacle(conv, scheme, ties)
-        if not reason and id(conv) in held:
-            reason = "a function of the model holds it and would go on calling the original"
+        if not reason and id(conv) in bound:
+            reason = "an attribute of the model is one of its methods"
         if not reason and trained_on and not conv.weight.requires_grad:
             reason = "it is frozen, and what replaces it has to train: unfreeze it, or fit it with decompose"
         if not reason and not asked_for(name, conv):
