@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from lowrank_cnn.kernels.reference import compose, ungrouped
 from lowrank_cnn.method.branches import BranchedConv2d
 from lowrank_cnn.method.geometry import Sides
 from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.spec import Pair
 
 if TYPE_CHECKING:
     from lowrank_cnn.method.schemes import Scheme
@@ -40,27 +42,23 @@ class FactoredConv2d(nn.Sequential):
     ('FactoredConv2d', 32)
     """
 
-    _OF_STAGES: ClassVar[dict[str, Any]] = {"kernel_size": max, "dilation": max, "stride": math.prod}
-    _OF_FIRST: ClassVar[tuple[str, ...]] = ("in_channels",)
-    _OF_LAST: ClassVar[tuple[str, ...]] = (
-        "out_channels",
-        "bias",
-        "groups",
-    )  # a join mixes what a basis kept apart
-    __jit_unused_properties__: ClassVar[list[str]] = ["weight", "padding", "padding_mode"]
+    __jit_unused_properties__: ClassVar[list[str]] = [
+        "weight", "bias", "in_channels", "out_channels", "groups", "kernel_size", "stride", "dilation",
+        "padding", "padding_mode",
+    ]  # fmt: skip
+    # What tools read of a conv: that of the equivalent dense one. They are properties, because a chain with a
+    # `__getattr__` of its own would no longer be a plain `nn.Sequential`, which the fused kernels run.
+    in_channels = property(lambda self: self[0].in_channels)
+    out_channels = property(lambda self: self[-1].out_channels)
+    bias = property(lambda self: self[-1].bias)
+    groups = property(lambda self: self[-1].groups)  # a join mixes what a basis kept apart
+    kernel_size = property(lambda self: _by_axis(self, "kernel_size", max))
+    stride = property(lambda self: _by_axis(self, "stride", math.prod))
+    dilation = property(lambda self: _by_axis(self, "dilation", max))
 
     def __init__(self, stages: OrderedDict[str, nn.Module], scheme: Scheme) -> None:
         super().__init__(stages)
         self.scheme = scheme
-
-    def __getattr__(self, name: str) -> Any:
-        """What tools read of a conv (`stride`, `in_channels`, ...): that of the equivalent dense one."""
-        if name in self._OF_STAGES:
-            axes = zip(*(getattr(stage, name) for stage in self), strict=True)
-            return tuple(self._OF_STAGES[name](axis) for axis in axes)
-        if name in self._OF_FIRST or name in self._OF_LAST:
-            return getattr(self[0] if name in self._OF_FIRST else self[-1], name)
-        return super().__getattr__(name)
 
     @property
     def weight(self) -> Tensor:
@@ -85,6 +83,11 @@ class FactoredConv2d(nn.Sequential):
     def padding_mode(self) -> str:
         stages: Any = self  # those that pad nothing have the default
         return next((stage.padding_mode for stage in stages if stage.padding_mode != "zeros"), "zeros")
+
+
+def _by_axis(stages: Iterable[nn.Module], name: str, combine: Callable[[tuple[int, ...]], int]) -> Pair:
+    height, width = map(combine, zip(*(getattr(stage, name) for stage in stages), strict=True))
+    return height, width
 
 
 def _sides_of(stage: Any) -> Sides:
