@@ -67,6 +67,8 @@ SCHEMES: dict[str, Scheme] = {}
 """Every scheme by name, with its defaults."""
 _OPTIONS: dict[str, frozenset[str]] = {}
 """What a scheme takes in brackets besides shapes, by name."""
+_FIELDS = {name: name for name in ("m", "to", "in", "multiple", "channel_groups", "branches")} | {"in": "inputs"}
+"""The options in a scheme's text, in its order, and the fields that they set; `join` sets `to`."""
 
 
 @dataclass(frozen=True)
@@ -160,25 +162,22 @@ class Scheme:
     # How it is written.
 
     def __str__(self) -> str:
-        default, options = SCHEMES.get(self.name, self), _OPTIONS.get(self.name, frozenset())
+        default = SCHEMES.get(self.name, type(self))
         items = [] if self.shapes == default.shapes else [_shape_text(*item) for item in self.shapes]
-        items += [f"m={self.m}"] if self.m is not None else []
-        items += ["join"] if "join" in options and self.to is not None else []
-        items += [f"to={self.to}"] if "to" in options and self.to != default.to else []
-        items += [f"in={self.inputs}"] if self.inputs is not None else []
-        items += [f"multiple={self.multiple}"] if self.multiple != default.multiple else []
-        items += [f"channel_groups={self.channel_groups}"] if self.channel_groups > 1 else []
-        items += ["branches"] if self.branches else []
+        for option, value in self._options(default).items():
+            joins = option == "to" and "join" in _OPTIONS.get(self.name, ())
+            items.append("join" if joins else option if value is True else f"{option}={value}")
         return self.name + (f"({', '.join(items)})" if items else "")
 
     def to_dict(self) -> dict[str, object]:
         """A form for configuration files; `parse_scheme` reads it back."""
         shapes = {shape: str(proportion) for shape, proportion in self.shapes}
-        known: dict[str, object] = {"name": self.name, "shapes": shapes, "m": self.m, "to": self.to}
-        known |= {"in": self.inputs} if self.inputs is not None else {}
-        known |= {"multiple": self.multiple} if self.multiple is not None else {}
-        known |= {"channel_groups": self.channel_groups} if self.channel_groups > 1 else {}
-        return known | ({"branches": True} if self.branches else {})
+        return {"name": self.name, "shapes": shapes, **self._options(Scheme)}
+
+    def _options(self, default: Scheme | type[Scheme]) -> dict[str, object]:
+        """The options that differ from another scheme's."""
+        values = {option: (getattr(self, field), getattr(default, field)) for option, field in _FIELDS.items()}
+        return {option: value for option, (value, usual) in values.items() if value != usual}
 
     # What it builds.
 
@@ -260,16 +259,17 @@ class Scheme:
 
     # What it costs.
 
-    def stage_weights(self, conv: nn.Conv2d) -> list[int]:
-        """The number of weights of each layer that replaces a conv."""
-        scheme = self.for_layer(conv.in_channels, conv.out_channels, conv.groups)
-        stages = scheme.stages(conv.kernel_size, conv.out_channels, channel_groups=conv.groups)  # type: ignore[arg-type]
-        depths = [conv.in_channels // scheme.channel_groups, *(stage.filters for stage in stages)]
-        return [stage.weights(depth // conv.groups) for stage, depth in zip(stages, depths, strict=False)]
+    def stage_weights(self, layer: nn.Module) -> list[int]:
+        """The number of weights of each layer that replaces a layer."""
+        assert isinstance(layer, nn.Conv2d)
+        scheme = self.for_layer(layer.in_channels, layer.out_channels, layer.groups)
+        stages = scheme.stages(layer.kernel_size, layer.out_channels, channel_groups=layer.groups)  # type: ignore[arg-type]
+        depths = [layer.in_channels // scheme.channel_groups, *(stage.filters for stage in stages)]
+        return [stage.weights(depth // layer.groups) for stage, depth in zip(stages, depths, strict=False)]
 
     def params(self, layer: nn.Module) -> int:
         """Parameters of what replaces a layer, with the bias."""
-        return sum(self.stage_weights(layer)) + (0 if layer.bias is None else outputs_of(layer))  # type: ignore[arg-type]
+        return sum(self.stage_weights(layer)) + (0 if layer.bias is None else outputs_of(layer))
 
     def macs(self, layer: nn.Module) -> int:
         """MACs per output pixel of what replaces a layer; for a dense conv this is its number of weights.
@@ -418,26 +418,16 @@ class Channel(Basis):
             return super().build(layer)
         return factored_layer(layer, self.filters_of(layer), self)
 
-    def params(self, layer: nn.Module) -> int:
-        if isinstance(layer, nn.Conv2d):
-            return super().params(layer)
-        basis, join = self._weights(layer)
-        return basis + join + (0 if layer.bias is None else outputs_of(layer))
+    def stage_weights(self, layer: nn.Module) -> list[int]:
+        m, filters = self.filters_of(layer), outputs_of(layer)
+        return [layer.weight.numel() * m // filters, m * filters // groups_of(layer)]  # type: ignore[union-attr, operator]
 
     def macs(self, layer: nn.Module) -> int:
-        if isinstance(layer, nn.Conv2d):
-            return super().macs(layer)
-        basis, join = self._weights(layer)
+        basis, join = self.stage_weights(layer)
         # A transposed conv works on the pixels of its input, the join on those of its output.
         return basis + join * (prod(layer.stride) if isinstance(layer, _ConvTransposeNd) else 1)
 
-    def _weights(self, layer: nn.Module) -> tuple[int, int]:
-        m, filters = self.filters_of(layer), outputs_of(layer)
-        return layer.weight.numel() * m // filters, m * filters // groups_of(layer)  # type: ignore[union-attr, operator]
-
     def useful_rank(self, layer: nn.Module) -> int:
-        if isinstance(layer, nn.Conv2d):
-            return super().useful_rank(layer)
         filters = outputs_of(layer) // groups_of(layer)
         return min(filters, layer.weight.numel() // groups_of(layer) // filters)  # type: ignore[union-attr, operator]
 
@@ -618,7 +608,7 @@ def register_scheme(scheme: Scheme, *options: str) -> Scheme:
     """
     if not re.fullmatch(r"[\w-]+", scheme.name):
         raise LowRankError(f"the name of a scheme has letters, digits, - and _, not {scheme.name!r}.")
-    if unknown := set(options) - {"m", "join", "to", "channel_groups", "branches", "in", "multiple"}:
+    if unknown := set(options) - {"join", *_FIELDS}:
         raise LowRankError(f"a scheme has no option {', '.join(sorted(unknown))}.")
     _OPTIONS[scheme.name], SCHEMES[scheme.name] = frozenset(options), scheme
     return scheme
@@ -695,32 +685,25 @@ def _build(name: str, shapes: Mapping[str, object], options: Mapping[str, object
         shaped = "" if isinstance(default, Dense) else " and shapes"
         takes = f"takes {', '.join(sorted(allowed))}{shaped}" if allowed else "takes shapes alone"
         raise LowRankError(f"the scheme {name} {takes}, not {', '.join(sorted(unknown))}.")
-    found: dict[str, Any] = {"m": _amount(options["m"])} if "m" in options else {}
+    found: dict[str, Any] = {}
     if shapes:
         found["shapes"] = tuple((shape, _fraction(value)) for shape, value in shapes.items())
-    if "to" in options or _yes(options, "join"):
-        found["to"] = float(_fraction(options["to"])) if "to" in options else 1.0
-    for key, field in (("in", "inputs"), ("multiple", "multiple"), ("channel_groups", "channel_groups")):
-        if key in options:
-            found[field] = _whole(options, key)
-    return replace(default, **found, branches=_yes(options, "branches"))
+    values = {key: _value(key, given) for key, given in options.items()}
+    found |= {_FIELDS[key]: value for key, value in values.items() if key != "join"}
+    return replace(default, **found, **({"to": 1.0} if values.get("join") else {}))
 
 
-def _whole(options: Mapping[str, object], key: str) -> int | None:
-    """A whole number among the options; None where it is not given."""
-    number = _amount(options[key]) if key in options else None
-    if isinstance(number, float):
-        raise LowRankError(f"{key} in a scheme is a whole number, not {options[key]}.")
-    return number
-
-
-def _yes(options: Mapping[str, object], key: str) -> bool:
-    """A bare `join` means True; `join=no` is possible too."""
-    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-    value = options.get(key, False)
-    if str(value).lower() not in words:
-        raise LowRankError(f"{key} is yes or no, not {value!r}.")
-    return words[str(value).lower()]
+def _value(key: str, given: object) -> bool | int | float:
+    """The value of an option. An integer m is a number of filters (m=96), any other a share of d (m=0.5)."""
+    if key in ("join", "branches"):  # a bare `join` means yes
+        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        if str(given).lower() not in words:
+            raise LowRankError(f"{key} is yes or no, not {given!r}.")
+        return words[str(given).lower()]
+    number, whole = _fraction(given), bool(re.fullmatch(r"-?\d+", str(given)))
+    if not whole and key not in ("m", "to"):
+        raise LowRankError(f"{key} in a scheme is a whole number, not {given}.")
+    return int(number) if whole and key != "to" else float(number)
 
 
 def _fraction(value: object) -> Fraction:
@@ -735,12 +718,6 @@ def _fraction(value: object) -> Fraction:
     if number is None or abs(number) > LARGEST:
         raise LowRankError(f"{text[:40]!r} in a scheme is not a number up to {LARGEST:,}.")
     return number
-
-
-def _amount(value: object) -> int | float:
-    """A plain integer is a number of filters (m=96), anything else a share of d (m=0.5)."""
-    number = _fraction(value)
-    return int(number) if re.fullmatch(r"-?\d+", str(value)) else float(number)
 
 
 def _shape_text(shape: str, proportion: Fraction) -> str:
