@@ -105,10 +105,9 @@ def rebuild(description: Mapping[str, Any], *, into: nn.Module | None = None) ->
     """
     if into is None:
         into = _ours(description)
-    conversion = description.get("conversion", {})
-    schemes = _schemes(conversion)
+    schemes = _schemes(description.get("conversion", {}))
     done = {change.name: parse_scheme(change.scheme) for change in changes_of(into)}
-    return into if schemes == done else rewrite_again(into, conversion)
+    return into if schemes == done or not schemes else rewrite(into, schemes, build=shaped_layer)
 
 
 def with_classes(network: nn.Module, classes: int) -> nn.Module:
@@ -130,12 +129,6 @@ def with_classes(network: nn.Module, classes: int) -> nn.Module:
     kept = {name: known for name, known in network.state_dict().items() if new[name].shape == resized[name].shape}
     fresh.load_state_dict(new | kept)
     return fresh
-
-
-def rewrite_again(model: nn.Module, conversion: Mapping[str, object]) -> nn.Module:
-    """Repeat a stored conversion (`Conversion.to_dict()`) on the network it was made from, with fresh weights."""
-    schemes = _schemes(conversion)
-    return rewrite(model, schemes, build=shaped_layer) if schemes else model
 
 
 def name_of(model: nn.Module) -> str:

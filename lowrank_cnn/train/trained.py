@@ -22,7 +22,7 @@ from lowrank_cnn.method.activations import evaluating
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.build import entry_description, rebuild
 from lowrank_cnn.models.hub import resolve
-from lowrank_cnn.models.network_file import Stored, is_exported, read_card, read_pretrained, read_weights
+from lowrank_cnn.models.network_file import Stored, is_exported, read_header, read_pretrained, read_weights
 from lowrank_cnn.train.inputs import augmentation
 from lowrank_cnn.train.int8 import Ranges, ranges_of
 from lowrank_cnn.train.objective import class_scores
@@ -152,7 +152,7 @@ def classes_of(path: str | Path) -> tuple[str, ...] | None:
     path = resolve(path)
     try:
         stems = CheckpointStore(path).stems("step") if path.is_dir() else [path.with_suffix("")]
-        card = read_card(path) if is_exported(path) else read_state(stems[-1])
+        card = read_header(path).card if is_exported(path) else read_state(stems[-1])
         return tuple(card["data"]["classes"]) if card else None
     except (LowRankError, IndexError, KeyError, TypeError):  # loading them says what is wrong
         return None
@@ -187,7 +187,7 @@ def load_pretrained(name: str, data: str) -> Trained:
     (('airplane', 'automobile'), (3, 32, 32))
     """
     found = read_pretrained(name, data)
-    return _trained(create_model(name, pretrained=data), found.preprocess, found.card)
+    return _trained(create_model(name, pretrained=data), found.preprocess(), found.card or {})
 
 
 def trained_of(stored: Stored) -> Trained | None:
