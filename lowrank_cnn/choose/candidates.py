@@ -248,7 +248,7 @@ class Builder:
         if design.between:
             network = rectified_between(network)
         if isinstance(network, Network):
-            network.settle()  # the family adjusts its new layers
+            network.adjust_init()  # the family adjusts its new layers
         return network
 
     def count(self, design: Design) -> Count:

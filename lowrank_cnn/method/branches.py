@@ -1,10 +1,9 @@
-"""Filters that train beside branches, which they take up exactly after training.
+"""Training-only branches beside a composite, folded into it exactly after training (RepVGG style).
 
-A strip sees its pixels along one axis alone. In training a 1x1 conv over the same input and, where shapes allow,
-the identity stand beside it, each with a batch norm of its own, and their outputs are added, as RepVGG does for
-squares (Ding et al. 2021). The 1x1 conv has the channel groups of the strip. In evaluation all of them are one
-linear map, whose weights lie within the strip: the branches cost nothing to run. `merge` puts that one layer in
-their place.
+A strip sees its pixels along one axis alone. In training its output is added to that of a 1x1 conv and, if the
+shapes are equal, to the input itself, each after a batch norm of its own, as RepVGG does for squares (Ding et al.
+2021). The 1x1 conv has the channel groups of the strip. In evaluation all of them are one linear map, whose
+weights lie within the strip: the branches cost nothing to run. `merge` replaces them by that one layer.
 
 State dict of `BranchedConv2d` (stable): `strips`, `point`, and their norms `strips_norm`, `point_norm` and
 `identity_norm`.
@@ -26,8 +25,8 @@ from lowrank_cnn.method.spec import Composite
 class BranchedConv2d(nn.Module):
     """A composite beside a 1x1 conv and the identity, each behind its own batch norm.
 
-    In training the branches run, and batch statistics are theirs. In evaluation the folded composite runs. What
-    tools ask of a conv (`weight`, `bias`, `kernel_size`) is that of the folded one.
+    In training the branches run, each with its own batch statistics. In evaluation the folded composite runs.
+    Tools that read `weight`, `bias` or `kernel_size` get those of the folded composite.
     """
 
     _OF_STRIPS: ClassVar[tuple[str, ...]] = (

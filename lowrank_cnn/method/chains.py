@@ -32,8 +32,8 @@ KINDS = (nn.Linear, nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d
 class FactoredConv2d(nn.Sequential):
     """Convs in a chain with nothing between them, so that together they are one linear map.
 
-    Its children are `basis` and `join`, `first` and `second` for a separable pair, or `reduce`, `upright`, `lying`
-    and `join` for a CP form, whose middle two are depthwise.
+    Its children are `basis` and `join`. A separable pair has `first` and `second`. A CP form has `reduce`,
+    `upright`, `lying` and `join`, of which the middle two are depthwise.
 
     >>> import torch
     >>> import lowrank_cnn as lr
@@ -99,7 +99,7 @@ def _sides_of(stage: Any) -> Sides:
 
 
 class FactoredLayer(nn.Sequential):
-    """A `basis` like the layer that it replaces, with m filters, and a pointwise `join`, with nothing between.
+    """Two layers that replace one: a `basis` of m filters with the same kernel, then a pointwise `join`.
 
     It has the attributes of that layer (`weight`, `stride`, `in_features`, ...): forwards and tools read them.
     """
@@ -156,7 +156,7 @@ def is_torch_layer(layer: nn.Module) -> bool:
 
 
 def factored_layer(layer: nn.Module, m: int, scheme: Scheme) -> FactoredLayer:
-    """Build m filters like those of a layer, and their join; the weights are set later."""
+    """Build m filters with the kernel of a layer, and their join; the weights are set later."""
     filters, groups, biased = outputs_of(layer), groups_of(layer), layer.bias is not None
     if isinstance(layer, nn.Linear):
         basis = nn.Linear(layer.in_features, m, bias=False)

@@ -75,7 +75,7 @@ def convert(
       layers are rewritten and, for schemes with basis filters, how many a layer gets; the others stay dense.
       Layers lose most where that saves most. `latency` is measured here, on one image.
     - `input_size`: (channels, height, width) of an image; a budget needs it, unless the network is one of ours.
-      Where it is given, the new network is run once, to see that it calls the new layers.
+      If it is given, the new network runs once, to check that it calls the new layers.
     - `allow_costlier`: rewrite also a layer that would not get cheaper, which stays otherwise.
 
     Depthwise, 1x1, 1xk, transposed, 1-D and 3-D convs stay, and so does a conv whose class computes something else
@@ -138,7 +138,7 @@ def warn_of_slow_layers(new: nn.Module, names: Iterable[str]) -> None:
 
 
 def _candidates(scheme: str | Scheme | None, budget: Budget | None) -> list[Scheme]:
-    """The scheme that was asked for, or those that a budget chooses from."""
+    """The given scheme, or those that a budget chooses from."""
     if scheme is None and budget is None:
         raise LowRankError("give a scheme, such as lr, or a budget that chooses schemes: macs, params or latency.")
     candidates = [parse_scheme(text) for text in (BY_BUDGET if scheme is None else (scheme,))]

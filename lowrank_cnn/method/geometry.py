@@ -1,4 +1,4 @@
-"""Where filters of several sizes sit on one output grid: kernels, offsets and padding, per axis."""
+"""Kernels, offsets and padding per axis, for filters of several sizes on one output grid."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def symmetric(sides: Sides) -> bool:
     return all(before == after >= 0 for before, after in sides)
 
 
-# What a convolution layer computes: `nn.Conv2d` itself, and subclasses of it that provably do the same.
+# Recognise subclasses of `nn.Conv2d` that compute the same as it does.
 #
 # A subclass without a forward of its own is a plain conv. One with its own forward is a plain conv where a
 # symbolic trace shows zero padding by modules, then one `conv2d` of the layer's own weight and options, and

@@ -48,7 +48,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Conversion(AsDict):
-    """What was done to a network; `changed` is enough to do it again."""
+    """The layers of a network that were rewritten, and those that stayed; `changed` is enough to repeat it."""
 
     changed: tuple[Change, ...] = ()
     kept: tuple[Kept, ...] = ()
@@ -72,13 +72,15 @@ class Conversion(AsDict):
 def check_calls(model: nn.Module, new: nn.Module, names: Sequence[str], input_size: InputSize) -> None:
     """Run the new network once on one image: it must call the new layers and none of those they replace.
 
-    Where it fails and the original does not, the new layers are at fault; where both do, nothing can be said.
+    If it fails and the original does not, the new layers are at fault. If both fail, nothing is known.
     """
     called: set[str] = set()
     old = {name: model.get_submodule(name) for name in names}
-    hooks = [layer.register_forward_pre_hook(_marker(name, called)) for name, layer in old.items()]
+    hooks = [
+        layer.register_forward_pre_hook(lambda *_, name=name: called.add(name)) for name, layer in old.items()
+    ]
     try:
-        failure = _failure(new, input_size)
+        reason = failure(new, input_size)
     finally:
         for hook in hooks:
             hook.remove()
@@ -87,12 +89,12 @@ def check_calls(model: nn.Module, new: nn.Module, names: Sequence[str], input_si
             f"the network still calls the original of {min(called)}, which something outside its modules holds "
             "(a global, say): leave that layer out of `where`."
         )
-    if failure and not _failure(model, input_size):
-        raise LowRankError(f"with its new layers the network fails: {failure}. Leave some out by `where`.")
+    if reason and not failure(model, input_size):
+        raise LowRankError(f"with its new layers the network fails: {reason}. Leave some out by `where`.")
 
 
 @torch.no_grad()
-def _failure(model: nn.Module, input_size: InputSize) -> str:
+def failure(model: nn.Module, input_size: InputSize) -> str:
     """Why a network does not run on one image, empty if it does."""
     like = next(model.parameters())
     try:
@@ -104,13 +106,6 @@ def _failure(model: nn.Module, input_size: InputSize) -> str:
     return ""
 
 
-def _marker(name: str, called: set[str]):
-    def hook(_module: nn.Module, _inputs: object) -> None:
-        called.add(name)
-
-    return hook
-
-
 Build = Callable[[nn.Module, Scheme], nn.Module]
 """Makes what replaces a layer under a scheme; its weights are set later."""
 Fill = Callable[[str, nn.Conv2d, nn.Module], None]
@@ -118,7 +113,7 @@ Fill = Callable[[str, nn.Conv2d, nn.Module], None]
 
 
 def low_rank_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Composites of several groups, and chains, by name; what is inside a chain is part of it."""
+    """Composites of several groups, and chains, by name; layers inside a chain are not listed."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         composite = isinstance(module, CompositeConv2d | BranchedConv2d) and len(module.composite.groups) > 1

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, prod
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -80,11 +80,10 @@ class Scheme:
     - `m`: the number of basis filters, where something follows them: an integer, a share of d, or None for d.
     - `to`: the filters of the closing 1x1 join as a share of d; None where there is no join.
     - `inputs`: for `exact`, the input channels where these are fewer than the dense layer has.
-    - `multiple`: for `learned`, what the number of filters of each shape is a multiple of.
+    - `multiple`: for `learned`, the number of filters of each shape is a multiple of this.
     - `channel_groups`: each basis filter sees one of this many parts of the input channels. A join then mixes the
       parts; without one, the outputs of the parts are shuffled, so that the next layer mixes them.
-    - `branches`: in training a 1x1 conv and the identity stand beside the basis filters, which take them up
-      exactly afterwards: more to learn with, nothing more to run.
+    - `branches`: training adds a 1x1 conv and the identity, folded into the basis filters afterwards.
 
     >>> import lowrank_cnn as lr
     >>> scheme = lr.parse_scheme("lr-join")
@@ -117,10 +116,9 @@ class Scheme:
     rival: ClassVar[str | None] = None
     """Under a budget, layers take this scheme unless the own one fits them better."""
 
-    def __new__(  # `Scheme("lr", ...)` is of the kind that has this name
-        cls, name="", shapes=(), m=None, to=None, inputs=None, multiple=None, channel_groups=1, branches=False
-    ):  # fmt: skip
-        return object.__new__(type(SCHEMES[name]) if cls is Scheme and name in SCHEMES else cls)
+    def __new__(cls, name: str = "", *_args: Any, **_options: Any) -> Self:
+        """`Scheme("lr", ...)` is of the kind that has this name."""
+        return object.__new__(type(SCHEMES[name]) if cls is Scheme and name in SCHEMES else cls)  # type: ignore[return-value]
 
     def __post_init__(self) -> None:
         if type(self) is Scheme:
@@ -203,8 +201,7 @@ class Scheme:
     def for_layer(self, in_channels: int, filters: int, channel_groups: int = 1) -> Scheme:
         """The scheme as a layer takes it: without channel groups where its channels do not divide into them.
 
-        The first layer of a network, which sees three colours, is such a layer. So is a conv that has channel
-        groups of its own.
+        The first layer of a network, which sees three colours, is an example; another is a grouped conv.
         """
         parts = self.channel_groups
         whole = channel_groups > 1 or in_channels % parts or filters % parts or filters // parts < len(self.shapes)
@@ -237,13 +234,13 @@ class Scheme:
         return isinstance(layer, nn.Conv2d) and form_of(layer) is not None
 
     def build(self, layer: nn.Module) -> nn.Module:
-        """What replaces a layer; its weights are set later."""
+        """Build the replacement of a layer; its weights are set later."""
         form = form_of(layer) if isinstance(layer, nn.Conv2d) else None
         assert form is not None, "only plain convolutions are selected"
         return self.build_form(form)
 
     def build_form(self, form: ConvForm) -> nn.Module:
-        """What replaces a conv of this form."""
+        """Build the replacement of a conv of this form."""
         return build_conv(
             self.inputs or form.in_channels,
             form.out_channels,
@@ -329,7 +326,7 @@ class Basis(Scheme):
         if self.to is None and self.m is not None:
             raise LowRankError("m basis filters need a join after them: write mixture(..., m=..., join).")
         if type(self).sides is Basis.sides and not self.shapes:
-            raise LowRankError(f"the scheme {self.name} needs shapes, like {self.name}(kx1, 1xk, kxk).")
+            raise LowRankError(f"the scheme {self.name} needs shapes, such as {self.name}(kx1, 1xk, kxk).")
 
     @property
     def mixes(self) -> bool:
@@ -462,15 +459,15 @@ class Separable(Scheme):
         super().check()
         ends = {(shape.startswith("1x"), shape.endswith("x1")) for shape, _ in self.shapes}
         if len(self.shapes) != 2 or ends != {(True, False), (False, True)}:
-            raise LowRankError("a separable scheme has two shapes, one upright and one lying: 1xk and kx1.")
+            raise LowRankError("a separable scheme has two shapes, one vertical and one horizontal: 1xk and kx1.")
 
     @property
-    def lying_first(self) -> bool:
+    def horizontal_first(self) -> bool:
         return self.shapes[0][0].startswith("1x")
 
     @property
     def axes(self) -> tuple[tuple[int, ...], ...]:
-        return ((1,), (0,)) if self.lying_first else ((0,), (1,))
+        return ((1,), (0,)) if self.horizontal_first else ((0,), (1,))
 
     def chain(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
         first, second = (resolve_shape(shape, kernel) for shape, _ in self.shapes)
@@ -482,16 +479,16 @@ class Separable(Scheme):
         depth, filters = layer.in_channels // layer.groups, layer.out_channels // layer.groups
         height, width = layer.kernel_size
         taps = max(resolve_shape(self.shapes[0][0], (height, width)))
-        return min(depth * taps, filters * (height if self.lying_first else width))
+        return min(depth * taps, filters * (height if self.horizontal_first else width))
 
     def spectrum(self, layer: nn.Module) -> Tensor | None:
-        return separable_energy(_exact(layer), lying_first=self.lying_first, groups=groups_of(layer))
+        return separable_energy(_exact(layer), horizontal_first=self.horizontal_first, groups=groups_of(layer))
 
     def fit(self, name: str, conv: nn.Module, layer: nn.Module, known: Any = None) -> float:
         first, second = layer.children()
-        upright, lying = (second, first) if self.lying_first else (first, second)
+        upright, lying = (second, first) if self.horizontal_first else (first, second)
         target = centred(_exact(conv), (upright.kernel_size[0], lying.kernel_size[1]))  # type: ignore[index, union-attr]
-        options = {"lying_first": self.lying_first, "groups": groups_of(conv), "covariance": known}
+        options = {"horizontal_first": self.horizontal_first, "groups": groups_of(conv), "covariance": known}
         halves = separable_factors(target, outputs_of(first), **options)
         for stage, weight in zip((first, second), halves, strict=True):
             _fill(stage, [weight])
@@ -499,7 +496,7 @@ class Separable(Scheme):
 
 
 class CP(Scheme):
-    """A 1x1, an upright and a lying strip for each of its channels, and a 1x1 (Lebedev et al. 2015)."""
+    """A 1x1, a vertical and a horizontal strip for each of its channels, and a 1x1 (Lebedev et al. 2015)."""
 
     parts = ("reduce", "upright", "lying", "join")
     inner_biases, rival = False, "separable"
@@ -586,7 +583,7 @@ class Learned(Scheme):
     def check(self) -> None:
         super().check()
         if all(shape == NONE for shape, _ in self.shapes):
-            raise LowRankError(f"the scheme {self.name} needs shapes, like {self.name}(kx1, 1xk, kxk).")
+            raise LowRankError(f"the scheme {self.name} needs shapes, such as {self.name}(kx1, 1xk, kxk).")
 
     def takes_shape(self, shape: str) -> bool:
         return shape == NONE or super().takes_shape(shape)
@@ -725,7 +722,7 @@ def _shape_text(shape: str, proportion: Fraction) -> str:
 
 
 def resolve_shape(shape: str, kernel: Pair) -> Pair:
-    """The height and width of a shape like kx1, for a dense kernel."""
+    """The height and width of a shape such as kx1, for a dense kernel."""
     height, width = shape.split("x")
     return (kernel[0] if height == "k" else int(height)), (kernel[1] if width == "k" else int(width))
 
@@ -744,7 +741,7 @@ def _units(filters: int, unit: int) -> int:
 def _share_out(shapes: Sequence[tuple[Pair, int | Fraction]], filters: int, unit: int) -> Composite:
     """Share `filters` out by proportion, in multiples of `unit`, so that the total is kept.
 
-    Each shape gets its whole part; what is left goes one by one to the largest remainders (first on a tie).
+    Each shape gets its whole part. The rest goes one by one to the largest remainders (first on a tie).
     """
     if filters % unit:
         raise LowRankError(f"{counted(filters, 'filter')} cannot be divided into {unit} channel groups.")

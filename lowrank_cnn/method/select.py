@@ -8,14 +8,12 @@ from fnmatch import fnmatchcase
 from itertools import chain
 from types import MethodType
 
-import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
-from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from lowrank_cnn.core.errors import LowRankError, nearest
-from lowrank_cnn.core.modules import InputSize, has_hooks
+from lowrank_cnn.core.modules import InputSize, check_module, has_hooks
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.method.branches import BranchedConv2d
 from lowrank_cnn.method.chains import FactoredLayer, is_torch_layer
@@ -43,7 +41,11 @@ def select(
 ) -> tuple[dict[str, nn.Conv2d], tuple[Kept, ...]]:
     """The convs to rewrite by name, and those that stay; where they are `trained_on`, frozen ones do."""
     check_rewritable(model)
-    _check_exact(model)
+    for name, module in model.named_modules():
+        home = type(module).__module__
+        if "Conv" in type(module).__name__ and (".quantized" in home or ".qat" in home):
+            label = name or "the model"
+            raise LowRankError(f"{label} is quantised: convert the model in floating point, then quantise it.")
     convs = _convs(model, scheme)
     if not convs:
         raise NothingToConvertError(f"{type(model).__name__} has no convolutions to convert.")
@@ -93,21 +95,6 @@ def stages(model: nn.Module, input_size: InputSize | None = None) -> tuple[tuple
     return tuple(map(tuple, found.values()))
 
 
-def check_module(model: object) -> None:
-    """Refuse objects that are not modules, scripted modules, and lazy ones that have no weights yet."""
-    if not isinstance(model, nn.Module):
-        raise LowRankError(f"a model is an nn.Module, not {type(model).__name__}.")
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise LowRankError(
-                f"{name or 'the model'} is scripted, which cannot be rewritten: do this first, then script it."
-            )
-        if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
-            raise LowRankError(
-                f"{name or 'the model'} is lazy: run the model once, so that it knows its channels."
-            )
-
-
 def check_values(model: nn.Module) -> None:
     """Refuse a network of which a part is on the meta device, as one that was built there and loaded in part."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
@@ -122,22 +109,9 @@ def check_rewritable(model: object) -> None:
     """Refuse what `check_module` refuses, and compiled modules, which would go on running the original's code."""
     check_module(model)
     assert isinstance(model, nn.Module)
-    for name, module in model.named_modules():
-        if hasattr(module, "_orig_mod"):  # as torch.compile calls what it has compiled
-            label = name or "the model"
-            raise LowRankError(f"{label} is compiled, which cannot be rewritten: do this first, then compile it.")
-
-
-def _check_exact(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if _quantised(module):
-            label = name or "the model"
-            raise LowRankError(f"{label} is quantised: convert the model in floating point, then quantise it.")
-
-
-def _quantised(module: nn.Module) -> bool:
-    home = type(module).__module__
-    return "Conv" in type(module).__name__ and (".quantized" in home or ".qat" in home)
+    if compiled := [name for name, module in model.named_modules() if hasattr(module, "_orig_mod")]:
+        label = compiled[0] or "the model"
+        raise LowRankError(f"{label} is compiled, which cannot be rewritten: do this first, then compile it.")
 
 
 def _convs(model: nn.Module, scheme: Scheme | None = None) -> dict[str, _ConvNd]:

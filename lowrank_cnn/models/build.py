@@ -67,7 +67,7 @@ def build_network(name: str, *, init: str = "composite", **given: Any) -> Networ
         chosen["scheme"] = str(parse_scheme(chosen["scheme"]))
     options = Options(**chosen)
     model: Network = INITIALISATIONS[init](family.build(variant, options))  # type: ignore[assignment]
-    model.settle()
+    model.adjust_init()
     model.config = {"name": name, **vars(options), "init": init}
     return model
 
@@ -84,7 +84,7 @@ def count_by_name(name: str, image: InputSize | None = None, **options: Any) -> 
 
 
 # A description says in JSON how to build a network again. Nothing stored is run as code: it names one of our
-# networks and its options, and lists which layers were rewritten by which scheme. A network that is not ours is
+# networks and its options, and lists the rewritten layers with their schemes. A network that is not ours is
 # built by its owner, and rewritten as listed.
 
 
@@ -217,7 +217,7 @@ def dense_twin(model: nn.Module) -> Network | None:
 def dense_cost(model: nn.Module, input_size: InputSize) -> tuple[int, int] | None:
     """Multiply-accumulates and parameters of a network before it was converted; its own where it never was.
 
-    None if it has low-rank layers that no recorded conversion made: what they replaced is unknown.
+    None if it has low-rank layers that no recorded conversion made: the layers that they replaced are unknown.
     """
     changed = changes_of(model)
     if low_rank_layers(model).keys() - {change.name for change in changed}:
@@ -252,8 +252,8 @@ def _macs_before(model: nn.Module, change: Change, rows: Sequence[LayerCount]) -
 def _biases_before(model: nn.Module, change: Change, last: LayerCount) -> int:
     """The biases of a layer that was replaced: as many as it had filters, of which some may be gone, or none.
 
-    Folding branches or a norm adds a bias. So a conv of several taps is known by its parameters: a filter without
-    a bias has as many for each tap.
+    Folding branches or a norm adds a bias. So a conv of several taps is judged by its parameters: without a bias,
+    those of a filter are a multiple of its taps.
     """
     kernel, _, filters = change.before.rpartition(",")
     taps = prod(map(int, kernel.split("x"))) if kernel.replace("x", "").isdecimal() else 1

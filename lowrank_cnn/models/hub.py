@@ -27,7 +27,7 @@ from lowrank_cnn.method.count import count
 from lowrank_cnn.models.build import dense_cost, dense_twin
 from lowrank_cnn.models.network_file import Stored, read_header, read_weights, write_weights
 
-# The model card: what a network is, what it costs, how it was trained, and how to use it.
+# The model card: the network, its cost, its training, and its use.
 
 PAPER = (
     "[Training CNNs with Low-Rank Filters for Efficient Image Classification](https://arxiv.org/abs/1511.06744)"

@@ -17,7 +17,7 @@ from lowrank_cnn.core.notes import TrainingCard, note, notes
 from lowrank_cnn.data import Augment, Data, Preprocess, Standardize, preprocess_from_dict
 from lowrank_cnn.data.preprocess import AsGiven
 from lowrank_cnn.data.streamed import frame
-from lowrank_cnn.graph.finalize_shapes import has_learned, settle
+from lowrank_cnn.graph.finalize_shapes import finalize_shapes, has_learned
 from lowrank_cnn.method.activations import evaluating
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.build import entry_description, rebuild
@@ -144,7 +144,9 @@ def load_checkpoint(
     trained = _trained(
         network, checkpoint.part("preprocess"), {**state, "int8": ranges_of(checkpoint.part("int8"))}
     )
-    return replace(trained, network=settle(network, trained.input_size)) if has_learned(network) else trained
+    return (
+        replace(trained, network=finalize_shapes(network, trained.input_size)) if has_learned(network) else trained
+    )
 
 
 def classes_of(path: str | Path) -> tuple[str, ...] | None:
