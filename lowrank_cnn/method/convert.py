@@ -95,7 +95,7 @@ def convert(
     scheme = candidates[0]
     if init != "composite" and not callable(init):
         raise LowRankError(f'init is "composite" or a function that fills a replacement, not {init!r}.')
-    with told_if_low_rank(model):
+    with explain_already_low_rank(model):
         convs, kept = select(model, scheme, where, trained_on=init == "composite")
     schemes = dict.fromkeys(convs, scheme)
     if budget is not None:
@@ -175,7 +175,7 @@ def nothing_cheaper(scheme: Scheme) -> str:
 
 
 @contextmanager
-def told_if_low_rank(model: nn.Module) -> Iterator[None]:
+def explain_already_low_rank(model: nn.Module) -> Iterator[None]:
     """Replace the error that nothing can be converted by a clearer one if the network is low-rank already."""
     try:
         yield

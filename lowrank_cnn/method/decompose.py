@@ -121,9 +121,10 @@ def decompose(
     else:
         keeps = measured_keeps(model, convs, scheme, batches, evaluate) if batches or evaluate else None
         size = tuple(batches[0].shape[1:]) if input_size is None and batches else input_size
-        compete = bool(batches) and not evaluate and not by_fit
-        options = _competing(convs, scheme, budget, keeps) if compete else [keeps]
-        choices = [_chosen(model, convs, scheme, budget, size, one, allow_costlier) for one in options]
+        measures = [keeps]
+        if keeps and batches and not evaluate and not by_fit and budget.kind in ("macs", "params"):
+            measures += [None, both_keeps(convs, scheme, keeps)]
+        choices = [_chosen(model, convs, scheme, budget, size, one, allow_costlier) for one in measures]
         if by_fit:
             choices[0], fits = better_by_cp(convs, choices[0])
     if not any(choices):
@@ -172,22 +173,13 @@ def nearest_output(
     return new, report
 
 
-def _competing(
-    convs: Mapping[str, nn.Conv2d], scheme: Scheme, budget: Budget, measured: dict[str, Keeps] | None
-) -> list[dict[str, Keeps] | None]:
-    """The measures that choose ranks: the measured effect; under a budget of cost also the weights, and both."""
-    if measured is None or budget.kind not in ("macs", "params"):
-        return [measured]
-    return [measured, None, both_keeps(convs, scheme, measured)]
-
-
 def both_keeps(convs: Mapping[str, nn.Conv2d], scheme: Scheme, measured: Mapping[str, Keeps]) -> dict[str, Keeps]:
     """The geometric mean of the shares that layers keep by their weights and by their measured effect."""
-
-    def mean(weights: Keeps, effect: Keeps) -> Keeps:
-        return lambda m: math.sqrt(weights(m) * effect(m))
-
-    return {name: mean(interpolated_energy(conv, scheme), measured[name]) for name, conv in convs.items()}
+    found: dict[str, Keeps] = {}
+    for name, conv in convs.items():
+        curves = energy_curve(conv, scheme, interpolated=True), measured[name]
+        found[name] = lambda m, curves=curves: math.sqrt(curves[0](m) * curves[1](m))
+    return found
 
 
 @torch.no_grad()
@@ -325,20 +317,20 @@ def max_useful_rank(conv: nn.Conv2d, scheme: Scheme) -> int:
     return cheaper * groups_of(conv)
 
 
-def energy_curve(conv: nn.Conv2d, scheme: Scheme) -> Keeps:
-    """The share of squared weights that m basis filters keep, as a function of m."""
+def energy_curve(conv: nn.Conv2d, scheme: Scheme, *, interpolated: bool = False) -> Keeps:
+    """The share of squared weights that m basis filters keep, as a function of m.
+
+    Where every m takes a fit of its own, the curve may be `interpolated` between a few.
+    """
     kept = scheme.spectrum(conv)
-    if kept is None:
-        return lambda m: replace(scheme, m=m).energy(conv)
-    return lambda m: float(kept[min(max(1, m // groups_of(conv)), len(kept)) - 1])
+    if kept is not None:
+        return lambda m: float(kept[min(max(1, m // groups_of(conv)), len(kept)) - 1])
 
+    def fitted(m: int) -> float:
+        return replace(scheme, m=m).energy(conv)
 
-def interpolated_energy(conv: nn.Conv2d, scheme: Scheme) -> Keeps:
-    """`energy_curve`, interpolated between a few numbers of filters where every one of them takes a fit."""
-    keeps = energy_curve(conv, scheme)
-    if scheme.spectrum(conv) is not None:
-        return keeps
-    return between([(m, keeps(m)) for m in dict.fromkeys(sizes_of(conv, scheme, _FITTED))])
+    sizes = dict.fromkeys(sizes_of(conv, scheme, _FITTED)) if interpolated else ()
+    return between([(m, fitted(m)) for m in sizes]) if interpolated else fitted
 
 
 def between(points: Sequence[tuple[int, float]]) -> Keeps:
@@ -361,8 +353,9 @@ def better_by_cp(
     chosen, fits = dict(schemes), {}
     for name, separable in schemes.items():
         conv = convs[name]
-        m = _components(conv, separable.macs(conv))
-        if conv.groups > 1 or separable.relative_cost(conv) >= BELOW or m < 1:
+        if conv.groups > 1 or separable.relative_cost(conv) >= BELOW:
+            continue
+        if not (m := _components(conv, separable.macs(conv))):
             continue
         found = cp_factors(conv.weight, m) if conv.weight.numel() * m <= _MOST_WORK else None
         assert isinstance(separable.m, int)
@@ -373,7 +366,7 @@ def better_by_cp(
 
 def _curve(conv: nn.Conv2d, scheme: Scheme, dense: int, kind: str, keeps: Keeps | None) -> Curve:
     sizes = sizes_of(conv, scheme, _STEPS)
-    keeps = keeps or interpolated_energy(conv, scheme)
+    keeps = keeps or energy_curve(conv, scheme, interpolated=True)
     schemes = [(m, replace(scheme, m=m)) for m in sizes]
     steps = [Step(one, step_cost(conv, one, dense, kind), keeps(m)) for m, one in schemes]
     return [*(step for step in steps if step.cost < dense), Step(None, dense, 1.0)]
@@ -393,8 +386,6 @@ def _spread(most: int, steps: int, unit: int) -> list[int]:
 
 def _components(conv: nn.Conv2d, most: int) -> int:
     """The most components that cost no more MACs per pixel than this."""
-    if conv.groups > 1:
-        return 0
     sizes = range(1, most + 1)
     return bisect_right(sizes, most, key=lambda m: replace(SCHEMES["cp"], m=m).macs(conv))
 
