@@ -6,11 +6,11 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from lowrank_cnn.cli.options import Json, Model, SourceOptions, grouped, option
+from lowrank_cnn.cli.options import Json, Latency, Macs, Model, SourceOptions, grouped, option
 from lowrank_cnn.cli.show import print_json, print_table
-from lowrank_cnn.core.errors import LowRankError, check_choice
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.core.text import counted, si
 
@@ -25,9 +25,7 @@ Where = Annotated[
     list[str] | None, option("Name, prefix or pattern of the layers, or a kernel as 3x3; repeatable.")
 ]
 Stage = Annotated[list[int] | None, option("The convs of one stage, counted from 1 by map size; repeatable.")]
-Macs = Annotated[float | None, option("Keep at most this share of the MACs.")]
 Params = Annotated[float | None, option("Keep at most this share of the parameters.")]
-Latency = Annotated[float | None, option("Keep at most this share of the time, measured here.")]
 Costlier = Annotated[bool, option("Also rewrite layers that do not get cheaper.", "--allow-costlier")]
 Out = Annotated[Path | None, option("Write the network: .safetensors, .onnx or .pt2.", "--out", "-o")]
 IMAGES = 128
@@ -58,7 +56,7 @@ def convert_command(
     Examples:
 
       lowrank convert vgg11-gmp --scheme lr
-      lowrank convert model.py:make --input 3x32x32 --scheme lr-join --out net.safetensors
+      lowrank convert model.py:make --input 3x32x32 --out net.safetensors
       lowrank convert torchvision:resnet18 --stage 2 --stage 3 --macs 0.5
     """
     from lowrank_cnn.method.convert import convert, explain_already_low_rank
@@ -89,7 +87,8 @@ def decompose_command(
         str | None, option("Also fit the layers' outputs on a few training images of this data set.")
     ] = None,
     by: Annotated[
-        str, option("With --images, layers compete by the network's output or its accuracy there.")
+        Literal["output", "accuracy"],
+        option("With --images, layers compete by the network's output or its accuracy there."),
     ] = "output",
     allow_costlier: Costlier = False,
     out: Out = None,
@@ -109,12 +108,11 @@ def decompose_command(
     from lowrank_cnn.method.decompose import decompose
 
     source, size = named.find(model)
-    check_choice("--by", by, ("output", "accuracy"))
     if by == "accuracy" and not images:
         raise LowRankError("--by accuracy is measured on images of a data set: give --images.")
     how: dict[str, Any] = {"energy": energy, "macs": macs, "params": params, "latency": latency}
     if images:
-        how["images"], labels = _images(images, source, size)
+        ((how["images"], labels),) = source.images(images, size, batch=IMAGES)
         if by == "accuracy":
             how["evaluate"] = partial(_accuracy, images=how["images"], labels=labels)
     with explain_already_low_rank(source.network):
@@ -149,21 +147,6 @@ def _finish(source: Source, new: nn.Module, size: tuple[int, ...], out: Path | N
         kept = [(layer.name, layer.layer, layer.reason) for layer in report.kept]
         print_table("Left as they were", ("layer", "<", "<why"), kept)
     return None
-
-
-def _images(place: str, source: Source, size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """A few training images, preprocessed as in training, or standardised, and their labels."""
-    from lowrank_cnn.data import Augment, fit_preprocess, make_loader, open_data
-
-    trained = source.trained
-    options: dict[str, Any] = {"image_size": trained.size_option if trained else size[1], "channels": size[0]}
-    data = open_data(place, limit=IMAGES, **options)
-    preprocess = trained.preprocess if trained else fit_preprocess("standardize", data.train)
-    augment = trained.augment if trained else Augment()
-    how: dict[str, Any] = {"preprocess": preprocess, "augment": augment, "train": False, "device": "cpu"}
-    loader = make_loader(data.train, batch_size=IMAGES, seed=0, **how)
-    images, labels = next(iter(loader.epoch(0)))
-    return images, labels
 
 
 def _accuracy(network: nn.Module, *, images: Tensor, labels: Tensor) -> float:
