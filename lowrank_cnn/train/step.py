@@ -11,7 +11,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -27,6 +26,7 @@ from lowrank_cnn.kernels.autotune.choice import prepare
 from lowrank_cnn.kernels.cuda_graph import captured
 from lowrank_cnn.kernels.device import for_graphs
 from lowrank_cnn.train.distributed import generator_states, restore_generators
+from lowrank_cnn.train.int8 import range_states
 from lowrank_cnn.train.objective import Objective, hits
 from lowrank_cnn.train.optimizers import Optimizer, decay_at, look_ahead, norm_biases, whole_layers
 from lowrank_cnn.train.recipe import Recipe
@@ -64,7 +64,6 @@ class TrainingStep:
         *,
         objective: Objective | None = None,
         scaled: bool = False,
-        ranges: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         self.forward, self.backward, self.recipe = forward, backward, recipe
         self.objective = objective or Objective(recipe)
@@ -79,7 +78,7 @@ class TrainingStep:
         averaging = recipe.ema or recipe.lookahead
         self.averages = {name: t.clone() for name, t in self.weights.items()} if averaging else {}
         self.blend = torch.ones((), device=device)
-        self.ranges = {f"{_INT8}{name}": state for name, state in ranges.items()}
+        self.ranges = {f"{_INT8}{name}": state for name, state in range_states(network).items()}
 
     def __call__(self, images: Any, targets: Any) -> None:
         self.optimizer.zero_grad()

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from lowrank_cnn.core.environment import is_out_of_memory
 from lowrank_cnn.core.errors import LowRankError, first_line
+from lowrank_cnn.core.modules import checked_size, is_example
 from lowrank_cnn.core.notes import TrainingCard, note, notes
-from lowrank_cnn.data import Augment, Data, Preprocess, Standardize, preprocess_from_dict
+from lowrank_cnn.data import Augment, Preprocess, Standardize, preprocess_from_dict
 from lowrank_cnn.data.preprocess import AsGiven
 from lowrank_cnn.data.streamed import frame
 from lowrank_cnn.method.activations import evaluating
@@ -23,7 +24,7 @@ from lowrank_cnn.models import create_model
 from lowrank_cnn.models.build import entry_description, rebuild
 from lowrank_cnn.models.hub import resolve
 from lowrank_cnn.models.network_file import Stored, is_exported, read_card, read_pretrained, read_weights
-from lowrank_cnn.train.inputs import augmentation
+from lowrank_cnn.train.inputs import Inputs, augmentation
 from lowrank_cnn.train.int8 import Ranges, ranges_of
 from lowrank_cnn.train.objective import class_scores
 from lowrank_cnn.train.recipe import Recipe
@@ -251,18 +252,19 @@ def _read(path: Path, best: bool) -> Checkpoint:
     return checkpoint
 
 
+Teacher = nn.Module | Trained | str | Path
+
+
 def make_teacher(
-    teacher: nn.Module | Trained | str | Path,
-    data: Data,
-    preprocess: Preprocess,
-    device: torch.device,
-    autocast: Callable[[], AbstractContextManager],
-    size: Sequence[int],
+    teacher: Teacher, inputs: Inputs, device: torch.device, autocast: Callable[[], AbstractContextManager]
 ) -> Callable[[Tensor], Tensor]:
-    """The teacher as a function from images of the run, of this size, to its answers, without gradients.
+    """The teacher as a function from images of the run to its answers, without gradients.
 
     A teacher that carries its preparation gets the images so prepared; any other gets them as the student does.
     """
+    if is_example(inputs.size):
+        raise LowRankError("a teacher takes one image, and this network has several inputs: leave it out.")
+    size, classes, preprocess = checked_size(inputs.size), inputs.data.classes, inputs.preprocess
     trained = teacher if isinstance(teacher, Trained) else None
     if isinstance(teacher, str | Path):
         trained = load_checkpoint(teacher)
@@ -271,7 +273,7 @@ def make_teacher(
     network = trained.network if trained else teacher
     if not isinstance(network, nn.Module):
         raise LowRankError(f"a teacher is a network or the directory of a run, not a {type(teacher).__name__}.")
-    if trained and trained.classes != data.classes:
+    if trained and trained.classes != classes:
         raise LowRankError("the teacher knows other classes than the data: it must know the same, in one order.")
     if trained and trained.input_size[1:] != tuple(size[1:]):
         theirs, ours = ("x".join(map(str, one[1:])) for one in (trained.input_size, size))
@@ -285,7 +287,7 @@ def make_teacher(
             outputs = network(translate(images))
         return class_scores(outputs, trained.recipe.output if trained else None)
 
-    _check_answers(answer, size, len(data.classes), device)
+    _check_answers(answer, size, len(classes), device)
     return answer
 
 
