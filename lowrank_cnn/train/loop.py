@@ -336,13 +336,13 @@ class Trainer:
                 weights = {f"model.{name}": t for name, t in self.unsaved_best.items()}
                 best = Checkpoint(weights | preprocess | self.step.ranges, state)
                 at = self._steps(Position(self.position.best_epoch))
-                self.directory.store.save(best, at, kind="best", keep=1)
+                self.directory.save(best, at, kind="best", keep=1)
             splits = {"train": self.inputs.data.train, "test": self.inputs.data.test}
             # By these, a resumed run knows whether images were changed since.
             images = {
                 f"images.{name}.{key}": t for name, split in splits.items() for key, t in split.contents().items()
             }
-            self.directory.store.save(Checkpoint(tensors | preprocess | images, state), self.iteration)
+            self.directory.save(Checkpoint(tensors | preprocess | images, state), self.iteration)
             self.directory.write_record(self.record)
         self.unsaved_best = {}
         self.saved = replace(self.position)
@@ -373,7 +373,7 @@ class Trainer:
         self.position = Position(**checkpoint.state["position"])
         self.levels.restore(checkpoint.state["levels"])
         self.saved = replace(self.position)
-        stored = self.directory and [self.directory.store.stems("best", end) for end in (".json", ".safetensors")]
+        stored = self.directory and [self.directory.stems("best", end) for end in (".json", ".safetensors")]
         if self.position.best_epoch and self.directory and stored and not all(stored):
             say(
                 f"The best weights, of epoch {self.position.best_epoch}, are gone from {self.directory.path}: "
