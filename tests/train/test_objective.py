@@ -88,7 +88,11 @@ def test_a_teacher_gets_images_as_it_was_trained_on(driver):
             (1, 8, 8),
             "the teacher does not fit the data: .* 1 output for an image, and the data 4 classes",
         ),
-        (nn.Conv2d(3, 4, 3), (1, 8, 8), "the teacher does not fit the data: .* cannot take .*1x8x8: Given groups=1"),
+        (
+            nn.Conv2d(3, 4, 3),
+            (1, 8, 8),
+            "does not fit the data: .* cannot take .*1x8x8: Given groups=1",
+        ),
     ],
 )
 def test_teachers_of_other_images_are_refused(
