@@ -37,6 +37,7 @@ from lowrank_cnn.train.distributed import resolve_device
 from lowrank_cnn.train.failure import lost_process_as_user_error
 from lowrank_cnn.train.inputs import (
     check_fits,
+    check_network,
     evaluation_batch,
     input_size,
     open_for,
@@ -338,7 +339,7 @@ def evaluate(
     network = model.network if isinstance(model, Trained) else model
     source, data = data, _opened(data, network, known, recipe or Recipe())
     if known is None or (network is model and (preprocess or recipe)):
-        known = _fitted(network, data, preprocess, recipe or Recipe())
+        known = _fitted(network, data, preprocess, recipe or Recipe(), output)
     trained = known.with_output(output)
     if isinstance(source, str | Path):
         held_out = held_out_images(trained, source)
@@ -388,8 +389,11 @@ def _opened(data: Any, network: nn.Module, known: Trained | None, recipe: Recipe
     return for_classes(open_for(network, data, recipe, classes=classes))
 
 
-def _fitted(network: nn.Module, data: Data, preprocess: Preprocess | None, recipe: Recipe) -> Trained:
+def _fitted(
+    network: nn.Module, data: Data, preprocess: Preprocess | None, recipe: Recipe, output: str | None
+) -> Trained:
     """A network that carries no preparation, with one fitted to the images."""
+    check_network(network, data, recipe, output=output)
     preprocess = preprocess or preprocessing(data.train if len(data.train) else data.test, recipe)
     return Trained(network, preprocess, recipe, data.classes, data.test.size or ())
 

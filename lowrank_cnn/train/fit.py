@@ -33,10 +33,9 @@ from lowrank_cnn.train.evaluate import Evaluation, LossEvaluation
 from lowrank_cnn.train.failure import lost_process_as_user_error, oom_as_user_error
 from lowrank_cnn.train.inputs import (
     Inputs,
-    augmentation,
     check_classes,
     check_fits,
-    input_size,
+    check_network,
     make_inputs,
     open_for,
     whiten_first_layer,
@@ -122,23 +121,25 @@ def fit(
     if loss is None:
         data = for_classes(data)
         check_classes(data)
+        check_network(model, data, recipe)
     fabric = launch(device, recipe.precision)
     show = Lines() if progress and fabric.is_global_zero else Progress()
     identity = about(model, data, seed)  # now: later the layers of the model are replaced by faster ones
-    with oom_as_user_error(recipe.batch_size, fabric.device), contextlib.ExitStack() as held:
-        seed_generators(seed, fabric.global_rank)
-        model.to(fabric.device)
-        size = input_size(data.test, augmentation(recipe))
-        check_fits(model, size, None if loss else len(data.classes), fabric.device, recipe.output)
-        held.enter_context(directory.held() if directory else contextlib.nullcontext())
-        held.enter_context(repeatable(how.deterministic, processes=fabric.world_size))
+    with (
+        oom_as_user_error(recipe.batch_size, fabric.device),
+        directory.held() if directory else contextlib.nullcontext(),
+        repeatable(how.deterministic, processes=fabric.world_size),
+    ):
         if directory and resume and (done := directory.finished(recipe, identity, show.say)):
             return done
         saved = directory.start(data, identity, show.say, resume=resume) if directory else None
         keep_threads(saved.state["conditions"] if saved else {})
+        seed_generators(seed, fabric.global_rank)
+        model.to(fabric.device)
         with batch_norm_over_all(fabric, model, show.say):
             check_memory(model, data, recipe, fabric.device)  # before images are prepared, which takes memory
             inputs = make_inputs(fabric, data, recipe, how, seed=seed, saved=saved and saved.part("preprocess"))
+            check_fits(model, inputs.size, None if loss else len(data.classes), fabric.device, recipe.output)
             if recipe.whiten_first:
                 whiten_first_layer(model, inputs.train, add_up=partial(sum_over_processes, fabric))
             for sentence in remarks(model, recipe, inputs, fabric.device):

@@ -298,6 +298,34 @@ def check_classes(data: Data) -> None:
         )
 
 
+def check_network(network: nn.Module, data: Data, recipe: Recipe, *, output: str | None = None) -> None:
+    """Refuse a network for another number of classes, before images are decoded, which may take long.
+
+    `output` replaces that of the recipe: the one of several outputs that has the class scores. A network that
+    fails here may still work on the device that trains: `check_fits` decides there.
+    """
+    outputs = outputs_here(network, input_size(data.test, augmentation(recipe)))
+    if outputs is not None:
+        _check_scores(outputs, len(data.classes), output or recipe.output)
+
+
+@torch.no_grad()
+def outputs_here(network: nn.Module, size: InputSize) -> Any:
+    """The outputs of a network for one image, on the device that it is on; None if it fails there.
+
+    A network whose weights are made by its first forward is not run: they depend on the seed.
+    """
+    weights = [*network.parameters(), *network.buffers()]
+    if any(map(is_lazy, weights)):
+        return None
+    device = weights[0].device if weights else torch.device("cpu")
+    try:
+        with unchanged(network, evaluating=True):
+            return call(network, blank(size, device))
+    except Exception:
+        return None
+
+
 @torch.no_grad()
 def check_fits(
     network: nn.Module,
@@ -349,15 +377,11 @@ def _is_large(size: tuple[int, int, int] | None) -> bool:
     return size is None or min(size[1:]) > LARGE_SIDE
 
 
-@torch.no_grad()
 def _outputs(network: nn.Module, size: InputSize, recipe: Recipe) -> int:
     """The number of class scores; of a network that does not run here, the channels of its last layer."""
-    weights = [*network.parameters(), *network.buffers()]
-    if not any(map(is_lazy, weights)):  # lazy weights are made by the first forward, and depend on the seed
-        with contextlib.suppress(Exception), unchanged(network, evaluating=True):
-            device = weights[0].device if weights else torch.device("cpu")
-            scores = class_scores(call(network, blank(size, device)), recipe.output)
-            return scores.shape[1] if scores.ndim > 1 else 0
+    with contextlib.suppress(LowRankError):
+        scores = class_scores(outputs_here(network, size), recipe.output)
+        return scores.shape[1] if scores.ndim > 1 else 0
     found = 0
     for module in network.modules():
         found = getattr(module, "out_features", getattr(module, "out_channels", found))

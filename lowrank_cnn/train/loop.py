@@ -201,8 +201,7 @@ class Trainer:
 
     def _finish_epoch(self) -> None:
         """Evaluate, decide on the learning rate, and move on to the next epoch."""
-        tally = self._tally()
-        self._check_finite(tally)
+        tally = self._checked_tally()
         # Each process has collected statistics of its own images. Those of the first are saved: all test by them.
         copy_from_first(self.fabric, self.step.statistics())
         seconds = time.monotonic() - self.epoch_began
@@ -276,13 +275,11 @@ class Trainer:
             split=data.test if alone else None,  # only a process alone sees the images in their order
         )
 
-    def _tally(self) -> Tally:
-        return self.step.read_tally(partial(sum_over_processes, self.fabric))
-
-    def _check_finite(self, tally: Tally) -> None:
-        """If an update was refused or has spoilt the weights, run that batch again and name the layer."""
+    def _checked_tally(self) -> Tally:
+        """The sums of the epoch; if an update was refused or spoilt the weights, the error names the layer."""
+        tally = self.step.read_tally(partial(sum_over_processes, self.fabric))
         if not tally.halted and all_finite(self.step.weights.values()):
-            return
+            return tally
         epoch, batch = self.position.epoch, min(tally.steps, self.per_epoch - 1)
         images, _ = next(iter(self.inputs.batches(epoch, batch)))
         place = f"epoch {epoch + 1}, batch {batch + 1}"
@@ -321,7 +318,7 @@ class Trainer:
         self.saved_at = time.monotonic()
         if self.directory is None:
             return
-        self._check_finite(self._tally())
+        self._checked_tally()
         self.position.epoch_seconds = time.monotonic() - self.epoch_began
         self._share_findings()
         tensors = self._tensors()

@@ -28,7 +28,7 @@ from lowrank_cnn.kernels.device import for_graphs
 from lowrank_cnn.train.distributed import generator_states, restore_generators
 from lowrank_cnn.train.int8 import range_states
 from lowrank_cnn.train.objective import Objective, hits
-from lowrank_cnn.train.optimizers import Optimizer, decay_at, look_ahead, norm_biases, whole_layers
+from lowrank_cnn.train.optimizers import Optimizer, decay_at, look_ahead
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recompute import recomputed
 
@@ -71,9 +71,7 @@ class TrainingStep:
         self.scaler = LossScale(device) if scaled else None
         self.sums = torch.zeros(4, device=device)
         self.parameters = dict(network.named_parameters())
-        fast = norm_biases(network) if recipe.bias_rate != 1 else set()
-        whole = whole_layers(network)
-        self.optimizer = Optimizer(self.parameters, recipe, device, self.skipped, fast=fast, whole=whole)
+        self.optimizer = Optimizer(network, recipe, device, self.skipped)
         self.weights = {name: t.detach() for name, t in network.state_dict().items()}
         averaging = recipe.ema or recipe.lookahead
         self.averages = {name: t.clone() for name, t in self.weights.items()} if averaging else {}
@@ -247,7 +245,6 @@ def put_back(tensors: dict[str, Tensor], device: torch.device) -> Iterator[None]
 
 Compile = bool | Literal["auto"]
 Update = Callable[[Tensor, Tensor], None]
-Say = Callable[[str], None]
 EAGER, COMPILED = "eager", "compiled"
 
 PAYS_AFTER = 600.0
@@ -266,10 +263,6 @@ class Execution:
     compiled: bool = False
     cuda_graph: bool = False
 
-    def __str__(self) -> str:
-        network = "compiled by torch" if self.compiled else "not compiled"
-        return f"{network}, {'replayed as a CUDA graph' if self.cuda_graph else 'launched kernel by kernel'}"
-
 
 Built = tuple[Update, Execution]
 
@@ -285,7 +278,7 @@ class StepBuilder:
 
     forwards: Mapping[str, nn.Module]
     graphs: bool
-    say: Say = print
+    say: Callable[[str], None] = print
 
     def fastest(self, step: TrainingStep, images: Tensor, labels: Tensor, *, steps_left: int) -> Built:
         """The fastest update for batches like this one, and how it executes."""
@@ -332,11 +325,11 @@ class StepBuilder:
         try:
             # Kernels are measured and compiled before torch traces, which can do neither.
             with for_graphs():
-                with put_back(step.tensors(), images.device):
+                stance = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+                with put_back(step.tensors(), images.device), stance:
+                    prepare(lambda: step.forward(images))
                     if compiled:
-                        _choose_kernels(self.forwards[COMPILED], step, images, labels)
-                    else:
-                        prepare(lambda: step.forward(images))
+                        step(images, labels)
                 return GraphedStep(step, images, labels), Execution(compiled, cuda_graph=True)
         except RuntimeError as error:
             if is_out_of_memory(error) or compiled:
@@ -352,13 +345,6 @@ class TimedSteps:
     seconds: float
     gradients: list[Tensor]
     noise: float
-
-
-def _choose_kernels(forward: nn.Module, step: TrainingStep, images: Tensor, labels: Tensor) -> None:
-    """One step without the compiler: layers choose their kernels by measuring, which a trace cannot."""
-    with torch.compiler.set_stance("force_eager"):
-        prepare(lambda: forward(images))
-        step(images, labels)
 
 
 def _time_steps(step: TrainingStep, update: Update, images: Tensor, labels: Tensor) -> TimedSteps:
