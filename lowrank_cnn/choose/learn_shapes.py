@@ -140,9 +140,7 @@ def learn_shapes(
     recipe = recipe_for(data, recipe, {**fields, "epochs": epochs})
     scheme = learned_scheme(shapes, multiple)
     _check_asked(model, recipe, by)
-    directory = None if out is None else RunDirectory(Path(out))
-    if directory and not resume and isinstance(data, str | Path):
-        directory.check_apart_from(data)
+    directory = RunDirectory.open(out, data, resume=resume)
     data = open_for(model, data, recipe)
     if options.get("loss") is None:
         data = for_classes(data)

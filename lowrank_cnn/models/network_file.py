@@ -157,7 +157,7 @@ def read_weights(path: Path, *, into: nn.Module | None = None) -> Stored:
     file = read_header(path)
     with torch.device("meta"):
         plan = rebuild(file.description, into=None if into is None else without_storage(into))
-    _check_fits(file, plan)
+    check_weights(file.path, file.shapes, plan)
     if into is None:
         network = plan
         network.load_state_dict(file.weights(), assign=True)
@@ -191,17 +191,17 @@ def without_storage(model: nn.Module) -> nn.Module:
     return copy_with(model, empty)
 
 
-def _check_fits(file: NetworkFile, network: nn.Module) -> None:
-    """Names and shapes of the file are those of the network; a shared tensor has one of its names in the file."""
+def check_weights(path: Path, shapes: Mapping[str, Sequence[int]], network: nn.Module) -> None:
+    """Names and shapes of a file are those of the network; a shared tensor has one of its names in the file."""
     state = network.state_dict(keep_vars=True)
-    there = {id(tensor) for name, tensor in state.items() if name in file.shapes}
-    missing = [name for name, tensor in state.items() if name not in file.shapes and id(tensor) not in there]
-    if wrong := sorted({*missing, *(file.shapes.keys() - state.keys())}):
-        raise LowRankError(f"the weights in {file.path} do not fit the network: {wrong[0]} is missing or unknown.")
-    for name, shape in file.shapes.items():
+    there = {id(tensor) for name, tensor in state.items() if name in shapes}
+    missing = [name for name, tensor in state.items() if name not in shapes and id(tensor) not in there]
+    if wrong := sorted({*missing, *(shapes.keys() - state.keys())}):
+        raise LowRankError(f"the weights in {path} do not fit the network: {wrong[0]} is missing or unknown.")
+    for name, shape in shapes.items():
         if shape != state[name].shape:
             raise LowRankError(
-                f"the weights in {file.path} do not fit the network: {name} is {list(shape)} in the file and "
+                f"the weights in {path} do not fit the network: {name} is {list(shape)} in the file and "
                 f"{list(state[name].shape)} in the network."
             )
 
