@@ -201,7 +201,7 @@ class StreamedLoader(DeviceLoader):
             window, draw = self._framing.window, generator("cutouts", self.seed, epoch, batch)
             moves = draw_moves(self.batch_size, padded=window, window=window, mirror=False, draw=draw)
             mine = slice(self.rank * len(images), (self.rank + 1) * len(images))
-            ready = cut_out(ready, moves[mine].to(self._device), cutout=self.augment.cutout)
+            ready = cut_out(ready, send_to_device(moves[:, mine], self._device), cutout=self.augment.cutout)
         return self._batch(ready.to(self.dtype))
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lowrank_cnn.core.errors import LowRankError, check_number
 from lowrank_cnn.core.files import open_regular
-from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.text import counted
 
 Size = tuple[int, int, int]
@@ -243,17 +242,6 @@ def check_labels(labels: object) -> None:
 def check_workers(workers: int) -> None:
     """Refuse a number of processes that cannot be meant: thousands would bring the machine down."""
     check_number("workers", workers, least=0, most=_MOST_WORKERS, whole=True)
-
-
-def check_batches(images: int, *, batch_size: int, rank: int, world: int, train: bool) -> int:
-    """The number of batches per epoch; refuses settings that give none."""
-    if batch_size < 1 or not 0 <= rank < world:
-        raise LowRankError(f"no batches of {counted(batch_size, 'image')} for rank {rank} of {world}.")
-    if batch_size % world:
-        raise LowRankError(f"the global batch of {batch_size} does not divide over {world} processes.")
-    if images < (batch_size if train else 1):
-        raise LowRankError(f"{counted(images, 'image')} cannot fill one batch of {batch_size}.")
-    return images // batch_size if train else ceil_div(images, batch_size)
 
 
 def generator(*keys: int | str) -> torch.Generator:
