@@ -9,7 +9,7 @@ from lowrank_cnn.data.own import DatasetLoader, DatasetSplit
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten, fit_preprocess, preprocess_from_dict
 from lowrank_cnn.data.resident import ResidentLoader, ResidentSplit
 from lowrank_cnn.data.sources import open_data
-from lowrank_cnn.data.streamed import StreamedLoader, StreamedSplit, decode_rate
+from lowrank_cnn.data.streamed import StreamedLoader, StreamedSplit
 from lowrank_cnn.data.types import Data, Loader, Problems, Split
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "StreamedLoader",
     "StreamedSplit",
     "Whiten",
-    "decode_rate",
     "fit_preprocess",
     "make_loader",
     "open_data",
