@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -284,16 +284,10 @@ def places_by_name(theirs: Sequence[str], ours: Sequence[str]) -> list[int | Non
     >>> places_by_name(["crane", "dog", "crane"], ["crane", "cat", "crane", "dog"])
     [0, 3, 2]
     """
-    known = {name: place for place, name in enumerate(_numbered(ours))}
-    return [known.get(name) for name in _numbered(theirs)]
-
-
-def _numbered(names: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Each name with the number of times that it came before."""
-    seen: Counter[str] = Counter()
-    for name in names:
-        yield name, seen[name]
-        seen[name] += 1
+    places: dict[str, deque[int]] = defaultdict(deque)
+    for place, name in enumerate(ours):
+        places[name].append(place)
+    return [places[name].popleft() if places[name] else None for name in theirs]
 
 
 def fingerprint_of_parts(*parts: str) -> str:

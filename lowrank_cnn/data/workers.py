@@ -201,11 +201,12 @@ def loaded(loader: DataLoader) -> Iterator[Any]:
     """The items of a DataLoader; an error of its processes is one sentence, without their tracebacks."""
     try:
         yield from loader
-    except LowRankError as error:  # of a worker: torch puts the whole traceback into its text
-        raise type(error)(error.args[0].strip().splitlines()[-1].partition(": ")[2]) from error
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+    except (LowRankError, RuntimeError) as error:
+        text = str(error.args[0]) if error.args else ""
+        if "DataLoader worker" not in text:
             raise
+        if isinstance(error, LowRankError):  # torch puts the whole traceback into its text
+            raise type(error)(text.strip().splitlines()[-1].partition(": ")[2]) from error
         raise LowRankError(
             "a process that reads images was killed, by the system if memory ran out: use fewer --workers."
         ) from error
