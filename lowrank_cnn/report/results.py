@@ -12,11 +12,11 @@ from functools import cache, cached_property
 from itertools import groupby
 from typing import Any
 
-from lowrank_cnn.core.errors import LowRankError, MissingExtra
+from lowrank_cnn.core.errors import MissingExtra
 from lowrank_cnn.core.numbers import deviation, mean, pooled_deviation, student_t
 from lowrank_cnn.core.text import counted, si
 from lowrank_cnn.models import family_of, list_models
-from lowrank_cnn.models.build import baseline_of, count_by_name
+from lowrank_cnn.models.build import baseline_of
 from lowrank_cnn.paper.audit import Accuracies, LayerTimes
 from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.report.records import CPU, GPU, NetworkId, Records, Run, TimedNetwork, data_label, settings_of
@@ -107,7 +107,7 @@ class NetworkResult:
 
     @property
     def dense(self) -> Mapping[str, int] | None:
-        """The cost of a foreign network before it was converted; None if it is unknown."""
+        """The cost of its dense twin, as its records state it; None if it is unknown."""
         return next((record.dense for record in self.runs or self.timings if record.dense is not None), None)
 
     @property
@@ -194,7 +194,7 @@ def _half_width(entry: NetworkResult, twin: NetworkResult, deviation: float | No
 
 
 def _ratios(entry: NetworkResult, twin: NetworkResult | None) -> dict[str, float]:
-    base: Mapping[str, Any] = {"macs": twin.macs, "params": twin.params} if twin else _counted_twin(entry)
+    base: Mapping[str, Any] = {"macs": twin.macs, "params": twin.params} if twin else entry.dense or {}
     costs = {"macs": entry.macs, "params": entry.params}
     ratios = {name: cost / base[name] for name, cost in costs.items() if cost and base.get(name)}
     if twin is None:
@@ -217,24 +217,10 @@ def _find_twin(
     """
     if not twin_known(entry):
         return None
-    network, dense = identity(twin_id(entry.network)), entry.dense
+    network = identity(twin_id(entry.network))
+    dense = None if twin_id(entry.network).ours else entry.dense
     found = (twin for free in FREE for twin in trained.get(_way(entry, network, free), ()))
     return next((twin for twin in found if dense is None or dense.get("macs") == twin.macs), None)
-
-
-def _counted_twin(entry: NetworkResult) -> Mapping[str, int]:
-    """The cost of a twin that was never trained. The options come from a file: any may be nonsense."""
-    if entry.dense is not None:
-        return entry.dense
-    built = twin_id(entry.network)
-    if not entry.runs or not built.ours or len(built.image) != 3 or not 0 < built.width <= 16:
-        return {}
-    options = {"norm": built.norm, "stride": built.stride, "num_classes": entry.runs[0].classes}
-    try:
-        cost = count_by_name(built.name, built.image, in_channels=built.image[0], width=built.width, **options)
-    except (LowRankError, TypeError, ValueError, RuntimeError, OverflowError):
-        return {}
-    return {"macs": cost.macs, "params": cost.params}
 
 
 _PHRASES: dict[str, Callable[[str], str]] = {
