@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections import defaultdict
@@ -161,36 +162,33 @@ def compare_all(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
     recipes: dict[tuple[str, str], list[list[float]]] = defaultdict(list)
     for entry in entries:
         for free in FREE:
-            trained[_way(entry, identity(entry.network), free)].append(entry)
+            trained[_way(entry, entry.network, free)].append(entry)
         recipes[entry.data, entry.recipe].append(by_seed(entry.scored, "top1"))
     spreads = {key: pooled_deviation(values) for key, values in recipes.items()}
-    return [_compared(entry, _find_twin(entry, trained), spreads) for entry in entries]
+    return [_compared(entry, _find_twin(entry, trained), *spreads[entry.data, entry.recipe]) for entry in entries]
 
 
-def _way(entry: NetworkResult, network: tuple[str, ...], free: tuple[str, ...]) -> tuple[Any, ...]:
-    """A network on the data and in the way that an entry was trained, but for some settings."""
+def _way(entry: NetworkResult, network: NetworkId, free: tuple[str, ...]) -> tuple[Any, ...]:
+    """A network on the data and with the settings of an entry, apart from the free ones."""
     settings = frozenset(item for item in entry.settings.items() if item[0] not in free)
-    return network, entry.data, entry.recipe, free, settings
+    return identity(network), entry.data, entry.recipe, free, settings
 
 
 def _compared(
-    entry: NetworkResult, twin: NetworkResult | None, spreads: Mapping[tuple[str, str], tuple[float | None, int]]
+    entry: NetworkResult, twin: NetworkResult | None, spread: float | None, freedom: int
 ) -> NetworkResult:
-    theirs = twin.settings if twin else entry.settings
-    otherwise = tuple(words for name, words in OWN.items() if theirs.get(name) != entry.settings.get(name))
-    reach = _half_width(entry, twin, *spreads[entry.data, entry.recipe]) if twin else None
-    found = {"twin": twin.label if twin else "", "otherwise": otherwise, "gap_half_width": reach}
-    return replace(entry, ratios=_ratios(entry, twin), **found)
-
-
-def _half_width(entry: NetworkResult, twin: NetworkResult, deviation: float | None, freedom: int) -> float | None:
-    """Half the 95% interval of the gap to the twin, by the spread over seeds of all networks of the recipe."""
-    if deviation is None or twin is entry or not (entry.seeds and twin.seeds):
-        return None
-    try:
-        return 100 * student_t(0.975, freedom) * deviation * math.sqrt(1 / entry.seeds + 1 / twin.seeds)
-    except MissingExtra:
-        return None
+    """An entry beside its twin. `spread` is the standard deviation over seeds of all networks of the recipe."""
+    if twin is None:
+        return replace(entry, ratios=_ratios(entry, None))
+    otherwise = tuple(words for name, words in OWN.items() if twin.settings.get(name) != entry.settings.get(name))
+    half_width = None
+    if spread is not None and twin is not entry and entry.seeds and twin.seeds:
+        with contextlib.suppress(MissingExtra):
+            reach = 100 * student_t(0.975, freedom) * spread
+            half_width = reach * math.sqrt(1 / entry.seeds + 1 / twin.seeds)
+    return replace(
+        entry, ratios=_ratios(entry, twin), twin=twin.label, otherwise=otherwise, gap_half_width=half_width
+    )
 
 
 def _ratios(entry: NetworkResult, twin: NetworkResult | None) -> dict[str, float]:
@@ -217,8 +215,8 @@ def _find_twin(
     """
     if not twin_known(entry):
         return None
-    network = identity(twin_id(entry.network))
-    dense = None if twin_id(entry.network).ours else entry.dense
+    network = twin_id(entry.network)
+    dense = None if network.ours else entry.dense
     found = (twin for free in FREE for twin in trained.get(_way(entry, network, free), ()))
     return next((twin for twin in found if dense is None or dense.get("macs") == twin.macs), None)
 
@@ -248,14 +246,21 @@ def gather(records: Records) -> list[NetworkResult]:
     for timing in records.timings:
         timings[_network_name(timing)].append(timing)
     entries = [_entry(tuple(group), timings) for _, group in groupby(runs, key=_key)]
-    entries = _told_apart(_best_recipe_first(entries)) + _timed_only(records.timings, entries)
-    return _compared_data_first(compare_all(entries))
+    entries = _told_apart(entries) + _timed_only(records.timings, entries)
+    return _in_page_order(compare_all(entries))
 
 
-def _compared_data_first(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
-    """The page opens with the first data set: one that shows low-rank networks beside a dense twin."""
+def _in_page_order(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
+    """First the data sets that show low-rank networks beside a dense twin; in each, the best recipe first."""
     compared = {entry.data for entry in entries if "top1" in entry.ratios and not is_twin(entry)}
-    return sorted(entries, key=lambda entry: entry.data not in compared)
+    best: dict[tuple[str, str], float] = defaultdict(float)
+    for entry in entries:
+        best[entry.data, entry.recipe] = max(best[entry.data, entry.recipe], entry.top1 or 0.0)
+
+    def place(e: NetworkResult) -> tuple[Any, ...]:
+        return e.data not in compared, not e.data, e.data, -best[e.data, e.recipe], e.recipe
+
+    return sorted(entries, key=place)
 
 
 def _name_data_apart(runs: Sequence[Run]) -> list[Run]:
@@ -323,14 +328,6 @@ def _in_order(runs: Sequence[Run]) -> list[Run]:
     return sorted(runs, key=place)
 
 
-def _best_recipe_first(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
-    """Within each data set, the recipes by the best accuracy that each of them led to."""
-    best: dict[tuple[str, str], float] = {}
-    for entry in entries:
-        best[entry.data, entry.recipe] = max(best.get((entry.data, entry.recipe), 0.0), entry.top1 or 0.0)
-    return sorted(entries, key=lambda e: (e.data, -best[e.data, e.recipe], e.recipe))
-
-
 def _entry(runs: tuple[Run, ...], timings: Mapping[str, Sequence[TimedNetwork]]) -> NetworkResult:
     run = runs[0]
     timed = tuple(timing for timing in timings.get(_network_name(run), ()) if _same_network(run, timing))
@@ -352,12 +349,14 @@ def _told_apart(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
 
 
 def _distinct(alike: Sequence[NetworkResult]) -> list[str]:
-    """Words that distinguish entries of one name: their settings, then image size and cost if needed."""
+    """Words that distinguish entries of one name: unusual settings, all settings, then image size and cost."""
+    settings = [entry.settings for entry in alike]
+    unusual = [{n: value for n, value in one.items() if _USUAL.get(n) != value} for one in settings]
     facts = [_facts(entry) for entry in alike]
+    more = [[one | dict(known[:n]) for one, known in zip(settings, facts, strict=True)] for n in (1, 2, 3)]
     words: list[str] = []
-    for shown, usual in ((0, _USUAL), *((shown, {}) for shown in range(4))):
-        told = [entry.settings | dict(known[:shown]) for entry, known in zip(alike, facts, strict=True)]
-        words = variants(told, usual)
+    for told in (unusual, settings, *more):
+        words = _differences(told)
         if len(set(words)) == len(words):
             break
     return words
@@ -369,15 +368,10 @@ def _facts(entry: NetworkResult) -> list[tuple[str, str]]:
     return [("image", f"{size} pixels"), ("params", si(entry.params or 0)), ("macs", si(entry.macs or 0))]
 
 
-def variants(alike: Sequence[Mapping[str, str]], usual: Mapping[str, str] | None = None) -> list[str]:
-    """For each of several settings that read alike: those in which it differs from the others, in words.
-
-    Settings that have their `usual` value are left out.
-    """
-    names = dict.fromkeys(name for settings in alike for name in settings)
-    alike = [{name: s[name] for name in s if (usual or {}).get(name) != s[name]} for s in alike]
-    values = {name: {settings.get(name) for settings in alike} for name in names}
-    differ = [name for name in names if name in _ALWAYS or len(values[name]) > 1]
+def _differences(alike: Sequence[Mapping[str, str]]) -> list[str]:
+    """For each of several settings: those in which it differs from the others, in words."""
+    values: dict[str, set[str | None]] = {name: {s.get(name) for s in alike} for s in alike for name in s}
+    differ = [name for name in sorted(values) if name in _ALWAYS or len(values[name]) > 1]
     return [", ".join(filter(None, (_phrase(name, s[name]) for name in differ if name in s))) for s in alike]
 
 
