@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lowrank_cnn.choose.frontier import KIND
 from lowrank_cnn.core.errors import LowRankError, check_number, check_type
-from lowrank_cnn.core.files import BrokenSealError, UnreadableError, is_sealed, read_json, unsealed
+from lowrank_cnn.core.files import is_sealed, read_json, unsealed
 from lowrank_cnn.core.text import printable
 from lowrank_cnn.data.small_sets import CLASSES as CIFAR10_CLASSES
 from lowrank_cnn.deploy.timing import LayerTime
@@ -202,7 +202,7 @@ class Fields:
         """The first of these fields that is there; cut if it is absurdly long."""
         name, value = next(((n, self.values[n]) for n in names if self.values.get(n) is not None), ("", ""))
         check_type(name, value, str, int, float)
-        return str(value).strip()[:LONGEST_TEXT] or None
+        return printable(str(value).strip()[:LONGEST_TEXT]) or None
 
     def number(self, name: str, *, least: float = 0.0, most: float = 1e18) -> float | None:
         """A number within these limits; None for NaN and infinity, as in the record of a run that diverged."""
@@ -232,7 +232,10 @@ class Fields:
     def environment(self) -> dict[str, Any]:
         """Versions and hardware by name: plain values alone."""
         known = self.object("environment").values
-        return {name: value for name, value in known.items() if isinstance(value, str | int | float | None)}
+        told = {name: printable(value) if isinstance(value, str) else value for name, value in known.items()}
+        return {
+            printable(name): value for name, value in told.items() if isinstance(value, str | int | float | None)
+        }
 
 
 def read_training(values: Fields, path: str) -> Iterator[Run]:
@@ -298,7 +301,11 @@ def settings_of(
     fields |= {"images": images} if images else {}
     fields |= {"begun_from": begun_from} if begun_from else {}
     # A name and the pauses between evaluations teach nothing.
-    kept = [(str(key)[:40], str(fields[key])[:40]) for key in fields if key not in ("name", "evaluate_every")]
+    kept = [
+        (printable(str(key)[:40]), printable(str(fields[key])[:40]))
+        for key in fields
+        if key not in ("name", "evaluate_every")
+    ]
     return tuple(sorted(kept))
 
 
@@ -484,41 +491,22 @@ def _read_into(records: Records, file: Path) -> None:
     def skipping() -> Iterator[None]:
         try:
             yield
+        except RecursionError:
+            records.skipped.append(SkippedFile(str(file), "it is nested too deeply."))
         except LowRankError as error:
-            records.skipped.append(SkippedFile(str(file), str(error)))
+            records.skipped.append(SkippedFile(str(file), f"{str(error).rstrip('.')}."))
 
-    values: object = []
+    values: Any = []
     with skipping():
-        values = _load(file)
+        values = read_json(file)
     for value in values if isinstance(values, list) else [values]:
         with skipping():
             _read_value(records, value, file)
 
 
-def _load(file: Path) -> object:
-    """The value in a file. A checksum that it has must fit; half of a surrogate pair is escaped."""
-    try:
-        value = read_json(file)
-        if isinstance(value, dict):
-            unsealed(value)
-        return _escaped(value)
-    except RecursionError as error:
-        raise LowRankError("it is nested too deeply.") from error
-    except (UnreadableError, BrokenSealError) as error:
-        raise LowRankError(f"{error}.") from error
-
-
-def _escaped(value: Any) -> Any:
-    """The value with printable text."""
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, dict):
-        return {printable(name): _escaped(inner) for name, inner in value.items()}
-    return [_escaped(inner) for inner in value] if isinstance(value, list) else value
-
-
 def _read_value(records: Records, value: object, file: Path) -> None:
     fields = Fields(value)
+    unsealed(fields.values)  # refuses a checksum that does not fit
     kind = fields.text("kind") or _kind_by_fields(fields)
     if kind == KIND:
         family = fields.text("family") or "FAMILY"

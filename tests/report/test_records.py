@@ -77,7 +77,7 @@ def test_a_file_may_hold_several_records_and_is_read_once(tmp_path: Path):
         ({**RUN, "data": {"size": [3, None, 30]}}, "size must be a whole number"),
         ({**RUN, "result": {"details": {"per_class": [{"n": 1}], "confusion": [[1], [2]]}}}, "confusion matrix"),
         ({**RUN, "result": {"details": {"per_class": [{"n": 1}], "confusion": [[{}]]}}}, "confusion matrix"),
-        ({**RUN, "deep": DEEP}, "nested too deeply"),
+        ({**RUN, "seed": DEEP}, "seed must be a number"),
         *(({**RUN, "result": {"top1": value}}, "top1 must be a number") for value in (-1, 2.0, "0.9", True, [1])),
     ],
 )
