@@ -18,7 +18,7 @@ from lowrank_cnn.core.modules import InputSize
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.method.branches import fold_branches
 from lowrank_cnn.method.convert import rows_of
-from lowrank_cnn.method.count import Count, LayerCount, count
+from lowrank_cnn.method.count import LayerCount, count
 from lowrank_cnn.method.init import INITIALISATIONS
 from lowrank_cnn.method.rewrite import Change, changes_of, low_rank_layers, rewrite
 from lowrank_cnn.method.schemes import Scheme, parse_scheme
@@ -70,17 +70,6 @@ def build_network(name: str, *, init: str = "composite", **given: Any) -> Networ
     model.adjust_init()
     model.config = {"name": name, **vars(options), "init": init}
     return model
-
-
-def count_by_name(name: str, image: InputSize | None = None, **options: Any) -> Count:
-    """Count a network without its weights; by default for images of the size that it is made for.
-
-    >>> count_by_name("nin-c3-lr").input
-    (3, 30, 30)
-    """
-    with torch.device("meta"):
-        model = build_network(name, **options)
-        return count(model, image or model.input_size)
 
 
 # A description says in JSON how to build a network again. Nothing stored is run as code: it names one of our
@@ -215,13 +204,16 @@ def dense_twin(model: nn.Module) -> Network | None:
 
 
 def dense_cost(model: nn.Module, input_size: InputSize) -> tuple[int, int] | None:
-    """Multiply-accumulates and parameters of a network before it was converted; its own where it never was.
+    """Multiply-accumulates and parameters of a network before it was converted; its own if it never was.
 
-    None if it has low-rank layers that no recorded conversion made: the layers that they replaced are unknown.
+    For one of ours that is built with low-rank layers, those of its dense twin. None for other networks with
+    low-rank layers that no recorded conversion made: the layers that they replaced are unknown.
     """
     changed = changes_of(model)
     if low_rank_layers(model).keys() - {change.name for change in changed}:
-        return None
+        with torch.device("meta"):
+            twin = dense_twin(model)
+            return None if twin is None else (count(twin, input_size).macs, count(twin, input_size).params)
     model = fold_branches(model)  # as it is counted
     cost = count(model, input_size)
     macs, params = cost.macs, cost.params
