@@ -59,13 +59,13 @@ def convert_command(
       lowrank convert model.py:make --input 3x32x32 --out net.safetensors
       lowrank convert torchvision:resnet18 --stage 2 --stage 3 --macs 0.5
     """
-    from lowrank_cnn.method.convert import convert, told_if_low_rank
+    from lowrank_cnn.method.convert import convert, explain_already_low_rank
 
     source, size = named.find(model)
     how: dict[str, Any] = {"macs": macs, "params": params, "latency": latency, "allow_costlier": allow_costlier}
     if scheme is None and macs is None and params is None and latency is None:
         scheme = "lr-join"
-    with told_if_low_rank(source.network):
+    with explain_already_low_rank(source.network):
         chosen = _where(where, stage, source.network, size)
         new = convert(source.network, scheme, where=chosen, input_size=size, **how)
     # Fresh weights have learned no classes: the file keeps only the image size of the source.
@@ -104,7 +104,7 @@ def decompose_command(
       lowrank decompose nin --pretrained cifar10 --energy 0.9
       lowrank decompose runs/photos --macs 0.5 --images photos --by accuracy
     """
-    from lowrank_cnn.method.convert import told_if_low_rank
+    from lowrank_cnn.method.convert import explain_already_low_rank
     from lowrank_cnn.method.decompose import decompose
 
     source, size = named.find(model)
@@ -115,7 +115,7 @@ def decompose_command(
         ((how["images"], labels),) = source.images(images, size, batch=IMAGES)
         if by == "accuracy":
             how["evaluate"] = partial(_accuracy, images=how["images"], labels=labels)
-    with told_if_low_rank(source.network):
+    with explain_already_low_rank(source.network):
         how |= {"where": _where(where, stage, source.network, size), "allow_costlier": allow_costlier}
         new = decompose(source.network, scheme, input_size=size, **how)
     _finish(source, new, size, out, as_json)

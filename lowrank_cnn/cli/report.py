@@ -37,7 +37,7 @@ def report_command(
       lowrank report runs -o report.html
     """
     from lowrank_cnn.report.page import found_in, write_page
-    from lowrank_cnn.report.records import read_records, require_records, shown_elsewhere
+    from lowrank_cnn.report.records import read_records, require_records
 
     printed = _is_printed(out, as_json)
     paths = runs or [DEFAULT_RUNS]
@@ -45,15 +45,12 @@ def report_command(
     if not as_json:
         for problem in records.skipped:
             errors.print(f"Skipped {problem.path}: {problem.reason}")
-        for sentence in shown_elsewhere(records) if records else ():
-            errors.print(f"{sentence}.")
     require_records(paths, records)
     write_page(records, followed(out))
     if as_json:
         found = {"runs": len(records.runs), "timings": len(records.timings)}
         skipped = [vars(problem) for problem in records.skipped]
-        elsewhere = [vars(file) for file in records.elsewhere]
-        return print_json({"page": str(out), **found, "skipped": skipped, "elsewhere": elsewhere})
+        return print_json({"page": str(out), **found, "skipped": skipped})
     if not printed:
         console.print(f"Wrote {out}: {found_in(records)}. Open it in a browser.", soft_wrap=True)
     return None

@@ -71,8 +71,8 @@ class NetworkOptions:
 
     def training(self) -> tuple[str | None, Callable[..., Record]]:
         """The scheme that the network is built by, and the function that trains it."""
+        from lowrank_cnn.graph.finalize_shapes import load_shapes
         from lowrank_cnn.method.budget import Budget
-        from lowrank_cnn.method.finalize_shapes import load_shapes
         from lowrank_cnn.method.schemes import parse_scheme
         from lowrank_cnn.train.fit import fit
 

@@ -28,7 +28,7 @@ from lowrank_cnn.choose.shape_choice import (
 )
 from lowrank_cnn.core import clock
 from lowrank_cnn.core.clock import Sample
-from lowrank_cnn.method.channels import free_routes
+from lowrank_cnn.graph.channels import free_routes
 from lowrank_cnn.method.schemes import parse_scheme
 from lowrank_cnn.method.shaped_layers import GatedLinear, shaped_convs
 
