@@ -293,18 +293,24 @@ def train_command(
     wanted = as_network_wants(found, source.network, recipe, reading, **wish)
     check_classes(wanted)
     check_network(source.network, wanted, recipe)
-    if not as_json:
+    if first_process() and not as_json:
         _print_start(wanted, recipe, run.out, source.remark, tuned=wanted is not found and is_weights(model))
-    told = None if as_json else _problems_of(wanted)
+    told = _problems_of(wanted)
     how = {"workers": images.workers, **rare, **asdict(run), "log": run.log or ()}
     with may_end_process():
         record = train(source.network.train(), wanted, recipe, progress=not as_json, **how)
-    _print_result(record, run.out, as_json)
-    if told is not None and first_process() and _problems_of(wanted) != told:  # a stream finds them on its way
+    if not first_process():
+        return None
+    if as_json:
+        name, out = record.model["name"], str(run.out) if run.out else None
+        return print_json({"model": name, "out": out, **record.result})
+    _print_result(record)
+    if _problems_of(wanted) != told:  # a stream finds them on its way
         print_problems(wanted)
-    if run.out and not as_json and first_process():
+    if run.out:
         hint = _next_command(record, run.out, data, network.into or model, images.class_names)
         console.print(f"The run is in {run.out}: try `{hint}`", soft_wrap=True)
+    return None
 
 
 def _problems_of(data: Data) -> tuple[str, str]:
@@ -332,8 +338,6 @@ def _told(recipe: Recipe) -> str:
 
 
 def _print_start(data: Data, recipe: Recipe, out: Path | None, remark: str, *, tuned: bool) -> None:
-    if not first_process():
-        return
     console.print(f"Recipe: {_told(recipe)} (the record has every field)")
     counts = f"{len(data.train):,} to train on, {len(data.test):,} to test on"
     size = f"{data.train.size[1]}x{data.train.size[2]} pixels" if data.train.size else "of many sizes"
@@ -363,15 +367,10 @@ def _held_out_in_words(data: Data, share: float) -> str:
     return told
 
 
-def _print_result(record: Record, out: Path | None, as_json: bool) -> None:
+def _print_result(record: Record) -> None:
     from lowrank_cnn.train.evaluate import TOP_FIVE
 
     r = record.result
-    if not first_process():
-        return
-    if as_json:
-        print_json({"model": record.model["name"], "out": str(out) if out else None, **r})
-        return
     top5 = {"top-5": f"{r['top5']:.2%}"} if len(record.data["classes"]) > TOP_FIVE else {}
     row = {"network": record.model["name"], "top-1": f"{r['top1']:.2%}", **top5, "n": f"{r['n']:,}"}
     row |= {"MACs": si(r["macs"]) if r["macs"] else "", "params": si(r["params"])}
