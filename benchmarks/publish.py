@@ -1,8 +1,8 @@
-"""Put the weights of finished runs into the package, in half precision, with a card that says how they came about.
+"""Put the weights of finished runs into the package, in half precision, with a card that describes their training.
 
     python -m benchmarks.publish RUN [RUN ...] --name cifar10 [--data FOLDER]
 
-With --data, the halved weights are evaluated on the test images, on the CPU, and the card states that as well.
+With --data, the halved weights are evaluated on the test images, on the CPU, and the card states the result.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ SHOWN = ("commit", "date", "torch", "python", "gpu", "cpu")
 
 
 def card_of(record: Record) -> dict[str, Any]:
-    """What somebody who takes the weights should know."""
-    dropout = record.recipe.get(
-        "dropout"
-    )  # that of the recipe, where it has one, is what the network was trained with
+    """The card: facts that users of the weights should know."""
+    dropout = record.recipe.get("dropout")  # the recipe's value, if it has one, was used in training
     return {
         "model": record.model if dropout is None else {**record.model, "dropout": dropout},
         "recipe": record.recipe,
