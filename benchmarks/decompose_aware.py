@@ -12,7 +12,7 @@ MACs:
 - sensitivity: ranks by the effect on the output for the images, filters nearest in weight;
 - refitted: ranks by squared weights, layers refitted to activations on the images;
 - both: ranks by weights, by the effect on the output with refitted layers, and by both together, each with layers
-refitted or not; the nearest output on the images wins: `decompose(..., images=...)`.
+  refitted or not; the nearest output on the images wins: `decompose(..., images=...)`.
 
 The error is the squared difference of the outputs over their square, on test images that were not used for
 fitting; top-1 is on the same images, without fine-tuning. The record has the rows of all networks measured so far.

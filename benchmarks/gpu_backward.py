@@ -59,8 +59,7 @@ def measure_backward(
 
 
 def _plain_weights(problem: Problem, g: Tensor, pixels: Tensor) -> dict[str, float]:
-    """The plain kernel of the weight gradient: its time, and the difference of the chosen kernel's result from its
-    own."""
+    """The plain kernel of the weight gradient: its time, and how much the chosen kernel's result differs."""
     tile = replace(backward_plan.weight_tile(problem), stages=1)
 
     def plain() -> list[Tensor]:
@@ -97,8 +96,7 @@ def run_backward(x: Tensor, weights: list[Tensor], options: dict[str, Any]) -> N
 
 
 def _best(tiles: Sequence[Tile], launch: Callable[[Tile], Any]) -> dict[str, Any]:
-    """The fastest tile's time, and every tile's; a tile is left out if its result differs from the default
-    tile's."""
+    """The fastest tile's time, and every tile's; tiles that disagree with the default are left out."""
     times: dict[Tile, dict[str, float]] = {}
     failed = {}
     expected = _flat(launch(tiles[0]))

@@ -99,8 +99,7 @@ def _watched(net: nn.Module, problems: list[Problem], work: list[Work]) -> Itera
 
 
 def _conv_work(problem: Problem) -> Work:
-    """Least bytes of a backward: read the gradient, the input and the codes of pool and ReLU, write the input
-    gradient."""
+    """Least bytes of a backward: read gradient, input, and codes of pool and ReLU; write the input gradient."""
     first = problem.channels <= 4
     result = problem.batch * problem.result_size[0] * problem.result_size[1] * problem.filters
     entry = problem.batch * problem.height * problem.width * problem.channels

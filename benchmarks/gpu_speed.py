@@ -122,8 +122,7 @@ def compile_all(options: argparse.Namespace, deadline: float) -> list[str]:
 
 
 def _child(options: argparse.Namespace, job: str, scratch: str) -> subprocess.Popen[bytes]:
-    """Start a child. Its measurements are disturbed by others and go to a scratch folder; its errors go to a
-    log."""
+    """Start a child. Its disturbed measurements go to a scratch folder, its errors to a log."""
     command = [sys.executable, "-m", "benchmarks.gpu_speed", "--child", job, "--jobs", str(options.jobs)]
     for name in ("networks", "modes", "batches"):
         command += [f"--{name}", ",".join(map(str, getattr(options, name)))]

@@ -34,8 +34,7 @@ def _child(script: str, share: list[str], batch: int) -> subprocess.Popen[str]:
 
 
 def _read(share: list[str], text: str, ran: set[str], failed: dict[str, str]) -> list[str]:
-    """Sort a child's report: the task at which it ended has failed, and tasks that it never reached are
-    returned."""
+    """Sort a child's report: the task at which it ended failed; the tasks after it are returned."""
     tried = []
     for line in text.splitlines():
         word, _, rest = line.partition(" ")

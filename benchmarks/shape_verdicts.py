@@ -69,8 +69,7 @@ def judged(book: RunBook) -> dict[str, Answers]:
 
     - `answers`: each learned way against each rival, at equal MACs.
     - `equal_time`: the same at equal time; empty before the networks are timed.
-    - `mechanisms`: the mechanism that was kept against the others, by any gap. These pairs were not
-    pre-registered.
+    - `mechanisms`: the mechanism that was kept against the others, by any gap. These pairs are not pre-registered.
     """
     asked, runs = read_questions(), full_runs(book)
     own = asked["learned_shapes"]
