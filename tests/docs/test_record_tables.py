@@ -116,7 +116,7 @@ def test_a_gpu_that_decodes_is_held_against_the_cpu(blocks: ModuleType, put: Put
     assert "The whole loader, textured, images/s: 0 workers 400; 16 workers 2,000." in text
     decoded = "0 workers 1,000; 16 workers 7,000; alone it decodes 20,000 (19,000 to 21,000)."
     assert f'The same if the GPU decodes (`decode="gpu"`): {decoded}' in text
-    assert "Its pixels differ from Pillow's by 1.23 of 255 levels on the mean." in text
+    assert "Its pixels differ from Pillow's by 1.23 of 255 levels on average." in text
     waits = "waits 75% of the time, and 12% if it decodes them itself."
     assert f"A GPU that trains `vgg11` at 8,000 images/s {waits}" in text
 
