@@ -36,20 +36,11 @@ class BadImageError(Exception):
     """One image that cannot be used, and why."""
 
 
-@dataclass(frozen=True)
-class ImageHeader:
-    """The size of an image and whether it is grey, from its header."""
-
-    height: int
-    width: int
-    grey: bool
-
-
-def image_header(data: bytes) -> ImageHeader:
-    """Read the header alone."""
+def image_header(data: bytes) -> tuple[tuple[int, int], bool]:
+    """The height and width of an image and whether it is grey, from its header alone."""
     image = open_image(data)
-    height, width = (image.width, image.height) if orientation(image) in _TURNED else (image.height, image.width)
-    return ImageHeader(height, width, image.mode in _GREY)
+    size = (image.width, image.height) if orientation(image) in _TURNED else (image.height, image.width)
+    return size, image.mode in _GREY
 
 
 def decode_image(data: bytes, *, channels: int, at_least: int | None = None) -> Image:

@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.text import counted
-from lowrank_cnn.data.resident import DeviceLoader
+from lowrank_cnn.data.resident import Loader
 from lowrank_cnn.data.types import (
     Data,
     Problems,
@@ -176,7 +176,7 @@ class DatasetSplit:
 
 
 @dataclass(eq=False, repr=False)
-class DatasetLoader(DeviceLoader):
+class DatasetLoader(Loader):
     """Batches of a user's data set on the device. The order of training is a function of seed and epoch.
 
     If the user's DataLoader has a sampler of its own, its batches are taken as they come.

@@ -6,6 +6,7 @@ each crop, which gives the same batches: ILSVRC at 160 pixels is 98 GB as bytes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
@@ -161,8 +162,13 @@ def _unpickled(images: Any, labels: Any, problems: Problems, fingerprint: str) -
 
 
 @dataclass(eq=False, repr=False)
-class DeviceLoader:
-    """The options of `make_loader`, which all loaders share."""
+class Loader(ABC):
+    """Batches as a pure function of (seed, epoch): resuming at (epoch, batch) needs no generator state.
+
+    Training drops the last partial batch. Evaluation keeps it; a rank that has no image of it yields one batch
+    fewer, so sum figures over ranks after the last batch, and not batch by batch. `make_loader` explains the
+    options.
+    """
 
     split: Any
     _: KW_ONLY
@@ -197,7 +203,12 @@ class DeviceLoader:
         self._prepare = self.preprocess.to(self._device) if self.preprocess else to_unit
 
     def __len__(self) -> int:
+        """Batches per epoch."""
         return self._batches
+
+    @abstractmethod
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Any]]:
+        """This rank's part of each global batch from `start` on, as (images, labels) on the device."""
 
     def _batch(self, images: Tensor) -> Tensor:
         """Images [n, C, h, w] in the layout that was chosen."""
@@ -206,7 +217,7 @@ class DeviceLoader:
 
 
 @dataclass(eq=False, repr=False)
-class ResidentLoader(DeviceLoader):
+class ResidentLoader(Loader):
     """Batches of a resident split: the same global batches for every device and number of processes."""
 
     split: ResidentSplit

@@ -31,7 +31,7 @@ from lowrank_cnn.data.decode import (
     stack,
 )
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten
-from lowrank_cnn.data.resident import DeviceLoader
+from lowrank_cnn.data.resident import Loader
 from lowrank_cnn.data.store import ImageStore, sample_rows
 from lowrank_cnn.data.types import Bad, Problems, Size, generator, rank_range
 from lowrank_cnn.data.workers import BatchPart, EpochParts, Found
@@ -105,7 +105,7 @@ class StreamedSplit:
 
 
 @dataclass(eq=False, repr=False)
-class StreamedLoader(DeviceLoader):
+class StreamedLoader(Loader):
     """Batches of a streamed split, each process reading its own part through its own workers.
 
     With `decode="gpu"` these only read, and the device decodes (`gpu_decode`): the same crops of the same images,

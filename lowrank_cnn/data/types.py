@@ -184,22 +184,6 @@ class Data:
         return replace(self, train=self.train.subset(rest), test=self.train.subset(chosen))
 
 
-class Loader(Protocol):
-    """Batches as a pure function of (seed, epoch): resuming at (epoch, batch) needs no generator state.
-
-    Training drops the last partial batch. Evaluation keeps it; a rank that has no image of it yields one
-    batch fewer, so figures are to be summed over ranks after the last batch, not batch by batch.
-    """
-
-    def __len__(self) -> int:
-        """Batches per epoch."""
-        ...
-
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's part of each global batch from `start` on, as (images, labels) on the device."""
-        ...
-
-
 @dataclass(frozen=True)
 class Decoded:
     """Images as uint8 [n, C, H, W], their labels, and the problems found."""
