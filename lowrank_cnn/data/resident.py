@@ -225,9 +225,7 @@ class ResidentLoader(Loader):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.decode == "gpu":
-            raise LowRankError(
-                "decode='gpu' (--decode gpu) is for streamed sets: this one is held in memory, decoded."
-            )
+            raise LowRankError("decode='gpu' is for streamed sets: this one is held in memory, decoded.")
         split, augment = self.split, self.augment
         self._window = augment.window(*split.size[1:], train=self.train)
         self._pad = augment.pad if self.train else 0

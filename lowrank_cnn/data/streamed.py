@@ -125,7 +125,7 @@ class StreamedLoader(Loader):
         self._decoder = find_decoder(device) if self.decode == "gpu" else None
         if self._decoder and (split.channels != 3 or (self.train and self._framing.pad)):
             raise LowRankError(
-                "decode='gpu' (--decode gpu) is for photographs in colour that are not padded: set pad to 0 and "
+                "decode='gpu' is for photographs in colour that are not padded: set pad to 0 and "
                 "read the images in colour, or decode them on the CPU."
             )
         # One for all epochs: memory that was freed in one stream serves no other.
@@ -293,18 +293,16 @@ Decoder = Callable[[list[Tensor]], list[Tensor]]
 def find_decoder(device: torch.device) -> Decoder:
     """torchvision's nvJPEG, once it has shown that it works here."""
     if device.type != "cuda" or not torch.cuda.is_available():
-        raise LowRankError(f"decode='gpu' (--decode gpu) needs a CUDA device, and this run is on {device}.")
+        raise LowRankError(f"decode='gpu' needs a CUDA device, and this run is on {device}.")
     try:
-        vision: Any = require("torchvision.io", extra="zoo", purpose="decode='gpu' (--decode gpu)")
+        vision: Any = require("torchvision.io", extra="zoo", purpose="decode='gpu'")
         pillow = require("PIL.Image", extra="data", purpose="decoding images")
         device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
         decode = partial(_by_nvjpeg, vision, device)
         pillow.new("RGB", (64, 64)).save(probe := io.BytesIO(), "JPEG")
         decode([torch.frombuffer(bytearray(probe.getvalue()), dtype=torch.uint8)])
     except (RuntimeError, OSError, AttributeError) as error:  # a build for another torch fails in various ways
-        raise LowRankError(
-            f"decode='gpu' (--decode gpu) does not work with this torchvision: {first_line(error)}"
-        ) from error
+        raise LowRankError(f"decode='gpu' does not work with this torchvision: {first_line(error)}") from error
     return decode
 
 

@@ -80,7 +80,7 @@ class Problems:
     def refuse(self) -> None:
         """Raise if there is any problem, naming the first of each kind."""
         if self:
-            raise LowRankError(f"the data has bad images: {self} (bad='skip', or --bad skip, leaves them out).")
+            raise LowRankError(f"the data has bad images: {self} (bad='skip' leaves them out).")
 
 
 class Split(Protocol):

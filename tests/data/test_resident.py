@@ -172,7 +172,7 @@ def test_problems_are_counted_once_and_the_first_named() -> None:
     other = Problems()
     other.add_all(problems.found)  # as one process tells another
     assert other.found == problems.found
-    with pytest.raises(LowRankError, match=r"x\.parquet:3: -1.*--bad skip"):
+    with pytest.raises(LowRankError, match=r"x\.parquet:3: -1.*bad='skip'"):
         problems.refuse()
 
 
