@@ -68,9 +68,9 @@ class DatasetSplit:
             return None
         if len(shape) != 3:
             raise LowRankError(
-                "an item of the data set is (image, target) with a tensor [C, H, W] as image, or with a tuple or "
-                f"dictionary of tensors, not {in_short(first)}: a transform such as ToTensor makes a tensor of a "
-                "picture, and other inputs need a training loop of your own."
+                "the data set needs items (image, target) with a tensor [C, H, W] as image, or a tuple or "
+                f"dictionary of tensors, not {in_short(first)}: a transform such as ToTensor turns a picture into "
+                "a tensor, and other inputs need a training loop of your own."
             )
         return shape  # type: ignore[return-value]
 
@@ -148,7 +148,7 @@ class DatasetSplit:
         return fingerprint_of_parts("dataset", type(self.dataset).__name__, str(len(self)), *some)
 
     def contents(self) -> dict[str, Tensor]:
-        """Nothing: all items would have to be read, and the user's code may change them at random."""
+        """Nothing: reading all items takes long, and the user's code may change them at random."""
         return {}
 
     def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:

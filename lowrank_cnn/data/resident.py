@@ -50,20 +50,14 @@ _CHUNK_BYTES = 2**29
 _PREPARE_IMAGES = 4096
 
 
+@dataclass(eq=False, repr=False)
 class ResidentSplit:
     """A split in memory, decoded when it is first used: evaluating never decodes the training set."""
 
-    def __init__(
-        self,
-        decode: Callable[[], Decoded],
-        size: Size,
-        fingerprint: Callable[[], str] | None = None,
-        store: ImageStore | None = None,
-    ) -> None:
-        self._decode = decode
-        self._fingerprint = fingerprint
-        self._store = store
-        self.size = size
+    decode: Callable[[], Decoded]
+    size: Size
+    identify: Callable[[], str] | None = None
+    store: ImageStore | None = None
 
     @classmethod
     def of(cls, images: Any, labels: Any, problems: Problems | None = None) -> ResidentSplit:
@@ -90,20 +84,20 @@ class ResidentSplit:
     @property
     def fingerprint(self) -> str:
         """From the files if there are any, else from the pixels."""
-        return self._fingerprint() if self._fingerprint else fingerprint_of_tensors(self.images, self.labels)
+        return self.identify() if self.identify else fingerprint_of_tensors(self.images, self.labels)
 
     def contents(self) -> dict[str, Tensor]:
         _ = self._decoded  # takes the digests of all images
-        if self._store is None:
+        if self.store is None:
             return {"pixels": self._pixels}
-        return self._store.contents()
+        return self.store.contents()
 
     def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
         if "pixels" in before:  # a set that was sent to another process has no files any more
-            return ["some images"] if self._store is None and not before["pixels"].equal(self._pixels) else [], 0
-        if self._store is None:
+            return ["some images"] if self.store is None and not before["pixels"].equal(self._pixels) else [], 0
+        if self.store is None:
             return [], 0
-        return self._store.changed(self.contents()["digests"].nonzero()[:, 0], before)
+        return self.store.changed(self.contents()["digests"].nonzero()[:, 0], before)
 
     @cached_property
     def _pixels(self) -> Tensor:
@@ -112,7 +106,7 @@ class ResidentSplit:
 
     @cached_property
     def _decoded(self) -> Decoded:
-        return self._decode()
+        return self.decode()
 
     @property
     def images(self) -> Tensor:
@@ -144,21 +138,18 @@ class ResidentSplit:
 
     def subset(self, index: Tensor) -> ResidentSplit:
         def chosen() -> Decoded:
-            def describe(place: int) -> str:
-                return self.describe(int(index[place]))
+            return Decoded(
+                self.images[index],
+                self.labels[index],
+                self.problems,
+                lambda place: self.describe(int(index[place])),
+            )
 
-            return Decoded(self.images[index], self.labels[index], self.problems, describe)
-
-        def fingerprint() -> str:
-            return fingerprint_of_subset(self.fingerprint, index)
-
-        return ResidentSplit(chosen, self.size, fingerprint, self._store)
+        return ResidentSplit(chosen, self.size, lambda: fingerprint_of_subset(self.fingerprint, index), self.store)
 
 
 def _unpickled(images: Any, labels: Any, problems: Problems, fingerprint: str) -> ResidentSplit:
-    split = ResidentSplit.of(images, labels, problems)
-    split._fingerprint = lambda: fingerprint
-    return split
+    return replace(ResidentSplit.of(images, labels, problems), identify=lambda: fingerprint)
 
 
 @dataclass(eq=False, repr=False)

@@ -142,9 +142,9 @@ class Split(Protocol):
 class Data:
     """A named set of images: its classes, the images to train on and those to test on.
 
-    `details` are for the record of a run: the share of images held out for testing (`val_split`), whether images
-    were resized to the network's own size (`sized_by`), and of sets with both test and validation images the split
-    that is tested on (`tested_split`) and the others (`unused_splits`).
+    `details` go into the record of a run: `val_split` is the share of images held out for testing, and `sized_by`
+    says that images were resized to the network's own size. A set with several splits to test on has
+    `tested_split` and `unused_splits`.
     """
 
     name: str
@@ -301,7 +301,7 @@ def fingerprint_of_tensors(images: Tensor, labels: Tensor) -> str:
 
 
 def fingerprint_of_subset(whole: str, index: Tensor) -> str:
-    """Of the images at these positions of a set with this fingerprint."""
+    """The fingerprint of the images at these positions of a set."""
     return fingerprint_of_parts("subset", whole, hash_of(index))
 
 
