@@ -1,8 +1,8 @@
-"""Put the weights of finished runs into the package, in half precision, with a card that says how they came about.
+"""Put the weights of finished runs into the package, in half precision, with a card that describes their training.
 
     python -m benchmarks.publish RUN [RUN ...] --name cifar10 [--data FOLDER]
 
-With --data, the halved weights are evaluated on the test images, on the CPU, and the card states that as well.
+With --data, the halved weights are evaluated on the test images, on the CPU, and the card states the result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHOWN = ("commit", "date", "torch", "python", "gpu", "cpu")
 
 
 def card_of(record: Record) -> dict[str, Any]:
-    """What somebody who takes the weights should know."""
+    """The card: facts that users of the weights should know."""
     return {
         "recipe": record.recipe,
         "data": record.data,

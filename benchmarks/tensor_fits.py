@@ -29,7 +29,7 @@ from lowrank_cnn.method.schemes import parse_scheme
 
 OUT = Path(__file__).parent / "results" / "tensor_fits.json"
 RATIOS = (0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0, 1.25, 1.6, 2.0, 3.0)
-"""Of Tucker-2's two ranks, each relative to its own number of channels."""
+"""Ratios of Tucker-2's two ranks, each relative to its own number of channels."""
 MOST = 320
 """Components of CP above which tensorly takes many minutes for one layer."""
 

@@ -1,6 +1,6 @@
-"""How long networks and their layers take, beside their multiply-accumulates and their dense twins.
+"""Times of networks and their layers, with their multiply-accumulates and their dense twins.
 
-A network and its twin are run in turns, so that what disturbs the machine for a moment disturbs both alike.
+A network and its twin run in turns, so a short disturbance of the machine affects both alike.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from lowrank_cnn.method.rewrite import copy_with, in_channels_last
 from lowrank_cnn.method.select import check_module
 from lowrank_cnn.models.build import dense_twin, name_of
 
-# Networks ready to be timed: a copy in torch, or a file in its engine, each with the inputs that it is run on.
+# Networks ready to be timed: a copy in torch, or a file in its engine, each with its inputs.
 
 
 class TorchRunner:
-    """A copy of a network in evaluation and what it is run on, both in channels_last where they have it.
+    """A copy of a network in evaluation and its inputs, both in channels_last if they have that format.
 
-    Branches of training are folded: nobody runs them afterwards.
+    Training-only branches are folded.
     """
 
     def __init__(self, model: nn.Module, inputs: InputSize, batch: int, device: str, scratch: Path) -> None:
@@ -93,7 +93,7 @@ class TorchRunner:
 
 
 class FileRunner:
-    """A network's file in its engine; of an .onnx file, layers are the nodes of the graph."""
+    """A network's file in its engine; for an .onnx file, layers are the nodes of the graph."""
 
     def __init__(self, path: Path, shape: tuple[int, ...] | None, batch: int, *, trusted: bool = False) -> None:
         self.path, self.threads = path, torch.get_num_threads()
@@ -119,7 +119,7 @@ class FileRunner:
         return self.runner(self.arrays)
 
     def macs(self) -> dict[str, int]:
-        """Multiply-accumulates of each node, of the whole batch; of files other than .onnx none are known."""
+        """Multiply-accumulates of each node, for the whole batch; empty for files other than .onnx."""
         found = node_macs(self.path) if self.path.suffix == ".onnx" else {}
         return {name: self.shapes[0][0] * macs for name, macs in found.items()}
 
@@ -167,7 +167,7 @@ def _shapes(inputs: InputSize) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """One layer: what it is, its multiply-accumulates for the batch, and its time inside a run of the network."""
+    """One layer: its kind, its multiply-accumulates for the batch, and its time inside a run of the network."""
 
     name: str
     type: str
@@ -179,8 +179,8 @@ class LayerTime:
 class Timing(AsDict):
     """A network's time for one batch. `correlation` is Pearson's r of MACs and time over its layers.
 
-    `twin` is the dense network that it is compared with, timed in the same turns, where there is one. `input` is
-    the shape of the input, and of a network with several that of the first; `more_inputs` are the others.
+    `twin` is the dense network that it is compared with, if any, timed in the same turns. `input` is the shape of
+    the first input; `more_inputs` are the shapes of the others.
     """
 
     name: str
@@ -208,7 +208,7 @@ def time_model(
     repeats: int = 15,
     twin: nn.Module | None = None,
 ) -> Timing:
-    """Time a network in evaluation (in torch: eager, channels_last), whole and by layer, beside its MACs.
+    """Time a network in evaluation (in torch: eager, channels_last), whole and by layer, with its MACs.
 
     `input_size` is (channels, height, width), or for other inputs than images an example with a batch of its own:
     a tensor, a tuple of all inputs, or a dictionary by keyword.
@@ -245,7 +245,7 @@ def time_file(
     repeats: int = 15,
     trusted: bool = False,
 ) -> Timing:
-    """Time an exported file in its engine on the CPU, and the nodes of an .onnx file beside their MACs.
+    """Time an exported file in its engine on the CPU, and the nodes of an .onnx file with their MACs.
 
     `input_size` is for files that take images of any size; `trusted` for .pt2 and .ts.
     """
@@ -290,7 +290,7 @@ def _timing(
     where: tuple[str, str],
     model: nn.Module | None = None,
 ) -> Timing:
-    """A network's time with its layers; of a file, the MACs are those of its nodes."""
+    """A network's time with its layers; for a file, the MACs are those of its nodes."""
     types = {} if model is None else {key: type(module).__name__ for key, module in model.named_modules()}
     times, macs = runner.layers(), runner.macs()
     layers = tuple(LayerTime(key, types.get(key, ""), macs.get(key, 0), ms) for key, ms in times.items())

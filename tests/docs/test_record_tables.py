@@ -77,7 +77,7 @@ def test_runs_stand_beside_the_papers_column(blocks: ModuleType, put: Put, tmp_p
     assert cells(text, "`vgg11-gmp`")[1:6] == ["100 M", "41.00 ± 1.41", "67.00", "61.00 ± 1.41", "87.00"]
     assert cells(text, "`vgg11`")[2] == "30.00"
     assert cells(text, "lr matches gmp")[2:] == ["-1.00", "+9.50 ± 4.81", "holds"]
-    assert "2 of 3 pairs of networks stand in the published order of top-1; rank correlation 0.50." in text
+    assert "2 of 3 pairs of networks have the published order of top-1; rank correlation 0.50." in text
     assert "Crops of 56." in text
     assert "Not finished: 1 runs." in text
 
@@ -115,9 +115,9 @@ def test_a_gpu_that_decodes_is_held_against_the_cpu(blocks: ModuleType, put: Put
     text = blocks.TABLES["input-pipeline"]()
     assert "The whole loader, textured, images/s: 0 workers 400; 16 workers 2,000." in text
     decoded = "0 workers 1,000; 16 workers 7,000; alone it decodes 20,000 (19,000 to 21,000)."
-    assert f'The same where the GPU decodes (`decode="gpu"`): {decoded}' in text
-    assert "Its pixels differ from Pillow's by 1.23 of 255 levels on the mean." in text
-    waits = "waits 75% of the time, and 12% where it decodes them itself."
+    assert f'The same if the GPU decodes (`decode="gpu"`): {decoded}' in text
+    assert "Its pixels differ from Pillow's by 1.23 of 255 levels on average." in text
+    waits = "waits 75% of the time, and 12% if it decodes them itself."
     assert f"A GPU that trains `vgg11` at 8,000 images/s {waits}" in text
 
 
