@@ -108,7 +108,7 @@ def loader_of(split: StreamedSplit, workers: int, batch: int, decode: Decode = "
 
 def worker_rate(split: StreamedSplit, batch: int) -> dict[str, float]:
     """Images per second of one core's time, as a worker prepares them: read, decoded, scaled and cropped."""
-    parts = loader_of(split, 0, batch)._training_parts(0)
+    parts = loader_of(split, 0, batch)._parts(0)
     return rates_of(lambda number: len(parts[number, 0].rows), parts.batches)
 
 

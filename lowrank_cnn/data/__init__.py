@@ -7,10 +7,10 @@ from typing import Any
 from lowrank_cnn.data.augment import Augment
 from lowrank_cnn.data.own import DatasetLoader, DatasetSplit
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten, fit_preprocess, preprocess_from_dict
-from lowrank_cnn.data.resident import ResidentLoader, ResidentSplit
+from lowrank_cnn.data.resident import Loader, ResidentLoader, ResidentSplit
 from lowrank_cnn.data.sources import open_data
 from lowrank_cnn.data.streamed import StreamedLoader, StreamedSplit
-from lowrank_cnn.data.types import Data, Loader, Problems, Split
+from lowrank_cnn.data.types import Data, Problems, Split
 
 __all__ = [
     "Augment",

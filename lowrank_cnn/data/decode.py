@@ -36,24 +36,15 @@ class BadImageError(Exception):
     """One image that cannot be used, and why."""
 
 
-@dataclass(frozen=True)
-class ImageHeader:
-    """The size of an image and whether it is grey, from its header."""
-
-    height: int
-    width: int
-    grey: bool
-
-
-def image_header(data: bytes) -> ImageHeader:
-    """Read the header alone."""
+def image_header(data: bytes) -> tuple[tuple[int, int], bool]:
+    """The height and width of an image and whether it is grey, from its header alone."""
     image = open_image(data)
-    height, width = (image.width, image.height) if orientation(image) in _TURNED else (image.height, image.width)
-    return ImageHeader(height, width, image.mode in _GREY)
+    size = (image.width, image.height) if orientation(image) in _TURNED else (image.height, image.width)
+    return size, image.mode in _GREY
 
 
 def decode_image(data: bytes, *, channels: int, at_least: int | None = None) -> Image:
-    """A grey (one channel) or RGB (three) image, upright. A JPEG may be decoded smaller, down to `at_least`."""
+    """Decode an image as grey (one channel) or RGB (three). A JPEG may come out smaller, down to `at_least`."""
     image = open_image(data)
     try:
         if at_least is not None:
@@ -132,7 +123,7 @@ def open_image(data: bytes) -> Image:
 
 
 def orientation(image: Image) -> int:
-    """The EXIF orientation of a photograph; 1 if it is upright or has no such tag."""
+    """The EXIF orientation of a photograph, or 1 if it has none."""
     if image.format == "TIFF" or (image.format == "JPEG" and "exif" not in image.info):
         return 1  # Pillow turns a TIFF itself
     try:
@@ -268,7 +259,7 @@ def frame_image(data: bytes, framing: Framing, channels: int, draws: list[float]
 
 
 def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Height and width of a complete, upright baseline JPEG in 8-bit YCbCr, from its header; else None.
+    """Height and width of a complete baseline JPEG in 8-bit YCbCr that needs no turning; None for any other.
 
     Progressive JPEGs do not count: hardware decodes none, and many workers decode them faster than nvJPEG's one
     thread.
@@ -298,7 +289,7 @@ def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
 def _cut_by_simplejpeg(data: bytes, framing: Framing, draws: list[float] | None) -> bytes | None:
     """The window of a JPEG that has the right scale; None for others, and if simplejpeg is missing or fails.
 
-    Pillow decodes JPEGs with EXIF data, as they may have to be turned upright.
+    Pillow decodes JPEGs with EXIF data, which may say that the image has to be turned.
 
     To mirror the window, all bytes of a row are reversed, so the colours are decoded in reverse order.
     """

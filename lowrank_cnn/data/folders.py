@@ -163,7 +163,7 @@ def open_table(path: Path) -> LabelledImages:
     """The images that a CSV file lists: a column path, a column label, and perhaps a column split.
 
     Paths are relative to the file. Classes are the labels, sorted; missing files are problems, and so are files
-    that are to be trained and tested on. Of lines for `test` and for `val`, those for `test` are tested on.
+    that are to be trained and tested on. If there are lines for `test` and for `val`, those for `test` are used.
     """
     try:
         rows, problems = _table_rows(path), no_problems()

@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.text import counted
-from lowrank_cnn.data.resident import DeviceLoader
+from lowrank_cnn.data.resident import Loader
 from lowrank_cnn.data.types import (
     Data,
     Problems,
@@ -68,9 +68,9 @@ class DatasetSplit:
             return None
         if len(shape) != 3:
             raise LowRankError(
-                "an item of the data set is (image, target) with a tensor [C, H, W] as image, or with a tuple or "
-                f"dictionary of tensors, not {in_short(first)}: a transform such as ToTensor makes a tensor of a "
-                "picture, and other inputs need a training loop of your own."
+                "the data set needs items (image, target) with a tensor [C, H, W] as image, or a tuple or "
+                f"dictionary of tensors, not {in_short(first)}: a transform such as ToTensor turns a picture into "
+                "a tensor, and other inputs need a training loop of your own."
             )
         return shape  # type: ignore[return-value]
 
@@ -148,7 +148,7 @@ class DatasetSplit:
         return fingerprint_of_parts("dataset", type(self.dataset).__name__, str(len(self)), *some)
 
     def contents(self) -> dict[str, Tensor]:
-        """Nothing: all items would have to be read, and the user's code may change them at random."""
+        """Nothing: reading all items takes long, and the user's code may change them at random."""
         return {}
 
     def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
@@ -176,7 +176,7 @@ class DatasetSplit:
 
 
 @dataclass(eq=False, repr=False)
-class DatasetLoader(DeviceLoader):
+class DatasetLoader(Loader):
     """Batches of a user's data set on the device. The order of training is a function of seed and epoch.
 
     If the user's DataLoader has a sampler of its own, its batches are taken as they come.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +24,8 @@ from lowrank_cnn.core.files import UnreadableError, is_regular, parse_json, regu
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.data.decode import BadImageError
 from lowrank_cnn.data.store import NO_LABEL, ImageStore, LabelledImages, no_problems
-from lowrank_cnn.data.types import Problems
+from lowrank_cnn.data.types import Bad, Problems
 
-Missing = Literal["skip", "refuse"]
 MOST_ROWS = 3 * 10**7
 """Images of one split: twice those of ImageNet-21k."""
 MOST_SHARDS = 10**5
@@ -44,7 +43,7 @@ _BATCH_ROWS = 2**16
 _NAMED = 5
 
 
-def open_parquet(folder: Path, *, name: str, missing: Missing) -> LabelledImages:
+def open_parquet(folder: Path, *, name: str, missing: Bad) -> LabelledImages:
     """The images of the shards in a folder. Test shards may number their classes in another order."""
     shards, problems = find_shards(folder), no_problems()
     # `test` first, unless its labels are withheld, that is, all negative.
@@ -165,7 +164,7 @@ def absent_shards(files: Sequence[Path]) -> list[str]:
     return [f"{matches[0]['split']}-{part:0{width}d}-of-{counts[0]}.parquet" for part in absent]
 
 
-def open_shards(files: Sequence[Path], *, missing: Missing, problems: Problems) -> tuple[ParquetStore, list[str]]:
+def open_shards(files: Sequence[Path], *, missing: Bad, problems: Problems) -> tuple[ParquetStore, list[str]]:
     """The store over these shards, and the class names that their schema gives ([] where it gives none)."""
     absent = absent_shards(files)
     if absent and missing == "refuse":

@@ -111,7 +111,7 @@ class Whiten:
     def __call__(self, images: Tensor) -> Tensor:
         if images[0].numel() != len(self.mean):
             raise LowRankError(f"images of {images[0].numel()} values do not fit whitening of {len(self.mean)}.")
-        # Neither autocast nor shortened matrix products touch double precision; Apple's GPUs have none.
+        # In double precision, which autocast and TF32 leave alone; Apple's GPUs have none.
         work = torch.float32 if images.device.type == "mps" else torch.float64
         flat = normalise_contrast(images.flatten(1).to(work), scale=self.scale)
         white = (flat - self.mean.to(work)) @ self.matrix.to(work)

@@ -6,6 +6,7 @@ each crop, which gives the same batches: ILSVRC at 160 pixels is 98 GB as bytes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
@@ -49,20 +50,14 @@ _CHUNK_BYTES = 2**29
 _PREPARE_IMAGES = 4096
 
 
+@dataclass(eq=False, repr=False)
 class ResidentSplit:
     """A split in memory, decoded when it is first used: evaluating never decodes the training set."""
 
-    def __init__(
-        self,
-        decode: Callable[[], Decoded],
-        size: Size,
-        fingerprint: Callable[[], str] | None = None,
-        store: ImageStore | None = None,
-    ) -> None:
-        self._decode = decode
-        self._fingerprint = fingerprint
-        self._store = store
-        self.size = size
+    decode: Callable[[], Decoded]
+    size: Size
+    identify: Callable[[], str] | None = None
+    store: ImageStore | None = None
 
     @classmethod
     def of(cls, images: Any, labels: Any, problems: Problems | None = None) -> ResidentSplit:
@@ -89,20 +84,20 @@ class ResidentSplit:
     @property
     def fingerprint(self) -> str:
         """From the files if there are any, else from the pixels."""
-        return self._fingerprint() if self._fingerprint else fingerprint_of_tensors(self.images, self.labels)
+        return self.identify() if self.identify else fingerprint_of_tensors(self.images, self.labels)
 
     def contents(self) -> dict[str, Tensor]:
         _ = self._decoded  # takes the digests of all images
-        if self._store is None:
+        if self.store is None:
             return {"pixels": self._pixels}
-        return self._store.contents()
+        return self.store.contents()
 
     def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
         if "pixels" in before:  # a set that was sent to another process has no files any more
-            return ["some images"] if self._store is None and not before["pixels"].equal(self._pixels) else [], 0
-        if self._store is None:
+            return ["some images"] if self.store is None and not before["pixels"].equal(self._pixels) else [], 0
+        if self.store is None:
             return [], 0
-        return self._store.changed(self.contents()["digests"].nonzero()[:, 0], before)
+        return self.store.changed(self.contents()["digests"].nonzero()[:, 0], before)
 
     @cached_property
     def _pixels(self) -> Tensor:
@@ -111,7 +106,7 @@ class ResidentSplit:
 
     @cached_property
     def _decoded(self) -> Decoded:
-        return self._decode()
+        return self.decode()
 
     @property
     def images(self) -> Tensor:
@@ -143,26 +138,28 @@ class ResidentSplit:
 
     def subset(self, index: Tensor) -> ResidentSplit:
         def chosen() -> Decoded:
-            def describe(place: int) -> str:
-                return self.describe(int(index[place]))
+            return Decoded(
+                self.images[index],
+                self.labels[index],
+                self.problems,
+                lambda place: self.describe(int(index[place])),
+            )
 
-            return Decoded(self.images[index], self.labels[index], self.problems, describe)
-
-        def fingerprint() -> str:
-            return fingerprint_of_subset(self.fingerprint, index)
-
-        return ResidentSplit(chosen, self.size, fingerprint, self._store)
+        return ResidentSplit(chosen, self.size, lambda: fingerprint_of_subset(self.fingerprint, index), self.store)
 
 
 def _unpickled(images: Any, labels: Any, problems: Problems, fingerprint: str) -> ResidentSplit:
-    split = ResidentSplit.of(images, labels, problems)
-    split._fingerprint = lambda: fingerprint
-    return split
+    return replace(ResidentSplit.of(images, labels, problems), identify=lambda: fingerprint)
 
 
 @dataclass(eq=False, repr=False)
-class DeviceLoader:
-    """The options of `make_loader`, which all loaders share."""
+class Loader(ABC):
+    """Batches as a pure function of (seed, epoch): resuming at (epoch, batch) needs no generator state.
+
+    Training drops the last partial batch. Evaluation keeps it; a rank that has no image of it yields one batch
+    fewer, so sum figures over ranks after the last batch, and not batch by batch. `make_loader` explains the
+    options.
+    """
 
     split: Any
     _: KW_ONLY
@@ -197,7 +194,12 @@ class DeviceLoader:
         self._prepare = self.preprocess.to(self._device) if self.preprocess else to_unit
 
     def __len__(self) -> int:
+        """Batches per epoch."""
         return self._batches
+
+    @abstractmethod
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Any]]:
+        """This rank's part of each global batch from `start` on, as (images, labels) on the device."""
 
     def _batch(self, images: Tensor) -> Tensor:
         """Images [n, C, h, w] in the layout that was chosen."""
@@ -206,7 +208,7 @@ class DeviceLoader:
 
 
 @dataclass(eq=False, repr=False)
-class ResidentLoader(DeviceLoader):
+class ResidentLoader(Loader):
     """Batches of a resident split: the same global batches for every device and number of processes."""
 
     split: ResidentSplit

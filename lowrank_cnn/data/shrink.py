@@ -21,11 +21,10 @@ from lowrank_cnn.core.errors import LowRankError, check_number, require
 from lowrank_cnn.core.files import is_regular, replacing
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.data.decode import UNDECODABLE, BadImageError, decode_image, image_header, scale_shorter
-from lowrank_cnn.data.parquet import Missing
 from lowrank_cnn.data.sources import open_data
 from lowrank_cnn.data.store import ImageStore
 from lowrank_cnn.data.streamed import StreamedSplit
-from lowrank_cnn.data.types import Problems, check_workers, generator
+from lowrank_cnn.data.types import Bad, Problems, check_workers, generator
 from lowrank_cnn.data.workers import loaded
 
 PER_SHARD = 4096
@@ -74,7 +73,7 @@ def shrink(
     quality: int = 95,
     workers: int = 0,
     per_shard: int = PER_SHARD,
-    missing: Missing = "refuse",
+    missing: Bad = "refuse",
 ) -> dict[str, Problems]:
     """Write both splits of a set into the folder `out`, except shards that exist; returns the problems found."""
     check_workers(workers)
@@ -100,8 +99,8 @@ def shrink(
 
 def shrunk(data: bytes, channels: int, side: int, quality: int) -> bytes:
     """The image at this shorter side as a JPEG; a JPEG that is no larger stays as it is."""
-    look = image_header(data)
-    if data.startswith(_JPEG) and min(look.height, look.width) <= side:
+    size, _ = image_header(data)
+    if data.startswith(_JPEG) and min(size) <= side:
         return data
     image = decode_image(data, channels=channels, at_least=side)
     image = scale_shorter(image, side) if min(image.size) > side else image

@@ -18,7 +18,6 @@ from lowrank_cnn.core.errors import LowRankError, LowRankWarning, check_number, 
 from lowrank_cnn.core.files import as_path
 from lowrank_cnn.core.text import counted, first_few
 from lowrank_cnn.data import folders, parquet, small_sets
-from lowrank_cnn.data.parquet import Missing
 from lowrank_cnn.data.resident import ResidentSplit
 from lowrank_cnn.data.store import ImageStore, LabelledImages
 from lowrank_cnn.data.streamed import StreamedSplit
@@ -43,7 +42,7 @@ def open_data(
     image_size: ImageSize = None,
     default_size: ImageSize = None,
     channels: int | None = None,
-    missing: Missing = "refuse",
+    missing: Bad = "refuse",
     resident_bytes: int = RESIDENT_BYTES,
     test: str | Path | None = None,
     val_split: float | None = None,
@@ -130,7 +129,7 @@ def fewer(split: Split, limit: int | None) -> Split:
     return split if limit is None else split.subset(stratified(split.labels, limit, seed=0))
 
 
-def _find(source: str | Path, missing: Missing) -> Data | LabelledImages:
+def _find(source: str | Path, missing: Bad) -> Data | LabelledImages:
     """The reader of each kind of source is tried in turn."""
     if not isinstance(source, str | Path):
         raise LowRankError(f"data is opened by its name or path, not by {source!r}.")
@@ -184,7 +183,7 @@ def _in_channels(split: Split, channels: int) -> ResidentSplit:
     return ResidentSplit(decoded, (channels, *split.size[1:]))
 
 
-def _tested_elsewhere(found: LabelledImages, test: str | Path, missing: Missing) -> LabelledImages:
+def _tested_elsewhere(found: LabelledImages, test: str | Path, missing: Bad) -> LabelledImages:
     """Train on one source and test on another, whose classes are matched by name."""
     other = _find(test, missing)
     if isinstance(other, Data):
@@ -242,7 +241,7 @@ class Reading:
         """With `default_size` as the size of all images, if these are large or differ in size."""
         if self.image_size is not None or self.default_size is None:
             return self
-        sizes = {(header.height, header.width) for header in store.headers(rows)}
+        sizes = {size for size, _ in store.headers(rows)}
         fits = len(sizes) == 1 and min(next(iter(sizes))) <= LARGE_SIDE
         return self if fits else replace(self, image_size=self.default_size)
 
@@ -256,8 +255,8 @@ class Reading:
         if self.limit is not None:
             rows = rows[stratified(store.labels[rows], self.limit, seed=0)]
         headers = store.headers(rows) or [store.first_readable(rows, which)]
-        channels = self.channels or (1 if all(header.grey for header in headers) else 3)
-        sizes = {self.image_size} if self.image_size else {(header.height, header.width) for header in headers}
+        channels = self.channels or (1 if all(grey for _, grey in headers) else 3)
+        sizes = {self.image_size} if self.image_size else {found for found, _ in headers}
         size: Size | None = (channels, *sizes.pop()) if len(sizes) == 1 else None
         if size is None or len(rows) * size[0] * size[1] * size[2] > self.resident_bytes:
             return StreamedSplit(store, rows, size, channels, problems, self.bad)

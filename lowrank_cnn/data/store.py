@@ -17,7 +17,7 @@ from torch import Tensor
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.text import counted
-from lowrank_cnn.data.decode import BadImageError, ImageHeader, decode_image, image_header
+from lowrank_cnn.data.decode import BadImageError, decode_image, image_header
 from lowrank_cnn.data.types import (
     Problems,
     digest_of,
@@ -106,9 +106,9 @@ class ImageStore(ABC):
         known = (labels >= 0) & (labels < len(theirs))
         return replace(self, labels=torch.where(known, places[labels.clamp(0, len(theirs) - 1)], labels))
 
-    def headers(self, rows: Tensor) -> list[ImageHeader]:
-        """The headers of a sample of the rows, without those that cannot be read."""
-        headers: list[ImageHeader] = []
+    def headers(self, rows: Tensor) -> list[tuple[tuple[int, int], bool]]:
+        """The size of each image of a sample, and whether it is grey, without those that cannot be read."""
+        headers = []
         for index in sample_rows(len(rows), _SAMPLED_HEADERS).tolist():
             try:
                 headers.append(image_header(self.read(int(rows[index]))))
@@ -116,7 +116,7 @@ class ImageStore(ABC):
                 continue
         return headers
 
-    def first_readable(self, rows: Tensor, which: str) -> ImageHeader:
+    def first_readable(self, rows: Tensor, which: str) -> tuple[tuple[int, int], bool]:
         """The header of the first of these images that can be decoded; refuses rows of which none can.
 
         `which` says in that sentence which images these are: "of photos", "to train on".

@@ -31,7 +31,7 @@ from lowrank_cnn.data.decode import (
     stack,
 )
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten
-from lowrank_cnn.data.resident import DeviceLoader
+from lowrank_cnn.data.resident import Loader
 from lowrank_cnn.data.store import ImageStore, sample_rows
 from lowrank_cnn.data.types import Bad, Problems, Size, generator, rank_range
 from lowrank_cnn.data.workers import BatchPart, EpochParts, Found
@@ -105,7 +105,7 @@ class StreamedSplit:
 
 
 @dataclass(eq=False, repr=False)
-class StreamedLoader(DeviceLoader):
+class StreamedLoader(Loader):
     """Batches of a streamed split, each process reading its own part through its own workers.
 
     With `decode="gpu"` these only read, and the device decodes (`gpu_decode`): the same crops of the same images,
@@ -132,7 +132,7 @@ class StreamedLoader(DeviceLoader):
         self._stream = torch.cuda.Stream(device) if self._decoder and device.type == "cuda" else None
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        parts = self._training_parts(epoch) if self.train else self._evaluation_parts()
+        parts = self._parts(epoch)
         workers = min(self.workers, parts.parts) if self.train else self.workers
         loaded = parts.load(start, workers=workers, pin_memory=self._device.type == "cuda")
         ready = self._ready(parts, iter(loaded), epoch, start)
@@ -169,26 +169,21 @@ class StreamedLoader(DeviceLoader):
             images = self._finish(torch.cat(sent) if len(sent) > 1 else sent[0], epoch, batch)
             yield found, (images, send_to_device(parts.store.labels[rows], self._device))
 
-    def _training_parts(self, epoch: int) -> EpochParts:
-        """The parts that this process reads in an epoch: its lanes, divided among its workers."""
-        lanes = lane_count(self.batch_size, self.world, self.workers)
-        used = self._batches * self.batch_size
-        rows = epoch_lanes(self.split.store, self.split.rows, lanes=lanes, used=used, seed=self.seed, epoch=epoch)
-        mine = range(*rank_range(lanes, self.rank, self.world))
-        return self._parts(rows, mine, self.batch_size // lanes, draw=("crops", self.seed, epoch))
-
-    def _evaluation_parts(self) -> EpochParts:
-        """The rows that this process evaluates, in their order, as one lane."""
-        first, end = rank_range(len(self.split), self.rank, self.world)
-        return self._parts(self.split.rows[first:end][None], range(1), self.batch_size // self.world, draw=None)
-
-    def _parts(
-        self, lanes: Tensor, mine: range, per_lane: int, *, draw: tuple[str | int, ...] | None
-    ) -> EpochParts:
+    def _parts(self, epoch: int) -> EpochParts:
+        """What this process reads in an epoch: in training its lanes, divided among its workers; else its rows."""
+        split, draw = self.split, None
+        if self.train:
+            lanes, used = lane_count(self.batch_size, self.world, self.workers), self._batches * self.batch_size
+            rows = epoch_lanes(split.store, split.rows, lanes=lanes, used=used, seed=self.seed, epoch=epoch)
+            mine, per_lane = range(*rank_range(lanes, self.rank, self.world)), self.batch_size // lanes
+            draw = ("crops", self.seed, epoch)
+        else:
+            first, end = rank_range(len(split), self.rank, self.world)
+            rows, mine, per_lane = split.rows[first:end][None], range(1), self.batch_size // self.world
         parts = min(max(1, self.workers), len(mine))
-        self.split.store.keep(ceil_div(len(mine), parts), WINDOW if draw else per_lane)
-        channels, encoded = self.split.channels, self._decoder is not None
-        return EpochParts(self.split.store, lanes, mine, per_lane, parts, channels, self._framing, draw, encoded)
+        split.store.keep(ceil_div(len(mine), parts), WINDOW if self.train else per_lane)
+        encoded = self._decoder is not None
+        return EpochParts(split.store, rows, mine, per_lane, parts, split.channels, self._framing, draw, encoded)
 
     @torch.no_grad()
     def _finish(self, images: Tensor, epoch: int, batch: int) -> Tensor:
@@ -278,9 +273,9 @@ def prefetch(
 #
 # Workers read the bytes and draw the same crops as when they decode. nvJPEG, through torchvision, decodes a batch,
 # on the decoding engines of the GPU if it has any. Its pixels differ slightly from libjpeg's: it repeats colours
-# over the pixels that share them, where libjpeg interpolates, and it never decodes at a reduced scale. So it
-# decodes only if asked to. A worker frames images that are not plain colour JPEGs; this process frames what nvJPEG
-# refuses.
+# over the pixels that share them, where libjpeg interpolates, and it never decodes at a reduced scale. It is
+# therefore used on request only. A worker frames images that are not plain colour JPEGs; this process frames those
+# that nvJPEG refuses.
 
 DECODED_AT_ONCE, SCALED_AT_ONCE = LARGEST, 2**24
 """Pixels held whole at a time, and those held as floats: what bounds the memory that large photographs take."""

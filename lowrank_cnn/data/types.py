@@ -142,9 +142,9 @@ class Split(Protocol):
 class Data:
     """A named set of images: its classes, the images to train on and those to test on.
 
-    `details` are for the record of a run: the share of images held out for testing (`val_split`), whether images
-    were resized to the network's own size (`sized_by`), and of sets with both test and validation images the split
-    that is tested on (`tested_split`) and the others (`unused_splits`).
+    `details` go into the record of a run: `val_split` is the share of images held out for testing, and `sized_by`
+    says that images were resized to the network's own size. A set with several splits to test on has
+    `tested_split` and `unused_splits`.
     """
 
     name: str
@@ -182,22 +182,6 @@ class Data:
             )
         rest, chosen = split_off(self.train.labels, n, seed=seed)
         return replace(self, train=self.train.subset(rest), test=self.train.subset(chosen))
-
-
-class Loader(Protocol):
-    """Batches as a pure function of (seed, epoch): resuming at (epoch, batch) needs no generator state.
-
-    Training drops the last partial batch. Evaluation keeps it; a rank that has no image of it yields one
-    batch fewer, so figures are to be summed over ranks after the last batch, not batch by batch.
-    """
-
-    def __len__(self) -> int:
-        """Batches per epoch."""
-        ...
-
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's part of each global batch from `start` on, as (images, labels) on the device."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -317,7 +301,7 @@ def fingerprint_of_tensors(images: Tensor, labels: Tensor) -> str:
 
 
 def fingerprint_of_subset(whole: str, index: Tensor) -> str:
-    """Of the images at these positions of a set with this fingerprint."""
+    """The fingerprint of the images at these positions of a set."""
     return fingerprint_of_parts("subset", whole, hash_of(index))
 
 

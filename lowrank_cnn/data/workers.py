@@ -1,4 +1,4 @@
-"""What worker processes read: parts of batches, decoded, cropped and mirrored, as uint8.
+"""Worker processes: they read parts of batches and decode, crop and mirror the images, as uint8.
 
 If a GPU decodes, a worker passes plain colour JPEGs on as they are, and frames all other images itself.
 """

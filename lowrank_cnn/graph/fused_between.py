@@ -38,16 +38,14 @@ class FusedNorm(nn.Module):
         norm: nn.BatchNorm2d,
         activation: str | None = "relu",
         *,
-        inplace: bool = False,
         pool: FusedPool | None = None,
-        twice: bool = False,
         add_last: bool = False,
     ) -> None:
         super().__init__()
         # The same dictionaries, so that a tensor replaced in one, as by a move to a device, is replaced in both.
         self._parameters, self._buffers = norm._parameters, norm._buffers
-        self.activation, self.inplace = canonical(activation), inplace
-        self.pool, self.twice, self.add_last = pool, twice, add_last
+        self.activation, self.pool, self.add_last = canonical(activation), pool, add_last
+        self.twice = False
         self.__dict__["norm"] = norm  # not a submodule: its tensors are registered here already
 
     def train(self, mode: bool = True) -> FusedNorm:
@@ -92,7 +90,7 @@ class FusedNorm(nn.Module):
     def _by_torch(self, x: Tensor, residual: Tensor | None) -> Tensor:
         y = self.norm.forward(x)
         y = y if residual is None or self.add_last else y + residual
-        y = F.relu_(y) if self.inplace and self.activation == "relu" else activate(y, self.activation)
+        y = activate(y, self.activation)
         y = y + residual if residual is not None and self.add_last else y
         return y if self.pool is None else self.pool(y)
 
