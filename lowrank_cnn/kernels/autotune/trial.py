@@ -161,8 +161,8 @@ class KernelTrial:
 def _gradients_agree(trial: KernelTrial, plan: Path) -> bool:
     """With a pool, compare at the plan's own argmax positions: rounded values tie, and either may win.
 
-    The plan of a dense path was compared like this when the dense conv chose it; here only the placement of its
-    weights is left.
+    The plan of a dense path was already compared when the dense conv chose it; only the placement of its weights
+    is compared here.
     """
     if isinstance(plan, DensePath) and trial.problem.pool is not None:
         trial, plan = replace(trial, problem=replace(trial.problem, pool=None)), DensePath(None)
