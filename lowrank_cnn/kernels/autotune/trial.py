@@ -198,7 +198,7 @@ def _raise_if_lost(error: Exception, request: Request, plan: Path) -> None:
             return
         raise LostDeviceError(
             f"the GPU stopped while {plan or 'torch'} was measured on {request.problem} ({first_line(lost)}), and "
-            "this process cannot go on. Please report it; LOWRANK_KERNELS=off runs without these kernels."
+            "this process cannot continue. Please report it; LOWRANK_KERNELS=off runs without these kernels."
         ) from error
 
 
