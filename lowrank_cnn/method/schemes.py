@@ -116,9 +116,11 @@ class Scheme:
     rival: ClassVar[str | None] = None
     """Under a budget, layers take this scheme unless the own one fits them better."""
 
-    def __new__(cls, name: str = "", *_args: Any, **_options: Any) -> Self:
-        """`Scheme("lr", ...)` is of the kind that has this name."""
-        return object.__new__(type(SCHEMES[name]) if cls is Scheme and name in SCHEMES else cls)  # type: ignore[return-value]
+    # `Scheme("lr", ...)` is of the kind that has this name. Named parameters: help() shows those of `__new__`.
+    def __new__(
+        cls, name="", shapes=(), m=None, to=None, inputs=None, multiple=None, channel_groups=1, branches=False
+    ):  # fmt: skip
+        return object.__new__(type(SCHEMES[name]) if cls is Scheme and name in SCHEMES else cls)
 
     def __post_init__(self) -> None:
         if type(self) is Scheme:
