@@ -537,7 +537,7 @@ def reoptimize(model: nn.Module, chosen: Mapping[str, Any], example_input: Tenso
         times = {str(form): Sample(float(ms), float(ms), float(ms), 0) for form, ms in chosen["times"].items()}
         x = _example(model, chosen) if example_input is None else example_input
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise LowRankError("what was stored of the optimised network is damaged: optimise it again.") from error
+        raise LowRankError("the stored form of the optimised network is damaged: optimise it again.") from error
     check_ready(model, x)
     planner = partial(apply_ways, ways=ways, neighbours=bool(chosen.get("neighbours")))
     forms = FormSearch(model, (x,), planner)

@@ -55,8 +55,8 @@ def parity(path: Path, request: ExportRequest, network: nn.Module) -> float:
             errors.append(_call_error(runner, call, expected, request, network))
         except Exception as error:  # engines have errors of their own
             raise LowRankError(
-                f"the network has no free {' and '.join(sizes)} (choose with dynamic=): for an input of "
-                f"{shapes_of(call)} its forward takes another path than for the example; a file holds one path."
+                f"{' and '.join(sizes)} cannot be dynamic (choose with dynamic=): for an input of "
+                f"{shapes_of(call)} the forward takes another path than for the example, and a file has one path."
             ) from error
     return max(errors)
 
@@ -96,7 +96,7 @@ def _calls(request: ExportRequest, network: nn.Module) -> Iterator[tuple[Call, d
             yield tried, checked_outputs(network, tried)
         except LowRankError as why:
             words = " and ".join(sizes)
-            raise LowRankError(f"the network has no free {words} (choose with dynamic=): {why}") from why
+            raise LowRankError(f"{words} cannot be dynamic (choose with dynamic=): {why}") from why
 
 
 def _overflow(precision: str, given: Any) -> str:
@@ -139,7 +139,7 @@ class EngineModel(nn.Module):
         for port in runner.inputs:
             if not isinstance(getattr(torch, port.dtype, None), torch.dtype):
                 raise LowRankError(
-                    f"this file takes {port.name} in {port.dtype}, which is no type of tensors here."
+                    f"this file takes {port.name} in {port.dtype}, a type that torch does not have."
                 )
         if not runner.inputs:
             raise LowRankError("this file takes no input.")

@@ -271,7 +271,7 @@ class BlockPlanner(fx.Interpreter):
             if not agree(result, expected):
                 return "another result"
             if self.as_laid_out and result.stride() != expected.stride():
-                return "its result lies in a memory format in which the rest of the network fails"
+                return "the rest of the network fails on the memory format of its result"
             return ""
 
         search: Search[str, nn.Module] = Search(differs)

@@ -216,8 +216,8 @@ def _labelled(calibration: Any, trained: Trained | None) -> Data | None:
         return None
     if trained is None:
         raise LowRankError(
-            "images with labels calibrate a trained network, which knows how they are prepared: for any other, "
-            "give prepared images as a tensor."
+            "labelled images need a trained network, which stores its preprocessing: for any other network, give "
+            "preprocessed images as a tensor."
         )
     data = calibration
     if not isinstance(data, Data):  # as the network was trained on it, with the test images that it has not seen
@@ -260,4 +260,4 @@ def _check(images: Tensor) -> None:
     if not is_finite(images):
         raise LowRankError("the calibration images have NaN or infinite values.")
     if bool((images == images.flatten()[0]).all()):
-        raise LowRankError("the calibration images are all one value, which sets no range: give real images.")
+        raise LowRankError("the calibration images are all one value, so they set no range: give real images.")

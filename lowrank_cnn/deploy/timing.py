@@ -145,7 +145,7 @@ def _random_array(port: Port, size: Sequence[int] | None, batch: int) -> Any:
     known = dict(enumerate(size or (), start=1)) | {0: batch}
     shape = [side if isinstance(side, int) else known.get(axis) for axis, side in enumerate(port.shape)]
     if None in shape:
-        raise LowRankError(f"say the size of the images: {port.name} of this file is {port}.")
+        raise LowRankError(f"give the size of the images: {port.name} of this file is {port}.")
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type]
     dtype = getattr(torch, port.array_dtype)
     return (drawn if dtype.is_floating_point else 255 * drawn.abs().clamp(max=1)).to(dtype).numpy()
@@ -269,7 +269,7 @@ def _checked(
     check_module(model)
     inputs = notes(model).input_size if inputs is None else inputs
     if inputs is None:
-        raise LowRankError("say the size of the images (channels, height, width) that the network takes.")
+        raise LowRankError("give the size of the images (channels, height, width).")
     if runtime not in ("torch", "onnx"):
         raise LowRankError(f"the runtime is torch or onnx, not {runtime!r}.")
     if runtime == "onnx" and device not in ("cpu", "auto"):

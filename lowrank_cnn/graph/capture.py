@@ -142,7 +142,7 @@ def capture(root: nn.Module, *example: Any) -> NetworkGraph:
     if not example:
         first, *others = captures(root)
         if any(_calls_of(other.graph) != _calls_of(first.graph) for other in others):
-            raise CaptureError("what its forward does depends on its optional inputs")
+            raise CaptureError("its forward depends on its optional inputs")
         return first
     _check_hooks(root)
     try:

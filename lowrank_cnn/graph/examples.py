@@ -83,7 +83,7 @@ def in_signature(model: nn.Module, example: Any) -> tuple[Any, ...] | dict[str, 
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
     except (TypeError, ValueError) as error:
-        raise LowRankError(f"the network is not called with these inputs: {first_line(error)}.") from error
+        raise LowRankError(f"the network cannot be called with these inputs: {first_line(error)}.") from error
     return dict(bound.arguments) if bound.kwargs else bound.args
 
 

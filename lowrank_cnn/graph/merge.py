@@ -210,9 +210,9 @@ def _input_shape(layer: Any) -> tuple[int, ...]:
 
 
 _KINDS = ("conv", "own conv", "transposed conv", "linear", "composite", "chain")
-_ELSEWHERE = "what its forward does depends on the size of its input, or on options"
+_ELSEWHERE = "its forward depends on the size of its input, or on options"
 _READ = "with other inputs its forward reads weights that would be merged"
-_NOT_FED, _NOT_RUN = "no layer is seen to feed it, and it alone", "it does not run in evaluation"
+_NOT_FED, _NOT_RUN = "no layer feeds it and nothing else", "it does not run in evaluation"
 
 
 @unchanged()  # layers draw weights when they are built
@@ -395,7 +395,7 @@ class _Folds:
         new = laid_out_as(layer, new).eval().requires_grad_(old.requires_grad)
         error = fold_error(layer, norm, new)
         if not error <= tolerance(old):
-            return None, Merging(name, tuple(parts), reason=f"merged, it would be off by {error:.1e}")
+            return None, Merging(name, tuple(parts), reason=f"merging it would give an error of {error:.1e}")
         return new, Merging(name, tuple(parts), error, reason)
 
     def _dense(self, chain: FactoredConv2d) -> tuple[nn.Module | None, str]:

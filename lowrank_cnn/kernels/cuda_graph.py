@@ -113,5 +113,5 @@ def recorded(run: Callable[[Tensor], Any], x: Tensor) -> Recorded:
     found = Recorded(graph, given, kept["output"])
     other = given.roll(1, -1).clone(memory_format=torch.preserve_format)
     if not agree(found(other), run(torch.empty_like(given).copy_(other)), single=1e-2):
-        raise LowRankError("the recorded graph does not follow its input.")
+        raise LowRankError("the recorded graph ignores its input.")
     return found

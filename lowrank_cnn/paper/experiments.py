@@ -56,20 +56,22 @@ _INITS = {
 }
 
 _SMALL = (
-    "Published: ILSVRC, 1000 classes, 224x224. Here: crops of 56 from images of 64, as 224 from 256, so that "
-    "maps have a quarter of the published side. vgg11 flattens 2x2 maps in place of 7x7; GoogLeNet's first conv "
-    "has stride 1 in place of 2, so that its maps have half of the published side, the last 3x3 in place of 7x7."
+    "Published: ILSVRC, 1000 classes, 224x224. Here: crops of 56 from images of 64 instead of 224 from 256, so "
+    "feature maps have a quarter of the published side. vgg11 flattens 2x2 instead of 7x7 feature maps. "
+    "GoogLeNet's first conv has stride 1 instead of 2, so its feature maps have half of the published side, "
+    "and the last have 3x3 instead of 7x7 pixels."
 )
 
 
 _ONE_RUN = (
-    "One run of each network: the learning rate is divided when accuracy on the 2% of training images held out "
-    "levels off, and the run goes on; the validation set is used once, at the end, one centre crop per image."
+    "One run of each network. The learning rate is divided when accuracy on the held-out 2% of the training "
+    "images levels off. The validation set is used once, at the end, with one centre crop per image."
 )
 
 _BY_HAND = (
-    "The learning rate is divided after the same epochs in all networks, set by hand near where accuracy on "
-    "held-out training images had levelled off for nin and nin-c3; the test set is used once, at the end."
+    "The learning rate is divided after the same epochs in all networks, set by hand near the epochs at which "
+    "accuracy on held-out training images had levelled off for nin and nin-c3. The test set is used once, at the "
+    "end."
 )
 
 CLASSES = {"cifar10": 10}

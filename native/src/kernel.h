@@ -11,7 +11,7 @@
 //      in registers.
 //   3. The products of a block lie in the L1 cache. They are transformed back, biased, rectified and stored.
 //
-// Work is divided by chunks and, where these are few, by filters: transforming the input twice costs less than waiting.
+// Work is divided by chunks and, if these are few, by filters: transforming the input twice costs less than waiting.
 #pragma once
 
 #include <algorithm>
@@ -210,7 +210,7 @@ struct Runner {
     for (int f = 0; f < products; f++) store(to + f * plane(), made[f]);
   }
 
-  // Product f of a filter lies `rows` lines of a chunk behind product f - 1. Every output contains product 1 once, and
+  // Product f of a filter is `rows` lines of a chunk after product f - 1. Every output contains product 1 once, and
   // so the bias. With a pool, the larger of each two neighbours along the tile come first.
   void transform_out(const Number* m, int vector, Vector bias, Vector* made) const {
     Vector d[products];

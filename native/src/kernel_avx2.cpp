@@ -1,4 +1,4 @@
-// float32 on x86 with AVX2 and FMA; this file alone is compiled for them.
+// float32 on x86 with AVX2 and FMA; only this file is compiled for them.
 #include <utility>
 
 typedef float Number;

@@ -1,4 +1,4 @@
-// float32 in what every processor of an architecture has: Neon on 64-bit Arm, SSE2 on x86, vectors of four elsewhere.
+// float32 with the baseline instructions of an architecture: Neon on 64-bit Arm, SSE2 on x86, vectors of four elsewhere.
 #include <utility>
 
 typedef float Number;

@@ -1,4 +1,4 @@
-// float16 on Arm with half-precision arithmetic (Armv8.2); this file alone is compiled for it.
+// float16 on Arm with half-precision arithmetic (Armv8.2); only this file is compiled for it.
 #include <arm_neon.h>
 
 #include <utility>
@@ -9,7 +9,7 @@ constexpr int rows = 8;
 
 #define STRIPS_NEON
 #define UNROLL _Pragma("GCC unroll 8")  // or the sums would live in memory
-// By hand: the compiler spreads each weight over a register of its own, and then runs out of registers.
+// By hand: the compiler broadcasts each weight to its own register, and then runs out of registers.
 static inline void multiply(const __fp16* w, const __fp16* x, __fp16* out, int stride, int channels) {
   float16x8_t sum[8][3];
   UNROLL for (auto& row : sum) UNROLL for (auto& v : row) v = vdupq_n_f16(0);

@@ -1,4 +1,4 @@
-// What a custom operator needs of ONNX Runtime's C interface, declared here so that no header of it has to be installed.
+// The part of ONNX Runtime's C interface that a custom operator needs, declared here so that its headers are not required.
 //
 // The interface is a table of functions that only ever grows: a function keeps its place, and a library asks for the
 // version of the table that it was written for. Version 17 is that of ONNX Runtime 1.17.
@@ -17,7 +17,7 @@ namespace ort {
 
 constexpr uint32_t version = 17;
 
-struct Opaque;  // a status, value, kernel or context: known by its address alone
+struct Opaque;  // a status, value, kernel or context: used only by its address
 using Status = Opaque*;
 
 struct Base {

@@ -1,7 +1,7 @@
 // A custom operator for ONNX Runtime: lowrank::Strips(x, weight, bias[, weight, bias]) with the attributes relu and pool.
 //
 // A weight of [filters, channels, 1, 3] looks across, one of [filters, channels, 3, 1] down; weights and biases are
-// constants. The results of two weights lie one behind the other along the channels. With pool=1
+// constants. The results of two weights are concatenated along the channels. With pool=1
 // the largest of each 2x2 results is kept, and a last row or column without a partner dropped; pool=2 keeps it. Work runs on the session's threads.
 #include <memory>
 #include <stdexcept>
@@ -135,7 +135,7 @@ struct Kernel {
     void* y = nullptr;
     api(ort::kernel_context_get_output, context, size_t(0), static_cast<const int64_t*>(shape.data()), shape.size(), &output);
     api(ort::get_tensor_mutable_data, output, &y);
-    bool odd = pool && (height % 2 || width % 2);  // then the results are pooled behind the kernel
+    bool odd = pool && (height % 2 || width % 2);  // then the results are pooled after the kernel
     size_t area = odd ? height * width : shape[2] * shape[3], bytes = type == strips::Type::half ? 2 : 4;
     std::vector<char> whole(odd ? shape[0] * filters * area * bytes : 0);
     char* to = odd ? whole.data() : static_cast<char*>(y);

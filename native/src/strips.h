@@ -17,7 +17,7 @@ struct Strip {
   int step;  // outputs per tile: 4 by F(4, 3), 6 by F(6, 3)
   int images, channels, height, width, filters;
   const void* x;       // [images, channels, height, width]
-  const void* packed;  // what `pack` made
+  const void* packed;  // the result of `pack`
   const void* bias;    // [filters], or null
   void* y;             // [filters, height, width] of the first image, or half of both
   ptrdiff_t y_image;   // elements from one image of y to the next

@@ -159,7 +159,7 @@ def test_the_report_counts_points():
         (torch.zeros(4, *SIZE), "all one value"),
         (torch.randn(4, 12), r"\[N, C, H, W\], not a tensor of shape"),
         (torch.randn(0, *SIZE), "not a tensor of shape"),
-        ("digits", "give prepared images as a tensor"),
+        ("digits", "give preprocessed images as a tensor"),
         ([(torch.randn(2, *SIZE), torch.zeros(2))], "networks of one input, not"),
     ],
 )

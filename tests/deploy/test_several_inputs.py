@@ -134,7 +134,7 @@ def test_merge_takes_inputs_by_keyword(kind: type[nn.Module]):
     torch.testing.assert_close(merged(**example), net(**example), rtol=1e-4, atol=1e-5)
     both = (example["image"], {"mask": example["mask"]})
     assert isinstance(merge(net, example_input=both).body[1], nn.Identity)
-    with pytest.raises(LowRankError, match="not called with these inputs: missing a required argument"):
+    with pytest.raises(LowRankError, match="cannot be called with these inputs: missing a required argument"):
         merge(net, example_input={"mask": example["mask"]})
 
 

@@ -145,7 +145,7 @@ class OnnxNode:
     attributes: dict[str, Any]
     activation: str = "NONE"
 
-    def refused(self, why: str = "has no translation here") -> ConversionError:
+    def refused(self, why: str = "is not supported") -> ConversionError:
         """The error for a node that cannot be written."""
         where = f" ({self.layer})" if self.layer else ""
         return ConversionError(f"{self.kind}{where} {why}")
@@ -191,7 +191,7 @@ class Translation:
         """An input of a node that must be a constant."""
         name = node.inputs[place] if place < len(node.inputs) else ""
         if name not in self.constants:
-            raise node.refused("needs constants where this network computes values")
+            raise node.refused("needs constants, but this network computes them")
         return self.constants[name]
 
     def numbers(self, node: OnnxNode, place: int) -> list[int] | None:

@@ -52,7 +52,7 @@ class ExecuTorchRunner(Runner):
             # that version.
             raise LowRankError(
                 f"the installed executorch {version('executorch')} was built for another torch than "
-                f"{torch.__version__}: install versions of the two that belong together."
+                f"{torch.__version__}: install matching versions of the two."
             ) from error
 
 

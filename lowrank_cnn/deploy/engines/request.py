@@ -63,7 +63,7 @@ def named_tensors(result: Any) -> dict[str, Tensor]:
         if not isinstance(value, Tensor):
             kind = type(value).__name__
             raise LowRankError(
-                f"the network gives a {kind} ({key}), and a file holds tensors alone: export a module without it."
+                f"the network returns a {kind} ({key}), but a file holds only tensors: export a module without it."
             )
         found[key if key not in found else f"{key}_{len(found)}"] = value
     if not found:
@@ -120,7 +120,7 @@ class Call:
         leaves, structure = tree_flatten((args, kwargs))
         found = list(_input_names(network, args, kwargs))
         if not found:
-            raise LowRankError(f"an example input has tensors in it, not {type(example).__name__} alone.")
+            raise LowRankError(f"an example input must contain tensors, not only {type(example).__name__}.")
         if names is not None and (len(names) != len(found) or len(set(names)) < len(names)):
             raise LowRankError(
                 f"the network takes {counted(len(found), 'input')}: give as many different input_names."
@@ -276,7 +276,7 @@ class ExportRequest:
         """The example reduced to one image, for an engine whose files have a fixed size."""
         named = (pair for free in self.axes.values() for pair in free.items())
         if other := [word for axis, word in named if axis or word != "batch"]:
-            raise LowRankError(f"a file for {engine} has one size of image: leave {other[0]} out of dynamic.")
+            raise LowRankError(f"a file for {engine} has a fixed image size: leave {other[0]} out of dynamic.")
         return self.call.replaced({name: tensor[:1] for name, tensor in self.call.tensors.items()})
 
     def positional(self) -> nn.Module:
@@ -377,7 +377,7 @@ def _bound(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     try:
         return dict(inspect.signature(network.forward).bind_partial(*args, **kwargs).arguments)
     except (TypeError, ValueError) as error:
-        raise LowRankError(f"the network is not called with these inputs: {first_line(error)}.") from error
+        raise LowRankError(f"the network cannot be called with these inputs: {first_line(error)}.") from error
 
 
 # Half precision for engines that compute in the precision of the graph.
@@ -420,7 +420,7 @@ def at_precision(request: ExportRequest, engine: Engine, precision: str) -> Expo
     if dtype_of(request.network) != torch.float32:
         raise LowRankError(f"fp16 is for networks in float32, and this one is in {dtype_of(request.network)}.")
     if request.call.arguments[1]:
-        raise LowRankError("fp16 is for networks whose inputs go by position: call model.half() and export that.")
+        raise LowRankError("fp16 is for networks with positional inputs: call model.half() and export that.")
     network = request.network
     if not engine.lowers:
         # Composites are split into their groups first: a graph with casts cannot be captured again.
@@ -491,8 +491,8 @@ def _prepared(stored: Stored, layout: Layout, example: Any) -> tuple[nn.Module, 
         raise LowRankError(f"preprocess is True, 'nchw' or 'nhwc', not {layout!r}.")
     if trained is None or example is not None:
         raise LowRankError(
-            "preprocess is for a trained network of images, which knows how they are prepared: give a run, or "
-            "what load or fit made, and no example_input."
+            "preprocess needs a trained image network, which stores its preprocessing: give a run, or the result "
+            "of load or fit, without example_input."
         )
     whole = trained.image if trained.preprocess.to_dict().keys() != {"mean", "std"} else trained.input_size
     drawn = torch.randint(0, 256, (2, *whole), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
@@ -502,9 +502,7 @@ def _prepared(stored: Stored, layout: Layout, example: Any) -> tuple[nn.Module, 
 
 def _images(stored: Stored) -> Tensor:
     if stored.input_size is None:
-        raise LowRankError(
-            "say the size of the images (channels, height, width) that the network takes, or give example_input."
-        )
+        raise LowRankError("give the size of the images (channels, height, width), or example_input.")
     drawn = torch.randn(2, *stored.input_size, generator=torch.Generator().manual_seed(2))
     return drawn.to(dtype_of(stored.network))
 

@@ -161,8 +161,8 @@ class KernelTrial:
 def _gradients_agree(trial: KernelTrial, plan: Path) -> bool:
     """With a pool, compare at the plan's own argmax positions: rounded values tie, and either may win.
 
-    The plan of a dense path was compared like this when the dense conv chose it; here only the placement of its
-    weights is left.
+    The plan of a dense path was already compared when the dense conv chose it; only the placement of its weights
+    is compared here.
     """
     if isinstance(plan, DensePath) and trial.problem.pool is not None:
         trial, plan = replace(trial, problem=replace(trial.problem, pool=None)), DensePath(None)
@@ -198,7 +198,7 @@ def _raise_if_lost(error: Exception, request: Request, plan: Path) -> None:
             return
         raise LostDeviceError(
             f"the GPU stopped while {plan or 'torch'} was measured on {request.problem} ({first_line(lost)}), and "
-            "this process cannot go on. Please report it; LOWRANK_KERNELS=off runs without these kernels."
+            "this process cannot continue. Please report it; LOWRANK_KERNELS=off runs without these kernels."
         ) from error
 
 

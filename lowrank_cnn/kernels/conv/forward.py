@@ -42,7 +42,7 @@ def run_packed(plan: KernelPlan, problem: Problem, given: ConvTensors) -> Tensor
         size = (problem.batch, problem.filters, problem.out_height, problem.out_width)
         if tuple(given.residual.shape) != size:
             found, wanted = ("x".join(map(str, shape)) for shape in (given.residual.shape, size))
-            raise LowRankError(f"the residual is {found}; it must be {wanted}, as what it is added to.")
+            raise LowRankError(f"the residual is {found}; it must be {wanted}, like the result of the conv.")
     return KERNELS[plan.kernel].launch(problem, given, plan.tile)
 
 

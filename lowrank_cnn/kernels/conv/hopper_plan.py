@@ -63,15 +63,15 @@ def unsupported(problem: Problem) -> str | None:
     if is_strided(problem) and (problem.height % problem.stride[0] or problem.width % problem.stride[1]):
         return f"stride {problem.stride} does not divide {problem.height}x{problem.width} pixels"
     if is_strided(problem) and problem.channels % 16:
-        return f"{problem.channels} channels at stride {problem.stride}, no multiple of 16"
+        return f"{problem.channels} channels at stride {problem.stride}, not a multiple of 16"
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"{problem.dtype} (the Hopper kernel takes 16-bit floats)"
     if problem.channels % 8:
-        return f"{problem.channels} input channels, no multiple of 8"
+        return f"{problem.channels} input channels, not a multiple of 8"
     # Boxes of results, and of a pool's codes in bytes, must begin at multiples of 16 bytes, or the device faults.
     whole = 8 if problem.pool is None else 16
     if any(group.filters % whole for group in problem.groups):
-        return f"a group whose filters are no multiple of {whole}"
+        return f"a group whose number of filters is not a multiple of {whole}"
     if filters_per_tile(problem) == 0:
         return "a group of fewer than 16 filters"
     if run_length(problem) not in (1, 3, 5):
@@ -275,7 +275,7 @@ def weights_unsupported(problem: Problem) -> str | None:
         return f"{problem.dtype} (the Hopper kernel takes 16-bit floats)"
     # Boxes of pixels and of the gradient must begin at multiples of 16 bytes, or the device faults.
     if problem.channels % 8 or any(group.filters % 8 or group.filters < 16 for group in problem.groups):
-        return "channels or filters that are no multiple of 8, or a group of fewer than 16 filters"
+        return "channels or filters that are not a multiple of 8, or a group of fewer than 16 filters"
     if run_length(problem) not in RUNS:
         return "groups whose taps do not run 1, 2, 3 or 5 long along one axis"
     return None
@@ -354,7 +354,7 @@ def window_unsupported(problem: Problem) -> str | None:
     if any(abs(place) > 1 for tap in union_taps(problem.groups) for place in tap):
         return "taps beyond the neighbouring pixels"
     if problem.filters % 16:
-        return f"{problem.filters} filters, no multiple of 16"
+        return f"{problem.filters} filters, not a multiple of 16"
     if 0 in problem.result_size:
         return "no window at all"
     height, width = padded_size(problem)
@@ -496,7 +496,7 @@ def overlap_unsupported(problem: Problem) -> str | None:
     if problem.dtype not in (torch.bfloat16, torch.float16) or problem.channels > PLACES:
         return f"{problem.channels} channels of {problem.dtype} (the overlap kernel takes up to 4 of 16 bits)"
     if problem.filters % 16:
-        return f"{problem.filters} filters, no multiple of 16"
+        return f"{problem.filters} filters, not a multiple of 16"
     if reach_of(problem).blocks > WINDOWS // 4 or len(slabs_of(problem)) > MOST_SLABS:
         return "taps that span too many columns or rows"
     if problem.out_height < 1 or problem.out_width < 1:

@@ -340,11 +340,11 @@ def unsupported(problem: Problem) -> str | None:
     """Why this kernel cannot run a problem, or None if it can."""
     whole = 16 // problem.dtype.itemsize
     if problem.channels % whole or problem.filters % whole:
-        return f"channels in or out are no multiple of {whole}"
+        return f"channels in or out are not a multiple of {whole}"
     if problem.stride == (1, 1):
         return None
     if problem.channels % 16:
-        return f"{problem.channels} channels at stride {problem.stride}, no multiple of 16"
+        return f"{problem.channels} channels at stride {problem.stride}, not a multiple of 16"
     if problem.height % problem.stride[0] or problem.width % problem.stride[1]:
         return f"stride {problem.stride} does not divide {problem.height}x{problem.width} pixels"
     return None

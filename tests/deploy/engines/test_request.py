@@ -125,14 +125,14 @@ X = torch.ones(2, *SIZE)
         (TwoHeads(), {}, "size of the images"),
         (TwoHeads(), {"input_size": SIZE, "output_names": ["a"]}, r"gives 2 outputs \(image, scores\)"),
         (TwoHeads(), {"input_size": SIZE, "output_names": ["a", "a"]}, "as many different output_names"),
-        (TwoHeads(), {"input_size": SIZE, "preprocess": True}, "for a trained network"),
+        (TwoHeads(), {"input_size": SIZE, "preprocess": True}, "trained image network"),
         (TwoHeads(), {"input_size": SIZE, "preprocess": "chw"}, "True, 'nchw' or 'nhwc', not 'chw'"),
-        (Classifier(), {"example_input": {"pixels": X}}, "not called with these inputs"),
+        (Classifier(), {"example_input": {"pixels": X}}, "cannot be called with these inputs"),
         (Classifier(), {"example_input": (X, None, X), "input_names": ["a"]}, "2 inputs"),
         (Classifier(), {"example_input": (X, X), "dynamic": {"labels": {4: "n"}}}, "axis that labels lacks"),
         (nn.Conv2d(3, 4, 3), {"input_size": SIZE, "precision": "int8"}, "fp32 or fp16, not 'int8'; lr"),
         (nn.Conv2d(3, 4, 3).half(), {"input_size": SIZE, "precision": "fp16"}, "fp16 is for networks in float32"),
-        (Classifier(), {"example_input": {"pixel_values": X}, "precision": "fp16"}, "go by position"),
+        (Classifier(), {"example_input": {"pixel_values": X}, "precision": "fp16"}, "positional inputs"),
     ],
 )
 def test_bad_options_are_refused_in_a_sentence(network: nn.Module, options: Any, says: str, tmp_path: Path):
@@ -184,7 +184,7 @@ class OneBatch(nn.Module):
 
 
 def test_what_is_not_free_is_refused_with_the_reason(tmp_path: Path):
-    with pytest.raises(LowRankError, match="no free batch"):
+    with pytest.raises(LowRankError, match="batch cannot be dynamic"):
         export(OneBatch(), tmp_path / "net.ts", example_input=torch.randn(2, 3, 4, 5))
     with pytest.raises(LowRankError, match="output of the exported network differs"):
         export(SquareOnly(), tmp_path / "net.ts", input_size=(3, 4, 4), dynamic=("width",))
