@@ -57,7 +57,7 @@ def report_command(
 
 
 def figure_command(
-    name: Annotated[str | None, typer.Argument(help="Which figure; without a name, all are listed.")] = None,
+    name: Annotated[str | None, typer.Argument(help="The name of a figure; without it, all are listed.")] = None,
     out: Annotated[
         Path | None, option("The file: .svg, .pdf or .png; - prints SVG; else NAME.svg.", "--out", "-o")
     ] = None,
@@ -77,8 +77,8 @@ def figure_command(
 
       lowrank figure
       lowrank figure vgg -o vgg.svg
-      lowrank figure filters --model nin-c3-lr --pretrained cifar10 -o filters.svg
-      lowrank figure shapes --checkpoint runs/own --into model.py:make -o shapes.svg
+      lowrank figure filters --model nin-c3-lr --pretrained cifar10
+      lowrank figure shapes --checkpoint runs/own --into model.py:make
     """
     from lowrank_cnn.report.figures import FIGURES, TRADE_FIGURES, FigureOptions, draw_figure
     from lowrank_cnn.report.records import read_records
@@ -125,10 +125,8 @@ def _network(
 
     if checkpoint is None:
         return _named(model or default, seed, pretrained)
-    if model:
-        raise LowRankError("give a model's name or a checkpoint, not both.")
-    if pretrained:
-        raise LowRankError("a checkpoint has its own weights: give it or --pretrained, not both.")
+    if model or pretrained:
+        raise LowRankError("a checkpoint is a trained network: leave --model and --pretrained out.")
     trained = load_checkpoint(checkpoint, network=find_into(into, checkpoint))
     note(trained.network, input_size=trained.input_size)
     return f"{name_of(trained.network)}, trained", trained.network.eval()
@@ -140,11 +138,10 @@ def _named(name: str, seed: int, pretrained: str | None) -> tuple[str, nn.Module
     from lowrank_cnn.models import create_model
     from lowrank_cnn.report.records import data_label
 
-    if pretrained:
-        label = f"{name}, trained on {data_label(pretrained)}"
-        return label, create_model(name, pretrained=pretrained).eval()
     torch.manual_seed(seed)
-    return f"{name}, as initialised", create_model(name)
+    about = f"trained on {data_label(pretrained)}" if pretrained else "as initialised"
+    network = create_model(name, pretrained=pretrained)
+    return f"{name}, {about}", network.eval() if pretrained else network
 
 
 def _twin(network: nn.Module, seed: int, pretrained: str | None) -> list[tuple[str, nn.Module]]:

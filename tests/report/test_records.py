@@ -21,7 +21,7 @@ from lowrank_cnn.report.records import (
     pool_answers,
     require_records,
 )
-from lowrank_cnn.train.evaluate import DetailsCollector, EvaluationDetails
+from lowrank_cnn.train.evaluate import EvaluationDetails, answers, details_of
 
 DEEP = json.loads('{"a":' * 900 + "1" + "}" * 900)
 PICTURE = "data:image/png;base64,iVBORw0KGgo="
@@ -203,11 +203,10 @@ def test_what_the_command_time_prints_is_read():
 
 def evaluated(seed: int, images: int = 200) -> EvaluationDetails:
     draw = torch.Generator().manual_seed(seed)
-    collector = DetailsCollector(("cat", "dog", "cow"), torch.device("cpu"))
     logits = 3 * torch.randn(images, 3, generator=draw)
     labels = torch.randint(0, 3, (images,), generator=draw)
-    collector.add(logits, labels)
-    return collector.details(ResidentSplit.of(torch.zeros(images, 1, 4, 4, dtype=torch.uint8), labels))
+    split = ResidentSplit.of(torch.zeros(images, 1, 4, 4, dtype=torch.uint8), labels)
+    return details_of(answers(logits, labels), ("cat", "dog", "cow"), split)
 
 
 def answers_of(details: dict):
