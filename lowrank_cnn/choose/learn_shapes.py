@@ -191,7 +191,7 @@ def learned_scheme(shapes: Sequence[str] | Scheme, multiple: int = 8) -> Scheme:
     if isinstance(shapes, LearnedScheme):
         return shapes
     if isinstance(shapes, str | Scheme) or not all(isinstance(shape, str) for shape in shapes):
-        raise LowRankError(f'shapes are a list like ("kx1", "1xk", "kxk", "none"), not {shapes!r}.')
+        raise LowRankError(f'shapes must be a list such as ("kx1", "1xk", "kxk", "none"), not {shapes!r}.')
     found = Scheme("learned", tuple((shape, Fraction(1)) for shape in dict.fromkeys(shapes)), multiple=multiple)
     return parse_scheme(str(found))
 
