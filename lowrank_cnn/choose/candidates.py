@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowrank_cnn.core.clock import check_budget
-from lowrank_cnn.core.errors import LowRankError, LowRankWarning, check_number, nearest
+from lowrank_cnn.core.errors import LowRankError, LowRankWarning, nearest
 from lowrank_cnn.graph.finalize_shapes import load_shapes
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.count import Count, count
@@ -342,53 +341,3 @@ def _thinner(model: nn.Module, size: tuple[int, ...], share: float) -> nn.Module
         if count(found, size).macs <= allowed:
             return found
     raise LowRankError(f"no thinner network has {share:.3f} of the MACs.")
-
-
-MATCHES = ("macs", "time")
-
-
-@dataclass(frozen=True)
-class FrontierPlan:
-    """The request for `trace_frontier`.
-
-    - `designs`: low-rank candidates by name or scheme; `widths`: those of the dense network, 1 always among them.
-    - `widen`: also each candidate at the width where it costs the dense network's MACs, or time.
-    - `match`: also dense networks that cost each candidate's MACs, and time.
-    - `rates`: factors of the learning rate to try every design with, `tries` seeds each, on held-out images.
-    - `batch`: images in a batch to time inference with; 0 times nothing. `repeats`: runs that a median is of.
-    - `base`: the width of the family's own network that counts as 1: below 1 for a miniature.
-    - `teacher`: a design, `dense@1.5` say, that is trained first and that all others then learn from as well.
-    - `processes`: trainings at a time on the device. Networks are timed alone, before; how long a training takes
-      is recorded only with one process.
-    - `budget`: seconds after which nothing new is begun.
-    """
-
-    designs: tuple[str, ...] = ()
-    widths: tuple[float, ...] = ()
-    widen: tuple[str, ...] = ()
-    match: tuple[str, ...] = MATCHES
-    seeds: int = 8
-    rates: tuple[float, ...] = ()
-    tries: int = 1
-    batch: int = 256
-    compile: bool = True
-    repeats: int = 21
-    base: float = 1.0
-    teacher: str = ""
-    processes: int = 1
-    budget: float = float("inf")
-
-    def __post_init__(self) -> None:
-        for name in (*self.widen, *self.match):
-            if name not in MATCHES:
-                raise LowRankError(f"networks are matched by {' or '.join(MATCHES)}, not {name!r}.")
-        for name, least in {"seeds": 0, "batch": 0, "tries": 1, "processes": 1}.items():
-            check_number(name, getattr(self, name), least=least, whole=True)
-        for rate in self.rates:
-            check_number("a factor of the learning rate", rate, above=0, below=1000)
-        check_budget(self.budget)
-        if self.teacher:
-            find_design(self.teacher)
-        if not self.batch:  # nothing is timed
-            for name in ("widen", "match"):
-                object.__setattr__(self, name, tuple(by for by in getattr(self, name) if by != "time"))

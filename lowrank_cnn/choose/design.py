@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from lowrank_cnn.choose.candidates import LOW_RANK, MIXED, THINNER, build_form
-from lowrank_cnn.choose.learn_shapes import layer_inputs, shape_network
+from lowrank_cnn.choose.learn_shapes import cross_entropy, layer_inputs, shape_network
 from lowrank_cnn.choose.shape_choice import Damage, measure_damage
 from lowrank_cnn.core.clock import Sample, measure
 from lowrank_cnn.core.compare import copied, unchanged
@@ -43,7 +42,6 @@ from lowrank_cnn.method.count import count
 from lowrank_cnn.method.rewrite import copy_with, in_channels_last
 from lowrank_cnn.method.schemes import build_conv, parse_scheme
 from lowrank_cnn.method.select import check_rewritable, select
-from lowrank_cnn.train.objective import class_scores
 
 CLEARLY = 0.97
 """Times that differ by less than this are called equal: then thinner is advised, which is simpler."""
@@ -120,15 +118,11 @@ def measured_damage(
         raise LowRankError("data has a few batches, each of (images, targets).")
     shaped = shape_network(model, parse_scheme("learned(kx1, 1xk, none)"), size)
     try:
-        return measure_damage(shaped, free_routes(shaped, size), batches, loss or _cross_entropy)
+        return measure_damage(shaped, free_routes(shaped, size), batches, loss or cross_entropy)
     except LowRankError:
         raise
     except Exception as error:  # a loss of the user's own may fail in any way
         raise LowRankError(f"the loss cannot be computed on data: {first_line(error)}.") from error
-
-
-def _cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(class_scores(outputs), targets)
 
 
 DENSE = "dense"

@@ -275,7 +275,8 @@ def load_frontier(folder: str | Path) -> Frontier:
 def _read_row(values: dict[str, Any]) -> DesignRow:
     timing = DesignTime(**values["timing"]) if values["timing"] else None
     runs, tries = [SeedRun(**run) for run in values["runs"]], [RateTry(**one) for one in values["tries"]]
-    return DesignRow(**{**values, "timing": timing, "runs": runs, "tries": tries})
+    design = {name: tuple(map(tuple, v)) if name == "layers" else v for name, v in values["design"].items()}
+    return DesignRow(**{**values, "design": design, "timing": timing, "runs": runs, "tries": tries})
 
 
 def open_frontier(folder: Path, about: dict[str, Any], images: int) -> Frontier:

@@ -150,7 +150,7 @@ def learn_shapes(
     if budget.kind == "latency":
         say("Every shape in every layer is timed first.")
     asked = {budget.kind: budget.share, "by": by, "shapes": str(scheme)}
-    loss = options.get("loss") or partial(_cross_entropy, output=recipe.output)
+    loss = options.get("loss") or partial(cross_entropy, output=recipe.output)
     run = ShapeRun(model, size, budget, asked, recipe, data, loss, directory, device, batch)
     run.begin(shaped, resume=resume)
     how = {**options, "out": out, "resume": resume, "device": device}
@@ -191,12 +191,13 @@ def learned_scheme(shapes: Sequence[str] | Scheme, multiple: int = 8) -> Scheme:
     if isinstance(shapes, LearnedScheme):
         return shapes
     if isinstance(shapes, str | Scheme) or not all(isinstance(shape, str) for shape in shapes):
-        raise LowRankError(f'shapes are a list like ("kx1", "1xk", "kxk", "none"), not {shapes!r}.')
+        raise LowRankError(f'shapes must be a list such as ("kx1", "1xk", "kxk", "none"), not {shapes!r}.')
     found = Scheme("learned", tuple((shape, Fraction(1)) for shape in dict.fromkeys(shapes)), multiple=multiple)
     return parse_scheme(str(found))
 
 
-def _cross_entropy(outputs: Any, targets: Tensor, *, output: str | None) -> Tensor:
+def cross_entropy(outputs: Any, targets: Tensor, *, output: str | None = None) -> Tensor:
+    """The loss of class scores; `output` names them if the network has several outputs."""
     return functional.cross_entropy(class_scores(outputs, output).float(), targets)
 
 

@@ -156,8 +156,8 @@ class WorkerPool(Generic[Job, Result]):
     do: Callable[[Job], Result]
     processes: int = 1
     _executor: ProcessPoolExecutor | None = field(default=None, init=False)
-    _folder: TemporaryDirectory[str] | None = field(default=None, init=False)
     _alive: Connection | None = field(default=None, init=False)
+    _to_close: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
 
     def __post_init__(self) -> None:
         if self.processes < 1:
@@ -168,15 +168,10 @@ class WorkerPool(Generic[Job, Result]):
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         """End the processes, and after an error at once: a run that is not finished is lost, and nothing else."""
-        if self._executor and self._alive:
-            if error is not None:
-                self._alive.close()
-            self._executor.shutdown(wait=True, cancel_futures=True)
+        if error is not None and self._alive:
             self._alive.close()
-            self._executor = self._alive = None
-        if self._folder:
-            self._folder.cleanup()
-            self._folder = None
+        self._to_close.close()
+        self._executor = None
 
     def results(
         self,
@@ -225,19 +220,19 @@ class WorkerPool(Generic[Job, Result]):
 
     def _started(self) -> ProcessPoolExecutor:
         if self._executor is None:
-            ended, self._alive = Pipe(duplex=False)
-            threads = max(1, torch.get_num_threads() // self.processes)
             # Through a file: a pipe would let this process wait for each of the others to import torch first.
-            self._folder = TemporaryDirectory(prefix="lowrank-")
-            copy = Path(self._folder.name) / "do.pickle"
+            copy = Path(self._to_close.enter_context(TemporaryDirectory(prefix="lowrank-"))) / "do.pickle"
             with copy.open("wb") as file:
                 pickle.dump(self.do, file)
+            ended, self._alive = Pipe(duplex=False)
+            self._to_close.callback(self._alive.close)
             self._executor = ProcessPoolExecutor(
                 self.processes,
                 mp_context=get_context("spawn"),  # a forked process cannot use CUDA
                 initializer=_set_up,
-                initargs=(copy, ended, threads),
+                initargs=(copy, ended, max(1, torch.get_num_threads() // self.processes)),
             )
+            self._to_close.callback(self._executor.shutdown, cancel_futures=True)
         return self._executor
 
 

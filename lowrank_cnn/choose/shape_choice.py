@@ -1,7 +1,7 @@
 """Choose the shape of every filter, so that the network stays within a budget and loses little.
 
-What a filter keeps with each shape comes from gradients on a few batches: each tap counts by the squared change of
-the loss that its removal predicts to first order (Molchanov et al. 2019). The choice maximises
+Gradients on a few batches tell what a filter keeps with each shape. A tap counts by the squared change of the loss
+if it is removed, to first order (Molchanov et al. 2019). The choice maximises
 
     sum over layers of log(worth of the layer)  -  lambda * cost
 
@@ -9,8 +9,8 @@ with the one lambda, found by bisection, at which the network meets its budget. 
 saves the cost of its channel in the layers that read it: low rank and thinner layers compete for the same budget.
 
 A layer has views, the rows and columns of its kernel. Its worth is the sum over views of their importance times a
-concave value of the share that is kept: the first filters that keep a view add most. So a layer of similar filters
-gets some vertical and some horizontal ones, although each filter alone would take the same shape.
+concave value of the share that is kept: the first filters that keep a view add most. A layer of similar filters
+therefore gets some vertical and some horizontal ones, although each filter alone would take the same shape.
 """
 
 from __future__ import annotations

@@ -169,8 +169,8 @@ def answer(
 def control_of(found: Frontier, design: DesignRow, factor: float) -> DesignRow | None:
     """The strongest dense network of a time, which is the design's times a factor.
 
-    It is the first that takes at least as long, or a larger one that takes less: more filters may take less time,
-    as GPUs like some widths better than others. For a design with branches it is one with branches.
+    That is the first that takes at least as long, or a larger one that takes less: GPUs run some widths faster
+    than smaller ones. A design with branches is compared with dense networks that have branches.
     """
     dense = [row for row in found.rows if row.dense and row.branched is design.branched and row.runs]
     times = {row.name: row.timing.ratio for row in dense if row.timing}

@@ -15,8 +15,8 @@ from lowrank_cnn.core.errors import LowRankError, MissingExtra
 from lowrank_cnn.core.text import p_value, si
 
 if TYPE_CHECKING:
-    from lowrank_cnn.choose.candidates import FrontierPlan
     from lowrank_cnn.choose.frontier import DesignRow, Frontier
+    from lowrank_cnn.choose.trace import FrontierPlan
     from lowrank_cnn.choose.verdict import Answer
 
 
@@ -52,7 +52,7 @@ class PlanOptions:
     budget: Annotated[float, option("Start no new run after this many seconds.")] = float("inf")
 
     def plan(self) -> FrontierPlan:
-        from lowrank_cnn.choose.candidates import FrontierPlan
+        from lowrank_cnn.choose.trace import FrontierPlan
 
         given: dict[str, Any] = {name: value for name, value in vars(self).items() if value is not None}
         given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}

@@ -331,7 +331,7 @@ def write_page(records: Records, out: str | Path) -> Path:
     """Write the page about records that were read before, in one move."""
     out = Path(out)
     if out.is_dir():
-        raise LowRankError(f"{out} is a folder: give the name of a file, like {out / 'report.html'}.")
+        raise LowRankError(f"{out} is a folder: name a file, such as {out / 'report.html'}.")
     write_atomically(out, render(records).encode())
     return out
 

@@ -9,11 +9,11 @@ from lowrank_cnn.choose.candidates import (
     FAMILIES,
     Builder,
     Design,
-    FrontierPlan,
     at_width,
     find_design,
     width_of_macs,
 )
+from lowrank_cnn.choose.trace import FrontierPlan
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.rewrite import low_rank_layers

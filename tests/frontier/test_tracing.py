@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from lowrank_cnn.choose import trace as tracing
-from lowrank_cnn.choose.candidates import FAMILIES, Builder, Design, FrontierPlan
+from lowrank_cnn.choose.candidates import FAMILIES, Builder, Design
 from lowrank_cnn.choose.frontier import ANSWERS, RECORD, DesignTime, Frontier, load_frontier, pack
 from lowrank_cnn.choose.runs import DesignRun, RunMaker, RunOutcome
-from lowrank_cnn.choose.trace import Tracer, trace_frontier, width_of_time
+from lowrank_cnn.choose.trace import FrontierPlan, Tracer, trace_frontier, width_of_time
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Data
 from lowrank_cnn.train import get_recipe

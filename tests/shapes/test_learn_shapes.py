@@ -369,7 +369,7 @@ def normed_in_groups() -> nn.Module:
         ({"latency": 0.9, "batch": 2.5}, r"whole number of at least 1, not 2\.5"),
         ({"shapes": ("none",)}, "needs shapes"),
         ({"shapes": ("kx",)}, "filter shape"),
-        ({"shapes": parse_scheme("lr")}, "shapes are a list like"),
+        ({"shapes": parse_scheme("lr")}, "shapes must be a list"),
         ({"epochs": 1}, "two epochs"),
         ({"by": "gates"}, "by='gates' is not available: shapes are learned by=\"proximal\" alone"),
         ({"recipe": changed(OWN, {"freeze": "backbone"})}, "it is frozen"),
