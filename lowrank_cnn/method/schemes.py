@@ -229,14 +229,11 @@ class Scheme:
             return f"its kernel is {layer.kernel_size[0]}x{layer.kernel_size[1]}"
         return "it is depthwise" if is_depthwise(layer) and not self.takes_depthwise else ""
 
-    def takes_layer(self, layer: nn.Module) -> bool:
-        """Whether `build` can make something of a layer."""
-        return isinstance(layer, nn.Conv2d) and form_of(layer) is not None
-
     def build(self, layer: nn.Module) -> nn.Module:
         """Build the replacement of a layer; its weights are set later."""
         form = form_of(layer) if isinstance(layer, nn.Conv2d) else None
-        assert form is not None, "only plain convolutions are selected"
+        if form is None:
+            raise LowRankError(f"a {type(layer).__name__} is not a plain convolution to rewrite.")
         return self.build_form(form)
 
     def build_form(self, form: ConvForm) -> nn.Module:
@@ -403,17 +400,14 @@ class Channel(Basis):
     def obstacle(self, layer: nn.Module) -> str:
         return "it is depthwise" if is_depthwise(layer) else ""
 
-    def takes_layer(self, layer: nn.Module) -> bool:
-        return is_torch_layer(layer) or super().takes_layer(layer)
-
     def filters_of(self, layer: nn.Module) -> int:
         """The m of a layer, in whole channel groups."""
         return self.stages((1, 1), outputs_of(layer), channel_groups=groups_of(layer))[0].filters
 
     def build(self, layer: nn.Module) -> nn.Module:
-        if isinstance(layer, nn.Conv2d):
-            return super().build(layer)
-        return factored_layer(layer, self.filters_of(layer), self)
+        return (
+            factored_layer(layer, self.filters_of(layer), self) if is_torch_layer(layer) else super().build(layer)
+        )
 
     def stage_weights(self, layer: nn.Module) -> list[int]:
         m, filters = self.filters_of(layer), outputs_of(layer)
@@ -560,9 +554,6 @@ class Exact(Scheme):
         shapes = [(resolve_shape(shape, kernel), int(number)) for shape, number in self.shapes]
         return (Composite(tuple(FilterGroup(*shape, number) for shape, number in shapes or [(kernel, filters)])),)
 
-    def takes_layer(self, layer: nn.Module) -> bool:
-        return True
-
     def build(self, layer: nn.Module) -> nn.Module:
         """A conv, linear layer or batch norm of the counted filters and inputs."""
         if isinstance(layer, nn.Linear):
@@ -590,9 +581,6 @@ class Learned(Scheme):
 
     def chain(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
         raise LowRankError("shapes are learned in training: use learn_shapes, or `lowrank train --scheme`.")
-
-    def takes_layer(self, layer: nn.Module) -> bool:
-        return True
 
 
 def register_scheme(scheme: Scheme, *options: str) -> Scheme:
