@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,7 +22,6 @@ from lowrank_cnn.kernels.reference import conv_on_sides, interleaved, pad_on_sid
 from lowrank_cnn.method.geometry import Padding, Sides, enclosing_padding, offsets, pair, symmetric
 from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
 
-T = TypeVar("T")
 _PAD_MODES = ("zeros", "reflect", "replicate", "circular")
 
 
@@ -174,8 +173,12 @@ class CompositeConv2d(nn.Module):
         options = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
         options |= {"channel_groups": self.groups, "padding_mode": self.padding_mode}
         single = Composite((FilterGroup(*self.composite.kernel, self.out_channels),))
-        view = conv_of(self.in_channels, single, bias=self.bias is not None, **options)
-        return _filled(view.to(weight), weight, self.bias)
+        view = conv_of(self.in_channels, single, bias=self.bias is not None, **options).to(weight)
+        with torch.no_grad():
+            weights_of(view)[0].copy_(weight)
+            if self.bias is not None:
+                view.bias.copy_(self.bias)  # type: ignore[operator, union-attr]
+        return view
 
     def extra_repr(self) -> str:
         text = f"{self.in_channels}, {self.composite}, stride={self.stride}, padding={self.padding}"
@@ -281,12 +284,3 @@ def _check_channels(in_channels: int, composite: Composite, channel_groups: int)
             raise LowRankError(f"a composite layer has 2-D filters that are as deep as its input, not {group}.")
         if group.filters % channel_groups:
             raise LowRankError(f"the filter group {group} does not divide into {channel_groups} channel groups.")
-
-
-def _filled(view: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Module:
-    """Put a dense weight and bias into a conv made by `conv_of`."""
-    with torch.no_grad():
-        weights_of(view)[0].copy_(weight)
-        if bias is not None:
-            view.bias.copy_(bias)  # type: ignore[union-attr]
-    return view
