@@ -253,10 +253,3 @@ def test_airbench_fixes_the_scales_of_norms_and_keeps_its_whitening_filters():
     thinner = lr.thin(net, width=0.5, input_size=(3, 32, 32))
     assert next(m for m in thinner.modules() if isinstance(m, PatchConv2d)).weight.shape == (24, 3, 2, 2)
     assert thinner.eval()(torch.randn(1, 3, 32, 32)).shape == (1, 10)
-
-
-@pytest.mark.parametrize("name", ["nin-c3-lr", "vgg11-gmp-lr", "resnet18-small-lr", "airbench-lr"])
-def test_networks_can_be_scripted(name: str):
-    net = create_model(name, width=0.1, num_classes=3).eval()
-    x = torch.randn(1, 3, 32, 32)
-    torch.testing.assert_close(torch.jit.script(net)(x), net(x))
