@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.prune import BasePruningMethod
 
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError, check_choice, check_number
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.kernels import composite_conv2d, explain_call
 from lowrank_cnn.kernels.reference import conv_on_sides, interleaved, pad_on_sides, placed, ungrouped
@@ -66,8 +66,7 @@ class CompositeConv2d(nn.Module):
         self.channel_groups, self.padding_mode = channel_groups, padding_mode
         self.shuffle = shuffle and channel_groups > 1
         _check_channels(in_channels, self.composite, channel_groups)
-        if padding_mode not in _PAD_MODES:
-            raise LowRankError(f"padding_mode is one of {', '.join(_PAD_MODES)}, not {padding_mode!r}.")
+        check_choice("padding_mode", padding_mode, _PAD_MODES)
         self.padding = enclosing_padding(padding, self.composite.kernel, self.dilation)
         self.group_padding = tuple(self._padding_of(group) for group in self.composite.groups)
         self._sides = list(self.group_padding if padding_mode == "zeros" else self._crops())
@@ -273,8 +272,7 @@ def dense_weight(weights: Sequence[Tensor], composite: Composite, channel_groups
 
 
 def _check_channels(in_channels: int, composite: Composite, channel_groups: int) -> None:
-    if not isinstance(in_channels, int) or in_channels < 1:
-        raise LowRankError(f"in_channels must be a positive number, not {in_channels!r}.")
+    check_number("in_channels", in_channels, least=1, whole=True)
     if not isinstance(channel_groups, int) or channel_groups < 1 or in_channels % channel_groups:
         raise LowRankError(
             f"{counted(in_channels, 'input channel')} cannot be divided into {channel_groups} channel groups."

@@ -22,13 +22,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, prod
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.core.errors import LowRankError, check_choice, check_number, nearest
 from lowrank_cnn.core.notes import AsDict
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.kernels.reference import compose
@@ -116,9 +116,10 @@ class Scheme:
     rival: ClassVar[str | None] = None
     """Under a budget, layers take this scheme unless the own one fits them better."""
 
-    def __new__(cls, name: str = "", *_args: Any, **_options: Any) -> Self:
-        """`Scheme("lr", ...)` is of the kind that has this name."""
-        return object.__new__(type(SCHEMES[name]) if cls is Scheme and name in SCHEMES else cls)  # type: ignore[return-value]
+    def __new__(  # `Scheme("lr", ...)` is of the kind that has this name
+        cls, name="", shapes=(), m=None, to=None, inputs=None, multiple=None, channel_groups=1, branches=False
+    ):  # fmt: skip
+        return object.__new__(type(SCHEMES[name]) if cls is Scheme and name in SCHEMES else cls)
 
     def __post_init__(self) -> None:
         if type(self) is Scheme:
@@ -137,12 +138,9 @@ class Scheme:
                 raise LowRankError(f"a filter shape is written like kx1, 1xk, kxk or 5x1, not {shape!r}.")
             if not 0 < proportion <= LARGEST:
                 raise LowRankError(f"the proportion of {shape} filters must be positive, not {proportion}.")
-        numbers = {"m": self.m, "to": self.to, "in": self.inputs, "multiple": self.multiple}
-        for label, value in {**numbers, "channel_groups": self.channel_groups}.items():
-            if value is not None and not 0 < value <= LARGEST:
-                raise LowRankError(
-                    f"{label} in the scheme {self.name} must be positive and at most {LARGEST:,}, not {value:g}."
-                )
+        for option, field in _FIELDS.items():
+            if option != "branches" and (value := getattr(self, field)) is not None:
+                check_number(f"{option} in the scheme {self.name}", value, above=0, most=LARGEST)
         options = _OPTIONS.get(self.name, frozenset({"to", "branches"}))
         if self.branches and "branches" not in options:
             able = [name for name, taken in _OPTIONS.items() if "branches" in taken]
@@ -209,10 +207,8 @@ class Scheme:
 
     def stages(self, kernel: Pair, filters: int, *, channel_groups: int = 1) -> tuple[Composite, ...]:
         """The composites that replace a dense conv, in order, with nothing between them."""
-        if not isinstance(filters, int) or filters < 1:
-            raise LowRankError(f"a convolution has a positive number of filters, not {filters!r}.")
-        if not isinstance(channel_groups, int) or channel_groups < 1:
-            raise LowRankError(f"channel_groups is a positive number, not {channel_groups!r}.")
+        check_number("the number of filters", filters, least=1, whole=True)
+        check_number("channel_groups", channel_groups, least=1, whole=True)
         return self.chain(kernel, filters, channel_groups)
 
     def chain(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
@@ -663,8 +659,7 @@ def _from_dict(fields: Mapping[str, object]) -> Scheme:
 
 
 def _build(name: str, shapes: Mapping[str, object], options: Mapping[str, object]) -> Scheme:
-    if name not in SCHEMES:
-        raise LowRankError(f"there is no scheme {name!r}; {nearest(name, SCHEMES)}")
+    check_choice("scheme", name, SCHEMES)
     default, allowed = SCHEMES[name], _OPTIONS[name]
     if unknown := set(options) - allowed:
         shaped = "" if isinstance(default, Dense) else " and shapes"
