@@ -249,8 +249,8 @@ def _macs_before(model: nn.Module, change: Change, rows: Sequence[LayerCount]) -
 def _biases_before(model: nn.Module, change: Change, last: LayerCount) -> int:
     """The biases of a layer that was replaced: as many as it had filters, of which some may be gone, or none.
 
-    Folding branches or a norm adds a bias. So a conv of several taps is judged by its parameters: without a bias,
-    those of a filter are a multiple of its taps.
+    Folding branches or a norm adds a bias, so the last layer cannot tell. A filter of several taps can: without a
+    bias, its number of parameters is a multiple of its taps.
     """
     kernel, _, filters = change.before.rpartition(",")
     taps = prod(map(int, kernel.split("x"))) if kernel.replace("x", "").isdecimal() else 1
