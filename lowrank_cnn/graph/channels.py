@@ -81,8 +81,12 @@ class _Walk:
     """Follows the channels of each conv through a captured network, whose values on random images are known."""
 
     captured: NetworkGraph
-    values: dict[fx.Node, Any]
+    interpreter: fx.Interpreter
     once: dict[str, fx.Node]
+
+    @property
+    def values(self) -> dict[fx.Node, Any]:
+        return self.interpreter.env
 
     @classmethod
     def through(cls, model: nn.Module, input_size: Sequence[int], *, training: bool = False) -> _Walk:
@@ -93,12 +97,13 @@ class _Walk:
         root = copy_with(model).eval().cpu()
         for module in root.modules():
             module.training = training and any(True for _ in module.children())
-        image = torch.randn(2, *input_size, dtype=_dtype(root), generator=torch.Generator().manual_seed(0))
+        dtype = next((p.dtype for p in root.parameters()), torch.float32)
+        image = torch.randn(2, *input_size, dtype=dtype, generator=torch.Generator().manual_seed(0))
         try:
             with torch.no_grad():
                 captured = capture(root, image)
-                values = fx.Interpreter(fx.GraphModule(root, captured.graph), garbage_collect_values=False)
-                values.run(image)
+                interpreter = fx.Interpreter(fx.GraphModule(root, captured.graph), garbage_collect_values=False)
+                interpreter.run(image)
         except Exception as error:  # a forward may fail in any way without real values
             raise _Uncaptured(first_line(error)) from error
         uses = parameter_uses(root)
@@ -108,7 +113,7 @@ class _Walk:
             for name, node in captured.called_once().items()
             if all(uses[id(parameter)] == 1 for parameter in root.get_submodule(name).parameters())
         }
-        return cls(captured, values.env, alone)
+        return cls(captured, interpreter, alone)
 
     @property
     def has_idle_layers(self) -> bool:
@@ -173,16 +178,8 @@ class _Walk:
         def concrete(other: fx.Node) -> Any:
             return x.clone() if other is value else self.values[other]
 
-        args: Any = map_arg(node.args, concrete)
-        kwargs: Any = map_arg(node.kwargs, concrete)
-        if node.op == "call_module":
-            module = self.captured.module(node)
-            assert module is not None
-            return module(*args, **kwargs)
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        assert callable(node.target)
-        return node.target(*args, **kwargs)
+        args, kwargs = map_arg(node.args, concrete), map_arg(node.kwargs, concrete)
+        return getattr(self.interpreter, node.op)(node.target, args, kwargs)
 
 
 def _treats_apart(function: Any, shape: Sequence[int], channels: int) -> bool:
@@ -206,7 +203,3 @@ def _is_conv(module: nn.Module | None) -> bool:
 def _reads_channels(module: nn.Module | None, value: Tensor) -> bool:
     linear = isinstance(module, GatedLinear) or layer_kind(module) == "linear"
     return (linear and value.dim() == 2) or (_is_conv(module) and value.dim() == 4)
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters()), torch.float32)

@@ -96,8 +96,8 @@ def within(
 def allocate(curves: Curves, budget: float) -> dict[str, Scheme | None]:
     """Spend a budget where it keeps most of the product of all layers' energies.
 
-    A chain of layers passes the product of the energies that its layers pass. So layers compete by the logarithm
-    of energy gained per cost, each with the best step that it can still pay for.
+    A chain of layers passes the product of the energies that its layers pass. Layers compete by the logarithm of
+    energy gained per cost, each with its best affordable step.
     """
     place = dict.fromkeys(curves, 0)
     left = budget - sum(curve[0].cost for curve in curves.values())

@@ -200,20 +200,14 @@ def conversion_costs(before: nn.Module, after: nn.Module, input_size: InputSize)
     3
     """
     old, new = (count(model, input_size) for model in (before, after))
-    names = [change.name for change in changes_of(after)]
-    rows = [_cost(name, _inside(old.layers, name), _inside(new.layers, name)) for name in names]
-    return *rows, _cost("total", (old.macs, old.params), (new.macs, new.params))
+    costs = []
+    for change in changes_of(after):
+        rows = [rows_of(found.layers, change.name) for found in (old, new)]
+        macs = [sum(row.macs for row in found) for found in rows]
+        costs.append(Cost(change.name, *macs, *(sum(row.params for row in found) for found in rows)))
+    return *costs, Cost("total", old.macs, new.macs, old.params, new.params)
 
 
 def rows_of(layers: Sequence[LayerCount], name: str) -> list[LayerCount]:
     """The rows of a layer and of its parts; all rows for the network itself, which has no name."""
     return [row for row in layers if not name or row.name == name or row.name.startswith(f"{name}.")]
-
-
-def _inside(layers: Sequence[LayerCount], name: str) -> tuple[int, int]:
-    rows = rows_of(layers, name)
-    return sum(row.macs for row in rows), sum(row.params for row in rows)
-
-
-def _cost(name: str, before: tuple[int, int], after: tuple[int, int]) -> Cost:
-    return Cost(name, before[0], after[0], before[1], after[1])

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lowrank_cnn.core.compare import unchanged
-from lowrank_cnn.core.errors import LowRankError, first_line
+from lowrank_cnn.core.errors import LowRankError, check_choice, first_line
 from lowrank_cnn.core.modules import InputSize, arguments, check_module, checked_size, is_part_of
 from lowrank_cnn.core.notes import AsDict, notes
 from lowrank_cnn.core.text import html_table, si
@@ -186,8 +186,7 @@ def count(model: nn.Module, input_size: InputSize, *, convention: str = "mac") -
     >>> lr.count(net, (3, 30, 30)).macs
     104260224
     """
-    if convention not in CONVENTIONS:
-        raise LowRankError(f"the convention is {' or '.join(CONVENTIONS)}, not {convention!r}.")
+    check_choice("the convention", convention, CONVENTIONS)
     check_module(model)
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise LowRankError("the model is wrapped in nn.DataParallel: count its `.module`.")

@@ -320,7 +320,7 @@ def max_useful_rank(conv: nn.Conv2d, scheme: Scheme) -> int:
 def energy_curve(conv: nn.Conv2d, scheme: Scheme, *, interpolated: bool = False) -> Keeps:
     """The share of squared weights that m basis filters keep, as a function of m.
 
-    Where every m takes a fit of its own, the curve may be `interpolated` between a few.
+    If every m needs a fit of its own, `interpolated` fits a few and interpolates between them.
     """
     kept = scheme.spectrum(conv)
     if kept is not None:

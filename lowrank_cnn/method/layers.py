@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.prune import BasePruningMethod
 
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError, check_choice, check_number
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.kernels import composite_conv2d, explain_call
 from lowrank_cnn.kernels.reference import conv_on_sides, interleaved, pad_on_sides, placed, ungrouped
 from lowrank_cnn.method.geometry import Padding, Sides, enclosing_padding, offsets, pair, symmetric
 from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
 
-T = TypeVar("T")
 _PAD_MODES = ("zeros", "reflect", "replicate", "circular")
 
 
@@ -67,8 +66,7 @@ class CompositeConv2d(nn.Module):
         self.channel_groups, self.padding_mode = channel_groups, padding_mode
         self.shuffle = shuffle and channel_groups > 1
         _check_channels(in_channels, self.composite, channel_groups)
-        if padding_mode not in _PAD_MODES:
-            raise LowRankError(f"padding_mode is one of {', '.join(_PAD_MODES)}, not {padding_mode!r}.")
+        check_choice("padding_mode", padding_mode, _PAD_MODES)
         self.padding = enclosing_padding(padding, self.composite.kernel, self.dilation)
         self.group_padding = tuple(self._padding_of(group) for group in self.composite.groups)
         self._sides = list(self.group_padding if padding_mode == "zeros" else self._crops())
@@ -174,8 +172,12 @@ class CompositeConv2d(nn.Module):
         options = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
         options |= {"channel_groups": self.groups, "padding_mode": self.padding_mode}
         single = Composite((FilterGroup(*self.composite.kernel, self.out_channels),))
-        view = conv_of(self.in_channels, single, bias=self.bias is not None, **options)
-        return _filled(view.to(weight), weight, self.bias)
+        view = conv_of(self.in_channels, single, bias=self.bias is not None, **options).to(weight)
+        with torch.no_grad():
+            weights_of(view)[0].copy_(weight)
+            if self.bias is not None:
+                view.bias.copy_(self.bias)  # type: ignore[operator, union-attr]
+        return view
 
     def extra_repr(self) -> str:
         text = f"{self.in_channels}, {self.composite}, stride={self.stride}, padding={self.padding}"
@@ -270,8 +272,7 @@ def dense_weight(weights: Sequence[Tensor], composite: Composite, channel_groups
 
 
 def _check_channels(in_channels: int, composite: Composite, channel_groups: int) -> None:
-    if not isinstance(in_channels, int) or in_channels < 1:
-        raise LowRankError(f"in_channels must be a positive number, not {in_channels!r}.")
+    check_number("in_channels", in_channels, least=1, whole=True)
     if not isinstance(channel_groups, int) or channel_groups < 1 or in_channels % channel_groups:
         raise LowRankError(
             f"{counted(in_channels, 'input channel')} cannot be divided into {channel_groups} channel groups."
@@ -281,12 +282,3 @@ def _check_channels(in_channels: int, composite: Composite, channel_groups: int)
             raise LowRankError(f"a composite layer has 2-D filters that are as deep as its input, not {group}.")
         if group.filters % channel_groups:
             raise LowRankError(f"the filter group {group} does not divide into {channel_groups} channel groups.")
-
-
-def _filled(view: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Module:
-    """Put a dense weight and bias into a conv made by `conv_of`."""
-    with torch.no_grad():
-        weights_of(view)[0].copy_(weight)
-        if bias is not None:
-            view.bias.copy_(bias)  # type: ignore[union-attr]
-    return view

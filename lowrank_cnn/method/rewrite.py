@@ -137,8 +137,13 @@ def rewrite(
     """
     if fill is not None and any(scheme.branches for scheme in schemes.values()):
         raise LowRankError("branches train from fresh weights: take the scheme without branches to fit weights.")
-    convs = {name: _layer(model, name, scheme) for name, scheme in schemes.items()}
-    layers = {name: replacement(conv, schemes[name], build) for name, conv in convs.items()}
+    convs = {name: _layer(model, name) for name in schemes}
+    layers: dict[str, nn.Module] = {}
+    for name, conv in convs.items():
+        try:
+            layers[name] = replacement(conv, schemes[name], build)
+        except LowRankError as error:
+            raise LowRankError(f"{name} cannot be rewritten: {error}") from error
     new = copy_with(model, {convs[name]: layer for name, layer in layers.items()})
     if fill is None:  # the card of a trained network does not describe fresh weights
         forget(new, "training_card")
@@ -221,14 +226,11 @@ def frozen_like(old: nn.Module, new: nn.Module) -> nn.Module:
     return new
 
 
-def _layer(model: nn.Module, name: str, scheme: Scheme) -> nn.Conv2d:
+def _layer(model: nn.Module, name: str) -> nn.Conv2d:
     try:
-        conv = model.get_submodule(name)
+        return model.get_submodule(name)  # type: ignore[return-value]
     except AttributeError:
         raise LowRankError(f"the network has no layer {name}, which was to be rewritten.") from None
-    if not scheme.takes_layer(conv):
-        raise LowRankError(f"{name} is a {type(conv).__name__}, not a plain convolution to rewrite.")
-    return conv  # type: ignore[return-value]
 
 
 def is_channels_last(tensor: Tensor) -> bool:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.core.errors import LowRankError, check_choice, check_number, nearest
 from lowrank_cnn.core.notes import AsDict
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.kernels.reference import compose
@@ -139,12 +139,9 @@ class Scheme:
                 raise LowRankError(f"a filter shape is written like kx1, 1xk, kxk or 5x1, not {shape!r}.")
             if not 0 < proportion <= LARGEST:
                 raise LowRankError(f"the proportion of {shape} filters must be positive, not {proportion}.")
-        numbers = {"m": self.m, "to": self.to, "in": self.inputs, "multiple": self.multiple}
-        for label, value in {**numbers, "channel_groups": self.channel_groups}.items():
-            if value is not None and not 0 < value <= LARGEST:
-                raise LowRankError(
-                    f"{label} in the scheme {self.name} must be positive and at most {LARGEST:,}, not {value:g}."
-                )
+        for option, field in _FIELDS.items():
+            if option != "branches" and (value := getattr(self, field)) is not None:
+                check_number(f"{option} in the scheme {self.name}", value, above=0, most=LARGEST)
         options = _OPTIONS.get(self.name, frozenset({"to", "branches"}))
         if self.branches and "branches" not in options:
             able = [name for name, taken in _OPTIONS.items() if "branches" in taken]
@@ -211,10 +208,8 @@ class Scheme:
 
     def stages(self, kernel: Pair, filters: int, *, channel_groups: int = 1) -> tuple[Composite, ...]:
         """The composites that replace a dense conv, in order, with nothing between them."""
-        if not isinstance(filters, int) or filters < 1:
-            raise LowRankError(f"a convolution has a positive number of filters, not {filters!r}.")
-        if not isinstance(channel_groups, int) or channel_groups < 1:
-            raise LowRankError(f"channel_groups is a positive number, not {channel_groups!r}.")
+        check_number("the number of filters", filters, least=1, whole=True)
+        check_number("channel_groups", channel_groups, least=1, whole=True)
         return self.chain(kernel, filters, channel_groups)
 
     def chain(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
@@ -231,14 +226,11 @@ class Scheme:
             return f"its kernel is {layer.kernel_size[0]}x{layer.kernel_size[1]}"
         return "it is depthwise" if is_depthwise(layer) and not self.takes_depthwise else ""
 
-    def takes_layer(self, layer: nn.Module) -> bool:
-        """Whether `build` can make something of a layer."""
-        return isinstance(layer, nn.Conv2d) and form_of(layer) is not None
-
     def build(self, layer: nn.Module) -> nn.Module:
         """Build the replacement of a layer; its weights are set later."""
         form = form_of(layer) if isinstance(layer, nn.Conv2d) else None
-        assert form is not None, "only plain convolutions are selected"
+        if form is None:
+            raise LowRankError(f"a {type(layer).__name__} is not a plain convolution to rewrite.")
         return self.build_form(form)
 
     def build_form(self, form: ConvForm) -> nn.Module:
@@ -405,17 +397,14 @@ class Channel(Basis):
     def obstacle(self, layer: nn.Module) -> str:
         return "it is depthwise" if is_depthwise(layer) else ""
 
-    def takes_layer(self, layer: nn.Module) -> bool:
-        return is_torch_layer(layer) or super().takes_layer(layer)
-
     def filters_of(self, layer: nn.Module) -> int:
         """The m of a layer, in whole channel groups."""
         return self.stages((1, 1), outputs_of(layer), channel_groups=groups_of(layer))[0].filters
 
     def build(self, layer: nn.Module) -> nn.Module:
-        if isinstance(layer, nn.Conv2d):
-            return super().build(layer)
-        return factored_layer(layer, self.filters_of(layer), self)
+        return (
+            factored_layer(layer, self.filters_of(layer), self) if is_torch_layer(layer) else super().build(layer)
+        )
 
     def stage_weights(self, layer: nn.Module) -> list[int]:
         m, filters = self.filters_of(layer), outputs_of(layer)
@@ -562,9 +551,6 @@ class Exact(Scheme):
         shapes = [(resolve_shape(shape, kernel), int(number)) for shape, number in self.shapes]
         return (Composite(tuple(FilterGroup(*shape, number) for shape, number in shapes or [(kernel, filters)])),)
 
-    def takes_layer(self, layer: nn.Module) -> bool:
-        return True
-
     def build(self, layer: nn.Module) -> nn.Module:
         """A conv, linear layer or batch norm of the counted filters and inputs."""
         if isinstance(layer, nn.Linear):
@@ -592,9 +578,6 @@ class Learned(Scheme):
 
     def chain(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
         raise LowRankError("shapes are learned in training: use learn_shapes, or `lowrank train --scheme`.")
-
-    def takes_layer(self, layer: nn.Module) -> bool:
-        return True
 
 
 def register_scheme(scheme: Scheme, *options: str) -> Scheme:
@@ -677,8 +660,7 @@ def _from_dict(fields: Mapping[str, object]) -> Scheme:
 
 
 def _build(name: str, shapes: Mapping[str, object], options: Mapping[str, object]) -> Scheme:
-    if name not in SCHEMES:
-        raise LowRankError(f"there is no scheme {name!r}; {nearest(name, SCHEMES)}")
+    check_choice("scheme", name, SCHEMES)
     default, allowed = SCHEMES[name], _OPTIONS[name]
     if unknown := set(options) - allowed:
         shaped = "" if isinstance(default, Dense) else " and shapes"

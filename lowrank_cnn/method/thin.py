@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lowrank_cnn.core.compare import mapped, tensors_of, unchanged
-from lowrank_cnn.core.errors import LowRankError, LowRankWarning, first_line, nearest
+from lowrank_cnn.core.errors import LowRankError, LowRankWarning, check_number, first_line, nearest
 from lowrank_cnn.core.modules import InputSize, arguments, checked_size, upstream
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.method.chains import outputs_of
@@ -261,8 +261,8 @@ def thin(
     if (width is None) == (macs is None):
         raise LowRankError("thin takes either a width or a share of the multiply-accumulates (macs).")
     share = width if width is not None else macs
-    if not isinstance(share, int | float) or not 0 < share <= 4:
-        raise LowRankError(f"a width or a share of the MACs lies above 0 and up to 4, not {share!r}.")
+    check_number("macs" if width is None else "width", share, above=0, most=4)
+    assert share is not None
     if found := [name for name, layer in model.named_modules() if isinstance(layer, CompositeConv2d)]:
         raise LowRankError(f"thin takes dense networks, and {found[0]} is low-rank: thin first, then convert.")
     blank = copy_with(model).to("meta").float().eval()
@@ -313,8 +313,7 @@ def _own_widths(model: nn.Module, layers: Mapping[str, float]) -> dict[nn.Module
     for name, share in layers.items():
         if name not in names:
             raise LowRankError(f"the network has no layer {name!r}; {nearest(name, names)}")
-        if not 0 < share <= 4:
-            raise LowRankError(f"the width of {name} lies above 0 and up to 4, not {share!r}.")
+        check_number(f"the width of {name}", share, above=0, most=4)
     return {layer: share for name, share in layers.items() for layer in model.get_submodule(name).modules()}
 
 

@@ -1,9 +1,9 @@
 """A small network that reaches 94% on CIFAR-10 within seconds, after cifar10-airbench (Jordan 2024).
 
-The idea is that of https://github.com/KellerJordan/cifar10-airbench (arXiv:2404.00498): a first layer of 2x2
-filters that whitens patches and is not trained, three blocks of two 3x3 convs with the pool between them, GELU,
-batch norms whose scale is fixed at one, filters that begin as the identity, and logits scaled down. The code is
-ours, and the 3x3 convs take any scheme. The recipe `cifar10-fast` is the other half of it.
+It follows https://github.com/KellerJordan/cifar10-airbench (arXiv:2404.00498). A fixed first layer of 2x2 filters
+whitens patches. Three blocks of two 3x3 convs follow, each with a pool between its convs. Activations are GELU,
+batch norms have a fixed scale of one, filters begin as the identity, and logits are scaled down. The code is ours,
+and the 3x3 convs take any scheme. The recipe `cifar10-fast` trains it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from lowrank_cnn.core import __version__
-from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.core.errors import LowRankError, check_choice
 from lowrank_cnn.core.modules import InputSize
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.method.branches import fold_branches
@@ -42,10 +42,8 @@ def list_models(*, paper: bool = False) -> list[str]:
 
 def family_of(name: str) -> ModuleType:
     """The module that builds a network."""
-    for family in FAMILIES:
-        if name in family.VARIANTS:
-            return family
-    raise LowRankError(f"there is no network {name!r}; {nearest(name, list_models())}")
+    check_choice("network", name, list_models())
+    return next(family for family in FAMILIES if name in family.VARIANTS)
 
 
 def build_network(name: str, *, init: str = "composite", **given: Any) -> Network:
@@ -54,8 +52,7 @@ def build_network(name: str, *, init: str = "composite", **given: Any) -> Networ
     >>> build_network("nin", width=0.1, num_classes=10).config["name"]
     'nin'
     """
-    if init not in INITIALISATIONS:
-        raise LowRankError(f"there is no initialisation {init!r}; {nearest(init, INITIALISATIONS)}")
+    check_choice("initialisation", init, INITIALISATIONS)
     family = family_of(name)
     if given.get("pool") is not None and family is not nin:
         raise LowRankError(f"pool is a choice of the nin networks; {name} has none: leave it out (pool=none).")
@@ -244,8 +241,8 @@ def _macs_before(model: nn.Module, change: Change, rows: Sequence[LayerCount]) -
 def _biases_before(model: nn.Module, change: Change, last: LayerCount) -> int:
     """The biases of a layer that was replaced: as many as it had filters, of which some may be gone, or none.
 
-    Folding branches or a norm adds a bias. So a conv of several taps is judged by its parameters: without a bias,
-    those of a filter are a multiple of its taps.
+    Folding branches or a norm adds a bias, so the last layer cannot tell. A filter of several taps can: without a
+    bias, its number of parameters is a multiple of its taps.
     """
     kernel, _, filters = change.before.rpartition(",")
     taps = prod(map(int, kernel.split("x"))) if kernel.replace("x", "").isdecimal() else 1

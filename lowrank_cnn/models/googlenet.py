@@ -70,8 +70,7 @@ class GoogLeNet(Network):
         self.classifier = nn.Sequential(OrderedDict(tail))
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
-            self.check_input(x)
+        self.check_input(x)
         x, auxiliary = self.stem(x), []
         for name, inception in self.inceptions.items():
             x = inception(x)

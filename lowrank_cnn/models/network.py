@@ -118,10 +118,10 @@ class Network(nn.Module):
     def adjust_init(self) -> None:
         """Adjust the weights for this network; called once, right after initialisation."""
 
-    @torch.jit.unused
     def check_input(self, x: Tensor) -> None:
-        """Raise `LowRankError` for images that the network cannot take."""
-        check_images(x, str(self.config["name"]), self.input_size[0], self.smallest)
+        """Raise `LowRankError` for images that the network cannot take; a scripted network checks nothing."""
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            check_images(x, str(self.config["name"]), self.input_size[0], self.smallest)
 
 
 @fx.wrap  # a trace records one call, so that this check does not fix the size of the images

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.method.init import sigma
@@ -44,8 +43,7 @@ class NiN(Network):
         self.pool = GlobalAveragePool()
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
-            self.check_input(x)
+        self.check_input(x)
         return self.pool(self.features(x))
 
     def adjust_init(self) -> None:

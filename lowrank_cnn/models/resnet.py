@@ -17,19 +17,18 @@ from lowrank_cnn.method.schemes import Scheme, build_conv, parse_scheme
 from lowrank_cnn.models.network import GlobalAveragePool, Network, Options, Variant
 
 FILTERS = (64, 128, 256, 512)
-"""Filters of the four stages. Each later stage halves the maps in its first block."""
+"""Filters of the four stages, of two blocks each. Each later stage halves the maps in its first block."""
 ALL, LATE = (0, 1, 2, 3, 4), (3, 4)
 """Stages that take the scheme; 0 is the stem."""
 
 
 @dataclass(frozen=True)
 class ResNetVariant(Variant):
-    """The stem (kernel, stride, pool), the stages that take the scheme, and the blocks of each stage."""
+    """The stem (kernel, stride, pool), and the stages that take the scheme."""
 
     kernel: int = 7
     pool: bool = True
     where: tuple[int, ...] = ALL
-    blocks: tuple[int, ...] = (2, 2, 2, 2)
     image: int = 224
 
 
@@ -79,10 +78,10 @@ class ResNet(Network):
         self.stem = _stem(variant, options, filters[0], schemes[0])
         self.stages = nn.Sequential()
         channels = filters[0]
-        for stage, (count, blocks) in enumerate(zip(filters, variant.blocks, strict=True), start=1):
+        for stage, count in enumerate(filters, start=1):
             first = ResidualBlock(channels, count, 1 if stage == 1 else 2, schemes[stage])
-            others = [ResidualBlock(count, count, 1, schemes[stage]) for _ in range(blocks - 1)]
-            self.stages.add_module(f"stage{stage}", nn.Sequential(first, *others))
+            second = ResidualBlock(count, count, 1, schemes[stage])
+            self.stages.add_module(f"stage{stage}", nn.Sequential(first, second))
             channels = count
         self.pool = GlobalAveragePool()
         self.classes = nn.Linear(channels, options.num_classes)

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from math import ceil
 
-import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.method.schemes import Scheme
@@ -46,8 +45,7 @@ class VGG(Network):
         self.head = _head(scheme.out_filters(options.filters(variant.last)), variant, options)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
-            self.check_input(x)
+        self.check_input(x)
         return self.head(self.features(x))
 
 

@@ -55,7 +55,7 @@ def refused(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
         ("count vgg11 --input 224x224", "CHANNELSxHEIGHTxWIDTH"),
         ("count vgg11 --input 3x64x64", "takes 224x224 images"),
         ("count nin --scheme mixture(kx1", "cannot read the scheme"),
-        ("count nin --convention flops", "convention is mac or paper"),
+        ("count nin --convention flops", "convention must be mac or paper"),
         ("count nin --width -1", "width must be a number above 0"),
         ("count nin --input 3x1x1", "nin takes images of 4x4 at least"),
         (f"count {HERE}without_convs", "give --input"),

@@ -59,8 +59,8 @@ def test_a_separable_pair_is_the_product_of_its_halves():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: build_conv(8, -4, 3, "lr-join"), "positive number of filters"),
-        (lambda: build_conv(8, 8, 3, "lr", channel_groups=0), "channel_groups is a positive number"),
+        (lambda: build_conv(8, -4, 3, "lr-join"), "the number of filters must be a whole number of at least 1"),
+        (lambda: build_conv(8, 8, 3, "lr", channel_groups=0), "channel_groups must be a whole number of"),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(make, says: str):

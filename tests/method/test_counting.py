@@ -163,7 +163,7 @@ def test_double_precision_models_count_too():
             lambda: count(nn.Sequential(nn.Flatten(), nn.Linear(10, 2)), (3, 8, 8)),
             "does not take an input of 3x8x8",
         ),
-        (lambda: count(nn.Conv2d(3, 4, 3), (3, 8, 8), convention="flops"), "convention is mac or paper"),
+        (lambda: count(nn.Conv2d(3, 4, 3), (3, 8, 8), convention="flops"), "convention must be mac or paper"),
         (
             lambda: count(torch.jit.script(nn.Conv2d(3, 4, 3)), (3, 8, 8)),
             "is scripted: give the module",

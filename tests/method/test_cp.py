@@ -120,7 +120,7 @@ def test_images_refit_the_last_layer():
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [("cp(kx1)", "takes m alone"), ("cp(join)", "not join"), ("cp(m=0)", "must be positive")],
+    [("cp(kx1)", "takes m alone"), ("cp(join)", "not join"), ("cp(m=0)", "must be a number above 0")],
 )
 def test_bad_schemes_are_refused(text, sentence):
     with pytest.raises(LowRankError, match=sentence):

@@ -163,7 +163,7 @@ def test_it_says_what_it_is():
         (lambda: CompositeConv2d(4, [(3, 1, 4)], stride=0), "stride is a positive number"),
         (lambda: CompositeConv2d(4, [(3, 1, 4)], padding="full"), "padding is"),
         (lambda: CompositeConv2d(4, [(3, 1, 4)], padding=-1), "cannot be negative"),
-        (lambda: CompositeConv2d(4, [(3, 1, 4)], padding_mode="mirror"), "padding_mode is one of"),
+        (lambda: CompositeConv2d(4, [(3, 1, 4)], padding_mode="mirror"), "padding_mode must be zeros or"),
         (lambda: CompositeConv2d(4, [(3, 1, 4)], padding=1.5), "padding is"),
         (lambda: CompositeConv2d(4, [(3, 1, 4)], padding=None), "padding is"),
         (lambda: CompositeConv2d(4, [(3, 1, 4)], padding=((1,), (2,))), "padding is"),

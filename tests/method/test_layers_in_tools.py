@@ -98,7 +98,10 @@ def test_our_networks_are_traced_by_fx(name: str):
     torch.testing.assert_close(torch.fx.symbolic_trace(net)(x), net(x))
 
 
-@pytest.mark.parametrize("name", ["nin-c3-lr", "vgg11-gmp-lr-join", "vgg11-gmp-sf", "vgg11"])
+SCRIPTED = ["nin-c3-lr", "vgg11-gmp-lr-join", "vgg11-gmp-sf", "vgg11", "resnet18-small-lr", "airbench-lr"]
+
+
+@pytest.mark.parametrize("name", SCRIPTED)
 def test_our_networks_are_scripted(name: str):
     net = create_model(name, width=0.05, num_classes=4, image_size=64).eval()
     x = torch.randn(1, 3, 64, 64)

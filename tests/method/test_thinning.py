@@ -78,9 +78,9 @@ def test_a_layer_used_twice_stays_one_layer():
     [
         ({}, "either a width or a share"),
         ({"width": 0.5, "macs": 0.5}, "either a width or a share"),
-        ({"width": 0}, "lies above 0"),
-        ({"macs": float("nan")}, "lies above 0"),
-        ({"width": "half"}, "lies above 0"),
+        ({"width": 0}, "width must be a number above 0"),
+        ({"macs": float("nan")}, "macs must be a number above 0"),
+        ({"width": "half"}, "width must be a number above 0"),
     ],
 )
 def test_bad_shares_get_one_sentence(options: dict, words: str):
@@ -120,7 +120,7 @@ def test_some_layers_have_widths_of_their_own():
     half = thin(net, macs=0.5, input_size=SIZE, multiple=1, layers={"2.0": 1.0})
     assert half[2][0].out_channels == 64
     assert count(half, SIZE).macs == pytest.approx(0.5 * count(net, SIZE).macs, rel=0.05)
-    for layers, words in (({"3.conv": 1.0}, "no layer '3.conv'"), ({"2": 0}, "width of 2 lies above 0")):
+    for layers, words in (({"3.conv": 1.0}, "no layer '3.conv'"), ({"2": 0}, "width of 2 must be a number above")):
         with pytest.raises(LowRankError, match=words):
             thin(net, width=0.5, input_size=SIZE, layers=layers)
 
