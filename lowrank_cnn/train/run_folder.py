@@ -208,15 +208,10 @@ class Position:
 
     def told(self, epochs: int) -> str:
         """The position in words, as in "the state after 3 of 10 epochs"."""
-        batches = counted(self.batch, "batch")
+        batches, of = counted(self.batch, "batch"), f"of {counted(epochs, 'epoch')}"
         if not self.epoch:
-            return (
-                f"after {batches} of the first of {counted(epochs, 'epoch')}"
-                if self.batch
-                else "before any training"
-            )
-        rest = f" and {batches} of the next" if self.batch else ""
-        return f"after {self.epoch} of {counted(epochs, 'epoch')}{rest}"
+            return f"after {batches} of the first {of}" if self.batch else "before any training"
+        return f"after {self.epoch} {of} and {batches} of the next" if self.batch else f"after {self.epoch} {of}"
 
 
 def write_checkpoint(stem: Path, checkpoint: Checkpoint) -> None:
