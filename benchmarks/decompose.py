@@ -46,7 +46,7 @@ from lowrank_cnn.method.count import count
 from lowrank_cnn.method.decompose import decompose
 from lowrank_cnn.method.rewrite import Conversion
 from lowrank_cnn.models import create_model
-from lowrank_cnn.models.build import rewrite_again
+from lowrank_cnn.models.build import rebuild
 from lowrank_cnn.train import Recipe, Record, fit, get_recipe, load_record
 from lowrank_cnn.train.evaluate import evaluate, load_checkpoint
 from lowrank_cnn.train.inputs import input_size
@@ -119,7 +119,7 @@ class DecomposeBench:
     def scratch(self, line: DecomposeLine) -> nn.Module:
         """A network of the same shapes, with fresh weights."""
         shapes = notes(self.fitted(line)).conversion or Conversion()
-        return rewrite_again(self.fresh(), shapes.to_dict())
+        return rebuild({"conversion": shapes.to_dict()}, into=self.fresh())
 
     def place(self, line: DecomposeLine) -> Path:
         return self.options.runs / f"seed{self.seed}" / line.folder

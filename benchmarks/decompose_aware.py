@@ -36,8 +36,15 @@ from lowrank_cnn.data import make_loader, open_data
 from lowrank_cnn.method.activations import outputs, relative_error
 from lowrank_cnn.method.budget import Budget, within
 from lowrank_cnn.method.count import count
-from lowrank_cnn.method.decompose import both_keeps, fit_layer, nearest_output, refitted
-from lowrank_cnn.method.ranks import Keeps, curves_of, measured_keeps
+from lowrank_cnn.method.decompose import (
+    Keeps,
+    both_keeps,
+    curves_of,
+    fit_layer,
+    measured_keeps,
+    nearest_output,
+    refitted,
+)
 from lowrank_cnn.method.rewrite import rewrite
 from lowrank_cnn.method.schemes import Scheme, parse_scheme
 from lowrank_cnn.method.select import select

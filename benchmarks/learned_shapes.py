@@ -52,9 +52,9 @@ from lowrank_cnn.core.clock import Sample, measure
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.deploy.optimize import optimize
+from lowrank_cnn.graph.finalize_shapes import LearnedShapes
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.count import count
-from lowrank_cnn.method.finalize_shapes import LearnedShapes
 from lowrank_cnn.method.schemes import Scheme, parse_scheme
 from lowrank_cnn.method.thin import thin
 from lowrank_cnn.models import create_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lowrank_cnn.data import Data, ResidentSplit
-from lowrank_cnn.method.finalize_shapes import LearnedShapes
+from lowrank_cnn.graph.finalize_shapes import LearnedShapes
 
 
 def stripes(count: int, *, side: int = 16, noise: float = 160.0) -> Data:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import lowrank_cnn as lr
 from lowrank_cnn.core.environment import environment
 from lowrank_cnn.core.text import text_table
-from lowrank_cnn.method.ranks import keeper
+from lowrank_cnn.method.decompose import energy_curve
 from lowrank_cnn.method.schemes import parse_scheme
 
 OUT = Path(__file__).parent / "results" / "tensor_fits.json"
@@ -66,7 +66,7 @@ def measured(net: nn.Module, shares: list[float]) -> Iterator[dict[str, Any]]:
 def _ours(conv: nn.Conv2d, text: str, most: float) -> float | None:
     scheme = parse_scheme(text)
     sizes = [m for m in range(1, conv.weight.numel()) if replace(scheme, m=m).macs(conv) <= most]
-    return 1 - keeper(conv, scheme)(sizes[-1]) if sizes else None
+    return 1 - energy_curve(conv, scheme)(sizes[-1]) if sizes else None
 
 
 def _tucker(weight: Tensor, most: float) -> float | None:

@@ -12,7 +12,7 @@ from tables import form
 from tables.form import NO_RUNS, markdown, source
 
 from lowrank_cnn.choose.verdict import NO, YES
-from lowrank_cnn.method.finalize_shapes import LearnedShapes
+from lowrank_cnn.graph.finalize_shapes import LearnedShapes
 from lowrank_cnn.method.schemes import parse_scheme
 from lowrank_cnn.models import create_model
 from lowrank_cnn.report.figures import shapes_spec

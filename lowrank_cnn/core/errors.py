@@ -1,9 +1,8 @@
 """Errors for users: one sentence that says what is wrong and what to do.
 
-Every room validates by `check_type`, `check_number`, `check_choice` and `check_file`:
+Every room validates by `check_type`, `check_number` and `check_file`:
 
     check_number("width", width, above=0, most=64)
-    check_choice("bad", bad, ("skip", "refuse"))
 """
 
 from __future__ import annotations
@@ -119,21 +118,6 @@ def check_number(
         wanted = " and ".join(f"{words} {limit:,}" for words, limit, _ in asked)
         shown = f"{value:,}" if right else f"{value!r:.60}"
         raise LowRankError(f"{name} must be a {'whole ' if whole else ''}number {wanted}, not {shown}.")
-
-
-def check_choice(name: str, value: object, known: Iterable[str]) -> None:
-    """Refuse a value that is not one of the known ones. Of more than four, the nearest are named.
-
-    >>> check_choice("bad", "ignore", ("skip", "refuse"))
-    Traceback (most recent call last):
-    lowrank_cnn.core.errors.LowRankError: bad must be skip or refuse, not 'ignore'.
-    """
-    known = tuple(known)
-    if isinstance(value, str) and value in known:
-        return
-    if len(known) > 4:
-        raise LowRankError(f"there is no {name} {value!r:.60}; {nearest(value, known)}")
-    raise LowRankError(f"{name} must be {' or '.join(known)}, not {value!r:.60}.")
 
 
 def check_file(path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lowrank_cnn.core.errors import LowRankError
@@ -136,6 +137,18 @@ def computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 _COMPUTING = ("forward", "_conv_forward", "_output_padding", "__call__", "_call_impl", "__getattr__")
+
+
+def check_module(model: object) -> None:
+    """Refuse objects that are not modules, scripted modules, and lazy ones that have no weights yet."""
+    if not isinstance(model, nn.Module):
+        raise LowRankError(f"a model is an nn.Module, not {type(model).__name__}.")
+    for name, module in model.named_modules():
+        label = name or "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise LowRankError(f"{label} is scripted: give the module that it was made from.")
+        if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
+            raise LowRankError(f"{label} is lazy: run the model once, so that it knows its channels.")
 
 
 def has_hooks(module: nn.Module) -> bool:

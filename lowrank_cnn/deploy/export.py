@@ -23,7 +23,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from torch import nn
 from lowrank_cnn.core.compare import unchanged
 from lowrank_cnn.core.errors import LowRankError, names_options
 from lowrank_cnn.core.files import as_path, delete, replacing, why_not_written
-from lowrank_cnn.core.notes import note, notes
+from lowrank_cnn.core.notes import AsDict, note, notes
 from lowrank_cnn.core.progress import progress
 from lowrank_cnn.deploy.engines.request import ExportRequest, Layout, Precision, at_precision, request_for
 from lowrank_cnn.deploy.engines.targets import engine_of, is_engine_file, open_engine, suffixes
@@ -52,16 +52,12 @@ _ASIDE = f".tmp-export-{platform.node()}-"
 
 
 @dataclass(frozen=True)
-class Exported:
+class Exported(AsDict):
     """The file, its size, and its largest difference from the network, relative to the output where that is."""
 
     path: str
     bytes: int
     error: float | None
-
-    def to_dict(self) -> dict[str, object]:
-        """In values that JSON can hold."""
-        return asdict(self)
 
 
 @names_options(target="path", file="path", out="path", to="path", size="input_size", example="example_input")

@@ -10,7 +10,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, product
 from math import prod
@@ -25,7 +25,7 @@ from lowrank_cnn.core.clock import OutOfTime, Sample, check_budget, check_repeat
 from lowrank_cnn.core.compare import copied, unchanged
 from lowrank_cnn.core.errors import LostDeviceError, LowRankError
 from lowrank_cnn.core.modules import first_input, has_hooks
-from lowrank_cnn.core.notes import note, notes
+from lowrank_cnn.core.notes import AsDict, note, notes
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.search import RESERVED, Search
 from lowrank_cnn.core.text import counted
@@ -89,16 +89,12 @@ ON_GPU = [
 
 
 @dataclass(frozen=True)
-class OptimizeReport:
+class OptimizeReport(AsDict):
     """Every form's time, those that were left out with the reason, and the name of the fastest."""
 
     choice: str
     times: dict[str, Sample]
     failed: dict[str, str]
-
-    def to_dict(self) -> dict[str, object]:
-        """In values that JSON can hold."""
-        return asdict(self)
 
 
 def laid_out(layout: str | None, *inputs: Any) -> tuple[Any, ...]:

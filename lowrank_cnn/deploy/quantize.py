@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lowrank_cnn.core.compare import copied, difference, is_finite, unchanged
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.files import as_path
-from lowrank_cnn.core.notes import notes
+from lowrank_cnn.core.notes import AsDict, notes
 from lowrank_cnn.core.progress import progress
 from lowrank_cnn.data import Data, make_loader, open_data
 from lowrank_cnn.data.own import in_short
@@ -60,7 +60,7 @@ Layers = tuple[QuantizedLayer, ...]
 
 
 @dataclass(frozen=True)
-class Quantized:
+class Quantized(AsDict):
     """The file, its layers, and the top-1 accuracy before and after where test images were given."""
 
     path: str
@@ -80,10 +80,6 @@ class Quantized:
     def loss(self) -> float | None:
         """Points of top-1 accuracy lost."""
         return None if self.before is None or self.after is None else 100 * (self.before - self.after)
-
-    def to_dict(self) -> dict[str, object]:
-        """In values that JSON can hold."""
-        return asdict(self)
 
 
 @unchanged()  # a forward may draw

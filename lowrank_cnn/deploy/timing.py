@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lowrank_cnn.core.clock import CudaMarks, Marks, Sample, measure, torch_threads
+from lowrank_cnn.core.clock import Marks, Sample, measure, torch_threads
 from lowrank_cnn.core.compare import unchanged
 from lowrank_cnn.core.errors import LowRankError, check_number, first_line
 from lowrank_cnn.core.files import as_path, read_json
 from lowrank_cnn.core.modules import InputSize, arguments, checked_size, is_example
-from lowrank_cnn.core.notes import notes
+from lowrank_cnn.core.notes import AsDict, notes
 from lowrank_cnn.core.numbers import pearson
 from lowrank_cnn.deploy.engines.onnx import OnnxRunner, node_macs
 from lowrank_cnn.deploy.engines.request import Call
@@ -58,7 +58,7 @@ class TorchRunner:
         self.args = laid_out(LAST, *args)
         self.kwargs = dict(zip(kwargs, laid_out(LAST, *kwargs.values()), strict=True))
         self._check()
-        self.clock = CudaMarks() if device.startswith("cuda") else Marks()
+        self.clock = Marks(cuda=device.startswith("cuda"))
 
     def _check(self) -> None:
         try:
@@ -80,8 +80,8 @@ class TorchRunner:
         """Milliseconds of each layer inside whole runs, by hooks: the median of several."""
         hooks = []
         for name, module in _timed(self.network):
-            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self.clock.start(name)))
-            hooks.append(module.register_forward_hook(lambda *_, name=name: self.clock.stop(name)))
+            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self.clock.mark(name)))
+            hooks.append(module.register_forward_hook(lambda *_, name=name: self.clock.mark(name)))
         times: dict[str, list[float]] = defaultdict(list)
         for _ in range(repeats):
             self.run()
@@ -176,7 +176,7 @@ class LayerTime:
 
 
 @dataclass(frozen=True)
-class Timing:
+class Timing(AsDict):
     """A network's time for one batch. `correlation` is Pearson's r of MACs and time over its layers.
 
     `twin` is the dense network that it is compared with, timed in the same turns, where there is one. `input` is
@@ -194,10 +194,6 @@ class Timing:
     correlation: float | None
     twin: Timing | None = None
     more_inputs: tuple[tuple[int, ...], ...] = ()
-
-    def to_dict(self) -> dict[str, object]:
-        """In values that JSON can hold."""
-        return asdict(self)
 
 
 @unchanged()  # a dense twin draws weights when it is built, and forwards may draw

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from statistics import correlation, mean, stdev
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.core.errors import LowRankError, nearest
-from lowrank_cnn.core.notes import note
+from lowrank_cnn.core.notes import AsDict, note
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.method.count import Count, count
 from lowrank_cnn.method.schemes import build_conv
@@ -195,7 +195,7 @@ _PLACES_NOTES = {"vgg11-gmp-sf": "Published: a quarter of the ILSVRC count of sf
 
 
 @dataclass(frozen=True)
-class Finding:
+class Finding(AsDict):
     """One published figure or claim, what this code computes for it, and the verdict."""
 
     table: str
@@ -205,10 +205,6 @@ class Finding:
     computed: str
     verdict: str
     note: str = ""
-
-    def to_dict(self) -> dict[str, str]:
-        """In values that JSON can hold."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

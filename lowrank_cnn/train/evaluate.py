@@ -23,12 +23,12 @@ from lowrank_cnn.core.compare import unchanged
 from lowrank_cnn.core.errors import LowRankError, check_number, require
 from lowrank_cnn.core.modules import batch_length, call
 from lowrank_cnn.core.text import counted, first_few
-from lowrank_cnn.data import Augment, Data, Loader, Preprocess, Problems, Split, make_loader, open_data
+from lowrank_cnn.data import Augment, Data, Preprocess, Problems, Split, make_loader, open_data
 from lowrank_cnn.data.augment import centre_crop, resize_shorter
 from lowrank_cnn.data.decode import BadImageError, decode_image, stack, thumbnail
 from lowrank_cnn.data.folders import image_files, read_image
 from lowrank_cnn.data.own import for_classes, is_dataset
-from lowrank_cnn.data.store import ImageProgress
+from lowrank_cnn.data.store import counting
 from lowrank_cnn.data.streamed import frame
 from lowrank_cnn.data.types import places_by_name
 from lowrank_cnn.method.activations import evaluating
@@ -364,11 +364,12 @@ def evaluate(
         train=False,
         workers=workers,
     )
-    with ImageProgress("Evaluating", len(data.test), enabled=progress) as shown, unchanged(network):
-        batches = _relabelled(loader, places.to(place), shown)
+    places = places.to(place)
+    batches = ((images, places[labels]) for images, labels in loader.epoch(0))  # as the network numbers classes
+    with unchanged(network):
         found = score(
             network,
-            batches,
+            counting(batches, "Evaluating" if progress else "", len(data.test), lambda batch: len(batch[1])),
             device=place,
             forward=averaged_views(partial(call, network), trained.recipe),
             classes=trained.classes,
@@ -448,13 +449,6 @@ def _check_size(trained: Trained, data: Data) -> None:
             f"the network was trained on images of {'x'.join(map(str, trained.image))}, {data.name} has images of "
             f"{theirs}: open the data with image_size={size!r}, channels={trained.channels} (--image-size {size})."
         )
-
-
-def _relabelled(loader: Loader, places: Tensor, shown: ImageProgress) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches with labels that are places among the network's classes."""
-    for images, labels in loader.epoch(0):
-        yield images, places[labels]
-        shown.advance(len(labels))
 
 
 Ranking = list[tuple[str, float]]

@@ -16,8 +16,8 @@ from lowrank_cnn.core.notes import note, notes
 from lowrank_cnn.data import Data
 from lowrank_cnn.data.own import for_classes, loader_batch
 from lowrank_cnn.data.preprocess import AsGiven
+from lowrank_cnn.graph.finalize_shapes import finalize_shapes
 from lowrank_cnn.method.count import count
-from lowrank_cnn.method.finalize_shapes import settle
 from lowrank_cnn.models.build import dense_cost, run_entry
 from lowrank_cnn.train.checks import check_memory, check_request, remarks
 from lowrank_cnn.train.distributed import (
@@ -275,7 +275,7 @@ def _result(trainer: Trainer, evaluation: Evaluation | LossEvaluation) -> dict[s
     position, recipe = trainer.position, trainer.recipe
     cost = dense = None
     with contextlib.suppress(LowRankError):
-        network = settle(trainer.network, trainer.inputs.size)
+        network = finalize_shapes(trainer.network, trainer.inputs.size)
         cost, dense = count(network, trainer.inputs.size), dense_cost(network, trainer.inputs.size)
     seconds = sum(row["seconds"] for row in position.history)
     speeds = sorted(row["images_per_second"] for row in position.history)

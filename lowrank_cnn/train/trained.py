@@ -17,8 +17,8 @@ from lowrank_cnn.core.notes import TrainingCard, note, notes
 from lowrank_cnn.data import Augment, Preprocess, Standardize, preprocess_from_dict
 from lowrank_cnn.data.preprocess import AsGiven
 from lowrank_cnn.data.streamed import frame
+from lowrank_cnn.graph.finalize_shapes import finalize_shapes, has_learned
 from lowrank_cnn.method.activations import evaluating
-from lowrank_cnn.method.finalize_shapes import has_learned, settle
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.build import entry_description, rebuild
 from lowrank_cnn.models.hub import resolve
@@ -26,7 +26,7 @@ from lowrank_cnn.models.network_file import (
     Stored,
     check_weights,
     is_exported,
-    read_card,
+    read_header,
     read_pretrained,
     read_weights,
 )
@@ -137,7 +137,9 @@ def load_checkpoint(
     trained = _trained(
         network, checkpoint.part("preprocess"), {**state, "int8": ranges_of(checkpoint.part("int8"))}
     )
-    return replace(trained, network=settle(network, trained.input_size)) if has_learned(network) else trained
+    return (
+        replace(trained, network=finalize_shapes(network, trained.input_size)) if has_learned(network) else trained
+    )
 
 
 def classes_of(path: str | Path) -> tuple[str, ...] | None:
@@ -145,7 +147,7 @@ def classes_of(path: str | Path) -> tuple[str, ...] | None:
     path = resolve(path)
     try:
         stems = RunDirectory(path).stems("step") if path.is_dir() else [path.with_suffix("")]
-        card = read_card(path) if is_exported(path) else read_state(stems[-1])
+        card = read_header(path).card if is_exported(path) else read_state(stems[-1])
         return tuple(card["data"]["classes"]) if card else None
     except (LowRankError, IndexError, KeyError, TypeError):  # loading them says what is wrong
         return None
@@ -180,7 +182,7 @@ def load_pretrained(name: str, data: str) -> Trained:
     (('airplane', 'automobile'), (3, 32, 32))
     """
     found = read_pretrained(name, data)
-    return _trained(create_model(name, pretrained=data), found.preprocess, found.card)
+    return _trained(create_model(name, pretrained=data), found.preprocess(), found.card or {})
 
 
 def trained_of(stored: Stored) -> Trained | None:

@@ -86,9 +86,9 @@ def resumed(place: Path, draw: random.Random) -> None:
 def whitening(place: Path, draw: random.Random) -> None:
     """A cache of tensors, damaged: it counts as empty."""
     made = {name: torch.ones(shape) for name, shape in SHAPES.items()}
-    cached_tensors("key", lambda: made, shapes=SHAPES, folder=place)
+    cached_tensors("key", lambda: made, folder=place)
     inputs.damage(place / "key.safetensors", draw)
-    found = cached_tensors("key", lambda: made, shapes=SHAPES, folder=place)
+    found = cached_tensors("key", lambda: made, folder=place)
     if not all(torch.equal(found[name], made[name]) for name in made):
         raise Accepted
 
@@ -207,7 +207,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "step-00000001.json": lambda path: RunDirectory(path.parent).save(inputs.checkpoint(), 1),
     "step-00000001.safetensors": lambda path: RunDirectory(path.parent).save(inputs.checkpoint(), 1),
     "answers.bits": lambda path: Frontier(path.parent, {}, 8).add_answers(b"1"),
-    "key.safetensors": lambda path: cached_tensors("key", dict, shapes={}, folder=path.parent),
+    "key.safetensors": lambda path: cached_tensors("key", dict, folder=path.parent),
     "model.safetensors": lambda path: lr.save_pretrained(inputs.trained(), path.parent),
     "config.json": lambda path: lr.save_pretrained(inputs.trained(), path.parent),
     "README.md": lambda path: lr.save_pretrained(inputs.trained(), path.parent),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowrank_cnn.method.channels import Reader, Route, free_routes
+from lowrank_cnn.graph.channels import Reader, Route, free_routes
 from lowrank_cnn.models import create_model
 
 

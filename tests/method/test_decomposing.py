@@ -13,8 +13,14 @@ from lowrank_cnn.graph.merge import merge
 from lowrank_cnn.method.activations import output_error, outputs
 from lowrank_cnn.method.budget import Budget, _time_ratio, schemes_of, within
 from lowrank_cnn.method.count import count
-from lowrank_cnn.method.decompose import both_keeps, decompose, nearest_output
-from lowrank_cnn.method.ranks import curves_of, dearest, measured_keeps
+from lowrank_cnn.method.decompose import (
+    both_keeps,
+    curves_of,
+    decompose,
+    max_useful_rank,
+    measured_keeps,
+    nearest_output,
+)
 from lowrank_cnn.method.rewrite import rewrite
 from lowrank_cnn.method.schemes import FactoredConv2d, parse_scheme
 from lowrank_cnn.models import create_model
@@ -193,7 +199,7 @@ def test_frozen_layers_are_fitted_and_stay_frozen():
 
 def test_more_filters_than_a_fit_can_use_are_not_bought():
     net = trained()
-    assert dearest(net[0], parse_scheme("separable")) == 8
+    assert max_useful_rank(net[0], parse_scheme("separable")) == 8
     with torch.no_grad():
         net[2].weight[:, :, ::2, [0, 1, 3, 4]] = 0
     row = notes(decompose(net, "lr-join", where="2", energy=0.999)).decomposition[0]

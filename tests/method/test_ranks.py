@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from lowrank_cnn.method.ranks import WHOLE, curves_of
+from lowrank_cnn.method.decompose import WHOLE, curves_of
 from lowrank_cnn.method.schemes import parse_scheme
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.activations import output_error, outputs
-from lowrank_cnn.method.ranks import data_fitted, measured_keeps
+from lowrank_cnn.method.decompose import data_fitted, measured_keeps
 from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.method.schemes import parse_scheme
 
