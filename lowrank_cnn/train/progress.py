@@ -77,7 +77,7 @@ class Progress:
                 call(logger)
             except Exception as error:
                 del self.loggers[name]
-                self.say(f"Logging to {name} stopped ({first_line(error):.200}). The run goes on without it.")
+                self.say(f"Logging to {name} stopped ({first_line(error):.200}). Training continues without it.")
 
 
 class Lines(Progress):

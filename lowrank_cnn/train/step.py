@@ -115,7 +115,7 @@ class TrainingStep:
         return named | self.optimizer.tensors() | scale | sums | self.ranges
 
     def statistics(self) -> list[Tensor]:
-        """What a network collects without gradients, as batch norms do, and the moving averages of that."""
+        """Statistics, such as those of batch norms, which have no gradients, and their moving averages."""
         groups = (self.weights, self.averages)
         return [t for group in groups for name, t in group.items() if name not in self.parameters]
 
@@ -281,7 +281,7 @@ class StepBuilder:
     say: Callable[[str], None] = print
 
     def fastest(self, step: TrainingStep, images: Tensor, labels: Tensor, *, steps_left: int) -> Built:
-        """The fastest update for batches like this one, and how it executes."""
+        """The fastest update for batches of this shape, and its `Execution`."""
         if COMPILED not in self.forwards:
             return self._build(EAGER, step, images, labels)
         if EAGER not in self.forwards:

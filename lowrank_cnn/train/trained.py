@@ -89,7 +89,7 @@ class Trained:
         return augment if self.image or isinstance(self.preprocess, AsGiven) else augment.for_any_size()
 
     def stored(self, input_size: Sequence[int] | None = None) -> Stored:
-        """What a file keeps of it; `input_size` is of other images than it was trained on."""
+        """The network as files store it; `input_size` replaces the size of the images it was trained on."""
         size, carried = tuple(input_size or self.input_size), self.card()
         return Stored(self.network, size, carried.card, dict(carried.preprocess))
 
@@ -186,7 +186,7 @@ def load_pretrained(name: str, data: str) -> Trained:
 
 
 def trained_of(stored: Stored) -> Trained | None:
-    """What a file holds of a trained network; None where it holds weights alone."""
+    """The trained network in a file; None if the file holds only weights."""
     if stored.card is None:
         return None
     try:
