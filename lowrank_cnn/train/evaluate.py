@@ -470,8 +470,8 @@ def predict(
     `model` is a run's directory, an exported file, or a network that was loaded or trained. `images` is one image
     or a list of them. An image is a path, the bytes of a file, a PIL image, or uint8 values in an array [H, W] or
     [H, W, C] or in a tensor [C, H, W]. A folder stands for all image files below it, sorted. With `bad="skip"` the
-    answer for an image that cannot be read is None; else it is refused. `output` is the name or the number of the output with
-    the class scores, of a network with several. Views of an image are averaged as `evaluate` averages them.
+    answer for an image that cannot be read is None; else it is refused. `output` is the name or the number of the
+    output with the class scores, of a network with several. Views of an image are averaged as in `evaluate`.
 
     >>> predict("runs/photos", ["holiday.jpg"], top=2)  # doctest: +SKIP
     [[('beach', 0.93), ('city', 0.05)]]

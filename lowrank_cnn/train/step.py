@@ -325,8 +325,10 @@ class StepBuilder:
         try:
             # Kernels are measured and compiled before torch traces, which can do neither.
             with for_graphs():
-                stance = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
-                with put_back(step.tensors(), images.device), stance:
+                with (
+                    put_back(step.tensors(), images.device),
+                    torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext(),
+                ):
                     prepare(lambda: step.forward(images))
                     if compiled:
                         step(images, labels)
