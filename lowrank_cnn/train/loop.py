@@ -58,7 +58,6 @@ from lowrank_cnn.train.step import (
     TrainingStep,
     copy_into,
     fused_to_train,
-    is_optional,
     resolved,
 )
 
@@ -360,9 +359,7 @@ class Trainer:
         changes |= {
             name: (before[name], now) for name, now in conditions(self.fabric).items() if before[name] != now
         }
-        # Another precision than before starts with a fresh loss scale, or fresh ranges of int8.
-        known = [name for name in self.step.tensors() if name in checkpoint.tensors or not is_optional(name)]
-        copy_into(self.step.tensors(), {name: checkpoint.tensors[name] for name in known})
+        self.step.load(checkpoint.tensors)
         if self.fabric.global_rank:
             self.step.sums.zero_()  # the first process continues with the sums of all
         if states := checkpoint.part(f"random.{self.fabric.global_rank}"):
