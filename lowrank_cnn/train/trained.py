@@ -131,7 +131,7 @@ def load_checkpoint(
     state = checkpoint.state
     network = rebuild(entry_description(state["model"]), into=network)
     weights = checkpoint.part("average") or checkpoint.part("model")
-    check_weights(path, {name: tensor.shape for name, tensor in weights.items()}, network)
+    check_weights(path, {name: tensor.shape for name, tensor in sorted(weights.items())}, network)
     network.load_state_dict(weights)
     note(network, begun_from=path.name)
     trained = _trained(
