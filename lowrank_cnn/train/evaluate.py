@@ -375,7 +375,7 @@ def evaluate(
             classes=trained.classes,
             split=data.test,
         )
-    if math.isnan(found.loss):  # argmax of NaN gives a class like any other
+    if math.isnan(found.loss):  # the argmax of NaN is still some class
         raise LowRankError(f"the network gives NaN on images of {data.name}, so it has no accuracy.")
     return found
 
@@ -468,10 +468,10 @@ def predict(
     """For each image the likeliest classes with their probabilities, the likeliest first.
 
     `model` is a run's directory, an exported file, or a network that was loaded or trained. `images` is one image
-    or a list of them: a path, a folder (all image files below it, sorted), the bytes of a file, a PIL image, an
-    array [H, W] or [H, W, C], or a tensor [C, H, W], the last two of uint8. With `bad="skip"` the answer for an
-    image that cannot be read is None; else it is refused. `output` is the name or the number of the output with
-    the class scores, of a network with several. Views of an image are averaged as `evaluate` averages them.
+    or a list of them. An image is a path, the bytes of a file, a PIL image, or uint8 values in an array [H, W] or
+    [H, W, C] or in a tensor [C, H, W]. A folder stands for all image files below it, sorted. With `bad="skip"` the
+    answer for an image that cannot be read is None; else it is refused. `output` is the name or the number of the
+    output with the class scores, of a network with several. Views of an image are averaged as in `evaluate`.
 
     >>> predict("runs/photos", ["holiday.jpg"], top=2)  # doctest: +SKIP
     [[('beach', 0.93), ('city', 0.05)]]

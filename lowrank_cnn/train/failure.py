@@ -119,10 +119,7 @@ def resume_hint(saved: Position | None, epochs: int) -> str:
     """How to continue a run whose numbers are no longer finite, from what was saved."""
     if saved is None:
         return "Nothing is saved: start anew with a smaller --lr."
-    state = f"the state {saved.told(epochs)}"
-    if not saved.epoch and not saved.batch:
-        return f"Only {state} is saved: go on from there with --resume and a smaller --lr."
-    return f"What is saved is {state}: go on from there with --resume and a smaller --lr."
+    return f"The state {saved.told(epochs)} is saved: go on from there with --resume and a smaller --lr."
 
 
 def stop_message(position: Position, directory: Path | None) -> str:

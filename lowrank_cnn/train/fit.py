@@ -42,7 +42,7 @@ from lowrank_cnn.train.inputs import (
 )
 from lowrank_cnn.train.int8 import range_states, ranges_of, trained_in_int8
 from lowrank_cnn.train.loop import Callback, Trainer
-from lowrank_cnn.train.objective import Loss, Objective, class_balance
+from lowrank_cnn.train.objective import Loss, Objective, balanced_weights
 from lowrank_cnn.train.optimizers import flags_restored
 from lowrank_cnn.train.progress import Lines, Progress, check_loggers, showing
 from lowrank_cnn.train.recipe import Recipe, RunSettings, changed
@@ -238,7 +238,7 @@ def _objective(
     """The loss that the run minimises."""
     weights, data = None, inputs.data
     if recipe.class_weights == "balanced":
-        weights = class_balance(data.train, len(data.classes)).to(fabric.device)
+        weights = balanced_weights(data.train, len(data.classes)).to(fabric.device)
     answers = None if teacher is None else make_teacher(teacher, inputs, fabric.device, fabric.autocast)
     return Objective(recipe, class_weights=weights, loss=loss, teacher=answers)
 

@@ -2,7 +2,7 @@
 
 Weights have 255 levels per output channel, symmetric about zero; inputs have 256 levels over the range that
 training sees, one range for a layer. Inputs of average pools are rounded likewise. Folding a batch norm scales the
-channels of a weight, and its levels with them, so what is rounded here is what an int8 file rounds after folding.
+channels of a weight together with its levels, so an int8 file rounds the same values after folding.
 Gradients pass through the rounding unchanged, and are zero where a value lies outside its range (the
 straight-through estimator).
 """

@@ -58,7 +58,6 @@ from lowrank_cnn.train.step import (
     TrainingStep,
     copy_into,
     fused_to_train,
-    is_optional,
     resolved,
 )
 
@@ -360,9 +359,7 @@ class Trainer:
         changes |= {
             name: (before[name], now) for name, now in conditions(self.fabric).items() if before[name] != now
         }
-        # A run that goes on in another precision starts with a fresh loss scale, or fresh ranges of int8.
-        known = [name for name in self.step.tensors() if name in checkpoint.tensors or not is_optional(name)]
-        copy_into(self.step.tensors(), {name: checkpoint.tensors[name] for name in known})
+        self.step.load(checkpoint.tensors)
         if self.fabric.global_rank:
             self.step.sums.zero_()  # the first process continues with the sums of all
         if states := checkpoint.part(f"random.{self.fabric.global_rank}"):
@@ -380,7 +377,7 @@ class Trainer:
         for field, (before, now) in changes.items():
             say(f"From here on, {field} is {now}; it was {before}.")
             self.position.changes.append({"epoch": self.position.epoch, "field": field, "from": before, "to": now})
-        say(f"Going on in epoch {self.position.epoch + 1}, after batch {self.position.batch}.")
+        say(f"Resuming in epoch {self.position.epoch + 1}, after batch {self.position.batch}.")
 
     def _share_findings(self) -> None:
         """Tell every process of the bad images that any has found, and of the digests that it has taken."""
@@ -412,7 +409,7 @@ def running_network(trainer: Trainer, graphs: bool, say: Callable[[str], None]) 
         for module in network.modules():
             if isinstance(module, nn.Dropout):
                 module.p = recipe.dropout
-    # What is fused, and which algorithm cuDNN takes, depends on times, which differ from run to run.
+    # Measured times decide what is fused and which algorithm cuDNN takes. They differ from run to run.
     repeats = torch.are_deterministic_algorithms_enabled()
     running = network
     # A fused batch norm cannot be frozen, and a fused layer does not round. Launched one by one, fused layers cost

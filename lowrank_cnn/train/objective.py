@@ -143,19 +143,13 @@ def hits(outputs: Any, targets: Any, *, blended: bool = False, output: str | Non
     return (logits.argmax(dim=1) == wanted).sum()
 
 
-def class_balance(split: Split, classes: int) -> Tensor:
-    """The balanced weights of a split to train on; refuses a data set of the user's own that lists no labels."""
+def balanced_weights(split: Split, classes: int) -> Tensor:
+    """A weight for each class that makes all classes count alike, whatever their numbers of images."""
     if isinstance(split, DatasetSplit) and listed_labels(split.dataset) is None:
         raise LowRankError(
             "class_weights=balanced counts the images of each class: give your Dataset a list `targets` of the "
             "class numbers of all items."
         )
-    return balanced_weights(split.labels, classes)
-
-
-def balanced_weights(labels: Tensor, classes: int) -> Tensor:
-    """A weight for each class that makes all classes count alike, whatever their numbers of images."""
-    counts = labels.bincount(minlength=classes).double()
+    counts = split.labels.bincount(minlength=classes).double()
     present = counts > 0
-    weights = torch.where(present, len(labels) / (present.sum() * counts.clamp_min(1)), 0.0)
-    return weights.float()
+    return torch.where(present, len(split.labels) / (present.sum() * counts.clamp_min(1)), 0.0).float()

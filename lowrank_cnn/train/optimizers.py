@@ -268,11 +268,6 @@ def norm_biases(network: nn.Module) -> set[str]:
     return {name for norm in norms if (name := f"{norm}.bias".lstrip(".")) in known}
 
 
-def decay_at(share: float, most: float) -> float:
-    """How much of the slow weights stays: little at first, and `most` at the end of the run."""
-    return most * share**3
-
-
 @torch.no_grad()
 def look_ahead(weights: Mapping[str, Tensor], slow: Mapping[str, Tensor], decay: float) -> None:
     """Move slow weights towards the weights, and go on from there; statistics of norms are weights too."""

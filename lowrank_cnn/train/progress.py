@@ -77,7 +77,7 @@ class Progress:
                 call(logger)
             except Exception as error:
                 del self.loggers[name]
-                self.say(f"Logging to {name} stopped ({_reason(error)}). The run goes on without it.")
+                self.say(f"Logging to {name} stopped ({first_line(error):.200}). Training continues without it.")
 
 
 class Lines(Progress):
@@ -253,7 +253,7 @@ def start_loggers(names: Sequence[str], record: Record, folder: Path | None) -> 
         except LowRankError:
             raise
         except Exception as error:
-            raise LowRankError(f"--log {name} could not start: {_reason(error)}") from error
+            raise LowRankError(f"--log {name} could not start: {first_line(error):.200}") from error
     identities = {name: logger.identity for name, logger in loggers.items() if logger.identity}
     if place and identities:
         write_json(place, {**known, **identities}, parents=False)
@@ -264,11 +264,6 @@ def _needed(folder: Path | None) -> Path:
     if folder is None:
         raise LowRankError("TensorBoard and CSV files are written beside the run: give --out.")
     return folder
-
-
-def _reason(error: Exception) -> str:
-    """The first line of a client's error; some write pages."""
-    return f"{first_line(error):.200}"
 
 
 def _name(record: Record, folder: Path | None) -> str:

@@ -208,15 +208,10 @@ class Position:
 
     def told(self, epochs: int) -> str:
         """The position in words, as in "the state after 3 of 10 epochs"."""
-        batches = counted(self.batch, "batch")
+        batches, of = counted(self.batch, "batch"), f"of {counted(epochs, 'epoch')}"
         if not self.epoch:
-            return (
-                f"after {batches} of the first of {counted(epochs, 'epoch')}"
-                if self.batch
-                else "before any training"
-            )
-        rest = f" and {batches} of the next" if self.batch else ""
-        return f"after {self.epoch} of {counted(epochs, 'epoch')}{rest}"
+            return f"after {batches} of the first {of}" if self.batch else "before any training"
+        return f"after {self.epoch} {of} and {batches} of the next" if self.batch else f"after {self.epoch} {of}"
 
 
 def write_checkpoint(stem: Path, checkpoint: Checkpoint) -> None:
@@ -246,7 +241,7 @@ def read_checkpoint(stem: Path) -> Checkpoint:
 
 
 def read_state(stem: Path) -> dict[str, Any]:
-    """What a checkpoint holds besides its tensors, without reading those."""
+    """The state of a checkpoint, without reading its tensors."""
     return _read_manifest(stem.with_suffix(".json"))["state"]
 
 
@@ -320,9 +315,9 @@ class RunDirectory:
             raise LowRankError(f"{self.path} already holds a run: go on with --resume, or choose another --out.")
 
     def finished(self, recipe: Recipe, about: Mapping[str, Any], say: Callable[[str], None]) -> Record | None:
-        """The record of this run if it is complete; None for a run that goes on from its checkpoints.
+        """The record of this run if it is complete; None if training has to continue.
 
-        A run goes on if its record is damaged or is that of another run, or if its last checkpoint is damaged.
+        Training continues if the record is damaged or of another run, or if the last checkpoint is damaged.
         """
         if not (self.path / RECORD).exists():
             return None
@@ -330,7 +325,7 @@ class RunDirectory:
             record = load_record(self.path)
             epochs = Recipe.from_dict(record.recipe).epochs
         except LowRankError as damage:
-            say(f"{damage} The run goes on from its checkpoints.")
+            say(f"{damage} The run continues from its checkpoints.")
             return None
         if record.status != "finished" or recipe.epochs > epochs:
             return None

@@ -28,7 +28,7 @@ from lowrank_cnn.kernels.device import for_graphs
 from lowrank_cnn.train.distributed import generator_states, restore_generators
 from lowrank_cnn.train.int8 import range_states
 from lowrank_cnn.train.objective import Objective, hits
-from lowrank_cnn.train.optimizers import Optimizer, decay_at, look_ahead
+from lowrank_cnn.train.optimizers import Optimizer, look_ahead
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recompute import recomputed
 
@@ -100,9 +100,9 @@ class TrainingStep:
         """
         self.optimizer.set_rate(rate)
         if self.recipe.lookahead and iteration and iteration % self.recipe.lookahead == 0:
-            look_ahead(
-                self.weights, self.averages, decay_at(epochs / self.recipe.epochs, self.recipe.lookahead_decay)
-            )
+            # Little of the slow weights stays at first, and the whole share at the end of the run.
+            decay = self.recipe.lookahead_decay * (epochs / self.recipe.epochs) ** 3
+            look_ahead(self.weights, self.averages, decay)
         if self.recipe.ema:
             self.blend.fill_(1 - min(self.recipe.ema, (1 + iteration) / (10 + iteration)))
 
@@ -114,8 +114,13 @@ class TrainingStep:
         sums = {"tally.sums": self.sums, "tally.halted": self.halted}
         return named | self.optimizer.tensors() | scale | sums | self.ranges
 
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Take the tensors of a checkpoint. One of another precision may lack the loss scale or ranges of int8."""
+        names = [name for name in self.tensors() if name in saved or not name.startswith((_SCALE, _INT8))]
+        copy_into(self.tensors(), {name: saved[name] for name in names})
+
     def statistics(self) -> list[Tensor]:
-        """What a network collects without gradients, as batch norms do, and the moving averages of that."""
+        """Statistics, such as those of batch norms, which have no gradients, and their moving averages."""
         groups = (self.weights, self.averages)
         return [t for group in groups for name, t in group.items() if name not in self.parameters]
 
@@ -186,11 +191,6 @@ class LossScale:
         self.good.mul_(1 - grows)
         self.scale.mul_((1 - 0.5 * bad) * (1 + grows))
         return (self.scale < self.LEAST).float()
-
-
-def is_optional(name: str) -> bool:
-    """Whether a tensor of a checkpoint is the loss scale or a range of int8, which other runs lack."""
-    return name.startswith((_SCALE, _INT8))
 
 
 def _parts(images: Any, targets: Any, parts: int) -> Iterator[tuple[Any, Any]]:
@@ -281,7 +281,7 @@ class StepBuilder:
     say: Callable[[str], None] = print
 
     def fastest(self, step: TrainingStep, images: Tensor, labels: Tensor, *, steps_left: int) -> Built:
-        """The fastest update for batches like this one, and how it executes."""
+        """The fastest update for batches of this shape, and its `Execution`."""
         if COMPILED not in self.forwards:
             return self._build(EAGER, step, images, labels)
         if EAGER not in self.forwards:
@@ -325,8 +325,10 @@ class StepBuilder:
         try:
             # Kernels are measured and compiled before torch traces, which can do neither.
             with for_graphs():
-                stance = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
-                with put_back(step.tensors(), images.device), stance:
+                with (
+                    put_back(step.tensors(), images.device),
+                    torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext(),
+                ):
                     prepare(lambda: step.forward(images))
                     if compiled:
                         step(images, labels)

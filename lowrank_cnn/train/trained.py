@@ -89,7 +89,7 @@ class Trained:
         return augment if self.image or isinstance(self.preprocess, AsGiven) else augment.for_any_size()
 
     def stored(self, input_size: Sequence[int] | None = None) -> Stored:
-        """What a file keeps of it; `input_size` is of other images than it was trained on."""
+        """The network as files store it; `input_size` replaces the size of the images it was trained on."""
         size, carried = tuple(input_size or self.input_size), self.card()
         return Stored(self.network, size, carried.card, dict(carried.preprocess))
 
@@ -131,7 +131,7 @@ def load_checkpoint(
     state = checkpoint.state
     network = rebuild(entry_description(state["model"]), into=network)
     weights = checkpoint.part("average") or checkpoint.part("model")
-    check_weights(path, {name: tensor.shape for name, tensor in weights.items()}, network)
+    check_weights(path, {name: tensor.shape for name, tensor in sorted(weights.items())}, network)
     network.load_state_dict(weights)
     note(network, begun_from=path.name)
     trained = _trained(
@@ -186,7 +186,7 @@ def load_pretrained(name: str, data: str) -> Trained:
 
 
 def trained_of(stored: Stored) -> Trained | None:
-    """What a file holds of a trained network; None where it holds weights alone."""
+    """The trained network in a file; None if the file holds only weights."""
     if stored.card is None:
         return None
     try:

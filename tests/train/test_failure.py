@@ -71,13 +71,13 @@ def diverge(driver, out, burns_at: int, **options) -> str:
 def test_a_run_that_diverges_says_how_far_what_was_saved_has_come(driver, tmp_path):
     assert "epoch 2, batch 3" in (says := diverge(driver, None, burns_at=8))
     assert "Nothing is saved: start anew" in says
-    assert "Only the state before any training is saved" in diverge(driver, tmp_path, burns_at=3)
+    assert "The state before any training is saved" in diverge(driver, tmp_path, burns_at=3)
     assert driver.newest(tmp_path) == 0
 
 
 def test_what_was_saved_within_an_epoch_is_not_taken_back_to_its_start(driver, tmp_path):
     says = diverge(driver, tmp_path, burns_at=8, checkpoint_every=0.0)
-    assert "the state after 1 of 3 epochs and 2 batches of the next" in says
+    assert "The state after 1 of 3 epochs and 2 batches of the next" in says
     assert driver.newest(tmp_path) == 7
 
 

@@ -30,7 +30,7 @@ def test_auxiliary_losses_count_but_are_not_shown() -> None:
 
 
 def test_class_weights() -> None:
-    weights = balanced_weights(torch.tensor([0, 0, 0, 1]), 3)
+    weights = balanced_weights(SimpleNamespace(labels=torch.tensor([0, 0, 0, 1])), 3)
     assert weights.tolist() == pytest.approx([4 / (2 * 3), 4 / 2, 0.0])
     loss, _ = Objective(Recipe(), class_weights=weights)(LOGITS, LABELS, IMAGES)
     per_image = functional.cross_entropy(LOGITS, LABELS, reduction="none")
