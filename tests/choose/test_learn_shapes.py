@@ -22,7 +22,7 @@ from lowrank_cnn.method.schemes import parse_scheme
 from lowrank_cnn.train import Recipe
 from lowrank_cnn.train.recipe import changed
 from lowrank_cnn.train.trained import load_checkpoint
-from tests.shapes import driver
+from tests.choose import driver
 
 RECIPE = Recipe(name="stripes", batch_size=16, epochs=10, lr=0.1, mirror=False, weight_decay=0.01)
 OWN = Recipe(name="own", batch_size=8, epochs=3, lr=0.05, mirror=False)

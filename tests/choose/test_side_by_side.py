@@ -73,7 +73,7 @@ def test_a_process_that_is_killed_is_reported_in_one_sentence():
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_processes_end_with_the_one_that_started_them(how: signal.Signals):
     code = (
-        "from tests.frontier.test_side_by_side import work; from lowrank_cnn.choose.runs import WorkerPool\n"
+        "from tests.choose.test_side_by_side import work; from lowrank_cnn.choose.runs import WorkerPool\n"
         "if __name__ == '__main__':\n"
         "    with WorkerPool(work, 2) as pool:\n"
         "        order = pool.results([('a', 0), ('b', 0), ('long', 600), ('longer', 600)])\n"
