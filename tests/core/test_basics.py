@@ -19,20 +19,17 @@ import lowrank_cnn
 from lowrank_cnn.core import errors
 from lowrank_cnn.core.environment import commit, environment, is_out_of_memory
 from lowrank_cnn.core.errors import LowRankError, MissingExtra, nearest, require
-from lowrank_cnn.core.modules import upstream
 from lowrank_cnn.core.numbers import (
-    ceil_div,
     deviation,
     holm,
     mean,
     mean_interval,
     pearson,
     pooled_deviation,
-    round_up,
     student_p,
     student_t,
 )
-from lowrank_cnn.core.processes import apart, first_process
+from lowrank_cnn.core.processes import apart
 from lowrank_cnn.core.text import counted, duration, printable, si, text_table
 
 ROOT = Path(__file__).parents[2]
@@ -149,11 +146,6 @@ def test_messages_leave_the_ending_of_nouns_to_counted():
     assert [f"{path}: {line}" for path, line in lines if bare.search(line)] == []
 
 
-@pytest.mark.parametrize(("value", "step"), [(0, 3), (1, 3), (3, 3), (4, 3), (2**60 + 1, 2)])
-def test_quotients_and_multiples_are_rounded_up(value, step):
-    assert (ceil_div(value, step) - 1) * step < value <= ceil_div(value, step) * step == round_up(value, step)
-
-
 def test_corrections_intervals_and_correlations_are_those_of_the_textbook():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert (holm([0.9, 0.8]), holm([])) == ([1.0, 1.0], [])
@@ -204,13 +196,6 @@ def test_errors_of_an_allocator_are_known_on_any_device(error: Exception, known:
     assert is_out_of_memory(error) is known
 
 
-def test_one_process_and_the_first_of_several_speak(monkeypatch):
-    assert first_process()
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
-        assert first_process() is (rank == "0")
-
-
 OWN = """
 import os
 
@@ -235,14 +220,3 @@ def test_a_function_of_a_file_is_called_in_a_process_of_its_own(tmp_path: Path):
     for function, told in {"fail": "no such layer", "die": "without a result .exit status 3"}.items():
         with pytest.raises(LowRankError, match=told):
             apart(str(file), function)
-
-
-def test_every_node_of_a_graph_comes_once_and_paths_end_where_they_are_cut():
-    x = torch.ones(3, requires_grad=True)
-    first = 2 * x
-    second = first.exp()
-    total = (first + second).sum()
-    nodes = list(upstream([total.grad_fn, None]))
-    assert len(nodes) == len(set(nodes)) == 5  # the sums, exp, the product, and x
-    cut = set(upstream([total.grad_fn], until={second.grad_fn, first.grad_fn}))
-    assert cut == set(nodes) - {node for node in nodes if "AccumulateGrad" in node.name()}

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lowrank_cnn.core import clock
-from lowrank_cnn.core.clock import Marks, OutOfTime, Sample, deadline, measure, torch_threads
+from lowrank_cnn.core.clock import OutOfTime, Sample, deadline, measure, torch_threads
 from lowrank_cnn.core.errors import LowRankError
 
 
@@ -53,15 +53,6 @@ def test_threads_are_put_back():
             torch_threads(threads),
         ):
             pytest.fail("entered")
-
-
-def test_marks_add_up_and_start_anew():
-    marks = Marks()
-    for _ in range(2):
-        marks.start("step")
-        marks.stop("step")
-    assert marks.collect()["step"] >= 0
-    assert marks.collect() == {}
 
 
 def test_a_block_is_stopped_at_its_deadline_and_alarms_are_given_back():

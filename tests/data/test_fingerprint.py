@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lowrank_cnn.data import Data, ResidentSplit, open_data
-from lowrank_cnn.data.types import evenly_spaced, fingerprint_of_files
+from lowrank_cnn.data.types import fingerprint_of_files
 
 
 def _photos(root: Path, write_folder, photo, *, first: int = 0) -> Path:
@@ -65,8 +65,3 @@ def test_tensors_are_known_by_their_pixels_and_labels() -> None:
 
     assert digest(0, 0) == digest(0, 0)
     assert len({digest(0, 0), digest(1, 0), digest(0, 1)}) == 3
-
-
-def test_a_sample_has_both_ends() -> None:
-    assert list(evenly_spaced(3, 5)) == [0, 1, 2]
-    assert list(evenly_spaced(101, 5)) == [0, 25, 50, 75, 100]

@@ -15,7 +15,6 @@ from lowrank_cnn.choose.learn_shapes import shape_network
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.graph.merge import merge
-from lowrank_cnn.kernels.reference import compose
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.decompose import decompose
@@ -183,11 +182,6 @@ def test_a_chain_is_one_conv_where_that_is_exact(first: nn.Module, second: nn.Mo
     if says.startswith("bias"):
         nn.init.zeros_(net[0].first.bias)
         assert isinstance(merge(net, chains=True)[0], nn.Conv2d)
-
-
-def test_two_convs_along_one_axis_are_refused():
-    with pytest.raises(ValueError, match="one axis"):
-        compose(torch.randn(2, 2, 3, 1), torch.randn(2, 2, 3, 3))
 
 
 def test_a_norm_that_no_layer_feeds_alone_stays():

@@ -59,18 +59,6 @@ def test_where_gains_shrink_in_equal_steps_nothing_keeps_more(gains: list[list[f
     assert kept(found, allocate(found, budget)) == pytest.approx(best)
 
 
-def test_a_layer_is_not_starved_for_one_that_is_whole_already():
-    cheap = [Step(1, 1, 0.9), Step(None, 10, 1.0)]
-    dear = [Step(m, 10 * m, m / 10) for m in range(1, 10)] + [Step(None, 100, 1.0)]
-    assert allocate({"cheap": cheap, "dear": dear}, 39) == {"cheap": 1, "dear": 3}
-
-
-def test_a_step_without_gain_does_not_hide_the_one_behind_it():
-    flat = [Step(1, 10, 0.3), Step(2, 20, 0.3), Step(None, 30, 1.0)]
-    assert allocate({"flat": flat}, 30) == {"flat": None}
-    assert allocate({"flat": flat}, 29) == {"flat": 1}
-
-
 def test_less_than_the_fewest_filters_cost_is_refused():
     with pytest.raises(LowRankError, match="below what the fewest filters cost"):
         allocate({"a": [Step(1, 10, 0.5)]}, 9)

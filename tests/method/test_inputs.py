@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.core.modules import arguments, checked_size, is_example, known_inputs
+from lowrank_cnn.core.modules import checked_size, known_inputs
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.decompose import decompose
@@ -50,18 +50,6 @@ def test_a_budget_is_kept_for_a_network_of_several_inputs(transform):
     new = transform(net, "separable", macs=0.7, input_size=dict(zip(("x", "step"), EXAMPLE, strict=True)))
     assert count(new, EXAMPLE).macs <= 0.7 * count(net, EXAMPLE).macs
     assert new(*EXAMPLE).shape == (2, 8, 6, 6)
-
-
-def test_a_size_becomes_one_image_and_an_example_is_copied():
-    (image,), none = arguments((3, 4, 5), device="cpu", dtype=torch.float64)
-    assert (image.shape, image.dtype, none) == ((1, 3, 4, 5), torch.float64, {})
-    (copy,), _ = arguments(EXAMPLE[0], device="cpu", dtype=None)
-    assert torch.equal(copy, EXAMPLE[0])
-    assert copy.data_ptr() != EXAMPLE[0].data_ptr()
-    args, kwargs = arguments({"first": EXAMPLE[0]}, device="cpu", dtype=None)
-    assert (args, list(kwargs)) == ((), ["first"])
-    assert is_example(EXAMPLE)
-    assert not is_example((3, 4, 5))
 
 
 @pytest.mark.parametrize("bad", [32, "3x8x8", (), (3, 0, 8), (3, 2**21, 8), (True, 8, 8), None, {"image": 3}])

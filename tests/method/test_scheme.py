@@ -50,7 +50,9 @@ def test_a_scheme_round_trips_through_its_string_and_its_dict(scheme: Scheme):
 
 
 def test_any_share_has_a_text_that_can_be_read_again():
-    scheme = Scheme("mixture", (("kx1", Fraction(123583440667049046007, 6179172033352452320)), ("kxk", Fraction(0.1))))
+    scheme = Scheme(
+        "mixture", (("kx1", Fraction(123583440667049046007, 6179172033352452320)), ("kxk", Fraction(0.1)))
+    )
     assert parse_scheme(str(scheme)) == scheme
     assert dict(scheme.shapes)["kxk"] == Fraction(1, 10)
 

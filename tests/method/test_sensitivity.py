@@ -22,16 +22,6 @@ def net() -> nn.Sequential:
 IMAGES = [torch.randn(8, 4, 10, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))]
 
 
-def test_more_filters_keep_more_and_what_is_kept_is_measured():
-    model = net()
-    convs = {"0": model[0], "2": model[2]}
-    keeps = measured_keeps(model, convs, SEPARABLE, IMAGES, refitting=False)
-    for name in convs:
-        values = [keeps[name](m) for m in range(1, 12)]
-        assert values == sorted(values)
-        assert 0 < values[0] < values[-1] <= 1
-
-
 def test_refitting_on_images_loses_less_at_the_output():
     model, scheme = net(), parse_scheme("separable(m=6)")
     right = outputs(model, IMAGES)

@@ -254,27 +254,6 @@ def test_warm_up_rises_linearly_and_the_cosine_starts_after_it():
     assert all(a > b for a, b in pairwise(rates[10:]))
 
 
-def test_drops_divide_the_rate():
-    recipe = Recipe(lr=0.1, schedule="paper", weight_decay=5e-4, epochs=1)
-    assert learning_rate(recipe, 20_000, per_epoch=10, drops=2) == pytest.approx(0.0005)
-    assert learning_rate(Recipe(lr=0.1), 7, per_epoch=10) == 0.1
-
-
-@pytest.mark.parametrize(
-    ("rule", "accuracies", "verdicts", "drops"),
-    [
-        ({"patience": 2, "levels": 5}, "5 6 6 6 7 7 6 7 7", "go go go drop go go drop go stop", [4, 7]),
-        ({"patience": 1, "levels": 1}, "1 1 2 2", "go drop go stop", [2]),
-        ({"patience": 2, "levels": 1, "min_delta": 1}, "5 5.5 5.9", "go go drop", [3]),
-        ({"patience": 2, "levels": 0}, "-5 -4 -3 -2", "go go go go", []),  # losses that fall
-    ],
-)
-def test_levelling_off_drops_then_stops_when_a_drop_does_not_help(rule, accuracies, verdicts, drops):
-    level = LevelOff(**rule)
-    assert [level.update(float(a), epoch) for epoch, a in enumerate(accuracies.split(), 1)] == verdicts.split()
-    assert level.drops == drops
-
-
 def test_the_rule_goes_on_from_its_saved_state():
     accuracies = [0.5, 0.5, 0.6, 0.6, 0.6, 0.7, 0.7, 0.7, 0.7]
     whole = LevelOff(patience=2, levels=3)

@@ -13,7 +13,7 @@ import pytest
 
 from lowrank_cnn.core.errors import LowRankError, MissingExtra
 from lowrank_cnn.train import load_record
-from lowrank_cnn.train.progress import Live, NotebookLine, moving_line
+from lowrank_cnn.train.progress import Live, NotebookLine
 from lowrank_cnn.train.run_folder import Epoch
 from lowrank_cnn.train.step import Tally
 
@@ -43,21 +43,6 @@ def test_the_live_line_names_every_figure():
     shown = screen.getvalue()
     for part in ("epoch 2/10", "loss 0.500", "accuracy 25.0%", "lr 0.05", "images/s", "62.50%"):
         assert part in shown
-
-
-def test_the_last_step_belongs_to_the_last_epoch():
-    live = Live(total=20, per_epoch=10, start=0)
-    for iteration, epoch in ((1, 1), (10, 1), (11, 2), (20, 2)):
-        live.step(Tally(5.0, 5.0, 10.0, 1, False), 0.1, iteration)
-        assert live.bar.tasks[0].description == f"epoch {epoch}/2"
-
-
-def test_the_line_moves_on_a_terminal_and_in_a_notebook(monkeypatch):
-    assert moving_line() is None
-    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    assert moving_line() is NotebookLine
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    assert moving_line() is Live
 
 
 def test_a_notebook_shows_one_output_with_the_time_left(monkeypatch, capsys):
