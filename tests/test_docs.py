@@ -4,10 +4,8 @@ What cannot run here is preceded by `<!-- not run: REASON -->`, and there is lit
 """
 
 import importlib.util
-import os
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -21,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.run
 from PIL import Image
 
 from lowrank_cnn.cli.app import COMMANDS, load_command, run
@@ -116,10 +115,13 @@ def run_ours(words: tuple[str, ...]) -> None:
 
 
 def run_processes(words: tuple[str, ...]) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", *smaller(words)[1:]]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{shlex.join(words)}: {done.stderr}"
+    """The launcher's options are parsed, its command runs in one process: tests/train start several."""
+    launch = torch.distributed.run.parse_args(list(words[1:]))
+    if launch.module:
+        assert launch.training_script == "lowrank_cnn", words
+        run_ours(("lowrank", *launch.training_script_args))
+    else:
+        assert Path(launch.training_script).exists(), words
 
 
 def check_target(words: tuple[str, ...]) -> None:

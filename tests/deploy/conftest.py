@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Generator, Mapping
 from pathlib import Path
 
@@ -13,8 +12,6 @@ from torch import Tensor, nn
 from lowrank_cnn.core.clock import Sample
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.schemes import build_conv
-
-sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside the tests
 
 PINS = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
 PINNED = f"torch=={torch.__version__.partition('+')[0]}" in PINS

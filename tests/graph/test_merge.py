@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_values import shaken
 from torch import nn
 
 import lowrank_cnn as lr
@@ -21,6 +20,20 @@ from lowrank_cnn.method.decompose import decompose
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.schemes import FactoredConv2d, build_conv, parse_scheme
 from lowrank_cnn.models import create_model
+
+
+def shaken(model: nn.Module) -> nn.Module:
+    """Give every bias, mean and variance a value of its own."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            nn.init.normal_(module.running_mean)
+            nn.init.uniform_(module.running_var, 0.5, 2)
+            if module.affine:
+                nn.init.normal_(module.weight)
+                nn.init.normal_(module.bias)
+        elif getattr(module, "bias", None) is not None:
+            nn.init.normal_(module.bias)
+    return model
 
 
 def has_norms(network: nn.Module) -> bool:

@@ -1,3 +1,5 @@
+"""Layers with what follows them, found in a graph, compute the same as one module."""
+
 import copy
 
 import pytest

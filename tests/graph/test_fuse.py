@@ -46,14 +46,6 @@ def test_relu_and_pool_are_taken_in():
     assert not any(isinstance(layer, nn.ReLU) for layer in twin.modules())
 
 
-def test_the_model_is_left_alone_and_shares_its_parameters():
-    model = network("lr-join")
-    before = list(model.state_dict())
-    twin = fuse(model)
-    assert list(model.state_dict()) == before
-    assert {id(p) for p in twin.parameters()} == {id(p) for p in model.parameters()}
-
-
 def normed(dtype=torch.float32):
     """A network with batch norms, one of them without a ReLU, and a pool that no conv takes."""
     model = nn.Sequential(
@@ -89,15 +81,7 @@ def test_neighbours_alone_can_be_fused():
     net.eval()
     assert fuse_neighbours(net) == 3
     kinds = [type(module).__name__ for module in net.modules()]
-    assert kinds == [
-        "Sequential",
-        "Conv2d",
-        "FusedPool",
-        "Sequential",
-        "FusedResponseNorm",
-        "FusedPool",
-        "MaxPool2d",
-    ]
+    assert kinds[1:] == ["Conv2d", "FusedPool", "Sequential", "FusedResponseNorm", "FusedPool", "MaxPool2d"]
     assert not any(module.training for module in net.modules())
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.graph.fuse import fuse
-from lowrank_cnn.graph.fused_between import FusedNorm, FusedPool, FusedResponseNorm, fused_neighbour
+from lowrank_cnn.graph.fused_between import FusedPool, FusedResponseNorm, fused_neighbour
 from lowrank_cnn.kernels import forced
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,15 +29,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 )
 def test_plain_pools_and_response_norms_are_known(layer, kind):
     assert type(fused_neighbour(layer)) is kind
-
-
-def test_a_norm_shares_the_tensors_and_the_mode_of_its_norm():
-    norm = nn.BatchNorm2d(4)
-    fused = FusedNorm(norm, "relu")
-    assert [id(p) for p in fused.parameters()] == [id(p) for p in norm.parameters()]
-    assert not fused.eval().norm.training
-    norm.double()
-    assert fused(torch.randn(1, 4, 2, 2, dtype=torch.float64)).dtype == torch.float64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,3 +1,5 @@
+"""Networks as graphs: what is captured, for which sizes, and which layers may be replaced."""
+
 import copy
 from collections import OrderedDict
 from dataclasses import dataclass

@@ -153,10 +153,9 @@ def assert_the_kernels_compute_the_same(net: nn.Module) -> None:
         assert torch.allclose(dict(net.named_buffers())[name].double(), value.double(), rtol=5e-3, atol=1e-3), name
 
 
-@pytest.mark.parametrize("kind", [nn.ReLU, nn.SiLU, nn.GELU, lambda: nn.LeakyReLU(0.1)])
-def test_the_kernels_compute_the_same(kind):
+def test_the_kernels_compute_the_same():
     pytest.importorskip("triton")
-    assert_the_kernels_compute_the_same(convert(network(activation=kind()), "lr"))
+    assert_the_kernels_compute_the_same(convert(network(activation=nn.SiLU()), "lr"))
 
 
 def test_the_kernels_pass_through_the_compiler():
