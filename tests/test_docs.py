@@ -4,8 +4,10 @@ What cannot run here is preceded by `<!-- not run: REASON -->`, and there is lit
 """
 
 import importlib.util
+import os
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -115,13 +117,15 @@ def run_ours(words: tuple[str, ...]) -> None:
 
 
 def run_processes(words: tuple[str, ...]) -> None:
-    """The launcher's options are parsed, its command runs in one process: tests/train start several."""
+    """Start our command in several processes; of a script it is enough that it exists, as its page has run it."""
     launch = torch.distributed.run.parse_args(list(words[1:]))
-    if launch.module:
-        assert launch.training_script == "lowrank_cnn", words
-        run_ours(("lowrank", *launch.training_script_args))
-    else:
+    if not launch.module:
         assert Path(launch.training_script).exists(), words
+        return
+    command = [sys.executable, "-m", "torch.distributed.run", *smaller(words)[1:]]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{shlex.join(words)}: {done.stderr}"
 
 
 def check_target(words: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Generator, Mapping
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.core.clock import Sample
 from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.deploy.optimize import optimize
 from lowrank_cnn.method.schemes import build_conv
 
 PINS = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
@@ -26,6 +28,12 @@ def pytest_runtest_call() -> Generator[None, object, object]:
         if PINNED or "built for another torch" not in str(error):
             raise
         pytest.skip(str(error))
+
+
+@pytest.fixture(autouse=True)
+def long_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`optimize` has ten minutes: on a busy machine it would leave forms out after its half minute."""
+    monkeypatch.setitem(inspect.unwrap(optimize).__kwdefaults__, "budget", 600.0)
 
 
 class LowRankResidual(nn.Module):
