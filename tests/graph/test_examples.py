@@ -2,15 +2,13 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import note
-from lowrank_cnn.deploy.export import export
 from lowrank_cnn.deploy.optimize import optimize
 from lowrank_cnn.deploy.plan import plan
 from lowrank_cnn.graph.examples import check_runs, example_for
-from lowrank_cnn.graph.merge import merge
 from lowrank_cnn.method.schemes import build_conv
 
 
@@ -54,48 +52,6 @@ def test_a_known_size_is_the_only_guess():
 def test_what_cannot_be_compared_is_refused(value: object, says: str):
     with pytest.raises(LowRankError, match=says):
         check_runs(nn.Identity(), value)
-
-
-class Counting(nn.Module):
-    """Scales by the number of its calls, and doubles its input in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
-        self.register_buffer("calls", torch.zeros(()))
-        self.norm.running_mean.normal_()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.norm(self.conv(x.mul_(2))) * self.calls
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [
-        lambda net, x: merge(net, example_input=x),
-        lambda net, x: plan(net, x, cache=False, repeats=3),
-        lambda net, x: plan(net, {"x": x}, cache=False, repeats=3),
-        lambda net, x: optimize(net, x, cache=False, repeats=3, compile=False),
-    ],
-    ids=["merge", "plan", "plan by keyword", "optimize"],
-)
-def test_trial_runs_leave_no_trace(transform):
-    net, x = Counting().eval(), torch.randn(2, 3, 8, 8)
-    given = x.clone()
-    new = transform(net, x)
-    assert torch.equal(x, given)
-    assert net.calls == 0
-    call = (lambda net, x: net(x=x)) if "ByKeyword" in type(new).__name__ else (lambda net, x: net(x))
-    for _ in range(2):
-        torch.testing.assert_close(call(new, x.clone()), net(x.clone()))
-
-
-def test_an_export_leaves_the_example_as_it_was(tmp_path):
-    net, x = nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(3, 4, 3)), torch.randn(2, 3, 8, 8)
-    given = x.clone()
-    export(net, tmp_path / "net.onnx", example_input=x)
-    assert torch.equal(x, given)
 
 
 @pytest.mark.parametrize("transform", [plan, optimize])

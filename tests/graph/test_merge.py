@@ -16,7 +16,6 @@ from lowrank_cnn.core.notes import notes
 from lowrank_cnn.graph.merge import merge
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.count import count
-from lowrank_cnn.method.decompose import decompose
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.schemes import FactoredConv2d, build_conv, parse_scheme
 from lowrank_cnn.models import create_model
@@ -302,15 +301,6 @@ def test_a_network_of_nan_is_left_alone_or_refused():
     assert isinstance(merge(net)[1], nn.BatchNorm2d)
     with pytest.raises(LowRankError, match="NaN or infinite"):
         merge(net, example_input=torch.randn(1, 3, 8, 8))
-
-
-def test_random_generators_stay_where_they_are():
-    """Layers draw weights when they are built; merged and fitted weights are not drawn."""
-    net = nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU()).eval()
-    before = torch.get_rng_state()
-    merge(decompose(net, energy=0.5), chains=True)
-    merge(decompose(net, macs=0.5, input_size=(8, 9, 9)))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_transposed_conv_that_is_called_with_a_size_keeps_its_norm():
