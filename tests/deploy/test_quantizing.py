@@ -117,8 +117,8 @@ def test_layers_go_back_to_float_by_other_images_than_the_test_ones(learner, tmp
     )
 
 
-@pytest.mark.parametrize("before", [None, b"a file of the user's"])
-@pytest.mark.parametrize("calls", [2, 4])  # a candidate is judged; the chosen file meets the test images
+# A candidate is judged; the chosen file meets the test images.
+@pytest.mark.parametrize(("before", "calls"), [(None, 2), (b"a file of the user's", 4)])
 def test_an_interrupted_export_leaves_what_was_there(learner, tmp_path, monkeypatch, before, calls: int):
     path, scores = tmp_path / "net.onnx", iter([1.0] * (calls - 1))
     if before is not None:
