@@ -37,8 +37,7 @@ SMALLER = {
     "demo": "--epochs 1 --limit 64",
     "train": "--epochs 1 --batch-size 8 --limit 16",
     "evaluate": "--limit 16",
-    "frontier": "--limit 64 --set epochs=1 --set batch_size=32 --set crop=12 --batch 2 --repeats 3 --seeds 1 "
-    "--no-compile",
+    "frontier": "--limit 64 --set epochs=1 --set batch_size=32 --set crop=12 --batch 0 --seeds 1 --no-compile",
     "time": "--repeats 3 --threads 1",
     "plan": "--threads 1",
 }
