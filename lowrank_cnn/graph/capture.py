@@ -94,6 +94,19 @@ class NetworkGraph:
         """The module that a node calls; None if it calls a function."""
         return self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
 
+    def computes_like(self, other: NetworkGraph) -> bool:
+        """Whether two graphs make the same calls, and read the same values of tensors of their networks."""
+        if _calls_of(self.graph) != _calls_of(other.graph):
+            return False
+        pairs = zip(self.reads(), other.reads(), strict=True)
+        return all(ours.dtype == theirs.dtype and torch.equal(ours, theirs) for ours, theirs in pairs)
+
+    def reads(self) -> Iterator[Tensor]:
+        """The tensors that the forward reads directly, in the order of the graph."""
+        return (
+            operator.attrgetter(str(node.target))(self.root) for node in self.graph.nodes if node.op == "get_attr"
+        )
+
     def called(self) -> set[str]:
         """The names of all modules that are called."""
         return {str(node.target) for node in self.graph.nodes if node.op == "call_module"}

@@ -211,6 +211,7 @@ def _input_shape(layer: Any) -> tuple[int, ...]:
 
 _KINDS = ("conv", "own conv", "transposed conv", "linear", "composite", "chain")
 _ELSEWHERE = "what its forward does depends on the size of its input, or on options"
+_READ = "with other inputs its forward reads weights that would be merged"
 _NOT_FED, _NOT_RUN = "no layer is seen to feed it, and it alone", "it does not run in evaluation"
 
 
@@ -277,6 +278,8 @@ def _merged_network(model: nn.Module, chains: bool | None, norms: bool, example_
     changed = bool(replaced) or model is not original
     if changed and (reason := objection(merged, original, *example)):
         return _left_alone(original, f"merged, {reason}", norms=norms)
+    if replaced and captured.calls is not None and not _same_calls(model, merged):
+        return _left_alone(original, _READ, norms=norms)
     report = _for_present_values(report, deciding_attributes(model))
     told = {row.name for row in report}
     rest = (
@@ -286,6 +289,19 @@ def _merged_network(model: nn.Module, chains: bool | None, norms: bool, example_
     )
     note(merged, merging=(*report, *(rest if norms else ())))
     return merged
+
+
+def _same_calls(model: nn.Module, merged: nn.Module) -> bool:
+    """Whether every kind of call still reads the same weights: the example shows one kind alone."""
+    try:
+        before = captures(copy_with(model))
+    except CaptureError:
+        return True  # folds were made within parts whose calls are known
+    try:
+        after = captures(copy_with(merged))
+    except CaptureError:
+        return False
+    return len(before) == len(after) and all(map(NetworkGraph.computes_like, before, after))
 
 
 @dataclass

@@ -251,6 +251,26 @@ def test_merge(net: nn.Module, told: bool | None, chains: bool | None):
     assert_same_function(lambda net: merge(net, chains=chains, example_input=inputs), net)
 
 
+class ReadsANorm(nn.Module):
+    """With a context, its result also depends on the weight of a norm that every call runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(CHANNELS, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        y = self.norm(self.conv(x))
+        return y if context is None else y * next(self.norm.parameters(), torch.zeros(())).mean()
+
+
+@pytest.mark.parametrize("told", [None, EXAMPLE])
+def test_a_norm_whose_weight_other_calls_read_is_not_folded(told: Tensor | None):
+    net = ReadsANorm().double().eval()
+    merged = merge(net, example_input=told)
+    assert difference(merged(EXAMPLE, EXAMPLE), net(EXAMPLE, EXAMPLE)) < 1e-8
+    assert "reads weights that would be merged" in notes(merged).merging[0].reason
+
+
 FIXTURE = HealthCheck.function_scoped_fixture  # which stays the same for all examples
 
 
