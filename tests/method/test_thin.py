@@ -1,5 +1,6 @@
-"""Thinner dense networks: every layer fits its neighbours, and the cost is what was asked for."""
+"""Thinner networks: widths, norms and lone parameters that follow their channels."""
 
+import copy
 import warnings
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from lowrank_cnn.core.errors import LowRankError, LowRankWarning
 from lowrank_cnn.method import thin as thinning
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.count import count
-from lowrank_cnn.method.thin import thin
+from lowrank_cnn.method.thin import PendingLayer, resized, thin
 
 SIZE = (3, 32, 32)
 
@@ -336,3 +337,95 @@ def test_each_rounded_network_is_built_once(monkeypatch: pytest.MonkeyPatch):
     widths = [(one[0].out_channels, one[2].out_channels) for one in built]
     assert len(widths) == len(set(widths)) < 10
     assert (thinner[0].out_channels, thinner[2].out_channels) == (32, 64)
+
+
+class ChannelNorm(nn.LayerNorm):
+    """A layer norm over the channels of maps, which come second."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        maps = input.permute(0, 2, 3, 1)
+        maps = nn.functional.layer_norm(maps, self.normalized_shape, self.weight, self.bias, self.eps)
+        return maps.permute(0, 3, 1, 2)
+
+
+class ScaledBranch(nn.Module):
+    """A residual branch as in ConvNeXt: layer norm, and a scale of every channel that belongs to no layer."""
+
+    def __init__(self, flat: bool) -> None:
+        super().__init__()
+        self.stem, self.first = nn.Conv2d(3, 64, 4, 4), ChannelNorm(64)
+        self.deep = nn.Conv2d(64, 64, 7, padding=3, groups=64)
+        self.norm, self.wide, self.back = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+        self.scale = nn.Parameter(torch.full((64,) if flat else (64, 1, 1), 0.25))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.stem(x))
+        y = self.back(nn.functional.gelu(self.wide(self.norm(self.deep(x).permute(0, 2, 3, 1))))).permute(
+            0, 3, 1, 2
+        )
+        scale = self.scale.reshape(1, -1, 1, 1) if self.scale.dim() == 1 else self.scale
+        return self.head((x + y.mul(scale)).mean((2, 3)))
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_layer_norms_and_scales_follow_their_channels(flat: bool):
+    net = ScaledBranch(flat)
+    new = thin(net, width=0.5, input_size=SIZE)
+    assert new.scale.shape == ((32,) if flat else (32, 1, 1))
+    assert torch.equal(new.scale, torch.full_like(new.scale, 0.25))
+    assert new.norm.normalized_shape == new.first.normalized_shape == (32,)
+    assert torch.equal(new.norm.weight, torch.ones(32))
+    assert new(torch.randn(2, *SIZE)).shape == (2, 10)
+    assert net.scale.numel() == 64
+
+
+def test_a_scale_of_different_values_has_no_thinner_form():
+    net = ScaledBranch(flat=True)
+    with torch.no_grad():
+        net.scale.uniform_()
+    with pytest.raises(LowRankError, match="nothing initialises scale in its new shape"):
+        thin(net, width=0.5, input_size=SIZE)
+
+
+MAPS = torch.randn(2, 12, 9, 9)
+
+
+def halved(channels: int) -> int:
+    return channels // 2
+
+
+@pytest.mark.parametrize(
+    ("layer", "leaving"),
+    [
+        (nn.Conv2d(24, 16, 3, stride=2, padding=1, bias=False), 8),
+        (nn.Conv2d(24, 16, (3, 1), dilation=2, padding_mode="circular", padding=2), 8),
+        (nn.Conv2d(24, 16, 3, groups=8), 8),
+        (nn.Conv2d(24, 48, 3, groups=24), 24),  # depthwise: two filters for each channel that arrives
+        (nn.ConvTranspose2d(24, 16, 3, stride=2, output_padding=1), 8),
+        (nn.BatchNorm2d(24, momentum=0.3), 12),
+        (nn.GroupNorm(8, 24), 12),
+        (nn.InstanceNorm2d(24, momentum=0.3, affine=True, track_running_stats=True), 12),
+        (nn.PReLU(24), 12),
+        (nn.PReLU(), 12),
+    ],
+)
+def test_only_channels_and_groups_change(layer: nn.Module, leaving: int):
+    new = resized(layer, MAPS, halved)
+    before, after = layer(torch.randn(2, 24, 9, 9)), new(MAPS)
+    assert after.shape == (before.shape[0], leaving, *before.shape[2:])
+    assert {*dict(new.named_parameters())} == {*dict(layer.named_parameters())}
+    options = ("kernel_size", "stride", "padding", "dilation", "padding_mode", "output_padding", "momentum", "eps")
+    assert all(getattr(new, name, None) == getattr(layer, name, None) for name in options)
+
+
+def test_a_layer_that_waits_for_its_input_shows_what_the_layer_has():
+    waiting = PendingLayer(nn.Conv2d(24, 16, 3, stride=2), halved)
+    assert waiting.stride == (2, 2)
+    assert copy.deepcopy(waiting).kernel_size == (3, 3)
+    with pytest.raises(AttributeError, match="reads the weight of a Conv2d that has not run"):
+        _ = waiting.weight
+    with pytest.raises(AttributeError, match="'Conv2d' object has no attribute 'depth'"):
+        _ = waiting.depth
+    assert waiting(input=MAPS.to("meta")).shape == (2, 8, 4, 4)
+    assert waiting.weight.shape == (8, 12, 3, 3)
