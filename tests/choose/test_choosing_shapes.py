@@ -18,12 +18,10 @@ from lowrank_cnn.choose import learn_shapes as learning
 from lowrank_cnn.choose.learn_shapes import mac_costs, shape_network, time_costs
 from lowrank_cnn.choose.shape_choice import (
     Damage,
-    LayerChoice,
     ShapeChooser,
     damage_by_weights,
     measure_damage,
     pick_units,
-    share_out,
     worth,
 )
 from lowrank_cnn.core import clock
@@ -70,42 +68,6 @@ def test_no_change_of_one_unit_would_be_better(seed, price):
     assert found == pytest.approx(value(chosen.tolist()))
     for unit, shape in product(range(5), range(3)):
         assert value([*chosen[:unit].tolist(), shape, *chosen[unit + 1 :].tolist()]) <= found + 1e-8
-
-
-@pytest.mark.parametrize(("horizontal", "counts"), [(0.95, [4, 4]), (0.1, [8])])
-def test_filters_that_are_all_alike_share_two_shapes_only_if_both_are_good(horizontal, counts):
-    kept = torch.tensor([[1.0, 1.0, 0.0, 0.0, 0.5], [0.0, 0.0, horizontal, horizontal, 0.5]]).double()
-    kept = kept.repeat(8, 1, 1)
-    assert pick_units(kept, kept.amax(1).sum(0), torch.zeros(2).double())[0].bincount().tolist() == counts
-
-
-@settings(max_examples=30)
-@given(st.integers(0, 999), st.booleans())
-def test_filters_move_one_by_one_at_the_least_loss(seed, rounded):
-    draw = torch.Generator().manual_seed(seed)
-    scores = torch.rand(12, 4, generator=draw)
-    scores = (3 * scores).round() if rounded else scores  # many losses are equal then, and the first counts
-    wanted = torch.randint(4, (12,), generator=draw).bincount(minlength=4)
-    choice = scores.argmax(1)
-    while bool(((spare := choice.bincount(minlength=4) - wanted) > 0).any()):
-        moves = [(f, s) for f, s in product(range(12), range(4)) if spare[choice[f]] > 0 > spare[s]]
-        place, shape = min(moves, key=lambda move: float(scores[move[0], choice[move[0]]] - scores[move]))
-        choice[place] = shape
-    assert torch.equal(share_out(scores, wanted), choice)
-
-
-@pytest.mark.parametrize("dead", [False, True])
-def test_filters_that_matter_alike_do_not_all_go_at_once(dead):
-    views = torch.linspace(0.9, 1.1, 100).double()[:, None, None] * torch.tensor([[0.5, 0.0], [0.5, 0.5], [0, 0]])
-    kept = torch.full_like(views, 1e-30) * (views > 0) if dead else views
-    layer = LayerChoice(kept + 1e-32, torch.tensor([1.0, 3.0]).double(), 0.0, 1, True)
-    found = [layer.pick(price * layer.cost, 0.0) for price in torch.logspace(-4, 0, 40)]
-    assert [pick.cost for pick in found] == sorted((pick.cost for pick in found), reverse=True)
-    assert len([pick for pick in found if 105 < pick.cost < 295]) > 2
-    for pick in found[::8]:
-        choice, stays = layer.assigned(pick)
-        assert 0 < int(stays.sum()) == round(100 * pick.width)
-        assert pick.cost == pytest.approx(float(layer.cost[choice[stays]].sum()))
 
 
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.3])

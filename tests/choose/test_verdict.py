@@ -153,13 +153,6 @@ def test_machines_that_choose_other_signs_of_eigenvectors_find_the_same(monkeypa
     torch.testing.assert_close(resampled_gaps(ours, theirs, resamples=100, seed=0), here)
 
 
-def test_images_met_by_both_tell_more_than_images_of_each():
-    ours, theirs = answers(8, 0.9, 1, noise=0.01), answers(8, 0.9, 2, noise=0.01)
-    shuffled = theirs[:, torch.randperm(2000)]
-    paired, apart = (resampled_gaps(ours, b, resamples=2000, seed=0).std() for b in (theirs, shuffled))
-    assert paired < 0.9 * apart
-
-
 def test_a_gap_that_is_there_is_found_and_one_that_is_not_is_not():
     same = compare(answers(16, 0.9, 1), answers(16, 0.9, 2), margin=0.0, alpha=0.01)
     assert same.low < 0 < same.high
@@ -168,13 +161,6 @@ def test_a_gap_that_is_there_is_found_and_one_that_is_not_is_not():
     assert better.low > 0.2
     assert better.p < 0.001
     assert better.points == pytest.approx(10, abs=2.5)
-
-
-@pytest.mark.parametrize(("runs", "least", "most"), [(2, 10, 100), (1, 0.5, 10)])
-def test_few_runs_of_each_say_next_to_nothing_and_no_nonsense(runs, least, most):
-    gap = compare(answers(runs, 0.95, 1), answers(runs, 0.9, 2), margin=0.0, alpha=0.01)
-    assert -100 <= gap.low < gap.points < gap.high <= 100
-    assert least < gap.high - gap.points <= most
 
 
 @pytest.mark.parametrize("runs", [4, 16])

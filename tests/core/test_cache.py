@@ -87,12 +87,6 @@ def test_foreign_files_count_as_empty_and_are_replaced(tmp_path, content):
     assert numbers(path).entries == {"a": 1}
 
 
-@pytest.mark.parametrize("stored", [b'{"a": 1, "b": "text", "c": null}', b"[1, 2]"])
-def test_entries_of_another_kind_are_left_out(tmp_path, stored):
-    write_cached(tmp_path / "file", "numbers", stored)
-    assert numbers(tmp_path / "file").entries == ({"a": 1} if b"{" in stored else {})
-
-
 def test_processes_keep_what_others_have_stored(tmp_path):
     one, other, nowhere = numbers(tmp_path / "file"), numbers(tmp_path / "file"), numbers(None)
     one["a"], other["b"], nowhere["c"] = 1, 2, 3

@@ -361,16 +361,6 @@ def test_no_more_are_prefetched_than_asked_for_and_closing_ends_the_thread() -> 
     assert prefetching() == 0
 
 
-@pytest.mark.parametrize("fails_at", [0, 1, 3])
-def test_an_error_comes_up_where_its_batch_would_have(fails_at: int) -> None:
-    batches = Numbers(5, fails_at)
-    made = prefetch(batches(), None)
-    assert [next(made)[0] for _ in range(fails_at)] == list(range(fails_at))
-    with pytest.raises(OSError, match="the disk is gone"):
-        next(made)
-    assert (batches.closed, prefetching()) == (True, 0)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_stream_in_use_waits_for_what_another_makes() -> None:
     stream = torch.cuda.Stream()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.kernels.problem import describe, pixels_last, pose
+from lowrank_cnn.kernels.problem import describe, pose
 from lowrank_cnn.kernels.reference import (
     compose,
     composite_by_torch,
@@ -77,14 +77,6 @@ def test_counts_and_text():
 def test_what_cannot_be_posed(options, why):
     with pytest.raises(LowRankError, match=why):
         problem(**options)
-
-
-def test_pixels_are_copied_only_if_they_must_be():
-    x = torch.randn(2, 3, 4, 5)
-    last = x.contiguous(memory_format=torch.channels_last)
-    assert pixels_last(last).data_ptr() == last.data_ptr()
-    assert torch.equal(pixels_last(x), x.permute(0, 2, 3, 1))
-    assert pixels_last(torch.randn(1, 8, 1, 1)).stride() == (8, 8, 8, 1)
 
 
 @pytest.mark.parametrize("compute", [composite_reference, composite_by_torch])
