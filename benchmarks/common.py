@@ -1,4 +1,4 @@
-"""What all benchmarks share: their arguments, their records, and the spread of what they measured."""
+"""Shared by all benchmarks: arguments, records, and the spread of measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def parser(text: str | None, out: str) -> argparse.ArgumentParser:
-    """A parser that shows the text of a benchmark; `--out` is `results/OUT` unless it is given."""
+    """A parser that shows the docstring of a benchmark; `--out` defaults to `results/OUT`."""
     made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--out", type=Path, default=RESULTS / out, help="the record to write")
     return made
@@ -44,7 +44,7 @@ def training_parser(
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run a benchmark as a command: an error of the user's is one sentence, without a traceback."""
+    """Run a benchmark as a command: user errors print one sentence, without a traceback."""
     try:
         main()
     except LowRankError as error:
@@ -52,9 +52,9 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 def write_record(path: Path, kind: str, *, by_line: str = "", **values: Any) -> None:
-    """A record of one run, with what it was measured with unless it says so itself; the file is always whole.
+    """Write the record of one run, atomically, with its environment unless it already has one.
 
-    `by_line` names a list of which every item gets one line of the file.
+    `by_line` names a list whose items get one line each.
     """
     rows = [json.dumps(row) for row in values.pop(by_line)] if by_line else []
     record = {"kind": kind, **values, "environment": values.get("environment") or environment()}
@@ -67,7 +67,7 @@ def write_record(path: Path, kind: str, *, by_line: str = "", **values: Any) -> 
 
 
 def earlier_runs(path: Path, kind: str) -> list[dict[str, Any]]:
-    """The runs that a record holds already, oldest first."""
+    """The runs in an existing record, oldest first."""
     found = json.loads(path.read_text()) if path.exists() else {"kind": kind, "runs": []}
     if found.get("kind") != kind or "runs" not in found:
         sys.exit(f"{path} is no record of runs of {kind}: name another file by --out.")
@@ -75,7 +75,7 @@ def earlier_runs(path: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def write_runs(path: Path, kind: str, runs: list[dict[str, Any]]) -> None:
-    """A record of several runs, the newest last; the file is always whole."""
+    """Write a record of several runs, atomically, the newest last."""
     write_json(path, {"kind": kind, "runs": runs})
 
 

@@ -5,14 +5,14 @@
     python -m benchmarks.cpu_engines time --threads 2 --missing          # times what the record lacks
     python -m benchmarks.cpu_engines show                               # the fastest of each, and the ratios
 
-`prepare` exports every network to every engine in fp32, fp16 and int8 through `lr.export` and `lr.quantize`,
-which compare each file with the network. A file holds a network for one image of one size. int8 is calibrated on
-a random image: that changes no time. `onnx-strips` is ONNX Runtime with the compiled strips of native/, in float
-alone. `time` opens the files by `open_engine`; torch runs beside them: eager, compiled, and as `lr.optimize`
-gives it. Each engine has a process of its own, since the threads of one spin and slow the next; its networks run
-in turns. The record holds medians and quartiles. Rows are refused for two reasons alone, whatever their times are:
-that other processes used the CPU meanwhile, or that the engine used more threads than it was given. The thin dense
-network has the MACs of the low-rank one (`lr.thin`).
+`prepare` exports every network to every engine in fp32, fp16 and int8 through `lr.export` and `lr.quantize`, which
+compare each file with the network. A file holds a network for one image of one size. int8 is calibrated on a
+random image, which does not affect times. `onnx-strips` is ONNX Runtime with the compiled strips of native/, only
+in float. `time` opens the files by `open_engine`, and also times torch: eager, compiled, and after `lr.optimize`.
+Each engine has a process of its own, because idle threads of one engine spin and slow the next; its networks run
+in turns. The record holds medians and quartiles. A row is rejected, independently of its times, only if other
+processes used the CPU meanwhile, or if the engine used more threads than it was given. The thin dense network has
+the MACs of the low-rank one (`lr.thin`).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def place(folder: Path, family: str, way: str, engine: str, precision: str) -> P
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """Write every file that is not there yet; what an engine refuses is noted beside."""
+    """Write every missing file; if an engine refuses, note the reason."""
     options.folder.mkdir(parents=True, exist_ok=True)
     for family in options.family:
         for way in options.ways:
@@ -151,7 +151,7 @@ def runs_of(family: str, precision: str, options: argparse.Namespace) -> dict[st
 
 
 def torch_run(net: nn.Module, image: torch.Tensor, how: str) -> Callable[[], object]:
-    """A call of the network as `lr.optimize` gives it, or in channels_last, eager or compiled."""
+    """A call of the network after `lr.optimize`, or in channels_last, eager or compiled."""
     if how == "lr.optimize":
         fast = lr.optimize(net, image, compile=False, cache=False)
         return lambda: fast(image)
@@ -207,7 +207,7 @@ def warm_runs(runs: Mapping[str, Callable[[], object]]) -> int:
 
 
 def cores_used(work: Callable[[], Any], *, patience: float = 30.0) -> tuple[Any, float, float]:
-    """What `work` gives, and how many cores this process and all others used meanwhile.
+    """The result of `work`, and how many cores this process and all others used meanwhile.
 
     Processes that this one has started may end first, for this many seconds: OpenVINO starts one that reports use.
     """
@@ -219,7 +219,7 @@ def cores_used(work: Callable[[], Any], *, patience: float = 30.0) -> tuple[Any,
 
 
 def refusal(threads: int, own: float, others: float) -> str:
-    """Why times are not recorded, by the cores that were used meanwhile; empty where they are."""
+    """Why times are rejected, by the cores that were used meanwhile; empty if they are recorded."""
     if others > MOST_OTHERS:
         return f"others used {others:.2f} cores"
     return f"it used {own:.2f} cores for {threads} threads" if own > threads + MOST_OTHERS else ""

@@ -1,4 +1,4 @@
-"""Which memory layout a CPU trains and infers faster in, dense and low-rank.
+"""The faster memory layout for training and inference on a CPU, dense and low-rank.
 
 python -m benchmarks.cpu_layout [--out benchmarks/results/cpu_layout.json]
 """

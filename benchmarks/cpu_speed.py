@@ -6,12 +6,12 @@
 
 Every network, dense or not, may run in any of the same ways: torch with batch norms folded, contiguous and
 channels_last; planned layer by layer in both (`lowrank_cnn.deploy.plan`); compiled; and ONNX Runtime. A first
-round, on two images at most, finds each network's fastest few; a second runs those of all networks in turns, and
-their medians are compared: each network at its best against its dense twin at its best. float32, the same threads
+round, on two images at most, finds the fastest few of each network. A second round runs those of all networks in
+turns, and compares medians: each network at its best against its dense twin at its best. float32, the same threads
 for all.
 
-Minimal filtering, which neither runtime has here, saves products of its own, of dense networks as well: so there
-are three ratios, without it, with it on both sides, and with it on ours alone.
+Neither runtime has minimal filtering here. It saves multiplications in dense networks too, so there are three
+ratios: without it, with it on both sides, and with it only on ours.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NETWORKS = {
     "vgg11-gmp-lr-join-wfull": 0.87,
     "nin-c3-lr": 0.56,
 }
-"""What is measured, and the share of the dense twin's time to reach."""
+"""The networks, and the target share of the dense twin's time."""
 
 Way = Callable[[Tensor], object]
 

@@ -7,18 +7,18 @@
     python -m benchmarks.decompose --data digits --recipe digits --width 0.1 --limit 100 --epochs 1 --tune 1
 
 A dense network is trained for E epochs (`--epochs`) on all training images but 5,000. For each scheme and share of
-the MACs it is decomposed to that share, and three ways lead to a network of those shapes:
+the MACs it is decomposed to that share, and three networks of those shapes are compared:
 
-- `decomposed`: the fitted filters as they are;
-- `fine-tuned`: those, trained for F epochs more (`--tune`) at a lower rate (`--tune-lr`);
+- `decomposed`: the fitted filters, without training;
+- `fine-tuned`: the same, trained for F epochs (`--tune`) at a lower rate (`--tune-lr`);
 - `from scratch`: fresh filters by the composite initialisation, trained for E epochs, and, as a run of its own,
   for the E + F that dense network and fine-tuning take together.
 
-The 1x1 convs, which no scheme touches, are 31% of the MACs of `nin`: shares much below a half leave its other
-layers next to nothing. How many filters a layer gets follows the dense network's weights, and so differs from seed
-to seed; MACs and parameters in the table are means. With two schemes and two shares a seed takes 13 runs, 350
-epochs at E = 30 and F = 10. All figures are of the images held out; `--test` looks at the test set once, when all
-is trained. A process that was stopped goes on with the same command: runs live in `--runs`.
+No scheme changes the 1x1 convs, which are 31% of the MACs of `nin`: shares much below a half leave its other
+layers next to nothing. The number of filters of a layer depends on the dense network's weights and differs between
+seeds; MACs and parameters in the table are means. With two schemes and two shares a seed takes 13 runs, 350 epochs
+at E = 30 and F = 10. All figures are on held-out images; `--test` uses the test set once, after all training. To
+continue a stopped process, repeat the command: runs are kept in `--runs`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from lowrank_cnn.method.count import count
 from lowrank_cnn.method.decompose import decompose
 from lowrank_cnn.method.rewrite import Conversion
 from lowrank_cnn.models import create_model
-from lowrank_cnn.models.build import rewrite_again
+from lowrank_cnn.models.build import rebuild
 from lowrank_cnn.train import Recipe, Record, fit, get_recipe, load_record
 from lowrank_cnn.train.evaluate import evaluate, load_checkpoint
 from lowrank_cnn.train.inputs import input_size
@@ -58,7 +58,7 @@ DENSE, AT_ONCE, TUNED, SCRATCH = "dense", "decomposed", "fine-tuned", "from scra
 
 @dataclass(frozen=True)
 class DecomposeLine:
-    """A network of the table: which way it was made, by which scheme, at which share of the MACs."""
+    """A network of the table: how it was made, its scheme, and its share of the MACs."""
 
     way: str
     scheme: str = ""
@@ -101,7 +101,7 @@ class DecomposeBench:
         )
 
     def decomposed(self, line: DecomposeLine) -> Trained:
-        """The trained dense network, decomposed: evaluated as it is, and what fine-tuning begins with."""
+        """The trained dense network, decomposed: evaluated without training, and the start of fine-tuning."""
         dense = load_checkpoint(self.place(DecomposeLine(DENSE, epochs=self.options.epochs)))
         size = input_size(self.data.train, dense.augment)
         return replace(dense, network=decompose(dense.network, line.scheme, macs=line.share, input_size=size))
@@ -119,7 +119,7 @@ class DecomposeBench:
     def scratch(self, line: DecomposeLine) -> nn.Module:
         """A network of the same shapes, with fresh weights."""
         shapes = notes(self.fitted(line)).conversion or Conversion()
-        return rewrite_again(self.fresh(), shapes.to_dict())
+        return rebuild({"conversion": shapes.to_dict()}, into=self.fresh())
 
     def place(self, line: DecomposeLine) -> Path:
         return self.options.runs / f"seed{self.seed}" / line.folder
@@ -130,7 +130,7 @@ class DecomposeBench:
             return record if record.status == "finished" else None
 
     def run(self, line: DecomposeLine, make: Callable[[], nn.Module]) -> None:
-        """Train a line of the table, or go on with it, or take it as it is where it is done."""
+        """Train a line of the table, continue it, or read its result if it is finished."""
         result = self.at_once(line) if line.way == AT_ONCE else self.trained(line, make).result
         figures = {key: result[key] for key in ("macs", "params", "top1", "seconds")}
         self.rows.append({"seed": self.seed, **vars(line), **figures})
@@ -144,7 +144,7 @@ class DecomposeBench:
         return fit(make(), self.data, recipe, seed=self.seed, out=self.place(line), resume=True, **how)
 
     def all(self) -> Iterator[bool]:
-        """Every line in turn, the cheap ones first, until time is up; True once all are there."""
+        """Train every line, the cheap ones first, until time is up; True once all are finished."""
         plan = list(lines(self))
         for line, make in plan:
             if time.monotonic() > self.deadline:
@@ -166,7 +166,7 @@ def lines(bench: DecomposeBench) -> Iterator[tuple[DecomposeLine, Callable[[], n
 
 
 def look_at_test(bench: DecomposeBench, data: Data) -> None:
-    """The accuracy on the test set, of networks that are all trained."""
+    """The accuracy on the test set, after all training."""
     for row in bench.rows:
         line = DecomposeLine(row["way"], row["scheme"], row["share"], row["epochs"])
         trained = bench.decomposed(line) if line.way == AT_ONCE else load_checkpoint(bench.place(line))
@@ -207,7 +207,7 @@ def write(path: Path, setting: dict[str, Any], rows: list[dict[str, Any]], where
 
 
 def merge(paths: list[Path], out: Path) -> None:
-    """Records of several seeds as one; what was set must be the same."""
+    """Combine the records of several seeds; their settings must be the same."""
     records = [json.loads(path.read_text()) for path in paths]
     if any(record["setting"] != records[0]["setting"] for record in records):
         sys.exit("these records are of different settings, and are not one table.")
@@ -245,7 +245,7 @@ def _setting(options: argparse.Namespace, held_out: int) -> dict[str, Any]:
 
 
 def _check_runs(folder: Path, setting: dict[str, Any]) -> None:
-    """Runs of another setting would pass for this one's."""
+    """Refuse a folder that holds runs of other settings."""
     path, text = folder / "setting.json", json.dumps(setting, indent=1) + "\n"
     if path.exists() and path.read_text() != text:
         sys.exit(f"{folder} holds runs of another setting: choose another --runs.")

@@ -1,4 +1,4 @@
-"""What a few images are worth to a decomposition: error at the same MACs by weights alone, by each step, by both.
+"""How much a few images improve a decomposition: error at the same MACs by weights alone, by each step, by both.
 
     python -m benchmarks.decompose_aware --data FOLDER [--network nin] [--shares 0.5 0.4 0.33]
     lowrank train airbench --width 0.25 --data FOLDER --limit 10000 --recipe cifar10-fast --epochs 6 \\
@@ -9,14 +9,14 @@ The network has the weights that come with the package, or is that of a run. Eve
 MACs:
 
 - weights: ranks by squared weights, filters nearest in weight;
-- sensitivity: ranks by what the output keeps on the images, filters nearest in weight;
+- sensitivity: ranks by the effect on the output for the images, filters nearest in weight;
 - refitted: ranks by squared weights, layers refitted to activations on the images;
-- both: ranks by weights, by what the output keeps with refitted layers, and by both together, each with layers
-  refitted or not; the nearest output on the images is taken: `decompose(..., images=...)`.
+- both: ranks by weights, by the effect on the output with refitted layers, and by both together, each with layers
+  refitted or not; the nearest output on the images wins: `decompose(..., images=...)`.
 
-The error is the squared difference of the outputs over their square, on test images that nothing was fitted to;
-top-1 is on the same images, without fine-tuning. The record has the rows of all networks measured so far. It is
-written after each row, and a run that was stopped goes on where it ended.
+The error is the squared difference of the outputs over their square, on test images that were not used for
+fitting; top-1 is on the same images, without fine-tuning. The record has the rows of all networks measured so far.
+It is written after each row, and a stopped run can be continued.
 """
 
 from __future__ import annotations
@@ -36,8 +36,15 @@ from lowrank_cnn.data import make_loader, open_data
 from lowrank_cnn.method.activations import outputs, relative_error
 from lowrank_cnn.method.budget import Budget, within
 from lowrank_cnn.method.count import count
-from lowrank_cnn.method.decompose import both_keeps, fit_layer, nearest_output, refitted
-from lowrank_cnn.method.ranks import Keeps, curves_of, measured_keeps
+from lowrank_cnn.method.decompose import (
+    Keeps,
+    both_keeps,
+    curves_of,
+    fit_layer,
+    measured_keeps,
+    nearest_output,
+    refitted,
+)
 from lowrank_cnn.method.rewrite import rewrite
 from lowrank_cnn.method.schemes import Scheme, parse_scheme
 from lowrank_cnn.method.select import select

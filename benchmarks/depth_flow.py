@@ -1,14 +1,14 @@
-"""Weak points of a network: how gradients fade or grow with depth, and filters and branches that do nothing.
+"""Weak points of a network: how gradients fade or grow with depth, and dead filters and branches.
 
     python -m benchmarks.depth_flow --data FOLDER [--networks vgg11-gmp vgg11-gmp-lr ...] [--norms none batch] \
         [--seeds 3] [--run RUN_DIRECTORY ...] [--images 256] [--out benchmarks/results/depth_flow.json]
 
-Networks as initialised, by name and over seeds, and as trained, by the directory of a run. For every layer the
-norm of the gradient at its output, which pools pass on whole and good initialisation keeps level, and that of its
-weights' gradient relative to the weights. For every filter group (and every branch of an inception module, whose
-convs are its groups) the share of dead filters: those that answer none of the images, or less than a
-ten-thousandth of the layer's most active one. Basis filters, behind which no ReLU stands, are judged alike.
-Layers are recorded for the first seed, the rest of a row for each.
+Networks are examined at initialisation, by name and over seeds, or after training, by the directory of a run. For
+every layer the record has the norm of the gradient at its output, which pools preserve and good initialisation
+keeps level, and the norm of its weight gradient relative to the weights. For every filter group (and every branch
+of an inception module, whose convs are its groups) it has the share of dead filters: their output is zero for all
+images, or less than a ten-thousandth of the layer's most active filter. Basis filters, which no ReLU follows, are
+judged in the same way. Layers are recorded for the first seed, the rest of a row for each.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from lowrank_cnn.train.recipe import Recipe
 DEAD = 1e-4
 BATCH = 64
 SUMMARY = ("first_to_last", "least", "most", "dead_share", "worst_group", "dead_groups")
-"""What is recorded for every seed."""
+"""The fields that are recorded for every seed."""
 
 
 @dataclass
 class Watch:
-    """Gradients at the outputs of weight layers, and how much every filter answered."""
+    """Gradients at the outputs of weight layers, and the largest output of every filter."""
 
     gradients: dict[str, list[float]] = field(default_factory=dict)
     activity: dict[str, Tensor] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Watch:
 
 
 def sites(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Where filters are judged: behind ReLUs, and at bases, behind which there is none."""
+    """The layers at which filters are judged: ReLUs, and bases, which no ReLU follows."""
     for name, module in network.named_modules():
         if isinstance(module, nn.ReLU):
             yield name.removesuffix("_relu"), module
@@ -141,7 +141,7 @@ def examined(label: str, network: nn.Module, batches: Iterator[tuple[Tensor, Ten
 
 
 def parts(row: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
-    """The groups of a layer, or the layer where it has none: shape, dead filters, filters."""
+    """The groups of a layer, or the layer if it has none: shape, dead filters, filters."""
     yield from ((shape, n, of) for shape, (n, of) in row["groups"].items())
     if not row["groups"]:
         yield "", row["dead"], row["filters"]
@@ -179,7 +179,7 @@ def batches_of(data: Data, recipe: Recipe, preprocess: Preprocess, device: str) 
 
 
 def fresh(name: str, norm: str | None, data: Data, arguments: argparse.Namespace) -> dict[str, Any]:
-    """A network as initialised, once for every seed."""
+    """A network at initialisation, once for every seed."""
     recipe = get_recipe(arguments.recipe)
     channels, height, _ = image_size(data.test, augmentation(recipe))
     options = {"num_classes": len(data.classes), "in_channels": channels, "image_size": height, "dropout": 0.0}
@@ -196,7 +196,7 @@ def fresh(name: str, norm: str | None, data: Data, arguments: argparse.Namespace
 
 
 def trained(run: Path, data: Data, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The network of a run, as it was left."""
+    """The network of a run, with its last weights."""
     found = load_checkpoint(run)
     if len(found.classes) != len(data.classes):
         raise LowRankError(f"{run} knows {len(found.classes)} classes, and the images have {len(data.classes)}.")

@@ -2,16 +2,15 @@
 
     python -m benchmarks.fewest_operations --data CIFAR10 --ways "dense 12" "dense 10" "mixture 12" "mixture 14"
 
-A way is a design of `lowrank frontier`, a number of epochs, and settings of the recipe where they differ:
-`"dense 8 optimizer=muon lr=0.24"`. Dense and low-rank ways get equally many tries on held-out training images. On
-each side, the way with the fewest operations whose tries reach the target is then trained on all images, and
-tested. Where none reaches it, the most accurate one is. Tries train on fewer images than full runs, so their
-target is lower: by as much as the tries of the first way are below `--known`, its accuracy on test images in
-earlier runs.
+A way is a design of `lowrank frontier`, a number of epochs, and changes to the recipe: `"dense 8 optimizer=muon
+lr=0.24"`. Dense and low-rank ways get the same number of tries on held-out training images. On each side, the way
+with the fewest operations whose tries reach the target is then trained on all images, and tested; if none reaches
+it, the most accurate one. Tries train on fewer images than full runs, so their target is lower: by as much as the
+tries of the first way are below `--known`, its accuracy on test images in earlier runs.
 
 Training counts as three times the operations of the network on each image: forward, and two gradients. Seconds are
-those of runs that had the device alone (`--processes 1`); `--seeds 3 --processes 1`, then `--seeds 100
---processes 4`, gives both. The record is written after every run; started again, the command trains what is
+taken only from runs that had the device to themselves (`--processes 1`); `--seeds 3 --processes 1`, then `--seeds
+100 --processes 4`, gives both. The record is written after every run; started again, the command trains what is
 missing. The target is that of `lowrank_cnn/choose/questions.json`.
 """
 
@@ -90,7 +89,7 @@ class OperationBench:
         return timed(lambda: finite(lambda: self.run(key)))
 
     def run(self, key: Key) -> Row:
-        """The accuracy of one run, and its seconds where nothing else used the device."""
+        """The accuracy of one run, and its seconds if nothing else used the device."""
         way, seed = parse_way(key["way"], self.recipe), key["seed"]
         data = self.data if key["phase"] == FULL else self.held_out
         recipe = replace(way.recipe, evaluate_every=way.recipe.epochs)  # the test images are used once

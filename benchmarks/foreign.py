@@ -1,12 +1,12 @@
-"""Other people's networks: every transform of the library on each of them, and how far off the result is.
+"""Networks of other libraries: every transform on each of them, and the error of its result.
 
     python -m benchmarks.foreign [--only resnet,unet] [--steps planned,optimised] [--limit 300]
                                  [--out benchmarks/results/foreign.json]
 
 The networks are those of `benchmarks.foreign_networks`, small and with random weights. Each one is counted,
-converted, decomposed, merged, planned, optimised and exported. A transform either gives what the original gives
-(the table shows the relative error), or refuses with a sentence. All else, a raw error or a wrong result, is a
-fault of ours and ends the command with exit code 1.
+converted, decomposed, merged, planned, optimised and exported. A transform either gives the original's results
+(the table shows the relative error), or refuses with a sentence. A raw error or a wrong result is a bug, and the
+command then exits with 1.
 
 Each network runs in a process of its own, which is stopped after `--limit` seconds of processor time. With
 `--out`, the record is written after each network; rows and steps that are not run again stay.
@@ -51,7 +51,7 @@ _REFUSED, _WRONG, _RAW, _LATE, _ABSENT = "refused", "WRONG", "RAW ERROR", "TOO L
 
 @dataclass
 class Outcome:
-    """What came of one network: per transform a relative error, or why there is none."""
+    """The results of one network: per transform a relative error, or why there is none."""
 
     name: str
     cells: dict[str, str] = field(default_factory=dict)
@@ -122,7 +122,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _error(network: nn.Module, inputs: tuple[Any, ...], right: Any) -> str:
-    """The largest error of any output, relative to that output; not a number is wrong."""
+    """The largest error of any output, relative to that output; NaN is wrong."""
     with torch.no_grad():
         ours = network(*inputs)
     worst = 0.0
@@ -140,7 +140,7 @@ def _tensors(outputs: Any) -> list[Tensor]:
 
 
 def _counted(model: nn.Module, inputs: tuple[Any, ...]) -> str:
-    """Our count beside torch's own counter over a real run.
+    """Our count against torch's own counter over a real run.
 
     That counter does not know the fused attention of CPUs, so attention runs as matrix products here.
     """
@@ -152,7 +152,8 @@ def _counted(model: nn.Module, inputs: tuple[Any, ...]) -> str:
 
 
 def _converted(new: nn.Module, model: nn.Module, inputs: tuple[Any, ...], right: Any) -> str:
-    """How many layers changed; another network by intent, whose outputs have the shapes of the original's.
+    """How many layers changed. The network is a different one; only the shapes of its outputs must equal the
+    original's.
 
     They may have others if the original's own shapes depend on values, such as the number of points it finds.
     """

@@ -50,12 +50,12 @@ def _values(*shape: int) -> Inputs:
 
 
 def _noisy(*shape: int, condition: Callable[[], Tensor] | None = None) -> Inputs:
-    """A sample and its time step, as diffusion networks take them, and what else conditions them."""
+    """A sample and its time step, the inputs of diffusion networks, and other conditioning."""
     return lambda: (torch.randn(1, *shape), torch.tensor([10]), *([condition()] if condition else []))
 
 
 def _pytorchcv(name: str) -> nn.Module:
-    """For smaller images than its 224 pixels: the last pool averages whatever map arrives."""
+    """Adapt a network to images smaller than 224 pixels: the last pool becomes adaptive."""
     network = import_module("pytorchcv.model_provider").get_model(name, pretrained=False)
     if hasattr(network.features, "final_pool"):
         network.features.final_pool = nn.AdaptiveAvgPool2d(1)

@@ -1,4 +1,4 @@
-"""The fused backward of a layer in parts, beside torch's own: of the dense twin, and of the composite as written.
+"""The fused backward of a layer in parts, against torch's own backward of the dense twin and of the composite.
 
 The parts: `undo` through pool and ReLU (with the bias gradient), `input` gradient, `weights` gradient; for the
 latter two, every tile worth measuring. The rivals' times are whole backward passes: pool, ReLU, bias and both
@@ -59,7 +59,7 @@ def measure_backward(
 
 
 def _plain_weights(problem: Problem, g: Tensor, pixels: Tensor) -> dict[str, float]:
-    """The plain kernel of the weights' gradient: its time, and how far the one that is taken is off it."""
+    """The plain kernel of the weight gradient: its time, and how much the chosen kernel's result differs."""
     tile = replace(backward_plan.weight_tile(problem), stages=1)
 
     def plain() -> list[Tensor]:
@@ -71,7 +71,7 @@ def _plain_weights(problem: Problem, g: Tensor, pixels: Tensor) -> dict[str, flo
 
 
 def _tried(measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What is measured, or why it failed: the rest goes on."""
+    """The measurement, or why it failed; the others continue."""
     try:
         return measured()
     except Exception as failure:
@@ -79,7 +79,7 @@ def _tried(measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_backward(x: Tensor, weights: list[Tensor], options: dict[str, Any]) -> None:
-    """Every part with every tile, once: for the sake of the compiler's cache."""
+    """Run every part with every tile once, to fill the compiler's cache."""
     problem = describe(x, weights, **options)
     shape = (problem.batch, *problem.result_size, problem.filters)
     grad = torch.randn(shape, device=x.device, dtype=x.dtype)
@@ -96,7 +96,7 @@ def run_backward(x: Tensor, weights: list[Tensor], options: dict[str, Any]) -> N
 
 
 def _best(tiles: Sequence[Tile], launch: Callable[[Tile], Any]) -> dict[str, Any]:
-    """The fastest tile's time, and every tile's; one whose result is not the default tile's is left out."""
+    """The fastest tile's time, and every tile's; tiles that disagree with the default are left out."""
     times: dict[Tile, dict[str, float]] = {}
     failed = {}
     expected = _flat(launch(tiles[0]))

@@ -1,4 +1,4 @@
-"""What `gpu_speed.py` measures and how it is kept: settings, their times, and rows that set ours beside dense."""
+"""The measurements of `gpu_speed.py` and their record: settings, times, and rows that compare ours with dense."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Setting:
 
 
 def measure(setting: Setting, repeats: int) -> dict[str, Any]:
-    """Median, least and most of the replays of one step, and how long it took to get there.
+    """Median, least and most of the replays of one step, and how long preparing and measuring took.
 
     cuDNN searches for its fastest algorithms where it is the rival; on our side it would search for minutes, layer
     by layer, only to lose to the kernels.
@@ -78,7 +78,7 @@ def _replayed(graph: Captured, repeats: int) -> list[float]:
 
 
 class Book:
-    """What was measured, once each, written as it grows."""
+    """Measurements, each taken once; the record is written after each."""
 
     def __init__(self, options: argparse.Namespace, start: float) -> None:
         self.options, self.deadline = options, start + options.budget
@@ -89,7 +89,7 @@ class Book:
     def get(self, setting: Setting) -> dict[str, Any]:
         if str(setting) not in self.found["ways"]:
             late = time.monotonic() > self.deadline
-            # Without the children's work, the rest compile here; max-autotune would take minutes.
+            # Ways that no child process compiled are compiled here, except max-autotune, which would take minutes.
             unready = setting.way == "max-autotune" and str(setting) in self.found["undone"]
             skipped = {"skipped": "no time left" if late else "not compiled in time"}
             row = skipped if late or unready else measure(setting, self.options.repeats)
@@ -100,7 +100,7 @@ class Book:
         return self.found["ways"][str(setting)]
 
     def write(self) -> None:
-        """The record with this run last; of what it skipped the names alone."""
+        """The record with this run last; skipped settings are only named."""
         ways = {name: row for name, row in self.found["ways"].items() if "skipped" not in row}
         undone = dict.fromkeys([*self.found["undone"], *(name for name in self.found["ways"] if name not in ways)])
         run = {**self.found, "undone": list(undone), "ways": ways}
@@ -113,14 +113,14 @@ class Book:
 
 
 def compare(book: Book, limit: Limits, name: str, mode: str, batch: int) -> dict[str, Any] | None:
-    """One row: ours, the fastest dense twin, what tricks make of it, MACs, rate and floor."""
+    """One row: ours, the fastest dense twin, the dense twin with our kernels, MACs, rate and floor."""
     twin = TWINS[name]
     ways = [how for how in book.options.ways if how != "planned" or mode == "inference"]
     dense = book.best(twin, mode, batch, RIVALS[mode])
     ours = book.best(name, mode, batch, tuple(ways))
     tricks = book.best(twin, mode, batch, TRICKS[mode])
     strongest = book.get(Setting(twin, mode, batch, RIVALS[mode][0]))
-    # Where time ran out there is no row, rather than one against a weaker rival.
+    # If time ran out, write no row rather than one against a weaker rival.
     if ours is None or dense is None or "skipped" in strongest:
         return None
     (_, work), (_, twin_work) = layers(name, batch), layers(twin, batch)

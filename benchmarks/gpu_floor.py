@@ -32,7 +32,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the device was measured to do: TFLOP/s of bf16 matrix products, TB/s read plus written."""
+    """Measured limits of the device: TFLOP/s of bf16 matrix products, TB/s read plus written."""
 
     tflops: float
     tb_per_s: float
@@ -44,7 +44,7 @@ class Limits:
 def limits() -> Limits:
     """Measured with large matrices and a large pass over memory, medians of several.
 
-    Not with `copy_`: captured, it becomes a transfer by the copy engine, at two thirds of what kernels reach.
+    Not with `copy_`: in a graph it becomes a transfer by the copy engine, at two thirds of the rate of kernels.
     """
     a, b = (torch.randn((8192, 8192), device="cuda", dtype=torch.bfloat16) for _ in range(2))
     source = torch.randint(0, 127, (1 << 29,), dtype=torch.int32, device="cuda")
@@ -54,12 +54,12 @@ def limits() -> Limits:
 
 
 def made(name: str) -> Network:
-    """A network by name; as on Places, with a first conv of stride 2, where that ends in /2."""
+    """A network by name; a name that ends in /2 gets a first conv of stride 2, as on Places."""
     return create_model(name.removesuffix(STRIDED), stride=2 if name.endswith(STRIDED) else None)
 
 
 def layers(name: str, batch: int) -> tuple[list[Problem], list[Work]]:
-    """The convs of a network, as the kernels would be given them, and the work of all its layers."""
+    """The convs of a network as kernel problems, and the work of all its layers."""
     problems: list[Problem] = []
     work: list[Work] = []
     with torch.device("meta"):
@@ -99,7 +99,7 @@ def _watched(net: nn.Module, problems: list[Problem], work: list[Work]) -> Itera
 
 
 def _conv_work(problem: Problem) -> Work:
-    """Backward, at least: gradient and what undoes pool and ReLU read, input read, its gradient written."""
+    """Least bytes of a backward: read gradient, input, and codes of pool and ReLU; write the input gradient."""
     first = problem.channels <= 4
     result = problem.batch * problem.result_size[0] * problem.result_size[1] * problem.filters
     entry = problem.batch * problem.height * problem.width * problem.channels

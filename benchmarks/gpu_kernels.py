@@ -1,4 +1,4 @@
-"""Per-layer times of the fused kernels on a GPU, over a short list of tiles, beside cuDNN's dense twin.
+"""Per-layer times of the fused kernels on a GPU, over a short list of tiles, against cuDNN's dense twin.
 
     python -m benchmarks.gpu_kernels --out results.json --budget 300
 
@@ -175,7 +175,7 @@ def measure(layer: Layer, batch: int, peak: dict[str, float], good: set[str], de
 
 
 def try_alone(names: list[str], batch: int) -> None:
-    """Child process: run each `layer/tile` once, and say so."""
+    """Child process: run each `layer/tile` once, and report it."""
     for name in names:
         layer, tile_name = name.split("/")
         print("trying", name, flush=True)

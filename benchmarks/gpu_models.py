@@ -94,7 +94,7 @@ def _started(row: str, options: argparse.Namespace) -> subprocess.Popen[str]:
 
 
 def _measured(row: str, options: argparse.Namespace) -> Iterator[Found]:
-    """What a process of its own has measured so far, after each way; at the end also why it stopped early."""
+    """The measurements of a child process so far, after each way; at the end also why it stopped early."""
     child = _started(row, options)
     began, timer = time.monotonic(), threading.Timer(options.limit, child.kill)
     timer.start()
@@ -112,7 +112,7 @@ def _measured(row: str, options: argparse.Namespace) -> Iterator[Found]:
 
 
 def _measure_row(row: str, options: argparse.Namespace, tell: Callable[[Found], None]) -> None:
-    """Everything about one network and scheme, told whenever it has grown."""
+    """Measure one network and scheme, and report after each measurement."""
     name, scheme = row.split("/")
     torch.manual_seed(0)
     dense = created(name)
@@ -157,7 +157,7 @@ def created(name: str) -> nn.Module:
 
 
 def _inference(networks: dict[str, nn.Module], batch: int, repeats: int) -> Iterator[Found]:
-    """How each network was optimised and how exact it is; last, the time of a batch by every way, in turns."""
+    """How each network was optimised, and its error; last, the time of a batch by every way, in turns."""
     x = torch.randn((batch, *SIZE), device="cuda", dtype=torch.bfloat16).contiguous(
         memory_format=torch.channels_last
     )
@@ -196,7 +196,7 @@ def _deployed(network: nn.Module) -> nn.Module:
 def _compiled(network: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
     """The rival: torch.compile with freezing, without our kernels, replayed as a CUDA graph.
 
-    Of a copy: its weights are constants of the graph, and `_error` moves those of the network.
+    It compiles a copy: the weights become constants of the graph, and `_error` moves those of the network.
     """
     with _freezing(), forced("off"), torch.no_grad():
         run = torch.compile(copy.deepcopy(network), dynamic=False)
@@ -230,7 +230,7 @@ def _error(fast: nn.Module, network: nn.Module, x: Tensor) -> dict[str, float]:
 def _training(networks: dict[str, nn.Module]) -> Iterator[Found]:
     """Milliseconds of a step within `fit`, input included: the median epoch after the first.
 
-    A run of ten minutes or more measures by itself whether compiling pays; these short ones are told.
+    Only runs of ten minutes or more measure whether compiling pays; for these short ones it is set.
     """
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (TRAIN_IMAGES, *SIZE), generator=generator, dtype=torch.uint8)

@@ -1,15 +1,14 @@
-"""Whole networks on a GPU: ours against the fastest dense twin, beside the ratio of MACs and the floor.
+"""Whole networks on a GPU: ours against the fastest dense twin, with the MAC ratio and the floor.
 
     python -m benchmarks.gpu_speed --out benchmarks/results/gpu_speed.json [--networks vgg11-gmp-lr] [--budget 500]
 
-Inference runs in bf16, a training step (forward, backward, SGD) under bf16 autocast; channels_last; every way is
-a captured CUDA graph. The fastest dense twin is the best of torch.compile, max-autotune and cuDNN with bias and
-ReLU inside (with and without padding the input channels) and the rest compiled. What our own kernels make of the
-dense network stands in a column of its own. Child processes first compile what they can, side by side, into
-the compilers' caches on disk; then this process measures alone. `--only-compile` ends there, so that compiling can
-go on beside other work; max-autotune measures while it compiles, and wants `--compile autotune` on a GPU at rest.
-Results are written after each measurement: the file keeps the runs that it holds, oldest first, and this one
-stands last.
+Inference runs in bf16, a training step (forward, backward, SGD) under bf16 autocast; channels_last; every way is a
+captured CUDA graph. The fastest dense twin is the best of torch.compile, max-autotune and cuDNN with bias and ReLU
+inside (with and without padding the input channels) and the rest compiled. The dense network with our own kernels
+has a column of its own. Child processes first compile in parallel, into the compilers' caches on disk; then this
+process measures alone. `--only-compile` stops after compiling, which other work on the machine does not disturb.
+Only max-autotune measures while it compiles: run `--compile autotune` on an idle GPU. Results are written after
+each measurement; the file keeps its earlier runs, oldest first.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ FIRST = ("vgg11-gmp-lr", "vgg11-gmp-lr-2x", "vgg11-gmp-lr-join")
 
 
 def settings(options: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
-    """What is asked for, the large batch first: networks within modes within batches."""
+    """The requested settings, the large batch first: networks within modes within batches."""
     for batch in options.batches:
         for mode in options.modes:
             for name in sorted(options.networks, key=lambda name: name not in FIRST):
@@ -68,7 +67,7 @@ def tiles(options: argparse.Namespace) -> list[tuple[Any, bool]]:
 
 
 def compile_tiles(options: argparse.Namespace, shard: int, shards: int) -> None:
-    """Child: run every plan of a share of the convs, as tuning will, for the sake of Triton's cache alone."""
+    """Child: run every plan of a share of the convs, as tuning will, only to fill Triton's cache."""
     from lowrank_cnn.kernels.conv.plans import plans
 
     capability = torch.cuda.get_device_capability()
@@ -82,7 +81,7 @@ def compile_tiles(options: argparse.Namespace, shard: int, shards: int) -> None:
 
 
 def compile_way(setting: Setting) -> None:
-    """Child: take one step, for the sake of the compiler's cache alone."""
+    """Child: take one step, only to fill the compiler's cache."""
     net = network(setting.network, setting.mode)
     step = step_of(net, setting.way, setting.mode, setting.batch)
     for _ in range(2):
@@ -91,7 +90,7 @@ def compile_way(setting: Setting) -> None:
 
 
 def jobs(options: argparse.Namespace) -> list[str]:
-    """What children compile, the longest first: max-autotune, then our kernels and the other rivals."""
+    """The tasks of child processes, the longest first: max-autotune, then our kernels and the other rivals."""
     compiled = [setting for setting in dense_settings(options) if setting.way not in ("ours", "graph")]
     kinds = {
         "autotune": [str(setting) for setting in compiled if setting.way == "max-autotune"],
@@ -102,7 +101,7 @@ def jobs(options: argparse.Namespace) -> list[str]:
 
 
 def compile_all(options: argparse.Namespace, deadline: float) -> list[str]:
-    """Run the children, this many at a time; what is not done by the deadline is stopped, and named."""
+    """Run the children, this many at a time; stop those that miss the deadline, and name them."""
     waiting = jobs(options)
     running: dict[str, subprocess.Popen[bytes]] = {}
     undone = []
@@ -123,7 +122,7 @@ def compile_all(options: argparse.Namespace, deadline: float) -> list[str]:
 
 
 def _child(options: argparse.Namespace, job: str, scratch: str) -> subprocess.Popen[bytes]:
-    """Its measurements, taken in a crowd, go to a scratch folder; its errors to a log beside the results."""
+    """Start a child. Its disturbed measurements go to a scratch folder, its errors to a log."""
     command = [sys.executable, "-m", "benchmarks.gpu_speed", "--child", job, "--jobs", str(options.jobs)]
     for name in ("networks", "modes", "batches"):
         command += [f"--{name}", ",".join(map(str, getattr(options, name)))]

@@ -1,4 +1,4 @@
-"""Run things once in child processes, several at a time: what fails or hangs there costs its process only."""
+"""Run things once in child processes, several at a time, so a failure or hang ends only its process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _child(script: str, share: list[str], batch: int) -> subprocess.Popen[str]:
 
 
 def _read(share: list[str], text: str, ran: set[str], failed: dict[str, str]) -> list[str]:
-    """Sort a child's report; what it was trying when it ended failed, what it never reached is returned."""
+    """Sort a child's report: the task at which it ended failed; the tasks after it are returned."""
     tried = []
     for line in text.splitlines():
         word, _, rest = line.partition(" ")

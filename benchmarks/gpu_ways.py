@@ -28,19 +28,19 @@ RIVALS = {
     "inference": ("cudnn-padded", "cudnn", "compile", "max-autotune"),
     "training": ("compile-padded", "compile", "graph", "max-autotune"),
 }
-"""Ways of the dense twin, without our kernels: first what was the fastest so far, last what compiles longest."""
+"""Ways of the dense twin, without our kernels: usually the fastest first, the longest to compile last."""
 
 TRICKS = {"inference": ("ours",), "training": ("ours",)}
-"""The dense twin by our own kernels."""
+"""The dense twin with our own kernels."""
 
 OURS = ("fused", "planned", "fused-compiled")
 PLANNED = ("as given", "fused", "merged, fused")
-"""What a plan chooses from, block by block; the compiled rivals measure torch's own ways."""
+"""The ways that a plan chooses from; the compiled rivals cover torch's own ways."""
 
 
 @torch.library.custom_op("gpu_speed::conv_relu", mutates_args=())
 def conv_relu(x: Tensor, weight: Tensor, bias: Tensor, stride: list[int], padding: list[int]) -> Tensor:
-    """cuDNN's convolution with bias and ReLU inside, opaque to the compiler, which would take it apart."""
+    """cuDNN's convolution with bias and ReLU inside, opaque to the compiler, which would split it."""
     return torch.cudnn_convolution_relu(x, weight, bias, stride, padding, (1, 1), 1)
 
 
@@ -97,7 +97,7 @@ class PaddedConv(nn.Conv2d):
 
 
 def with_padding(net: nn.Module) -> nn.Module:
-    """The very network, its first conv padded."""
+    """The same network with its first conv padded."""
     for module in net.modules():
         if type(module) is nn.Conv2d and module.in_channels % 8:
             module.__class__ = PaddedConv

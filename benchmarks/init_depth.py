@@ -1,11 +1,11 @@
-"""What an initialisation does to the gradient of a deep stack of mixed-shape composites.
+"""The effect of an initialisation on the gradient of a deep stack of mixed-shape composites.
 
     python -m benchmarks.init_depth [--out benchmarks/results/init_depth.json]
 
-Thirty composites of 384 filters, each with its ReLU, 8x8 maps. A gradient of unit variance is sent in at the top;
-the figure is the variance of what arrives at the bottom (and, forward, the mean square of what leaves the top).
-The same by scheme, through twelve layers of the paper's initialisation: single draws of narrow stacks spread, and
-their mean tells whether an initialisation keeps the signal.
+Thirty composites of 384 filters, each with its ReLU, on 8x8 feature maps. A gradient of unit variance is
+propagated from the output; the figure is its variance at the input (and, forward, the mean square of the output).
+The same for every scheme, through twelve layers of the paper's initialisation: single draws of narrow stacks vary,
+and their mean shows whether an initialisation preserves the signal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MIXES = (
 
 SCHEMES = ("dense", "lr", "lr-join", "lr-join(m=0.25)", "separable", "mixture(kx1=3, 1xk=3, kxk=2, join)")
 DRAWS = {32: 200, 128: 24}
-"""Stacks by width that every scheme is drawn for: the narrower, the wider apart they lie."""
+"""Draws of each scheme by width: narrower stacks vary more."""
 
 
 METHODS: dict[str, Callable[[nn.Module], object]] = {
@@ -48,7 +48,7 @@ def deep_stack(padding_mode: str) -> nn.Sequential:
 
 
 def ratios(stack: nn.Module, width: int = WIDTH) -> tuple[float, float]:
-    """Variance of the gradient at the bottom, and mean square of the output, for unit ones going in."""
+    """Variance of the gradient at the input, and mean square of the output, for unit ones."""
     x = torch.randn(4, width, PIXELS, PIXELS, requires_grad=True)
     out = stack(x)
     (arrived,) = torch.autograd.grad(out, x, torch.randn_like(out))

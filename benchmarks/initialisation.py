@@ -6,8 +6,8 @@
 The paper's initialisation (composite) is compared with He's by fan-out and by fan-in for each filter group,
 torch's, and N(0, 0.05). Each tries the same factors of the recipe's learning rate, with the same seeds, on
 held-out training images, in runs of a sixth of the epochs, or of `--try-epochs`. Then each trains in full at its
-own best rate. A run diverges where its loss is not finite, or where it ends no better than chance. The margins are
-in `lowrank_cnn/choose/questions.json`.
+own best rate. A run counts as diverged if its loss is not finite, or if it ends no better than chance. The margins
+are in `lowrank_cnn/choose/questions.json`.
 
 The record is written after every run; started again, the command trains what is missing. `--budget 300` begins no
 run that would not end within 300 seconds. `--epochs` shortens full runs and tries alike. `--processes 4` trains
@@ -52,9 +52,9 @@ from lowrank_cnn.train.recipe import parse_settings
 
 KIND = "initialisation"
 SHORT = 1 / 6
-"""The share of the epochs that a try has, unless the user says how many."""
+"""The share of the epochs that a try has by default."""
 CHANCE = 1.5
-"""Times the accuracy of guessing, up to which a run has learned nothing."""
+"""A run up to this multiple of chance accuracy has learned nothing."""
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,16 @@
-"""How fast photographs of ILSVRC's size become batches: decoders, ways to frame, and the whole streamed loader.
+"""How fast photographs of ILSVRC's size become batches: decoders, ways to scale and crop, and the whole loader.
 
     python -m benchmarks.input_pipeline --data FOLDER [--train-rate vgg11-gmp=9000] \
         [--out benchmarks/results/input_pipeline.json]
 
-ILSVRC cannot come with this file, so its photographs are made from the small ones of FOLDER (Tiny-ImageNet,
-say): 500x375 JPEGs of quality 90, either one small image upscaled (smooth, about 28 kB) or a mosaic of 48 of
-them at their own scale (texture to the last pixel, about 90 kB; ILSVRC's mean is about 110 kB). `shrunk` is the
-mosaic stored with a shorter side of 256, as Caffe's image databases were. Rates of decoders, ways and
-one worker are per second of one core's time, so that other work on the machine does not count; the loader's are
-per second. Where there is a GPU that can, the loader is measured with it decoding, too (`decode="gpu"`).
+We cannot distribute ILSVRC, so photographs of its size are made from the small ones of FOLDER, such as
+Tiny-ImageNet. They are 500x375 JPEGs of quality 90: one small image upscaled (smooth, about 28 kB), or a mosaic of
+48 (texture to the last pixel, about 90 kB; ILSVRC's mean is about 110 kB). `shrunk` is the mosaic stored with a
+shorter side of 256, as in Caffe's image databases. Rates of decoders, ways and one worker are per second of one
+core's time, so other work on the machine does not count; the loader's are per second. If a GPU can decode, the
+loader is also measured with `decode="gpu"`.
 
-The record holds one entry per processor: a run replaces that of its own.
+The record holds one entry per processor; a run replaces the entry of its processor.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def loader_of(split: StreamedSplit, workers: int, batch: int, decode: Decode = "
 
 
 def worker_rate(split: StreamedSplit, batch: int) -> dict[str, float]:
-    """Images per second of one core's time: read, decoded and framed, which is what a worker does."""
+    """Images per second of one core's time, as a worker prepares them: read, decoded, scaled and cropped."""
     parts = loader_of(split, 0, batch)._training_parts(0)
     return rates_of(lambda number: len(parts[number, 0].rows), parts.batches)
 
@@ -116,7 +116,7 @@ def loader_rate(split: StreamedSplit, workers: int, batch: int, decode: Decode =
     """Images per second of an epoch as training sees it: read, decoded, framed, on the device, standardised."""
     loader = loader_of(split, workers, batch, decode)
     batches = loader.epoch(0)
-    for _ in range(max(1, len(loader) // 4)):  # meanwhile the workers start, and what they made ahead is used up
+    for _ in range(max(1, len(loader) // 4)):  # warm-up: workers start, and prefetched batches are used up
         next(batches)
     began = time.perf_counter()
     images = sum(len(labels) for _, labels in batches)
@@ -126,7 +126,7 @@ def loader_rate(split: StreamedSplit, workers: int, batch: int, decode: Decode =
 
 
 def streamed(images: list[bytes], arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a worker gives, and what the loader gives with this many of them."""
+    """The rate of one worker, and of the loader with this many of them."""
     with tempfile.TemporaryDirectory() as folder:
         split = shards(images, arguments.images, Path(folder))
         found: dict[str, Any] = {"worker": shown("streamed", "a worker", worker_rate(split, arguments.batch))}
@@ -144,7 +144,7 @@ def loader_rates(split: StreamedSplit, arguments: argparse.Namespace, decode: De
 
 
 def idle_shares(fed_at: dict[str, float], demands: dict[str, float]) -> dict[str, float]:
-    """How much a GPU waits that is fed by the fastest of these loaders, by what it trains."""
+    """The share of time that a GPU waits for the fastest of these loaders, by network."""
     fed = max(fed_at.values(), default=0.0)
     return {name: max(0.0, 1 - fed / demand) for name, demand in demands.items()}
 

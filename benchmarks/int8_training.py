@@ -2,10 +2,10 @@
 
     python -m benchmarks.int8_training --data cifar10
 
-The shipped `nin` is decomposed by CP, which gives it depthwise strips. The decomposed network trains on for the
-same steps, on the same images and at the same rate, once in float and once with `fit(..., quantize="int8")`.
-`lr.quantize` writes all of them, and every file runs on the same test images. *All layers* leaves none in float
-for the sake of accuracy; *as usual* leaves up to three, as `lr.quantize` does by default.
+The shipped `nin` is decomposed by CP, which gives it depthwise strips. The decomposed network is trained further
+for the same steps, on the same images and at the same rate, once in float and once with `fit(...,
+quantize="int8")`. `lr.quantize` writes all of them, and every file runs on the same test images. *All layers*
+quantises every layer; *as usual* leaves up to three in float, as `lr.quantize` does by default.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def int8_answers(trained: Trained, data: Data, most_loss: float) -> tuple[list[s
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "net.onnx"
         few = data
-        if math.isinf(most_loss):  # no images judge what goes back to float: those of calibration are enough
+        if math.isinf(most_loss):  # no held-out images are needed, since no layer returns to float
             few = replace(data, train=data.train.subset(stratified(data.train.labels, 2 * CALIBRATION, seed=0)))
         found = lr.quantize(trained, few, path, images=CALIBRATION, test=BATCH, most_loss=most_loss)
         return list(found.in_float), correct(lr.load(path), trained, data)

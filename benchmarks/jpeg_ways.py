@@ -1,4 +1,4 @@
-"""JPEGs of ILSVRC's size, and the ways to decode and to frame them that `input_pipeline.py` measures."""
+"""JPEGs of ILSVRC's size, and the ways to decode, scale and crop them that `input_pipeline.py` measures."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def jpeg(image: Any) -> bytes:
 
 
 def decoders() -> Iterator[tuple[str, Decoder]]:
-    """Pillow, and those of other libraries, where they import."""
+    """Pillow, and decoders of other libraries that can be imported."""
     yield "Pillow", lambda data: decode_image(data, channels=3)
     if jpeg_ := found("simplejpeg"):
         yield "simplejpeg", lambda data: jpeg_.decode_jpeg(data, "RGB")
@@ -82,7 +82,7 @@ def ways() -> Iterator[tuple[str, Decoder]]:
 
 
 def whole_then_crop(data: bytes) -> bytes:
-    """Every pixel scaled, the window cropped from them: what framing did before it scaled the window alone."""
+    """Scale every pixel, then crop: the way before Pillow scaled only the crop."""
     image = scale_shorter(decode_image(data, channels=3, at_least=256), 256)
     top, left = FRAMING.corner(image.height, image.width, DRAWS)
     return crop_at(image, top, left, 224, 224, fill=(0, 0, 0)).tobytes()
@@ -93,7 +93,7 @@ def window_by_pillow(data: bytes) -> bytes:
 
 
 def window_of_array(jpeg_: Any, data: bytes) -> bytes:
-    """Pillow keeps four bytes per pixel, so that it has to copy what it is given."""
+    """Pillow stores four bytes per pixel, so it has to copy its input."""
     from PIL import Image
 
     pixels = jpeg_.decode_jpeg(data, "RGB")
@@ -118,7 +118,7 @@ def scaled_by_opencv(cv2: Any, data: bytes) -> bytes:
 
 
 def gpu_decoder() -> GpuDecoder | None:
-    """torchvision's decoder on the GPU, where there is one."""
+    """torchvision's decoder on the GPU, if there is one."""
     try:
         return find_decoder(torch.device("cuda"))
     except LowRankError:
@@ -130,7 +130,7 @@ def as_tensors(images: list[bytes]) -> list[torch.Tensor]:
 
 
 def difference(decoder: GpuDecoder, images: list[bytes]) -> float:
-    """How far its pixels are from Pillow's on the mean, in levels of 255."""
+    """The mean difference of its pixels from Pillow's, in levels of 255."""
     apart = []
     for data, found_ in zip(images, decoder(as_tensors(images)), strict=True):
         image = decode_image(data, channels=3)
@@ -148,7 +148,7 @@ def as_array(data: bytes | bytearray) -> Any:
 def found(module: str) -> Any:
     try:
         return importlib.import_module(module)
-    except (ImportError, OSError, RuntimeError):  # a build that does not fit torch's fails as it likes
+    except (ImportError, OSError, RuntimeError):  # a build for another torch fails with any error
         return None
 
 

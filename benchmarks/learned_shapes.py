@@ -12,19 +12,18 @@ the learning rate first, each as often, on held-out training images; then it tra
   trained from scratch;
 - strips-kxk: as `proximal`, without 1x1 filters;
 - none: as `proximal`, and filters may be removed;
-- latency:0.75: as `proximal`, within a share of the time in place of the MACs. It needs the device to itself.
+- latency:0.75: as `proximal`, within a share of the time instead of the MACs. It needs the device to itself.
 
-`--data stripes` makes images whose classes differ along rows alone: there the right shape is known to be 1xk, and
-`rows` in the record is the share of filters that took it.
+`--data stripes` makes images whose classes differ only along rows, so the right shape is 1xk; `rows` in the record
+is the share of filters that chose it.
 
 The record is written after every run; started again, the command trains what is missing. `--budget 300` begins no
 run that would not end within 300 seconds. `--train 1000` trains on 1000 images and holds out the other training
 images to try rates on; without it a tenth is held out. `--processes 4` trains four networks at a time on the
-device. `--time` then times the networks of the first seed through `optimize`, in turns with the dense one. Where a
+device. `--time` then times the networks of the first seed through `optimize`, in turns with the dense one. If a
 rival takes more or less time than the learned network, `--ways thin:0.6` adds the rival with another share of the
-MACs.
-It ends with answers to the questions of `lowrank_cnn/choose/questions.json`: does learning beat every rival, at
-equal MACs and at equal time?
+MACs. It ends with answers to the questions of `lowrank_cnn/choose/questions.json`: does learning beat every rival,
+at equal MACs and at equal time?
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ from lowrank_cnn.core.clock import Sample, measure
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.deploy.optimize import optimize
+from lowrank_cnn.graph.finalize_shapes import LearnedShapes
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.count import count
-from lowrank_cnn.method.finalize_shapes import LearnedShapes
 from lowrank_cnn.method.schemes import Scheme, parse_scheme
 from lowrank_cnn.method.thin import thin
 from lowrank_cnn.models import create_model

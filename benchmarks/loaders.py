@@ -1,4 +1,4 @@
-"""How fast a folder of large photographs becomes batches, by each way to keep it, and how long a GPU waits.
+"""How fast a folder of large photographs becomes batches, by each way to store it, and how long a GPU waits.
 
     python -m benchmarks.loaders [--network resnet18-lr] [--out benchmarks/results/loaders.json]
 
@@ -7,15 +7,15 @@ photographs (amplitude falls as 1/frequency). They lie in class folders, a few o
 sees crops of 160 pixels from a shorter side of 183. The ways are:
 
 - full size: the JPEGs are read, decoded and scaled in every epoch;
-- decoded by the GPU: the same, where a GPU can decode them;
+- decoded by the GPU: the same, if a GPU can decode them;
 - shrunk once: the same from JPEGs that `lowrank shrink` stored with a shorter side of 183;
 - held as bytes: all images are decoded before the first epoch and stay on the device, one byte for each value;
 - held as floats: the same, preprocessed once, which takes two or four times as much memory.
 
 Rates are images per second of the wall clock, the median of several epochs. On a GPU, `--network` is trained with
-each loader: the idle share is what its rate lacks of the rate on a batch that is already there.
+each loader: the idle share is one minus its rate over the rate with data already on the GPU.
 
-The record holds one entry for each machine; a run replaces that of its own.
+The record holds one entry for each machine; a run replaces the entry of its machine.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def photograph(seed: int) -> bytes:
 
 
 def make_photographs(folder: Path, images: int, different: int) -> float:
-    """So many files in class folders, names of a few different ones; returns the mean number of bytes."""
+    """Write class folders of this many files, links to a few different ones; return the mean number of bytes."""
     for split in ("train", "test"):
         for label in range(CLASSES):
             (folder / split / f"class{label}").mkdir(parents=True)
@@ -191,7 +191,7 @@ def alone_rate(update: Step, images: Tensor, labels: Tensor, seconds: float) -> 
 
 
 def measure(full: Path, shrunk: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What is known after each way: a run that is cut keeps it."""
+    """The record after each way, so an interrupted run keeps its results."""
     update, alone = training_step(arguments) if arguments.network else (None, None)
     print(f"{arguments.network} alone: {alone} images/s", flush=True)
     rows, refused = {}, {}

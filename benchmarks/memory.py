@@ -1,12 +1,11 @@
-"""Memory of a training step, by network and batch size, with all maps kept and with stages computed again.
+"""Memory of a training step, by network and batch size, with and without activation checkpointing.
 
     python -m benchmarks.memory [--part kept peaks] [--networks ...] [--images 224 56] [--batches 64 256] \
         [--out benchmarks/results/memory.json]
 
-kept: what the forward pass keeps for the backward pass, per image, which is what the batch size multiplies:
-of the layers as they are, in float32, on a CPU, and so the same whatever machine measures it.
-peaks, on a GPU: the most that was allocated during a step as `fit` makes it (bf16, fused layers).
-The record holds both parts, each with what it was measured with: a run replaces the parts that it measures.
+kept: the bytes per image that the forward pass keeps for the backward pass, without fused layers, in float32 on a
+CPU. They do not depend on the machine. peaks: the peak allocation on a GPU during a step of `fit` (bf16, fused
+layers). The record holds both parts with their environments; a run replaces the parts that it measures.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from lowrank_cnn.train.recompute import recomputed
 from lowrank_cnn.train.step import TrainingStep, fused_to_train
 
 STEPS = 2
-"""Of which the most is taken, after two more in which libraries choose their algorithms."""
+"""Steps whose peak is recorded, after two more in which libraries choose their algorithms."""
 WAYS = {"all maps kept": False, "stages computed again": True}
 PARTS = ("kept", "peaks")
 
@@ -40,7 +39,7 @@ Row = dict[str, Any]
 
 def network(name: str, image: int, device: torch.device, norm: str | None) -> nn.Module:
     torch.manual_seed(0)
-    # As the experiments have them: the first conv of GoogLeNet has stride 1 for small images.
+    # As in the experiments, the first conv of GoogLeNet has stride 1 for small images.
     stride = 1 if name.startswith("googlenet") and image < 224 else None
     net = create_model(name, image_size=image, norm=norm, stride=stride).to(device).train()
     return net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -66,19 +65,19 @@ def kept_per_image(forward: nn.Module, net: nn.Module, image: int) -> int:
 
     def pack(tensor: Tensor) -> Tensor:
         if (place := tensor.untyped_storage().data_ptr()) not in own:
-            found[place] = tensor  # held, so that no other takes its place
+            found[place] = tensor  # kept alive, so that no other tensor reuses its address
         return tensor
 
     images, _ = batch_of(2, image, torch.device("cpu"))
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         forward(images)
-    # The statistics of batch norm are kept once, whatever the batch.
+    # The statistics of batch norm do not grow with the batch.
     maps = [tensor for tensor in found.values() if tensor.shape[:1] == (2,)]
     return sum(tensor.untyped_storage().nbytes() for tensor in maps) // 2
 
 
 def peak(net: nn.Module, forward: nn.Module, batch: int, image: int, device: torch.device) -> Row:
-    """The most that is allocated in a step."""
+    """Peak allocation in a step."""
 
     def run(images: Tensor) -> Any:
         with torch.autocast(device.type, torch.bfloat16):
@@ -122,7 +121,7 @@ def measure_peaks(name: str, image: int, norm: str | None, batches: list[int]) -
 
 
 def attempt(net: nn.Module, forward: nn.Module, batch: int, image: int, device: torch.device) -> Row:
-    """None where the memory does not suffice."""
+    """None if it runs out of memory."""
     torch.cuda.empty_cache()
     try:
         return peak(net, forward, batch, image, device)
@@ -141,7 +140,7 @@ def rows_of(part: str, name: str, image: int, arguments: argparse.Namespace) -> 
 
 
 def measure(part: str, arguments: argparse.Namespace) -> Iterator[Row]:
-    """A part of the record as it grows: its rows, and what they were measured with."""
+    """A part of the record: its rows and its environment."""
     found: Row = {"norm": arguments.norm, "rows": [], "environment": environment()}
     for image in arguments.images:
         for name in arguments.networks:
@@ -152,7 +151,7 @@ def measure(part: str, arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def write(part: str, found: Row, out: Path) -> None:
-    """The record with this part in place of what it held of it."""
+    """The record with this part replaced."""
     record = json.loads(out.read_text()) if out.exists() else {}
     parts = {**{p: record[p] for p in PARTS if p in record}, part: found}
     newest = next(parts[p]["environment"] for p in reversed(PARTS) if p in parts)

@@ -1,4 +1,4 @@
-"""Try settings of a recipe, judged on 5,000 training images held out; the test set is not opened.
+"""Try settings of a recipe on 5,000 held-out training images; the test set is not used.
 
     python -m benchmarks.recipe_search --data FOLDER --network nin-c3-lr --recipe nin-paper \
         --try "lr=0.1" --try "lr=0.05 weight_decay=1e-4" [--epochs 60] [--budget 300] [--out results.json]
@@ -31,7 +31,7 @@ def settled(model: nn.Module) -> None:
 
 
 def unsettled(model: nn.Module) -> None:
-    """The class maps by the paper's rule: far apart, their biases zero."""
+    """The class scores by the paper's rule: large weights, zero biases."""
     layer = model.get_submodule("features.classes")
     assert isinstance(layer, nn.Conv2d)
     nn.init.normal_(layer.weight, std=math.sqrt(2 / layer.out_channels))
@@ -39,7 +39,7 @@ def unsettled(model: nn.Module) -> None:
 
 
 def unrectified(model: nn.Module) -> None:
-    """No ReLU on the class maps, and so nothing to raise them for."""
+    """No ReLU on the class scores, so their biases are not raised."""
     model.features.classes_relu = nn.Identity()  # type: ignore[union-attr]
     nn.init.zeros_(model.features.classes.bias)  # type: ignore[union-attr]
 

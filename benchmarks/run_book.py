@@ -42,10 +42,10 @@ Row = dict[str, Any]
 
 @dataclass
 class RunBook:
-    """Rows of one benchmark, each found by its key: the way that was trained, the seed, and the like.
+    """Rows of one benchmark, each with a key such as way and seed.
 
     `about` holds the settings that all rows share. A record with other settings is not continued. `environments`
-    has what its runs were made with, oldest first.
+    lists the environments of its runs, oldest first.
     """
 
     path: Path
@@ -83,8 +83,8 @@ class RunBook:
     ) -> None:
         """Make the runs of these keys that are missing; each row is written as soon as the rows before it are.
 
-        A key waits until it is `ready`. `failed` is told of a run that cannot be made; without it that is raised.
-        Raises `BudgetSpent` where the next run would not end in time.
+        A key waits until it is `ready`. `failed` is called with the error of a run that cannot be made; without it
+        the error is raised. Raises `BudgetSpent` if the next run would not end in time.
         """
         refused: list[Key] = []
 
@@ -106,7 +106,7 @@ class RunBook:
             raise BudgetSpent
 
     def add(self, row: Row) -> None:
-        """Write a new row and tell of it."""
+        """Write a new row and print it."""
         self.rows.append(row)
         self.note_machine()
         self.save()
@@ -121,13 +121,13 @@ class RunBook:
         return max(alike or [row["wall"] for row in self.rows], default=0.0)
 
     def note_machine(self) -> None:
-        """Add what this process runs with to the environments: it has made a run, or measured a time."""
+        """Add the environment of this process, which has made a run or measured a time."""
         now = environment()
         if now["commit"] not in [known["commit"] for known in self.environments]:
             self.environments.append(now)
 
     def save(self, **more: Any) -> None:
-        """Write the record. Verdicts may be found on another machine than the runs, which is not named then."""
+        """Write the record. A machine that only computes verdicts is not added to its environments."""
         if not self.environments:
             self.note_machine()
         known = {"environment": self.environments[-1], "environments": self.environments}
@@ -184,7 +184,7 @@ def split_for_tries(data: Data, train: int | None = None, share: float = 0.1) ->
 
 
 def best_rate(rows: Sequence[Row]) -> float:
-    """The rate whose tries are best on average; one that diverged counts as no accuracy."""
+    """The rate with the best mean over its tries; a diverged try counts as zero."""
     means = {
         rate: fmean(0.0 if row.get("diverged") else row["top1"] for row in rows if row["rate"] == rate)
         for rate in {row["rate"] for row in rows}
@@ -211,7 +211,7 @@ def _told(row: Mapping[str, Any]) -> str:
 
 
 def kept_answers(right: Tensor) -> dict[str, Any]:
-    """Which test images a run got right, as bits in text, with the accuracy."""
+    """The test images that a run got right, as bits in text, with the accuracy."""
     bits = base64.b64encode(pack(right)).decode()
     return {"top1": float(right.double().mean()), "images": len(right), "right": bits}
 
@@ -232,8 +232,8 @@ def paired_answers(
 ) -> list[dict[str, Any]]:
     """For each pair (ours, theirs): is ours better by the margin? Intervals resample seeds and images.
 
-    Verdicts follow Holm's correction over all pairs: yes where p is below alpha, no where the interval lies below
-    the margin. With fewer than `least_runs` of either there is none yet.
+    Verdicts use Holm's correction over all pairs: yes if p is below alpha, no if the interval lies below the
+    margin. With fewer than `least_runs` of either there is no verdict.
     """
     both = [(a, b) for a, b in pairs if runs.get(a) and runs.get(b)]
     how = {"margin": margin, "alpha": alpha, "resamples": resamples}

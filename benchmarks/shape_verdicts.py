@@ -28,9 +28,9 @@ LEARNING: dict[str, dict[str, Any]] = {
     "none": {"shapes": (*SHAPES, "none")},
     "latency": {"batch": 256},
 }
-"""What `learn_shapes` is asked for."""
+"""Options of `learn_shapes` for each learned way."""
 MECHANISMS = ("gates", "loss", "energy", "regrowth")
-"""Mechanisms that lost to `proximal`: records have runs of them, and the code to train them is gone."""
+"""Mechanisms that lost to `proximal`: records have runs of them, but their code was removed."""
 LEARNED = ("proximal", "again", *MECHANISMS, "strips-kxk", "none", "latency")
 RECORDED = ("dense", "thin", *FIXED, *LEARNED)
 WAYS = tuple(way for way in RECORDED if way not in MECHANISMS)
@@ -65,11 +65,11 @@ def read_way(text: str) -> str:
 
 
 def judged(book: RunBook) -> dict[str, Answers]:
-    """What a record says to the questions that were written down before the runs.
+    """The answers of a record to the pre-registered questions.
 
     - `answers`: each learned way against each rival, at equal MACs.
     - `equal_time`: the same at equal time; empty before the networks are timed.
-    - `mechanisms`: the mechanism that was kept against the others, by any gap. These pairs were not asked before.
+    - `mechanisms`: the mechanism that was kept against the others, by any gap. These pairs are not pre-registered.
     """
     asked, runs = read_questions(), full_runs(book)
     own = asked["learned_shapes"]
@@ -84,7 +84,7 @@ def judged(book: RunBook) -> dict[str, Answers]:
     }
     diverged = {row["way"] for row in book.of(FULL) if row["top1"] is None}
     for one in (one for answers in found.values() for one in answers):
-        if diverged & {one["ours"], one["theirs"]}:  # the other runs alone would look better than the way is
+        if diverged & {one["ours"], one["theirs"]}:  # the other runs alone would overrate the way
             one["verdict"] = DIVERGED
     return found
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from lowrank_cnn.data import Data, ResidentSplit
-from lowrank_cnn.method.finalize_shapes import LearnedShapes
+from lowrank_cnn.graph.finalize_shapes import LearnedShapes
 
 
 def stripes(count: int, *, side: int = 16, noise: float = 160.0) -> Data:
-    """Images whose rows are square waves that begin anywhere, under noise; the class is the length of the wave.
+    """Noisy images whose rows are square waves of random phase; the class is the wavelength.
 
-    Rows do not depend on each other, so that only taps along a row tell classes apart.
+    Rows are independent, so only taps along a row separate the classes.
     """
 
     def split(seed: int) -> ResidentSplit:

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 import lowrank_cnn as lr
 from lowrank_cnn.core.environment import environment
 from lowrank_cnn.core.text import text_table
-from lowrank_cnn.method.ranks import keeper
+from lowrank_cnn.method.decompose import energy_curve
 from lowrank_cnn.method.schemes import parse_scheme
 
 OUT = Path(__file__).parent / "results" / "tensor_fits.json"
 RATIOS = (0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0, 1.25, 1.6, 2.0, 3.0)
-"""Of Tucker-2's two ranks, each relative to its own number of channels."""
+"""Ratios of Tucker-2's two ranks, each relative to its own number of channels."""
 MOST = 320
 """Components of CP above which tensorly takes many minutes for one layer."""
 
@@ -66,7 +66,7 @@ def measured(net: nn.Module, shares: list[float]) -> Iterator[dict[str, Any]]:
 def _ours(conv: nn.Conv2d, text: str, most: float) -> float | None:
     scheme = parse_scheme(text)
     sizes = [m for m in range(1, conv.weight.numel()) if replace(scheme, m=m).macs(conv) <= most]
-    return 1 - keeper(conv, scheme)(sizes[-1]) if sizes else None
+    return 1 - energy_curve(conv, scheme)(sizes[-1]) if sizes else None
 
 
 def _tucker(weight: Tensor, most: float) -> float | None:

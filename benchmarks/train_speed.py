@@ -1,11 +1,11 @@
-"""Images per second of training on one device: this library's loop beside a plain DataLoader loop.
+"""Images per second of training on one device: this library's loop against a plain DataLoader loop.
 
     python -m benchmarks.train_speed --data FOLDER [--out benchmarks/results/train_speed.json]
 
-For each network and recipe, the recipe's own step eagerly, as a CUDA graph, and as a graph of compiled kernels;
-then the same network, batch and precision in the loop most people write: a Dataset that crops and mirrors image by
-image in worker processes, and eager steps. On a GPU also the share of an epoch in which the device computes steps:
-the time of a step replayed back to back over the time per step in an epoch.
+For each network and recipe, the recipe's own step is timed eagerly, as a CUDA graph, and as a graph of compiled
+kernels. The rival has the same network, batch and precision in the loop that most people write: a Dataset that
+crops and mirrors image by image in worker processes, and eager steps. On a GPU the record also has the device's
+share: the time of a step replayed back to back, divided by the time per step in an epoch.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def keeping_graphs() -> Iterator[list[GraphedStep]]:
 
 
 def replay_seconds(step: GraphedStep, replays: int = 200) -> float:
-    """What one step takes when the device does nothing but steps: the rest of an epoch is not the step's."""
+    """The time of one step when steps are replayed back to back."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for replay in range(-20, replays):
         if replay == 0:

@@ -5,9 +5,9 @@
 Each network is built without trained weights, converted, counted before and after, and run on one image
 (`zoo_network`). Very large ones are run last, few at a time.
 
-Networks are examined in processes of their own: one that fails, hangs or ends its process is named, and a new
-process goes on with the next. The record is written on the way, every few seconds, and the same command goes on
-with what it does not hold yet.
+Networks are examined in child processes. If one fails, hangs or ends its process, it is named, and a new process
+continues with the next. The record is written every few seconds, and the same command continues with the missing
+networks.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ LARGEST = 300_000_000
 """Networks of more parameters are run at the end, a few at a time: each takes their memory three times."""
 FEW = 3
 HEAVY = 8 * 2**30
-"""A process that ever took this many bytes is ended after the network at hand."""
+"""A process that ever took this many bytes is ended after the current network."""
 WRITE_EVERY = 5.0
 TO_START = 60.0
 """Seconds that a process may take to load torch; they do not count as the network's."""
 LATER = ("not reached", "counted")
-"""Outcomes that a further run may better."""
+"""Outcomes that another run may improve."""
 
 
 def names(family: str) -> list[str]:
@@ -53,12 +53,12 @@ def names(family: str) -> list[str]:
 
 
 def serve(pipe: Connection, scheme: str, largest: int) -> None:
-    """A process that examines what it is sent until it is ended, or has become too large."""
+    """A process that examines the networks it is sent, until it is ended or too large."""
     import torch
 
     torch.set_num_threads(1)
     pipe.send("ready")
-    # What networks say while they are built is of no use here.
+    # Ignore what networks print while they are built.
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         while resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < HEAVY:
             pipe.send(examine(pipe.recv(), scheme, largest))
@@ -66,7 +66,7 @@ def serve(pipe: Connection, scheme: str, largest: int) -> None:
 
 @dataclass
 class Examiner:
-    """One process at a time, started again where it has ended."""
+    """One process at a time, restarted if it has ended."""
 
     scheme: str
     largest: int
@@ -74,7 +74,7 @@ class Examiner:
     pipe: Any = None
 
     def ask(self, text: str, seconds: float, *, again: bool = True) -> Row:
-        """The row of a network; a process that gives none in time is ended."""
+        """The row of a network; a process that is too slow is ended."""
         start = time.monotonic()
         try:
             if self.process is None or not self.process.is_alive():
@@ -85,7 +85,7 @@ class Examiner:
             why = f"took more than {seconds:.0f} s"
         except (EOFError, OSError):
             code = self._exit_code()
-            if code == 0 and again:  # it had grown too large, and went before it looked at this one
+            if code == 0 and again:  # it had grown too large, and ended before this network
                 self.end()
                 return self.ask(text, seconds, again=False)
             why = f"its process ended with {code}"
@@ -132,7 +132,7 @@ class Table:
                 self.write()
 
     def write(self) -> None:
-        """A line per network, in one move, so that a cut leaves the file before."""
+        """Write a line per network, atomically."""
         rows = [self.rows[name] for name in sorted(self.rows)]
         write_record(self.path, "zoo", by_line="networks", **self.about, networks=rows)
         self.written = time.monotonic()

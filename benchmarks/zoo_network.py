@@ -1,6 +1,6 @@
-"""Convert, count and run one network of timm or torchvision; what fails becomes a row of the table too.
+"""Convert, count and run one network of timm or torchvision; a failure becomes a row of the table too.
 
-Where it can, a network is built on the meta device first, so that one without spatial convolutions costs nothing.
+If possible, a network is built on the meta device first, so a network without spatial convolutions costs nothing.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _counted(network: Any, new: Any, size: tuple[int, ...]) -> Row:
 
 
 def _on_meta(text: str) -> tuple[Any, tuple[int, ...]] | None:
-    """The network without storage, or None for one that can only be built for good."""
+    """The network on the meta device, or None if it cannot be built there."""
     import torch
 
     try:
@@ -91,7 +91,7 @@ def _shape_of(network: Any, size: tuple[int, ...]) -> Any:
 
 
 def _shape(output: Any) -> Any:
-    """Shapes of whatever a network gives."""
+    """Shapes of all outputs of a network."""
     if hasattr(output, "shape"):
         return list(output.shape)
     values = output.values() if hasattr(output, "values") else output

@@ -1,9 +1,9 @@
 """Fill the tables of README and docs from the records they come from.
 
     python docs/blocks.py            write them
-    python docs/blocks.py --check    leave with 1 where one is out of date
+    python docs/blocks.py --check    exit with 1 if one is out of date
 
-A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; `TABLES` says how NAME is made.
+A table is between `<!-- begin NAME -->` and `<!-- end NAME -->`; `TABLES` has the function that makes NAME.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _table(name: str) -> str:
 
 
 def stale() -> list[Path]:
-    """The pages whose tables are not those that the records give now."""
+    """The pages whose tables differ from the records."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [page for page in pages if filled(page.read_text()) != page.read_text()]
 

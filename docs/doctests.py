@@ -1,4 +1,4 @@
-"""A hook of mkdocs: examples in docstrings (`>>> ...` and what is printed) become blocks of code.
+"""A hook of mkdocs: examples in docstrings (`>>> ...` and their output) become blocks of code.
 
 Markdown alone reads `>>>` as three nested quotations and joins the lines.
 """
@@ -13,7 +13,7 @@ from markdown.preprocessors import Preprocessor
 
 PROMPTS = (">>>", "...")
 FLAGS = re.compile(r"\s*# doctest:.*")
-"""Directives for the test, which tell a reader nothing."""
+"""Directives for the test, which readers do not need."""
 
 
 class Examples(Preprocessor):

@@ -1,7 +1,7 @@
-"""Make the notebooks from the pages of the documentation that they hold.
+"""Make the notebooks from pages of the documentation.
 
     python docs/notebooks.py            write notebooks/*.ipynb
-    python docs/notebooks.py --check    leave with 1 if one is out of date
+    python docs/notebooks.py --check    exit with 1 if one is out of date
 
 Prose becomes Markdown cells, Python blocks become code cells. The tests run the pages, and so the notebooks.
 `make notebooks` also runs the notebooks and stores their outputs.
@@ -43,7 +43,7 @@ def notebook(page: str) -> str:
 
 
 def stale() -> list[str]:
-    """The notebooks whose sources are not those of their pages."""
+    """The notebooks that differ from their pages."""
     return [name for page, name in PAGES.items() if _sources(ROOT / "notebooks" / name) != _expected(page)]
 
 

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from lowrank_cnn.deploy.plan import plan
     from lowrank_cnn.deploy.quantize import quantize
     from lowrank_cnn.deploy.timing import time_model
+    from lowrank_cnn.graph.finalize_shapes import LearnedShapes, load_shapes
     from lowrank_cnn.graph.merge import merge
     from lowrank_cnn.method.convert import conversion_costs, convert
     from lowrank_cnn.method.count import Count, count
     from lowrank_cnn.method.decompose import decompose
-    from lowrank_cnn.method.finalize_shapes import LearnedShapes, load_shapes
     from lowrank_cnn.method.init import composite_sigma, init_
     from lowrank_cnn.method.layers import CompositeConv2d
     from lowrank_cnn.method.schemes import Basis, FactoredConv2d, Scheme, build_conv, parse_scheme, register_scheme
@@ -58,7 +58,7 @@ _HOMES = {
     "method.convert": ["conversion_costs", "convert"],
     "method.count": ["Count", "count"],
     "method.decompose": ["decompose"],
-    "method.finalize_shapes": ["LearnedShapes", "load_shapes"],
+    "graph.finalize_shapes": ["LearnedShapes", "load_shapes"],
     "method.init": ["composite_sigma", "init_"],
     "method.layers": ["CompositeConv2d"],
     "method.schemes": ["Basis", "FactoredConv2d", "Scheme", "build_conv", "parse_scheme", "register_scheme"],

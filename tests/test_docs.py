@@ -196,7 +196,7 @@ def test_tables_are_those_of_the_records_and_notebooks_those_of_their_pages(scri
 def test_examples_in_help_texts_can_be_typed(name: str):
     """They are parsed to the last option; the pages run commands like them."""
     command = load_command(name)
-    for line in (command.help or "").replace("\\\n", "").splitlines():
+    for line in (command.help or "").splitlines():
         if line.strip().startswith("lowrank "):
             words = shlex.split(line)[2:]
             assert command.make_context(name, words).args == [], line

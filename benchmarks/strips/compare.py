@@ -3,9 +3,9 @@
     python -m benchmarks.strips.compare --threads 2 --folder /tmp/strips     # files are written once
 
 Both sides run the layer conv3_2 at 56x56, 128 filters of 1x3 and 128 of 3x1 over 256 channels, batch 1. The
-engines get it as a network of one layer. The record says how many times as fast the compiled strips are as the
-fastest engine of the same precision. The compiled side leaves out the concatenation, and the transposition of one
-of the two directions, which favours it.
+engines get it as a network of one layer. The record gives the speedup of the compiled strips over the fastest
+engine of the same precision. The compiled side omits the concatenation, and the transposition of one of the two
+directions, which favours it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results" / "strips.json"
 SIZE = (256, 56, 56)
 NEEDED = 1.3
-"""How many times faster than the fastest engine compiled strips have to be, to be worth shipping."""
+"""The speedup over the fastest engine at which compiled strips are worth shipping."""
 
 
 def compiled(folder: Path, threads: int) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def compiled(folder: Path, threads: int) -> dict[str, Any]:
 
 
 def engines(folder: Path, threads: int, names: list[str]) -> dict[str, dict[str, Any]]:
-    """The layer in every engine that takes it, by "engine precision"; each engine in a process of its own."""
+    """The layer in every engine that supports it, by "engine precision"; each engine in a process of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {}
     for name in names:

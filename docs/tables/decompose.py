@@ -1,4 +1,4 @@
-"""Decomposing trained filters beside training low-rank ones from scratch."""
+"""Decomposing trained filters against training low-rank ones from scratch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tables.form import JsonRecord, from_record, markdown, source
 
 @from_record("decompose.json")
 def decompose(found: JsonRecord) -> str:
-    """Decomposing and fine-tuning beside training from scratch: a row per scheme and share of the MACs."""
+    """Decomposing and fine-tuning against training from scratch: a row per scheme and share of the MACs."""
     dense = next(line for line in found["table"] if line["way"] == "dense")
     ways = list(dict.fromkeys((line["way"], line["epochs"]) for line in found["table"] if line["scheme"]))
     lines = {(row["scheme"], row["share"], row["way"], row["epochs"]): row for row in found["table"]}
@@ -54,7 +54,7 @@ def _loss(value: float | None) -> str:
 
 
 def _accuracy(line: dict[str, Any] | None) -> str:
-    """Of the test set where it was looked at, else of the images held out."""
+    """Accuracy on the test set if it was used, else on the held-out images."""
     if line is None:
         return ""
     value, spread = (line["test"], line["test_stdev"]) if "test" in line else (line["top1"], line["stdev"])
@@ -63,7 +63,7 @@ def _accuracy(line: dict[str, Any] | None) -> str:
 
 @from_record("tensor_fits.json")
 def tensor_fits(found: JsonRecord) -> str:
-    """What each low-rank form loses of real filters at equal MACs."""
+    """The error of each low-rank form on trained filters at equal MACs."""
     forms = ("separable", "channel", "tucker2", "cp")
     rows: list[list[object]] = [
         [f"`{row['layer']}`", f"{row['share']:g}", *(_loss(row[form]) for form in forms)] for row in found["rows"]

@@ -1,4 +1,4 @@
-"""What depth does to gradients, and which filters do nothing."""
+"""Gradients at depth, and dead filters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def init_depth() -> str:
 
 @from_record("init_depth.json")
 def join_depth(found: JsonRecord) -> str:
-    """What twelve layers of each scheme leave of a signal and of a gradient, on average and as a rule."""
+    """Mean and median of signal and gradient after twelve layers of each scheme."""
     kinds = dict.fromkeys((row["padding"], row["width"]) for row in found["schemes"])
     columns = ["scheme", *(f"{padding}, width {width}" for padding, width in kinds), "gradient, narrowest"]
     by_scheme: dict[str, list[str]] = {}
@@ -37,7 +37,7 @@ def join_depth(found: JsonRecord) -> str:
     ]
     draws = " and ".join(dict.fromkeys(f"{row['draws']} of width {row['width']}" for row in found["schemes"]))
     note = (
-        "\nMean square of the signal that leaves twelve layers on 8x8 maps, where a unit goes in: mean (median)"
+        "\nMean square of a unit signal after twelve layers on 8x8 feature maps: mean (median)"
         f"\nover draws of the weights, {draws}. Last: the gradient, circular padding.\n"
     )
     return markdown(columns, rows) + note + source("init_depth.json", found["environment"])
@@ -45,15 +45,15 @@ def join_depth(found: JsonRecord) -> str:
 
 @from_record("depth_flow.json")
 def depth_flow(found: JsonRecord) -> str:
-    """Networks as initialised: how gradients change on their way down, and the filters that answer nothing."""
+    """Networks at initialisation: how gradients change with depth, and dead filters."""
     columns = ["network", "<batch norm", "first / last", "least", "most", "dead filters", "<most of one group"]
     rows = [_flow(row) for row in found["rows"]]
     setting, seeds = found["setting"], max(len(row.get("seeds", [row])) for row in found["rows"])
     note = (
-        "\nNorm of the gradient at the output of a conv over that of the last conv: of the first one (geometric "
-        f"mean and range of\n{seeds} seeds), and the least and the most of all convs and seeds. Dead: answers "
-        f"none of {setting['images']} images with\n{setting['dead_below']:g} of the largest answer in its layer; "
-        "mean over seeds, and the group with the largest share in any.\n"
+        "\nNorm of the gradient at the output of a conv, divided by that of the last conv: for the first conv "
+        f"(geometric mean and\nrange of {seeds} seeds), and the least and the most of all convs and seeds. A "
+        f"filter is dead if its output stays below\n{setting['dead_below']:g} of the largest of its layer on all "
+        f"{setting['images']} images; mean over seeds, and the group with the largest share.\n"
     )
     return markdown(columns, rows) + note + source("depth_flow.json", found["environment"])
 

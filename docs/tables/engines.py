@@ -20,7 +20,7 @@ _AIMS = (
     ("resnet18", "int8", ("int8",), None),
     ("resnet18", "int8", _PRECISIONS, None),
 )
-"""A network, the precision of its low-rank form, those of its dense rivals, and the share of time aimed at."""
+"""A network, the precision of its low-rank form, those of its dense rivals, and the target share of its time."""
 _ALIKE = 0.98
 """Times that differ by less than this share of the longer one count as equal."""
 _WAYS = ("dense", "thin", "low-rank")
@@ -43,7 +43,7 @@ def cpu_engines(found: JsonRecord) -> str:
 
 @from_record("cpu_engines.json")
 def decision(found: JsonRecord) -> str:
-    """What to take on this CPU, by kernels and precision: the fastest network of equal MACs, and its engine."""
+    """The best choice on this CPU, by kernels and precision: the fastest network of equal MACs, and its engine."""
     rows: list[list[object]] = []
     for family, threads, precision, best in _compared(found["rows"]):
         thin, low, dense = best["thin"], best["low-rank"], best["dense"]
@@ -120,7 +120,7 @@ def _training(how: dict[str, Any]) -> str:
 
 @from_record("cpu_engines.json")
 def aims(found: JsonRecord) -> str:
-    """The best low-rank time over the best dense one, beside what was aimed at, with two threads."""
+    """The best low-rank time over the best dense one, and the target, with two threads."""
     rows: list[list[object]] = []
     for family, precision, rivals, aim in _AIMS:
         low = _best(found["rows"], family, 2, precision, "low-rank")
@@ -132,7 +132,7 @@ def aims(found: JsonRecord) -> str:
         over = precision if rivals == (precision,) else "any precision"
         aimed, met = ("none", "") if aim is None else (f"{aim:.2f}", "reached" if ratio <= aim else "missed")
         rows.append([f"`{family}`", f"{precision} over dense in {over}", aimed, f"{ratio:.2f}", met])
-    columns = ["network", "<best low-rank engine over best dense engine", "aim", "measured", "<"]
+    columns = ["network", "<best low-rank engine over best dense engine", "target", "measured", "<"]
     return markdown(columns, rows) + source("cpu_engines.json", found["environment"])
 
 
@@ -150,7 +150,7 @@ def strips(found: JsonRecord) -> str:
 
 
 def _compared(rows: list[Row]) -> Iterator[tuple[str, int, str, dict[str, Row]]]:
-    """Network, threads and precision with the fastest row of each way, where all ways were measured."""
+    """Network, threads and precision with the fastest row of each way, if all ways were measured."""
     groups = dict.fromkeys((row["family"], row["threads"], row["precision"]) for row in rows)
     for group in sorted(groups, key=lambda group: (group[0], -group[1], _PRECISIONS.index(group[2]))):
         found = {way: _best(rows, *group, way) for way in _WAYS}

@@ -1,4 +1,4 @@
-"""Other people's networks through every transform."""
+"""Every transform on the networks of other libraries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _breakable(name: str) -> str:
 
 
 def _reasons(rows: list[dict[str, Any]]) -> str:
-    """Each sentence that a transform gave in place of a result, with the networks that it was for."""
+    """Each message that a transform gave instead of a result, with the networks concerned."""
     told: dict[str, list[str]] = {}
     for row in rows:
         for step in STEPS:

@@ -1,4 +1,4 @@
-"""How a table of the documentation is written, and where the records are that it is made from."""
+"""How a table of the documentation is written, and where its records are."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def record(name: str) -> JsonRecord:
 
 
 def source(path: str, *environments: dict[str, Any]) -> str:
-    """The line under a table: what it was measured with, oldest first, and where the record is."""
+    """The line under a table: hardware and versions, oldest first, and the path of the record."""
     commits = dict.fromkeys(_short(known["commit"]) for known in environments)
     where = f"record: `benchmarks/results/{path}`, commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"
     return _measured_with(environments, where)
@@ -53,17 +53,17 @@ def _measured_with(environments: Iterable[dict[str, Any]], where: str) -> str:
 
 
 def _short(commit: str) -> str:
-    """Twelve digits of a hash, and what follows it."""
+    """Twelve digits of a hash, and any suffix."""
     return re.sub(r"^([0-9a-f]{12})[0-9a-f]+", r"\1", commit)
 
 
 def recorded(name: str) -> bool:
-    """Whether there is such a record yet: a page may have a place for one that is still to come."""
+    """Whether this record exists: a page may have a place for a future one."""
     return (RESULTS / name).exists()
 
 
 def from_record(name: str) -> Callable[[Callable[[JsonRecord], str]], Callable[[], str]]:
-    """Give a table the record that it is made from; as long as there is none, the page says so."""
+    """Pass a table its record; without one the page says that there are no runs."""
 
     def with_record(make: Callable[[JsonRecord], str]) -> Callable[[], str]:
         @wraps(make)

@@ -1,4 +1,4 @@
-"""Accuracy against measured time: what every frontier found, and the questions asked before the runs."""
+"""Accuracy against measured time: the results of every frontier, and the questions asked before the runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def frontier() -> str:
 
 
 def questions() -> str:
-    """What was asked, of which networks on which images."""
+    """The questions, with their networks and images."""
     from lowrank_cnn.choose.verdict import read_questions
 
     asked = read_questions()
@@ -43,7 +43,7 @@ def _written(one: dict[str, Any], asked: dict[str, Any]) -> str:
 
 
 def fewest_operations() -> str:
-    """The ways by rising operations; those that were trained on all images have a test accuracy."""
+    """The trials by rising operations; those that were trained on all images have a test accuracy."""
     path = form.RESULTS / "fewest_operations.json"
     if not path.exists():
         return NO_RUNS
@@ -104,7 +104,7 @@ def _record(found: Frontier) -> Iterator[str]:
 
 
 def _questions(found: Frontier) -> Iterator[str]:
-    """The verdicts; of questions with too few runs, only how many there are: their gaps say little."""
+    """The verdicts; questions with too few runs are only counted."""
     from lowrank_cnn.choose.verdict import EARLY
 
     judged = [one for one in found.answers if one["verdict"] != EARLY]
@@ -119,7 +119,7 @@ def _questions(found: Frontier) -> Iterator[str]:
 
 
 def _tries(found: Frontier) -> Iterator[str]:
-    """Learning rates that were tried, where nothing was trained on all images."""
+    """The learning rates that were tried, if nothing was trained on all images."""
     rates = sorted({one.rate for row in found.rows for one in row.tries})
     rows: list[list[object]] = []
     for row in sorted(found.rows, key=lambda row: row.macs):

@@ -1,8 +1,8 @@
 """The arithmetic of a full run: how many hours on how many GPUs, and which part bounds it.
 
-A step takes as long as the slowest of three things that run at the same time: the device computes its share of the
-batch, the cores beside it decode the next one, and gradients are exchanged (a ring: twice the weights through each
-link) while the backward pass makes them. What a small share of the batch costs in efficiency is not in it.
+Three things run at the same time, and the slowest determines the time of a step. The device computes its share of
+the batch; its CPU cores decode the next batch; and gradients are exchanged during the backward pass (in a ring,
+which sends twice the weights through each link). The lower efficiency of small batches is not modelled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IMAGES = {"ilsvrc": 1_281_167, "places": 2_448_873}
 CLASSES = {"ilsvrc": 1000, "places": 205}
 GPUS = (1, 8, 64)
 CORES = 16
-"""That decode for each device."""
+"""Cores that decode for each device."""
 NODE = 8
 """Devices of one machine."""
 WITHIN, BETWEEN = 300e9, 40e9
@@ -51,9 +51,9 @@ def full_run(found: JsonRecord) -> str:
     links = f"{WITHIN / 1e9:.0f} GB/s within {NODE} GPUs, {BETWEEN / 1e9:.0f} GB/s beyond"
     fed = [f"{CORES * rate:,.0f}" for rate in decode.values()]
     note = (
-        "\nHours of each part alone, and of the run, whose parts go on side by side; all epochs of the recipe.\n"
+        "\nHours of each part alone, and of the run, whose parts run at the same time; all epochs of the recipe.\n"
         f"{CORES} cores decode for each GPU: {machine['environment']['cpu']}, {speeds}.\n"
-        f"They bound a GPU that trains on more than {fed[0]} images/s, or on more than {fed[1]} shrunk ones.\n"
+        f"They limit a GPU that trains on more than {fed[0]} images/s, or on more than {fed[1]} shrunk ones.\n"
         f"Gradients are exchanged at {links}: stated, not measured.\n{_stated(speed)}\n"
     )
     return markdown(columns, rows) + note + source("input_pipeline.json", machine["environment"])

@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 def gpu_layers() -> str:
-    """The best tile of each layer of the low-rank VGG beside its floor and the dense twin."""
+    """The best tile of each layer of the low-rank VGG, its floor and the dense twin."""
     found = record("gpu_kernels.json")
     rows: list[list[object]] = []
     for name, layer in found["layers"].items():
@@ -32,7 +32,7 @@ def gpu_layers() -> str:
 
 
 def gpu_backward() -> str:
-    """The backward of each layer beside torch's own; a rival that could not be measured is an empty cell."""
+    """The backward of each layer against torch's own; the cell of a rival without a measurement is empty."""
     found = record("gpu_kernels.json")
     rows: list[list[object]] = []
     for name, layer in found["layers"].items():
@@ -81,13 +81,13 @@ def gpu_ratios() -> str:
         rows.append([f"`{name}`", f"{row['mac_ratio']:.3f}", *ratios])
     used = [run for mode in modes for run, _ in mode.values()]
     note = f"\nTime over that of the fastest dense network without our kernels; bf16, batch {BATCH}, {SIZES}.\n"
-    note += "Medians of 21 replays of a graph, ours and dense in one run; in brackets our least over its most,\n"
-    note += "and our most over its least.\n"
+    note += "Medians of 21 replays of a graph, ours and dense in one run; in brackets the best-case and\n"
+    note += "worst-case ratio.\n"
     return markdown(["network", "MAC ratio", "inference", "training"], rows) + note + _source(used)
 
 
 def _ratio(run: Run, row: Row) -> str:
-    """The ratio, and how far it could lie apart by the spread of both sides."""
+    """The ratio, and its best and worst case by the spread of both sides."""
     setting = f"{row['mode']}|{row['batch']}"
     ours = run["ways"][f"{row['network']}|{setting}|{row['way']}"]
     dense = run["ways"][f"{row['dense']}|{setting}|{row['dense_way']}"]
@@ -96,7 +96,7 @@ def _ratio(run: Run, row: Row) -> str:
 
 
 def newest(mode: str, batch: int) -> list[tuple[Run, Row]]:
-    """For each network the row of the newest run that has it, with that run: no ratio is made of two."""
+    """For each network the row of the newest run that has it, with that run: ratios never mix two runs."""
     found: dict[str, tuple[Run, Row]] = {}
     for run in record("gpu_speed.json")["runs"]:
         rows = [row for row in run["rows"] if "/" not in row["network"]]  # those with another stride
@@ -139,7 +139,7 @@ def _note(mode: str, batch: int, found: list[tuple[Run, Row]]) -> str:
 
 
 def _missing(run: Run, row: Row) -> list[str]:
-    """The ways of the dense network that were to be measured beside this row, and were not."""
+    """The planned ways of the dense network that were not measured with this row."""
     place = _key(row, row["dense"], "")
     late = [name for name in run["undone"] if name.startswith(place) and name not in run["ways"]]
     return [name.removeprefix(place) for name in late]
@@ -172,8 +172,8 @@ def train_speed() -> str:
     setting = newest["setting"]
     note = (
         f"\nAll {setting['images']:,} images, median epoch and range; {setting['workers']} workers feed the plain "
-        "loop.\nThe share is the time of a step replayed back to back over the time per step in an epoch: the "
-        "rest is what\nan epoch does besides its steps.\n"
+        "loop.\nThe share is the time of a step, replayed back to back, divided by the time per step in an epoch, "
+        "which\nalso contains everything outside the steps.\n"
     )
     columns = ["network", "<recipe", "batch", "<loop", "images/s", "s per epoch", "share of the GPU"]
     table = markdown(columns, [row for measured in newest["rows"] for row in _loops(measured, setting)])
@@ -181,7 +181,7 @@ def train_speed() -> str:
 
 
 def _loops(measured: Row, setting: Row) -> list[list[object]]:
-    """A network taught by a recipe, a line for each loop."""
+    """A network and its recipe: a line for each loop."""
     batch = setting["recipes"][measured["recipe"]]["batch_size"]
     who = [f"`{measured['network']}`", f"`{measured['recipe']}`", batch]
     rows: list[list[object]] = []
@@ -193,7 +193,7 @@ def _loops(measured: Row, setting: Row) -> list[list[object]]:
 
 
 def _compiled(runs: list[Run]) -> str:
-    """What compiling makes of the newest runs that tried it, beside the graph alone of the same run."""
+    """Compiled graphs against plain graphs, in the newest run that has both."""
     told: dict[tuple[str, str], str] = {}
     for measured in (measured for run in runs for measured in run["rows"]):
         ways, whose = measured["ways"], (measured["network"], measured["recipe"])

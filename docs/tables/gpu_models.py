@@ -18,20 +18,19 @@ TRAINING = {"dense, optimize": "dense, fit", "thin, optimize": "thin, fit", "low
 
 
 NOTE = """Milliseconds, 224x224, bf16; in brackets the ratio to dense by the compiler. Thin: the dense network of
-about the same MACs, its channels in multiples of 16 or of 64, whichever was faster of those measured; `a beside b`
-is from another run, in which low rank took b. Compiler:
-torch.compile with freezing as a CUDA graph, none of our kernels. Ours: `lr.optimize` or `lr.fit`, which take the
-faster of our kernels and the compiler's. One process per row; inference: medians of calls in turns; training:
-steps of the fastest epoch of three. Of several runs the table shows one with thin networks in multiples of 64 if
-there is one, and of these the one whose compiler was fastest.
+about the same MACs, its channels in multiples of 16 or of 64, whichever was faster; `a beside b` is from another
+run, in which low rank took b. Compiler: torch.compile with freezing as a CUDA graph, without our kernels. Ours:
+`lr.optimize` or `lr.fit`, which use the faster of our kernels and the compiler's. One process per row; inference:
+medians of calls in turns; training: steps of the fastest epoch of three. If there are several runs, the table
+prefers one with thin networks in multiples of 64, and then the one with the fastest compiler.
 """
-ONLY_SIXTEENS = """**Thin networks are measured in multiples of 16 alone so far.** Where they take longer than the
-dense network, other widths would be faster, and the comparison flatters low rank.
+ONLY_SIXTEENS = """**Thin networks are measured only in multiples of 16 so far.** If they take longer than the
+dense network, other widths would be faster, and the comparison favours low rank.
 """
 
 
 def gpu_models() -> str:
-    """A section with a table for each mode that was measured; nothing as long as there is no record."""
+    """A section with a table for each measured mode; empty if there is no record."""
     if not recorded(FILE):
         return ""
     parts = [
@@ -76,7 +75,7 @@ def _beside(name: str, mode: str, ways: list[str]) -> str:
 
 
 def _multiple(row: dict[str, Any], mode: str, way: str) -> int:
-    """What the channels of the thin network whose time `milliseconds` gives are multiples of."""
+    """The thin network of `milliseconds` has channels in multiples of this number."""
     return 64 if " in 64s" in _fastest(row, mode, way) else 16
 
 

@@ -1,7 +1,7 @@
 """The results of the first screen: dense, low-rank and thin dense networks, in points and milliseconds.
 
-Accuracy and time stand side by side only where one record has both, of the same images. Networks that were timed
-on larger images, and not trained on them, have a table of their own.
+The first table has only networks whose accuracy and time are in one record, on the same images. Networks that were
+timed but not trained on larger images have a table of their own.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ DENSE, LOW_RANK, THIN = "dense", "low-rank", "thin dense"
 KEYS = {DENSE: "dense", LOW_RANK: "low-rank", THIN: "thin"}
 """The names of the three kinds in `gpu_models.json`."""
 TIMED = {"lowrank:vgg11-gmp/lr": "`vgg11-gmp`", "torchvision:resnet18/lr": "torchvision's `resnet18`"}
-"""Networks of `gpu_models.json`, and what they are called here."""
+"""Networks of `gpu_models.json`, and their names in the table."""
 LEAST_RUNS = 4
-"""A network of a frontier is shown if it was trained so often."""
+"""Fewest runs of a network in the table."""
 NOTE = """
 Thin dense: the same network with fewer filters, as fast as the low-rank one, and trained in the same way. Bold:
-better than thin dense of equal time by the margin that was written down before the runs. Branches: small convs
-that stand beside each layer in training, and are folded into it afterwards. Teacher: all networks learn from a
-trained dense one as well. A batch of 256 images on one NVIDIA H200 in bf16, each network in its fastest form.
+better than thin dense by our pre-registered margin. Branches: training-only convs, folded into the layers
+afterwards (RepVGG style). Teacher: all networks are distilled from a dense one. A batch of 256 images on one
+NVIDIA H200 in bf16, each network in its fastest form.
 """
 SPEED = """
-Speed alone, at 224 x 224 pixels: inference, and a training step where it was measured.
+Speed only, at 224 x 224 pixels: inference, and a training step if it was measured.
 
 """
 
@@ -41,8 +41,8 @@ Sources = dict[str, list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Trio:
-    """Networks of one frontier, all trained in one way: the low-rank one that does best against thin dense, that
-    one, and the dense network if it was trained in that way."""
+    """Three networks of one frontier, trained in the same way: the low-rank one with the largest gain over thin
+    dense, that thin dense one, and the full dense network if it was trained in that way."""
 
     found: Frontier
     rows: dict[str, DesignRow]
@@ -69,7 +69,7 @@ class Trio:
 
     @property
     def is_better(self) -> bool:
-        """Whether the question asked before the runs is answered by yes."""
+        """Whether the verdict on the pre-registered question is yes."""
         asked = (BETTER, self.rows[LOW_RANK].name, YES)
         return any((one["question"], one["design"], one["verdict"]) == asked for one in self.found.answers)
 
@@ -96,7 +96,7 @@ def headline() -> str:
         rows.append([trio.title, *(trio.cell(kind) for kind in KEYS), runs])
         for known in trio.found.environments:
             _add(sources, f"{frontier.FOLDER}/{trio.found.folder.name}/{RECORD}", known)
-    columns = ["network and images", "<dense", "<low-rank", "<thin dense of equal time", "runs of each"]
+    columns = ["network and images", "<dense", "<low-rank", "<thin dense of the same speed", "runs of each"]
     trained = markdown(columns, rows) + NOTE if rows else ""
     timed = [row for name in TIMED if (row := _timed(name, sources))]
     speed = SPEED + markdown(["network", *(f"<{kind}" for kind in KEYS)], timed) if timed else ""
@@ -104,7 +104,7 @@ def headline() -> str:
 
 
 def trios() -> list[Trio]:
-    """Those of all frontiers, by network; the largest gain over thin dense first."""
+    """The trios of all frontiers, by network; the largest gain over thin dense first."""
     folders = [path.parent for path in sorted((form.RESULTS / frontier.FOLDER).glob(f"*/{RECORD}"))]
     records = [load_frontier(folder) for folder in folders]
     found = [trio for one in records for branched in (False, True) if (trio := _trio(one, branched))]
@@ -173,7 +173,7 @@ def _paper_step(name: str, kind: str, sources: Sources) -> float | None:
 
 
 def _fastest_dense(row: dict[str, Any]) -> float:
-    """The dense network by its fastest way without our kernels, or through them where that is faster."""
+    """The fastest time of the dense network, with or without our kernels."""
     return min(row["dense_ms"], row["ms"] / row["tricks_ratio"] if "tricks_ratio" in row else row["dense_ms"])
 
 

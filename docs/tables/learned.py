@@ -1,4 +1,4 @@
-"""Learned shapes beside fixed shares and thin networks, and initialisations at their best rates."""
+"""Learned shapes against fixed shares and thin networks, and initialisations at their best rates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tables import form
 from tables.form import NO_RUNS, markdown, source
 
 from lowrank_cnn.choose.verdict import NO, YES
-from lowrank_cnn.method.finalize_shapes import LearnedShapes
+from lowrank_cnn.graph.finalize_shapes import LearnedShapes
 from lowrank_cnn.method.schemes import parse_scheme
 from lowrank_cnn.models import create_model
 from lowrank_cnn.report.figures import shapes_spec
@@ -73,7 +73,7 @@ def _line(way: str, rows: list[dict[str, Any]], *, timed: bool) -> list[object]:
 
 
 def _notes(rows: list[dict[str, Any]]) -> str:
-    """The fixed shares, and what was timed."""
+    """The fixed shares, and how times were measured."""
     schemes = {row["way"]: row["scheme"] for row in rows if "scheme" in row}
     told = [f"`{way}` is `{scheme}` in every layer." for way, scheme in schemes.items()]
     if any("ms" in row for row in rows):
@@ -90,7 +90,7 @@ def _at_equal_macs(answers: list[dict[str, Any]]) -> str:
 
 
 def _at_equal_time(answers: list[dict[str, Any]]) -> str:
-    """Each learned way against each rival, with the rival's time, and whether the aim is met."""
+    """Each learned way against each rival, with the rival's time, and whether the target is met."""
     if not answers:
         return "\nThe networks have not been timed.\n"
     margin = answers[0]["margin"]
@@ -112,7 +112,7 @@ def _relative_time(one: dict[str, Any]) -> str:
 
 
 def _all(verdicts: Iterable[str]) -> str:
-    """Yes if all are, no if one is, else the first of the others."""
+    """Yes if all verdicts are, no if one is, else the first other verdict."""
     found = list(verdicts)
     return NO if NO in found else next((one for one in found if one != YES), YES)
 

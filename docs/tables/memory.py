@@ -9,7 +9,7 @@ from tables.form import JsonRecord, from_record, markdown, source
 
 @from_record("memory.json")
 def memory(found: JsonRecord) -> str:
-    """What a forward pass keeps per image, and the most that a step takes on a GPU."""
+    """Memory that a forward pass keeps per image, and the peak of a step on a GPU."""
     text = _kept(found["kept"])
     return text + ("\n" + _peaks(found["peaks"]) if "peaks" in found else "")
 
@@ -23,8 +23,8 @@ def _kept(part: dict[str, Any]) -> str:
         rows.append([f"`{network}`", f"{kept[network, sizes[0], ways[0]]['weight_bytes'] / 1e6:.0f}", *cells])
     columns = ["network", f"weights at {sizes[0]}", *(f"{size}: {way}" for size in sizes for way in ways)]
     note = (
-        "\nMegabytes: of the weights, and of what the forward pass keeps per image, in float32, of the layers as "
-        "they are; in bf16 maps take half, the places of maxima the same.\n"
+        "\nMegabytes of the weights, and of the tensors that the forward pass keeps per image, in float32, "
+        "without fused layers. In bf16 activations take half, the indices of max-pools the same.\n"
     )
     return markdown(columns, rows) + note + source("memory.json", part["environment"])
 
@@ -37,7 +37,7 @@ def _peaks(part: dict[str, Any]) -> str:
         [f"`{line[0]}`", *line[1:], *(_peak(peaks.get((*line, batch))) for batch in batches)] for line in lines
     ]
     columns = ["network", "image", "<way", *(f"batch {batch}" for batch in batches)]
-    note = "\nThe most gigabytes allocated in a training step, bf16, layers fused.\n"
+    note = "\nPeak of allocated gigabytes in a training step, bf16, layers fused.\n"
     return markdown(columns, rows) + note + source("memory.json", part["environment"])
 
 

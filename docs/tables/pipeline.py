@@ -1,4 +1,4 @@
-"""The input pipeline: decoders, and ways to frame what they give."""
+"""The input pipeline: decoders, and ways to scale and crop their images."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def _pipeline(machine: dict[str, Any]) -> str:
     for network, share in machine["idle"].items():
         rate = f"{machine['train_rates'][network]:,.0f}"
         own = machine.get("gpu_idle", {}).get(network)
-        told = "" if own is None else f", and {own:.0%} where it decodes them itself"
+        told = "" if own is None else f", and {own:.0%} if it decodes them itself"
         note += f"A GPU that trains `{network}` at {rate} images/s waits {share:.0%} of the time{told}.\n"
     return markdown(columns, rows) + note + source("input_pipeline.json", machine["environment"])
 
 
 def _loaders(textured: dict[str, Any]) -> str:
-    """The whole loader, decoding on the CPU and, where that was measured, on the GPU."""
+    """The whole loader, decoding on the CPU and, if measured, on the GPU."""
     told = ""
     if textured["loader"]:
         told += f"The whole loader, textured, images/s: {_by_workers(textured['loader'])}.\n"
     if textured.get("gpu_loader"):
         told += (
-            f'The same where the GPU decodes (`decode="gpu"`): {_by_workers(textured["gpu_loader"])}; alone it '
+            f'The same if the GPU decodes (`decode="gpu"`): {_by_workers(textured["gpu_loader"])}; alone it '
             f"decodes {_rate(textured['gpu_decode'])}.\nIts pixels differ from Pillow's by "
-            f"{textured['gpu_difference']:.2f} of 255 levels on the mean.\n"
+            f"{textured['gpu_difference']:.2f} of 255 levels on average.\n"
         )
     return told
 
@@ -69,7 +69,7 @@ def _kilo(kind: dict[str, Any]) -> str:
 
 @from_record("loaders.json")
 def loaders(found: JsonRecord) -> str:
-    """Images per second of an epoch by each way to keep a set, for each machine, and how long a GPU waits."""
+    """Images per second for each way to store a set, for each machine, and how long a GPU waits."""
     return "\n".join(_loader_table(machine) for machine in found["machines"])
 
 
@@ -88,7 +88,7 @@ def _loader_table(machine: dict[str, Any]) -> str:
         f"shorter side of {setting['side']}.\n"
     )
     if trained:
-        note += f"On a batch that is already there, `{setting['network']}` trains at {trained:,.0f} images/s.\n"
+        note += f"With data already on the GPU, `{setting['network']}` trains at {trained:,.0f} images/s.\n"
     for name, reason in machine["not_measured"].items():
         note += f"Not measured: {name} ({reason.rstrip('.')}).\n"
     return markdown(columns, rows) + note + source("loaders.json", machine["environment"])

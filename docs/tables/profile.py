@@ -1,4 +1,4 @@
-"""Which kernels take the time of a training step."""
+"""The kernels that take most of the time of a training step."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from tables.form import RESULTS, ROOT, markdown, record
 
 
 def records() -> str:
-    """Every record, what made it, and what it was made with."""
+    """Every record, its benchmark, hardware, version and date."""
     rows: list[list[object]] = []
     for path in sorted(RESULTS.glob("*.json")):
         found = record(path.name)

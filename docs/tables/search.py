@@ -6,7 +6,7 @@ from tables.form import markdown, record, source
 
 
 def search(experiment: str, norm: bool | None = None) -> str:
-    """Every setting that was tried, in the order in which they were; of recipes with batch norm, or without."""
+    """Every setting that was tried, in order, for recipes with or without batch norm."""
     from lowrank_cnn.train import get_recipe
 
     path = f"{experiment}/search.json"

@@ -72,7 +72,7 @@ def _compared(comparison: dict[str, Any]) -> Iterator[str]:
     rank = order["rank_correlation"]
     correlated = "" if rank is None else f"; rank correlation {rank:.2f}"
     pairs = f"{order['alike']} of {order['pairs']} pairs of networks"
-    yield f"{pairs} stand in the published order of {measure}{correlated}.\n"
+    yield f"{pairs} have the published order of {measure}{correlated}.\n"
 
 
 def _gap(gap: dict[str, Any]) -> list[object]:

@@ -26,12 +26,12 @@ WELL_KNOWN = (
     "timm:efficientnetv2_s",
 )
 OUTCOMES = ("converted", "counted", "nothing to convert", "failed", "not reached")
-"""Converted ones ran; those that were only counted are too large for that."""
+"""Converted networks also ran; networks that were only counted are too large to run."""
 
 
 @from_record("zoo.json")
 def zoo(found: JsonRecord) -> str:
-    """Every network of timm and torchvision in short: what became of them, some by name, and all that failed."""
+    """A summary of all networks of timm and torchvision: outcomes, some well-known networks, and all failures."""
     parts = [_outcomes(found["networks"]), _known(found["networks"]), *_failures(found["networks"])]
     versions = ", ".join(f"{name} {found['environment'][name]}" for name in ("timm", "torchvision"))
     note = f"\nScheme `{found['scheme']}`; {versions}. Every network has a line in the record.\n"

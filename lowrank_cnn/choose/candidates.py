@@ -19,9 +19,9 @@ from torch import nn
 
 from lowrank_cnn.core.clock import check_budget
 from lowrank_cnn.core.errors import LowRankError, LowRankWarning, check_number, nearest
+from lowrank_cnn.graph.finalize_shapes import load_shapes
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.count import Count, count
-from lowrank_cnn.method.finalize_shapes import load_shapes
 from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.method.schemes import FactoredConv2d, parse_scheme
 from lowrank_cnn.method.select import stages
@@ -248,7 +248,7 @@ class Builder:
         if design.between:
             network = rectified_between(network)
         if isinstance(network, Network):
-            network.settle()  # the family adjusts its new layers
+            network.adjust_init()  # the family adjusts its new layers
         return network
 
     def count(self, design: Design) -> Count:

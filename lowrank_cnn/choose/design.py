@@ -37,8 +37,8 @@ from lowrank_cnn.deploy.engines.targets import open_engine
 from lowrank_cnn.deploy.export import export
 from lowrank_cnn.deploy.optimize import optimize
 from lowrank_cnn.deploy.quantize import quantize
+from lowrank_cnn.graph.channels import free_routes
 from lowrank_cnn.method.budget import Budget
-from lowrank_cnn.method.channels import free_routes
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.rewrite import copy_with, in_channels_last
 from lowrank_cnn.method.schemes import build_conv, parse_scheme

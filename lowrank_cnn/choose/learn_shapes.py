@@ -31,11 +31,11 @@ from lowrank_cnn.data import Data, make_loader
 from lowrank_cnn.data.own import for_classes
 from lowrank_cnn.data.types import generator
 from lowrank_cnn.deploy.optimize import optimize
+from lowrank_cnn.graph.channels import free_routes, why_fixed
+from lowrank_cnn.graph.finalize_shapes import LearnedShapes, finalize_shapes
 from lowrank_cnn.kernels.cuda_graph import captured
 from lowrank_cnn.method.budget import Budget
-from lowrank_cnn.method.channels import free_routes, why_fixed
 from lowrank_cnn.method.count import count
-from lowrank_cnn.method.finalize_shapes import LearnedShapes, settle
 from lowrank_cnn.method.geometry import form_of
 from lowrank_cnn.method.init import weight_layers
 from lowrank_cnn.method.rewrite import copy_with, frozen_like, in_channels_last, rewrite
@@ -140,9 +140,7 @@ def learn_shapes(
     recipe = recipe_for(data, recipe, {**fields, "epochs": epochs})
     scheme = learned_scheme(shapes, multiple)
     _check_asked(model, recipe, by)
-    directory = None if out is None else RunDirectory(Path(out))
-    if directory and not resume and isinstance(data, str | Path):
-        directory.check_apart_from(data)
+    directory = RunDirectory.open(out, data, resume=resume)
     data = open_for(model, data, recipe)
     if options.get("loss") is None:
         data = for_classes(data)
@@ -164,7 +162,7 @@ def learn_shapes(
         )
     if not run.epochs and out is not None:  # the run was finished before
         shaped = load_checkpoint(out, network=shaped).network
-    network = settle(shaped, size)
+    network = finalize_shapes(shaped, size)
     found = LearnedShapes.of(network)
     if directory and first_process():
         found.save(directory.path / FOUND)
@@ -466,7 +464,7 @@ class ShapeRun:
         device = torch.device(resolve_device(self.device))
         before = generator_states(device)
         try:
-            return made_by_first(lambda: self._time_share(settle(network, self.size)), self.device)
+            return made_by_first(lambda: self._time_share(finalize_shapes(network, self.size)), self.device)
         finally:
             restore_generators(before, device)  # a run draws the same numbers whether it is timed or not
 

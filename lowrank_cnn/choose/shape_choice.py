@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lowrank_cnn.core.compare import unchanged
-from lowrank_cnn.method.channels import Reader, Route
+from lowrank_cnn.graph.channels import Reader, Route
 from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, may_remove, shaped_convs
 
 _TINY = 1e-30

@@ -7,15 +7,11 @@ answer at once.
 from __future__ import annotations
 
 import contextlib
-import csv
 import errno
 import inspect
 import io
 import os
-import re
 import sys
-import textwrap
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -104,7 +100,6 @@ def plain_warnings() -> Iterator[None]:
 
 BAD_INPUT = 2
 _SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
-_EXAMPLE_WIDTH = 74
 _EPILOG = "Try: [bold]lowrank demo[/], [bold]lowrank models[/], [bold]lowrank count vgg11-gmp-lr[/]."
 
 
@@ -180,24 +175,9 @@ def load_command(name: str) -> TyperCommand:
 
 
 def help_text(docstring: str) -> str:
-    """Let paragraphs flow to the width of the terminal, and break long examples as a shell reads them."""
-    flowing = [
-        "\n".join(map(_example, part.splitlines())) if part.startswith(" ") else " ".join(part.split())
-        for part in inspect.cleandoc(docstring).split("\n\n")
-    ]
-    return "\n\n".join(flowing)
-
-
-def _example(line: str) -> str:
-    whole = re.sub(r" (?!-)", "\0", line.strip())  # an option and its value stay together
-    wrapper = textwrap.TextWrapper(
-        _EXAMPLE_WIDTH,
-        initial_indent="  ",
-        subsequent_indent="      ",
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
-    return " \\\n".join(wrapper.wrap(whole)).replace("\0", " ")
+    """Let paragraphs flow to the width of the terminal; examples, which are indented, stay as they are."""
+    parts = inspect.cleandoc(docstring).split("\n\n")
+    return "\n\n".join(part if part.startswith(" ") else " ".join(part.split()) for part in parts)
 
 
 def _print_version(asked: bool) -> None:
@@ -253,10 +233,12 @@ def _explain(error: Exception) -> int:
     """Print an error the user can do something about, and return the exit code. Others are raised again."""
     if hasattr(error, "format_message"):  # only usage errors have it: an unknown option, say
         if getattr(getattr(error, "ctx", None), "info_name", "") == "train":
-            from lowrank_cnn.cli.train import former_option
+            from lowrank_cnn.cli.train import is_setting
 
-            if replaced := former_option(str(getattr(error, "option_name", "")).lstrip("-")):
-                return _fail(replaced)
+            name = str(getattr(error, "option_name", "")).lstrip("-")
+            if is_setting(field := name.removeprefix("no-").replace("-", "_")):
+                value = "false" if name.startswith("no-") else "VALUE"
+                return _fail(f"--{name} is a setting: --set {field}={value}.")
         from typer import rich_utils
 
         rich_utils.rich_format_error(error)  # type: ignore[arg-type]
@@ -276,23 +258,11 @@ def _sentence(error: Exception) -> str:
         return f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}."
     if isinstance(error, UnicodeEncodeError):
         return f"{error.object[:60]!a} holds half of a surrogate pair, which no file can store: rename it."
-    if isinstance(error, csv.Error):
-        return f"a table cannot be read ({error}): check its quotation marks."
-    if isinstance(error, RecursionError) and _raised_in(error) in ("json", "tomllib"):
-        return "a JSON or TOML file is nested too deeply to be read."
-    if type(error).__name__ == "SafetensorError":
-        return f"a .safetensors file is damaged ({error}): write it again."
     from lowrank_cnn.core.environment import is_out_of_memory
 
     if is_out_of_memory(error):
         return "there is not enough memory: use a smaller --batch-size or --limit."
     return ""
-
-
-def _raised_in(error: Exception) -> str:
-    """The package whose code raised an error."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 def _fail(sentence: str, *, code: int = BAD_INPUT) -> int:

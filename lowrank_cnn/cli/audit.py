@@ -11,8 +11,9 @@ from lowrank_cnn.cli.show import console, errors, print_json, print_table
 from lowrank_cnn.core.text import counted
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lowrank_cnn.paper.audit import Finding
-    from lowrank_cnn.report.records import Records
 
 _TITLES = {
     "vgg-ilsvrc": "VGG on ILSVRC",
@@ -55,26 +56,21 @@ def audit_command(runs: Runs = None, as_json: Json = False) -> None:
     return None
 
 
-def _audit_runs(runs: Runs) -> list[Finding]:
+def _audit_runs(runs: list[Path]) -> list[Finding]:
+    """The audit with records. Also names files that cannot be read, and says if no run tests an accuracy."""
     from lowrank_cnn.paper.audit import audit
     from lowrank_cnn.report.records import read_records, require_records
     from lowrank_cnn.report.results import accuracies, layer_times
 
-    records = read_records(runs or [])
-    require_records(runs or [], records)
+    records = read_records(runs)
+    require_records(runs, records)
     findings = audit(accuracies(records.runs), layer_times(records.timings))
-    _print_skipped(records, findings)
-    return findings
-
-
-def _print_skipped(records: Records, findings: list[Finding]) -> None:
-    """Name the files that could not be read, and say if no run tests a published accuracy."""
     for problem in records.skipped:
         errors.print(f"Skipped {problem.path}: {problem.reason}")
     if not any(f.computed for f in findings if f.quantity.startswith("top")):
         why = "none finished training a published network by the paper's recipe on its images"
-        line = f"No accuracy is tested by what is here, {counted(len(records.runs), 'run')}: {why}."
-        errors.print(line)
+        errors.print(f"No accuracy is tested by what is here, {counted(len(records.runs), 'run')}: {why}.")
+    return findings
 
 
 def _print_counts(title: str, findings: list[Finding]) -> None:

@@ -6,11 +6,11 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from lowrank_cnn.cli.options import Json, Model, SourceOptions, grouped, option
+from lowrank_cnn.cli.options import Json, Latency, Macs, Model, SourceOptions, grouped, option
 from lowrank_cnn.cli.show import print_json, print_table
-from lowrank_cnn.core.errors import LowRankError, check_choice
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.core.text import counted, si
 
@@ -25,9 +25,7 @@ Where = Annotated[
     list[str] | None, option("Name, prefix or pattern of the layers, or a kernel as 3x3; repeatable.")
 ]
 Stage = Annotated[list[int] | None, option("The convs of one stage, counted from 1 by map size; repeatable.")]
-Macs = Annotated[float | None, option("Keep at most this share of the MACs.")]
 Params = Annotated[float | None, option("Keep at most this share of the parameters.")]
-Latency = Annotated[float | None, option("Keep at most this share of the time, measured here.")]
 Costlier = Annotated[bool, option("Also rewrite layers that do not get cheaper.", "--allow-costlier")]
 Out = Annotated[Path | None, option("Write the network: .safetensors, .onnx or .pt2.", "--out", "-o")]
 IMAGES = 128
@@ -58,16 +56,16 @@ def convert_command(
     Examples:
 
       lowrank convert vgg11-gmp --scheme lr
-      lowrank convert model.py:make --input 3x32x32 --scheme lr-join --out net.safetensors
+      lowrank convert model.py:make --input 3x32x32 --out net.safetensors
       lowrank convert torchvision:resnet18 --stage 2 --stage 3 --macs 0.5
     """
-    from lowrank_cnn.method.convert import convert, told_if_low_rank
+    from lowrank_cnn.method.convert import convert, explain_already_low_rank
 
     source, size = named.find(model)
     how: dict[str, Any] = {"macs": macs, "params": params, "latency": latency, "allow_costlier": allow_costlier}
     if scheme is None and macs is None and params is None and latency is None:
         scheme = "lr-join"
-    with told_if_low_rank(source.network):
+    with explain_already_low_rank(source.network):
         chosen = _where(where, stage, source.network, size)
         new = convert(source.network, scheme, where=chosen, input_size=size, **how)
     # Fresh weights have learned no classes: the file keeps only the image size of the source.
@@ -89,7 +87,8 @@ def decompose_command(
         str | None, option("Also fit the layers' outputs on a few training images of this data set.")
     ] = None,
     by: Annotated[
-        str, option("With --images, layers compete by the network's output or its accuracy there.")
+        Literal["output", "accuracy"],
+        option("With --images, layers compete by the network's output or its accuracy there."),
     ] = "output",
     allow_costlier: Costlier = False,
     out: Out = None,
@@ -105,19 +104,18 @@ def decompose_command(
       lowrank decompose nin --pretrained cifar10 --energy 0.9
       lowrank decompose runs/photos --macs 0.5 --images photos --by accuracy
     """
-    from lowrank_cnn.method.convert import told_if_low_rank
+    from lowrank_cnn.method.convert import explain_already_low_rank
     from lowrank_cnn.method.decompose import decompose
 
     source, size = named.find(model)
-    check_choice("--by", by, ("output", "accuracy"))
     if by == "accuracy" and not images:
         raise LowRankError("--by accuracy is measured on images of a data set: give --images.")
     how: dict[str, Any] = {"energy": energy, "macs": macs, "params": params, "latency": latency}
     if images:
-        how["images"], labels = _images(images, source, size)
+        ((how["images"], labels),) = source.images(images, size, batch=IMAGES)
         if by == "accuracy":
             how["evaluate"] = partial(_accuracy, images=how["images"], labels=labels)
-    with told_if_low_rank(source.network):
+    with explain_already_low_rank(source.network):
         how |= {"where": _where(where, stage, source.network, size), "allow_costlier": allow_costlier}
         new = decompose(source.network, scheme, input_size=size, **how)
     _finish(source, new, size, out, as_json)
@@ -149,21 +147,6 @@ def _finish(source: Source, new: nn.Module, size: tuple[int, ...], out: Path | N
         kept = [(layer.name, layer.layer, layer.reason) for layer in report.kept]
         print_table("Left as they were", ("layer", "<", "<why"), kept)
     return None
-
-
-def _images(place: str, source: Source, size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """A few training images, preprocessed as in training, or standardised, and their labels."""
-    from lowrank_cnn.data import Augment, fit_preprocess, make_loader, open_data
-
-    trained = source.trained
-    options: dict[str, Any] = {"image_size": trained.size_option if trained else size[1], "channels": size[0]}
-    data = open_data(place, limit=IMAGES, **options)
-    preprocess = trained.preprocess if trained else fit_preprocess("standardize", data.train)
-    augment = trained.augment if trained else Augment()
-    how: dict[str, Any] = {"preprocess": preprocess, "augment": augment, "train": False, "device": "cpu"}
-    loader = make_loader(data.train, batch_size=IMAGES, seed=0, **how)
-    images, labels = next(iter(loader.epoch(0)))
-    return images, labels
 
 
 def _accuracy(network: nn.Module, *, images: Tensor, labels: Tensor) -> float:

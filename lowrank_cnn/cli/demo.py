@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lowrank_cnn.cli.options import Device, Json, Limit, option
 from lowrank_cnn.cli.show import console, continued_by_same_command, print_json, print_table
@@ -17,18 +17,6 @@ if TYPE_CHECKING:
 TWINS: dict[str, str | None] = {"dense": None, "low-rank": "lr"}
 """The two networks: Network-in-Network as it is, and with each k x k conv as kx1 and 1xk side by side."""
 WIDTH, BATCH = 0.25, 16
-
-
-@dataclass(frozen=True)
-class TwinResult:
-    """The accuracy and the cost of one of the twins."""
-
-    name: str
-    top1: float
-    n: int
-    macs: int
-    params: int
-    ms_per_image: float
 
 
 def demo_command(
@@ -50,17 +38,18 @@ def demo_command(
     with continued_by_same_command():
         rows, report = demo(out, epochs=epochs, device=device, limit=limit, say=str if as_json else console.print)
     if as_json:
-        return print_json({"rows": [vars(row) for row in rows], "report": str(report)})
+        return print_json({"rows": rows, "report": str(report)})
     lines: list[tuple[str, ...]] = [
-        (row.name, f"{row.top1:.1%}", si(row.macs), si(row.params), f"{row.ms_per_image:.3f} ms") for row in rows
+        (r["name"], f"{r['top1']:.1%}", si(r["macs"]), si(r["params"]), f"{r['ms_per_image']:.3f} ms")
+        for r in rows
     ]
     dense, low_rank = rows
-    shares = (getattr(low_rank, name) / getattr(dense, name) for name in ("macs", "params", "ms_per_image"))
-    points = f"{100 * (low_rank.top1 - dense.top1):+.1f} points"
+    shares = (low_rank[name] / dense[name] for name in ("macs", "params", "ms_per_image"))
+    points = f"{100 * (low_rank['top1'] - dense['top1']):+.1f} points"
     lines.append(("low-rank / dense", points, *(f"x {share:.2f}" for share in shares)))
     columns = ("Network-in-Network", "accuracy", "MACs", "parameters", "time per image")
     print_table("Dense and low-rank, on digits they were not trained on", columns, lines)
-    console.print(f" Accuracy on {dense.n:,} test digits; time on this CPU, measured in turns.")
+    console.print(f" Accuracy on {dense['n']:,} test digits; time on this CPU, measured in turns.")
     console.print(f" The report: {report}", soft_wrap=True)
     return None
 
@@ -72,7 +61,7 @@ def demo(
     device: str = "auto",
     limit: int | None = None,
     say: Callable[[str], object] = str,
-) -> tuple[list[TwinResult], Path]:
+) -> tuple[list[dict[str, Any]], Path]:
     """Train both twins, unless they are trained already, time them side by side and write the report.
 
     `say` is called with each step. Returns the rows of the table and the path of the report.
@@ -99,7 +88,7 @@ def demo(
     rows = []
     for name, found in results.items():
         cost = {key: found[key] for key in ("top1", "n", "macs", "params")}
-        rows.append(TwinResult(name, **cost, ms_per_image=times[name].total.ms / BATCH))
+        rows.append({"name": name, **cost, "ms_per_image": times[name].total.ms / BATCH})
     return rows, write_report([out], out / "report.html")
 
 

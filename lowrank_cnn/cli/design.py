@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-from lowrank_cnn.cli.convert import Latency, Macs
-from lowrank_cnn.cli.options import Device, Json, Model, SourceOptions, grouped, option
-from lowrank_cnn.cli.plan import Batch, Threads, random_images
+from lowrank_cnn.cli.options import (
+    Batch,
+    Device,
+    Json,
+    Latency,
+    Macs,
+    Model,
+    SourceOptions,
+    Threads,
+    grouped,
+    option,
+)
 from lowrank_cnn.cli.show import console, print_json, print_table
 from lowrank_cnn.core.errors import LowRankError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from lowrank_cnn.choose.design import Advice
-    from lowrank_cnn.cli.source import Source
 
 _BATCHES, _IMAGES = 4, 32
 """Batches, and images in each, that `--data` measures on."""
@@ -45,9 +51,10 @@ def design_command(
     Examples:
 
       lowrank design vgg11-gmp --macs 0.4
-      lowrank design nin --pretrained cifar10 --latency 0.5 --data photos --engine onnx
+      lowrank design nin --pretrained cifar10 --latency 0.5 --data photos
     """
     from lowrank_cnn.choose.design import design
+    from lowrank_cnn.cli.source import random_images
     from lowrank_cnn.core.clock import torch_threads
     from lowrank_cnn.train.distributed import resolve_device
 
@@ -55,7 +62,11 @@ def design_command(
     place = resolve_device(device)
     network = source.network.eval().to(place)
     example = random_images(network, size, batch, place)
-    batches = None if data is None else _batches(data, source, size, place)
+    batches = None
+    if data is not None:
+        if source.trained is None:
+            raise LowRankError("--data weighs what a trained network would lose: give a run, or --pretrained.")
+        batches = source.images(data, size, batch=_IMAGES, batches=_BATCHES, device=place)
     with torch_threads(threads):
         how = {"macs": macs, "latency": latency, "engine": engine, "precision": precision}
         advice = design(network, example, data=batches, **how)
@@ -63,22 +74,6 @@ def design_command(
         return print_json({"model": source.name, "input": list(example.shape), **advice.to_dict()})
     _print_advice(source.name, advice)
     return None
-
-
-def _batches(place: str, source: Source, size: tuple[int, ...], device: str) -> list[tuple[Tensor, Tensor]]:
-    """A few batches of training images, preprocessed as in training."""
-    from itertools import islice
-
-    from lowrank_cnn.data import make_loader, open_data
-
-    if source.trained is None:
-        raise LowRankError("--data weighs what a trained network would lose: give a run, or --pretrained.")
-    trained = source.trained
-    options: dict[str, Any] = {"image_size": trained.size_option or size[1], "channels": size[0]}
-    images = open_data(place, limit=_BATCHES * _IMAGES, progress=False, **options)
-    how = {"preprocess": trained.preprocess, "augment": trained.augment, "train": False, "device": device}
-    loader = make_loader(images.train, batch_size=_IMAGES, seed=0, **how)
-    return list(islice(loader.epoch(0), _BATCHES))
 
 
 def _print_advice(name: str, advice: Advice) -> None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowrank_cnn.cli.options import (
+    IMAGES,
     Bad,
     ClassNames,
-    DataPath,
     Device,
     Into,
     Json,
@@ -31,8 +31,6 @@ from lowrank_cnn.core.errors import LowRankError, nearest
 from lowrank_cnn.core.text import counted, first_few
 
 if TYPE_CHECKING:
-    import torch
-
     from lowrank_cnn.data import Data
     from lowrank_cnn.train.evaluate import EvaluationDetails
     from lowrank_cnn.train.trained import Trained
@@ -42,7 +40,7 @@ _SHOWN_PAIRS = 5
 
 def evaluate_command(
     model: TrainedModel,
-    data: DataPath,
+    data: Annotated[str, option("Folder, .csv, shards, Hub name or digits.", panel=IMAGES)],
     best: Annotated[bool, option("Use the best weights of a run, not the last.", "--best")] = False,
     pretrained: PackageWeights = None,
     into: Into = None,
@@ -65,23 +63,26 @@ def evaluate_command(
     Examples:
 
       lowrank evaluate runs/photos --data photos
-      lowrank evaluate nin-c3-lr --pretrained cifar10 --data uoft-cs/cifar10 --per-class
+      lowrank evaluate nin-c3-lr --pretrained cifar10 --data uoft-cs/cifar10
     """
-    from lowrank_cnn.cli.source import is_path
+    import torch
+
+    from lowrank_cnn.cli.source import build_for, is_ours
     from lowrank_cnn.data import open_data
     from lowrank_cnn.data.sources import fewer, parse_image_size
     from lowrank_cnn.train.evaluate import TOP_FIVE, changed_set, evaluate, held_out_images
-    from lowrank_cnn.train.trained import Trained, load_pretrained
 
     if pretrained and best:
         raise LowRankError("--best is for runs: the package has one version of its own weights.")
-    if pretrained and is_path(model):
-        raise LowRankError(f"{model} has weights of its own: --pretrained is for networks by name.")
     shared = {"bad": bad, "class_names": class_names, "progress": not as_json}
     reading = partial(open_data, data, only_test=True, limit=limit, **shared)
     images = reading(image_size=image_size)
-    trained = load_pretrained(model, pretrained) if pretrained else _find(model, best, images, into, trusted)
-    if isinstance(trained, Trained):
+    if is_ours(model) and not pretrained:
+        errors.print(_guessing(model))
+        torch.manual_seed(0)
+        trained = build_for(images, model).network
+    else:
+        trained = _trained(model, pretrained, into, best=best, trusted=trusted)
         same_size = image_size is None or parse_image_size(image_size) == tuple(trained.image[1:])
         held_out = held_out_images(trained, data, **shared) if same_size else None
         if held_out:
@@ -126,37 +127,29 @@ def predict_command(
       lowrank predict runs/photos holiday.jpg
       lowrank predict nin-c3-lr --pretrained cifar10 holiday.jpg --top 5
     """
-    from lowrank_cnn.cli.source import find_into, is_ours
+    from lowrank_cnn.cli.source import is_ours
     from lowrank_cnn.train.evaluate import files_below, predict
-    from lowrank_cnn.train.trained import load_checkpoint, load_pretrained
 
     if is_ours(model) and not pretrained:
         raise LowRankError(_guessing(model))
-    trained = load_pretrained(model, pretrained) if pretrained else model
-    if (into or trusted) and not pretrained:
-        trained = load_checkpoint(model, network=find_into(into, model), trusted=trusted)
+    trained = _trained(model, pretrained, into, trusted=trusted)
     files = [path for image in images for path in (files_below(image) if image.is_dir() else [image])]
     answers = predict(trained, files, top=top, device=device, bad="skip", output=output)
     failed = [path for path, answer in zip(files, answers, strict=True) if answer is None]
     if failed and len(failed) == len(files):
         predict(trained, failed[:1], device=device)  # raises an error that names the problem
-    if not pretrained:
-        _tell_how_far(model)
     if as_json:
         classes = [[{"class": name, "probability": p} for name, p in answer or ()] for answer in answers]
         print_json([{"image": str(path), "classes": found} for path, found in zip(files, classes, strict=True)])
     else:
         told = [", ".join(f"{name} {p:.1%}" for name, p in answer or ()) for answer in answers]
-        rows = [(path, words or _why(path)) for path, words in zip(files, told, strict=True)]
+        unread = ["could not be read" if path.exists() else "there is no such file" for path in files]
+        rows = [(path, words or why) for path, words, why in zip(files, told, unread, strict=True)]
         print_table("Predictions", ("image", "<classes"), rows)
     if failed:
         told = f"{len(failed)} of {counted(len(files), 'image')} could not be read"
         errors.print(f"{told}: {first_few([str(path) for path in failed])}")
         raise typer.Exit(1)
-
-
-def _why(path: Path) -> str:
-    return "could not be read" if path.exists() else "there is no such file"
 
 
 def _print_details(details: EvaluationDetails, *, every_class: bool) -> None:
@@ -181,32 +174,25 @@ def _print_details(details: EvaluationDetails, *, every_class: bool) -> None:
     console.print(f"Confidence and accuracy differ by {error:.1%} on average (calibration).")
 
 
-def _find(model: str, best: bool, images: Data, into: str | None, trusted: bool) -> Trained | torch.nn.Module:
-    """The trained network at a path, or an untrained one by name, whose accuracy is that of guessing."""
-    import torch
-
-    from lowrank_cnn.cli.source import build_for, find_into, is_ours, is_path
+def _trained(
+    model: str, pretrained: str | None, into: str | None, *, trusted: bool, best: bool = False
+) -> Trained:
+    """The trained network at a path or of the package; says if its training has not come to an end."""
+    from lowrank_cnn.cli.source import find_into, is_path
     from lowrank_cnn.models import list_models
-    from lowrank_cnn.train.trained import load_checkpoint
+    from lowrank_cnn.train.trained import how_far, load_checkpoint, load_pretrained
 
-    if is_ours(model):
-        errors.print(_guessing(model))
-        torch.manual_seed(0)
-        return build_for(images, model).network
+    if pretrained and is_path(model):
+        raise LowRankError(f"{model} has weights of its own: --pretrained is for networks by name.")
+    if pretrained:
+        return load_pretrained(model, pretrained)
     if Path(model).name == model and not (is_path(model) or Path(model).with_suffix(".json").exists()):
-        told = f"{model} is neither a checkpoint nor a network's name; {nearest(model, list_models())}"
-        raise LowRankError(told)
+        known = nearest(model, list_models())
+        raise LowRankError(f"{model} is neither a checkpoint nor a network's name; {known}")
     trained = load_checkpoint(model, best=best, network=find_into(into, model), trusted=trusted)
-    _tell_how_far(model, best=best)
-    return trained
-
-
-def _tell_how_far(model: str, *, best: bool = False) -> None:
-    """Warn if the weights are those of an unfinished run."""
-    from lowrank_cnn.train.trained import how_far
-
     if words := how_far(model, best=best):
         errors.print(f"These are the weights of {model} {words}, not those of a finished run.")
+    return trained
 
 
 def _guessing(name: str) -> str:

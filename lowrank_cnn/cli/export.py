@@ -10,7 +10,6 @@ import typer
 
 from lowrank_cnn.cli.convert import export_source
 from lowrank_cnn.cli.options import Inputs, Json, Model, Overwrite, Scheme, SourceOptions, grouped, option
-from lowrank_cnn.cli.plan import random_images
 from lowrank_cnn.cli.show import console, print_json
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
@@ -67,6 +66,7 @@ class GraphOptions:
 
     def merge(self, network: torch.nn.Module, inputs: Any) -> torch.nn.Module:
         """The network with batch norms, and chains if asked, folded into the layers before them."""
+        from lowrank_cnn.cli.source import random_images
         from lowrank_cnn.core.modules import is_example
         from lowrank_cnn.graph.merge import merge
 
@@ -82,18 +82,13 @@ def export_command(
     named: SourceOptions,
     graph: GraphOptions,
     path: Annotated[
-        Path | None,
-        typer.Argument(help="A file: .onnx, .xml, .param, .mnn, .tflite, .pte, .pt2, .ts or .safetensors."),
+        Path | None, typer.Argument(help="A file, whose suffix says the format: net.onnx, net.safetensors, ...")
     ] = None,
     out: Annotated[
         Path | None, option("The file; or with --to the directory, made if needed.", "--out", "-o")
     ] = None,
     to: Annotated[
-        str | None,
-        option(
-            "onnx, onnx-strips, openvino, ncnn, mnn, litert, executorch, pt2 or torchscript: writes into a "
-            "directory."
-        ),
+        str | None, option("An engine (onnx, openvino, ncnn, ...): write its file into a directory.")
     ] = None,
     scheme: Scheme = None,
     example: Inputs = None,
@@ -102,8 +97,8 @@ def export_command(
 ) -> None:
     """Write a network for ONNX Runtime and other engines, and check the file.
 
-    The file is run on random images and compared with the network. The file of a trained network carries its
-    classes and preprocessing: evaluate, predict and time take it like the run it comes from.
+    The file is run on random images and compared with the network. The file of a trained network holds its
+    classes and preprocessing: evaluate, predict and time accept it like a run.
 
     Examples:
 
@@ -122,7 +117,7 @@ def export_command(
     if graph.strips and graph.int8:
         raise LowRankError("compiled strips are for fp32 and fp16: give --int8 or --strips.")
     path = _place(path, out, to, model)
-    source, inputs = named.find_inputs(model, example)
+    source, inputs = named.find(model, example)
     source = source.converted(scheme) if scheme else source
     network = graph.merge(source.network, inputs)
     if graph.int8:
@@ -184,6 +179,9 @@ def _export_int8(
     as_json: bool,
 ) -> None:
     """Quantise, and print the accuracy before and after and the layers that stay in float."""
+    import torch
+
+    from lowrank_cnn.cli.source import find_example
     from lowrank_cnn.core.modules import is_example
     from lowrank_cnn.deploy.quantize import quantize
     from lowrank_cnn.method.count import count
@@ -193,7 +191,11 @@ def _export_int8(
     if is_example(size):
         raise LowRankError("--int8 is for networks of one image: give --input in place of --example.")
     if ".py:" in calibrate:
-        found = quantize(network, _images_of(calibrate), path, input_size=size, overwrite=overwrite)
+        images = find_example(calibrate, option="--calibrate")
+        if not isinstance(images, torch.Tensor):
+            kind = type(images).__name__
+            raise LowRankError(f"{calibrate} must give images as a tensor [N, C, H, W], not {kind}.")
+        found = quantize(network, images, path, input_size=size, overwrite=overwrite)
     elif source.trained is not None:
         found = quantize(replace(source.trained, network=network), calibrate, path, overwrite=overwrite)
     else:
@@ -214,18 +216,6 @@ def _export_int8(
     console.print(f" Layers that stay in float: {kept}.")
     macs = count(network, size).macs
     return _print_usage(path, source.name, macs=macs, error=found.error, precision="int8", accuracy=told)
-
-
-def _images_of(calibrate: str) -> torch.Tensor:
-    """The prepared images that a function of the user's file gives."""
-    import torch
-
-    from lowrank_cnn.cli.source import find_example
-
-    images = find_example(calibrate, option="--calibrate")
-    if not isinstance(images, torch.Tensor):
-        raise LowRankError(f"{calibrate} is to give images as a tensor [N, C, H, W], not {type(images).__name__}.")
-    return images
 
 
 def _print_usage(path: Path, name: str, **about: Any) -> None:

@@ -35,30 +35,30 @@ class PlanOptions:
     match: Annotated[
         list[str] | None, option("Add thin dense networks with each design's macs, or time; none for neither.")
     ] = None
-    seeds: Annotated[int, option("Runs of each network.", min=0)] = 8
+    seeds: Annotated[int, option("Runs of each network.")] = 8
     rates: Annotated[
         list[float] | None,
         option("Try this factor of the learning rate, on held-out images; repeatable.", "--rate"),
     ] = None
-    tries: Annotated[int, option("Runs of each factor.", min=1)] = 1
-    batch: Annotated[int, option("Images in a timed batch; 0 times nothing.", min=0)] = 256
+    tries: Annotated[int, option("Runs of each factor.")] = 1
+    batch: Annotated[int, option("Images in a timed batch; 0 times nothing.")] = 256
     compile: Annotated[bool, option("Let torch.compile compete.", "--compile/--no-compile")] = True
     repeats: Annotated[int, option("Runs per median time.")] = 21
     base: Annotated[float, option("Width of the family's network to call 1; less for a miniature.")] = 1.0
     teacher: Annotated[str, option("A design that teaches all others (distillation), such as dense@1.5.")] = ""
     processes: Annotated[
-        int, option("Trainings at a time on the device; their seconds are then not recorded.", min=1)
+        int, option("Trainings at a time on the device; their seconds are then not recorded.")
     ] = 1
     budget: Annotated[float, option("Start no new run after this many seconds.")] = float("inf")
 
     def plan(self) -> FrontierPlan:
         from lowrank_cnn.choose.candidates import FrontierPlan
 
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        lists: dict[str, Any] = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-        if "none" in lists.get("match", ()):
-            lists["match"] = ()
-        return FrontierPlan(**(given | lists))
+        given: dict[str, Any] = {name: value for name, value in vars(self).items() if value is not None}
+        given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        if "none" in given.get("match", ()):
+            given["match"] = ()
+        return FrontierPlan(**given)
 
 
 @grouped
@@ -82,8 +82,8 @@ def frontier_command(
 
     Examples:
 
-      lowrank frontier airbench --data uoft-cs/cifar10 --design lr --design lr-join --out runs/frontier
-      lowrank frontier airbench --out runs/frontier
+      lowrank frontier airbench --data uoft-cs/cifar10 --design lr -o runs/lr
+      lowrank frontier airbench --out runs/lr
     """
     from lowrank_cnn.choose.candidates import find_design, find_family
     from lowrank_cnn.choose.frontier import load_frontier
@@ -101,12 +101,8 @@ def frontier_command(
     options: dict[str, Any] = {"recipe": recipe, "settings": parse_settings(settings or []), "device": device}
     plan, images = networks.plan(), open_data(data, bad=bad, limit=limit, image_size=image_size)
     with continued_by_same_command():
-        found = trace_frontier(family, images, out, plan, say=_say, **options)
+        found = trace_frontier(family, images, out, plan, say=errors.print, **options)
     return _show(found, as_json)
-
-
-def _say(line: str) -> None:
-    errors.print(line)
 
 
 def _show(found: Frontier, as_json: bool, *, keep: bool = True) -> None:

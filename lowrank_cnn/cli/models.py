@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from lowrank_cnn.cli.options import Input, Inputs, Into, Json, Model, Norm, Stride, Width, option
+from lowrank_cnn.cli.options import Input, Inputs, Into, Json, Model, Norm, Scheme, Width, option
 from lowrank_cnn.cli.show import console, print_json, print_table
 from lowrank_cnn.core.text import si
 
@@ -55,10 +55,10 @@ def count_command(
     input_text: Input = None,
     example: Inputs = None,
     convention: Annotated[str, option("mac, or paper (biases and auxiliary heads count).")] = "mac",
-    scheme: Annotated[str | None, option("A scheme in place of the network's own.")] = None,
+    scheme: Scheme = None,
     width: Width = None,
     norm: Norm = None,
-    stride: Stride = None,
+    stride: Annotated[int | None, option("Stride of the first conv.")] = None,
     num_classes: Annotated[int | None, option("Number of classes.", "--classes")] = None,
     into: Into = None,
     as_json: Json = False,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -37,10 +39,7 @@ TRAINED_HELP = (
 
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 TrainedModel = Annotated[str, typer.Argument(help=TRAINED_HELP)]
-Into = Annotated[
-    str | None,
-    option("For weights of your own network: that network before conversion, as path.py:function.", panel=NETWORK),
-]
+Into = Annotated[str | None, option("Your network before conversion: path.py:function.", panel=NETWORK)]
 Input = Annotated[str | None, option("Input size, as 3x224x224.", "--input", panel=NETWORK)]
 Inputs = Annotated[
     str | None,
@@ -51,62 +50,46 @@ Inputs = Annotated[
     ),
 ]
 Pretrained = Annotated[
-    str | None,
-    option("Trained weights: cifar10 for ours; default or a name for timm and torchvision.", panel=NETWORK),
+    str | None, option("Trained weights: cifar10; for timm and torchvision, default.", panel=NETWORK)
 ]
 PackageWeights = Annotated[
     str | None, option("Use the weights that come with the package: cifar10.", "--pretrained", panel=NETWORK)
 ]
-Scheme = Annotated[
-    str | None, option("Convert the network by this scheme first, with fresh weights.", panel=NETWORK)
-]
-Width = Annotated[float | None, option("Scale the number of filters of one of our networks.", panel=NETWORK)]
+Scheme = Annotated[str | None, option("Low-rank scheme to build or convert by.", panel=NETWORK)]
+Width = Annotated[float | None, option("Scale the filters of one of our networks.", panel=NETWORK)]
 Norm = Annotated[str | None, option("batch, for batch norm in one of our networks.", panel=NETWORK)]
 Trusted = Annotated[bool, option("Read a .pt2 or .ts, whose code may run.", "--trusted", panel=NETWORK)]
 Output = Annotated[
     str | None, option("Name or number of the output with the class scores, of several.", panel=NETWORK)
 ]
-Stride = Annotated[int | None, option("Stride of the first conv.", panel=NETWORK)]
 Settings = Annotated[
-    list[str] | None, option("Change a field of the recipe, as field=value; repeatable.", "--set", panel=TRAINING)
+    list[str] | None,
+    option("Change a field of the recipe; repeatable.", "--set", panel=TRAINING, metavar="<name=value>"),
 ]
 
-DataPath = Annotated[
-    str,
-    option(
-        "A folder of images (CLASS/* or train/CLASS/*), a .csv of paths and labels, a folder of parquet "
-        "shards, a Hub repository, or digits.",
-        "--data",
-        panel=IMAGES,
-    ),
-]
-ClassNames = Annotated[
-    Path | None,
-    option("File with a class folder, a tab or comma, and the name to show for it in each line.", panel=IMAGES),
-]
-Bad = Annotated[Literal["skip", "refuse"], option("What to do with images that cannot be used.", panel=IMAGES)]
-Missing = Annotated[Literal["skip", "refuse"], option("What to do if a shard is missing.", panel=IMAGES)]
-Limit = Annotated[int | None, option("Use at most this many images of each split.", panel=IMAGES)]
-Size = Annotated[str | None, option("Resize every image to this square (64), or to 48x64.", panel=IMAGES)]
+ClassNames = Annotated[Path | None, option("Lines of a class folder, a tab, its name.", panel=IMAGES)]
+Bad = Annotated[Literal["skip", "refuse"], option("Skip images that cannot be used, or stop.", panel=IMAGES)]
+Missing = Annotated[Literal["skip", "refuse"], option("Skip a missing shard, or stop.", panel=IMAGES)]
+Limit = Annotated[int | None, option("Use at most this many images of a split.", panel=IMAGES)]
+Size = Annotated[str | None, option("Resize every image to 64x64 (64) or 48x64.", panel=IMAGES)]
 Workers = Annotated[int, option("Processes that decode streamed images.", panel=IMAGES)]
-Decode = Annotated[
-    Literal["cpu", "gpu"],
-    option("Where streamed training images are decoded; gpu needs CUDA and torchvision.", panel=IMAGES),
-]
 Device = Annotated[str, option("auto, cpu, cuda, cuda:1 or mps.")]
-Compile = Annotated[
-    bool | None,
-    option(
-        "Train through torch.compile; by default where that is faster.", "--compile/--no-compile", panel=TRAINING
-    ),
-]
-Recompute = Annotated[
-    bool,
-    option("Save memory: recompute activations in the backward pass.", "--checkpoint-activations", panel=TRAINING),
-]
+Batch = Annotated[int, option("Images per batch.", min=1, max=10**6)]
+Macs = Annotated[float | None, option("Keep at most this share of the MACs.")]
+Latency = Annotated[float | None, option("Keep at most this share of the time, measured here.")]
 Overwrite = Annotated[bool, option("Replace a file that exists.", "--overwrite")]
 Runs = Annotated[list[Path] | None, option("Folders or files of records; repeatable.", "--runs")]
 Json = Annotated[bool, option("Print JSON instead of a table.", "--json")]
+
+
+def limit_threads(threads: int | None) -> int | None:
+    """Limit the threads of OpenMP before torch starts them: on Arm its convs ignore `torch.set_num_threads`."""
+    if threads is not None and threads > 0 and "torch" not in sys.modules:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    return threads
+
+
+Threads = Annotated[int | None, option("CPU threads; by default all cores.", max=1024, callback=limit_threads)]
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -147,25 +130,18 @@ class SourceOptions:
     norm: Norm = None
     into: Into = None
 
-    def find(self, model: str, *, scheme: str | None = None) -> tuple[Source, tuple[int, ...]]:
-        """The network and the size of its images."""
-        from lowrank_cnn.cli.source import parse_size
-
-        source = self._source(model, scheme)
-        return source, source.size(parse_size(self.input_text))
-
-    def find_inputs(
-        self, model: str, example: str | None, *, scheme: str | None = None, batch: int = 1
+    def find(
+        self, model: str, example: str | None = None, *, scheme: str | None = None, batch: int = 1
     ) -> tuple[Source, Any]:
         """The network, and the size of its images or the inputs that --example gives."""
-        from lowrank_cnn.cli.source import find_example
+        from lowrank_cnn.cli.source import find_example, find_model, parse_size
 
-        if example is None:
-            return self.find(model, scheme=scheme)
-        if self.input_text is not None or batch != 1:
+        if example is not None and (self.input_text is not None or batch != 1):
             option = "--batch" if self.input_text is None else "--input"
             raise LowRankError(f"--example gives all inputs with their batch: leave {option} out.")
-        return self._source(model, scheme), find_example(example)
+        given = {"pretrained": self.pretrained, "width": self.width, "norm": self.norm}
+        source = find_model(model, into=self.into, scheme=scheme, **given)
+        return source, find_example(example) if example else source.size(parse_size(self.input_text))
 
     def words(self, model: str, *, scheme: str | None = None) -> str:
         """The network and these options, as they are typed in a shell."""
@@ -173,9 +149,3 @@ class SourceOptions:
         given |= {"--width": self.width, "--norm": self.norm, "--into": self.into}
         options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
         return shlex.join([model, *options])
-
-    def _source(self, model: str, scheme: str | None) -> Source:
-        from lowrank_cnn.cli.source import find_model
-
-        given = {"pretrained": self.pretrained, "width": self.width, "norm": self.norm}
-        return find_model(model, into=self.into, scheme=scheme, **given)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import correlation
@@ -14,6 +12,7 @@ import typer
 from lowrank_cnn.cli.convert import export_source
 from lowrank_cnn.cli.options import (
     MODEL_HELP,
+    Batch,
     Device,
     Inputs,
     Json,
@@ -21,6 +20,7 @@ from lowrank_cnn.cli.options import (
     Overwrite,
     Scheme,
     SourceOptions,
+    Threads,
     Trusted,
     grouped,
     option,
@@ -32,26 +32,14 @@ from lowrank_cnn.core.progress import lasting
 from lowrank_cnn.core.text import counted, si
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from lowrank_cnn.cli.source import Source
-
-Batch = Annotated[int, option("Images per batch.", min=1, max=10**6)]
-
-
-def limit_threads(threads: int | None) -> int | None:
-    """Limit the threads of OpenMP before torch starts them: on Arm its convs ignore `torch.set_num_threads`."""
-    if threads is not None and threads > 0 and "torch" not in sys.modules:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-    return threads
-
-
-Threads = Annotated[int | None, option("CPU threads; by default all cores.", max=1024, callback=limit_threads)]
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What a network is run on, and how its fastest form is searched for."""
+    """The inputs and the device of a network, and the search for its fastest form."""
 
     scheme: Scheme = None
     example: Inputs = None
@@ -65,6 +53,7 @@ class SearchOptions:
 
     def place(self, network: nn.Module, inputs: Any) -> tuple[str, nn.Module, Any]:
         """The device, the network on it, and its inputs there: those of --example, or random images."""
+        from lowrank_cnn.cli.source import random_images
         from lowrank_cnn.core.compare import mapped
         from lowrank_cnn.core.modules import is_example
         from lowrank_cnn.train.distributed import resolve_device
@@ -83,20 +72,11 @@ class SearchOptions:
         return optimize(network, inputs, repeats=self.repeats, budget=self.budget, **how)
 
 
-def random_images(network: nn.Module, size: tuple[int, ...], batch: int, place: str) -> Tensor:
-    """Random images on a device, in the network's precision."""
-    import torch
-
-    from lowrank_cnn.models.network_file import dtype_of
-
-    return torch.randn(batch, *size).to(place, dtype_of(network))
-
-
 @grouped
 def time_command(
     models: Annotated[list[str], typer.Argument(help=MODEL_HELP)],
     named: SourceOptions,
-    scheme: Annotated[str | None, option("Convert first; compare with the network as it was.")] = None,
+    scheme: Scheme = None,
     example: Inputs = None,
     batch: Batch = 1,
     device: Device = "auto",
@@ -108,8 +88,8 @@ def time_command(
 ) -> None:
     """Time networks layer by layer, beside their dense twins.
 
-    A network and its twin run in turns, so that both see the same state of the machine. An exported file (.onnx,
-    .pt2, ...) runs in its engine, on the CPU.
+    A network and its twin run in turns, under the same load. With --scheme, the twin is the network before
+    conversion. An exported file (.onnx, .pt2, ...) runs in its engine, on the CPU.
 
     Examples:
 
@@ -127,7 +107,7 @@ def time_command(
     timings = []
     for text in models:
         if not is_engine_file(text):
-            source, inputs = named.find_inputs(text, example, scheme=scheme, batch=batch)
+            source, inputs = named.find(text, example, scheme=scheme, batch=batch)
             how_here = {**how, "device": device, "runtime": runtime}
             timings.append(time_model(source.network, inputs, twin=source.dense, **how_here))
         elif scheme is not None or device not in ("cpu", "auto") or example is not None:
@@ -176,7 +156,7 @@ def plan_command(
     from lowrank_cnn.core.clock import torch_threads
     from lowrank_cnn.models.build import dense_twin
 
-    source, given = named.find_inputs(model, how.example, scheme=how.scheme, batch=how.batch)
+    source, given = named.find(model, how.example, scheme=how.scheme, batch=how.batch)
     if engine is not None:
         if how.batch != 1:
             raise LowRankError("--engine times one image at a time: leave --batch out.")
@@ -228,7 +208,7 @@ def optimize_command(
 
     if out.exists() and not overwrite:
         raise LowRankError(f"{out} exists; --overwrite replaces it.")
-    source, given = named.find_inputs(model, how.example, scheme=how.scheme, batch=how.batch)
+    source, given = named.find(model, how.example, scheme=how.scheme, batch=how.batch)
     _, network, inputs = how.place(source.network, given)
     with torch_threads(how.threads):
         fast = how.search(network, inputs)
@@ -278,7 +258,7 @@ def _beside(fast: Any, rival: Any, inputs: Any, place: str) -> dict[str, Any]:
 
 
 def _print_search(source: Source, inputs: Any, fast: Any, **more: Any) -> None:
-    """What a search found, as JSON; `more` is what the command adds."""
+    """Print the result of a search as JSON, with the fields that the command adds."""
     from torch import Tensor
 
     from lowrank_cnn.core.compare import tensors_of

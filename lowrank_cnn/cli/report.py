@@ -37,7 +37,7 @@ def report_command(
       lowrank report runs -o report.html
     """
     from lowrank_cnn.report.page import found_in, write_page
-    from lowrank_cnn.report.records import read_records, require_records, shown_elsewhere
+    from lowrank_cnn.report.records import read_records, require_records
 
     printed = _is_printed(out, as_json)
     paths = runs or [DEFAULT_RUNS]
@@ -45,22 +45,19 @@ def report_command(
     if not as_json:
         for problem in records.skipped:
             errors.print(f"Skipped {problem.path}: {problem.reason}")
-        for sentence in shown_elsewhere(records) if records else ():
-            errors.print(f"{sentence}.")
     require_records(paths, records)
     write_page(records, followed(out))
     if as_json:
         found = {"runs": len(records.runs), "timings": len(records.timings)}
         skipped = [vars(problem) for problem in records.skipped]
-        elsewhere = [vars(file) for file in records.elsewhere]
-        return print_json({"page": str(out), **found, "skipped": skipped, "elsewhere": elsewhere})
+        return print_json({"page": str(out), **found, "skipped": skipped})
     if not printed:
         console.print(f"Wrote {out}: {found_in(records)}. Open it in a browser.", soft_wrap=True)
     return None
 
 
 def figure_command(
-    name: Annotated[str | None, typer.Argument(help="Which figure; without a name, all are listed.")] = None,
+    name: Annotated[str | None, typer.Argument(help="The name of a figure; without it, all are listed.")] = None,
     out: Annotated[
         Path | None, option("The file: .svg, .pdf or .png; - prints SVG; else NAME.svg.", "--out", "-o")
     ] = None,
@@ -80,8 +77,8 @@ def figure_command(
 
       lowrank figure
       lowrank figure vgg -o vgg.svg
-      lowrank figure filters --model nin-c3-lr --pretrained cifar10 -o filters.svg
-      lowrank figure shapes --checkpoint runs/own --into model.py:make -o shapes.svg
+      lowrank figure filters --model nin-c3-lr --pretrained cifar10
+      lowrank figure shapes --checkpoint runs/own --into model.py:make
     """
     from lowrank_cnn.report.figures import FIGURES, TRADE_FIGURES, FigureOptions, draw_figure
     from lowrank_cnn.report.records import read_records
@@ -128,10 +125,8 @@ def _network(
 
     if checkpoint is None:
         return _named(model or default, seed, pretrained)
-    if model:
-        raise LowRankError("give a model's name or a checkpoint, not both.")
-    if pretrained:
-        raise LowRankError("a checkpoint has its own weights: give it or --pretrained, not both.")
+    if model or pretrained:
+        raise LowRankError("a checkpoint is a trained network: leave --model and --pretrained out.")
     trained = load_checkpoint(checkpoint, network=find_into(into, checkpoint))
     note(trained.network, input_size=trained.input_size)
     return f"{name_of(trained.network)}, trained", trained.network.eval()
@@ -143,11 +138,10 @@ def _named(name: str, seed: int, pretrained: str | None) -> tuple[str, nn.Module
     from lowrank_cnn.models import create_model
     from lowrank_cnn.report.records import data_label
 
-    if pretrained:
-        label = f"{name}, trained on {data_label(pretrained)}"
-        return label, create_model(name, pretrained=pretrained).eval()
     torch.manual_seed(seed)
-    return f"{name}, as initialised", create_model(name)
+    about = f"trained on {data_label(pretrained)}" if pretrained else "as initialised"
+    network = create_model(name, pretrained=pretrained)
+    return f"{name}, {about}", network.eval() if pretrained else network
 
 
 def _twin(network: nn.Module, seed: int, pretrained: str | None) -> list[tuple[str, nn.Module]]:

@@ -5,28 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from lowrank_cnn.cli.options import (
-    Bad,
-    Compile,
-    Decode,
-    Device,
-    Json,
-    Limit,
-    Missing,
-    Recompute,
-    Settings,
-    Workers,
-    option,
-)
+from lowrank_cnn.cli.options import Bad, Device, Json, Limit, Missing, Settings, Workers, option
 from lowrank_cnn.cli.show import (
     console,
     continued_by_same_command,
     errors,
     print_json,
+    print_problems,
     print_table,
 )
 from lowrank_cnn.core.errors import LowRankError
@@ -34,7 +23,6 @@ from lowrank_cnn.core.processes import first_process
 from lowrank_cnn.core.text import counted, si
 
 if TYPE_CHECKING:
-    from lowrank_cnn.data import Data
     from lowrank_cnn.paper.claims import ClaimAnswer
     from lowrank_cnn.paper.reproduce import AccuracyRow, Comparison, ExperimentTable
 
@@ -51,10 +39,16 @@ def reproduce_command(
     seeds: Annotated[int | None, option("Runs of each network; by default as in the experiment.", min=1)] = None,
     settings: Settings = None,
     device: Device = "auto",
-    compile_: Compile = None,
-    recompute: Recompute = False,
+    compile_: Annotated[
+        bool | None, option("Train through torch.compile; by default where faster.", "--compile/--no-compile")
+    ] = None,
+    recompute: Annotated[
+        bool, option("Save memory: recompute activations in the backward pass.", "--checkpoint-activations")
+    ] = False,
     workers: Workers = 0,
-    decode: Decode = "cpu",
+    decode: Annotated[
+        Literal["cpu", "gpu"], option("Decode streamed images there; gpu needs CUDA and torchvision.")
+    ] = "cpu",
     limit: Limit = None,
     bad: Bad = "skip",
     missing: Missing = "refuse",
@@ -72,8 +66,9 @@ def reproduce_command(
       lowrank reproduce cifar10 --data uoft-cs/cifar10 --out runs/cifar10
       lowrank reproduce cifar10 --out runs/cifar10 --table
     """
+    from lowrank_cnn.data import open_data
     from lowrank_cnn.paper.experiments import lines
-    from lowrank_cnn.paper.reproduce import build_table
+    from lowrank_cnn.paper.reproduce import build_table, reproduce
     from lowrank_cnn.train.recipe import parse_settings
 
     chosen = {"parts": tuple(parts or ()), "networks": tuple(networks or ()), "seeds": seeds}
@@ -83,11 +78,15 @@ def reproduce_command(
     if table:
         found = build_table(experiment, out, **chosen)
     else:
-        images = _open(data, limit=limit, bad=bad, missing=missing)
+        if data is None:
+            raise LowRankError("training needs images: give --data, or --table to see what is finished.")
+        images = open_data(data, limit=limit, bad=bad, missing=missing)
+        print_problems(images, _say)
         how = {"device": device, "workers": workers, "progress": progress and not as_json, "decode": decode}
         how |= {"compile": "auto" if compile_ is None else compile_, "checkpoint_activations": recompute}
         changes = {"settings": parse_settings(settings or []), "keep_weights": weights}
-        found = _reproduce(experiment, images, out, **chosen, **changes, **how)
+        with continued_by_same_command():
+            found = reproduce(experiment, images, out, say=_say, **chosen, **changes, **how)
         # Show all finished runs, but list only missing runs of the selected parts and networks.
         found = replace(found, missing=build_table(experiment, out, **chosen).missing)
     if first_process():
@@ -96,26 +95,9 @@ def reproduce_command(
         _show(found, out, as_json)
 
 
-def _open(data: str | None, **options: Any) -> Data:
-    if data is None:
-        raise LowRankError("training needs images: give --data, or --table to see what is finished.")
-    from lowrank_cnn.data import open_data
-
-    return open_data(data, **options)
-
-
-def _reproduce(experiment: str, images: Data, out: Path, **options: Any) -> ExperimentTable:
-    from lowrank_cnn.paper.reproduce import reproduce
-
-    def say(line: str) -> None:
-        if first_process():
-            errors.print(line)
-
-    for name, split in (("train", images.train), ("test", images.test)):
-        if split.problems:
-            say(f"Left out of {name}: {split.problems}")
-    with continued_by_same_command():
-        return reproduce(experiment, images, out, say=say, **options)
+def _say(line: str) -> None:
+    if first_process():
+        errors.print(line)
 
 
 def _show(table: ExperimentTable, out: Path, as_json: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -67,8 +67,8 @@ def print_json(value: object) -> None:
     sys.stdout.write("\n")
 
 
-def print_problems(data: Data) -> None:
+def print_problems(data: Data, say: Callable[[str], None] = console.print) -> None:
     """Print which images were left out, and why."""
     for name, split in (("train", data.train), ("test", data.test)):
         if split.problems:
-            console.print(f"Left out of {name}: {split.problems}")
+            say(f"Left out of {name}: {split.problems}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,9 @@ Size = tuple[int, ...]
 class Source:
     """A network, and the size of the images it takes where that is known.
 
-    `trained` has its classes and the preparation of its images, where it comes from a run or is the package's own;
-    `dense` is the network before it was converted; `remark` is what the user should know of its weights.
+    - `trained`: its classes and preprocessing, if it comes from a run or from the package.
+    - `dense`: the network before it was converted.
+    - `remark`: a sentence for the user about its weights.
     """
 
     name: str
@@ -42,11 +44,26 @@ class Source:
     remark: str = ""
 
     def size(self, asked: Size | None) -> Size:
-        check_axes(asked, self.input_size or asked or ())
-        size = asked or self.input_size
-        if size is None:
-            raise LowRankError(f"{self.name} does not say what images it takes: give --input, like 3x224x224.")
-        return size
+        """The size of its images: as asked, or as it is known."""
+        known = self.input_size or asked
+        if known is None:
+            raise LowRankError(f"{self.name} needs the size of its images: give --input, like 3x224x224.")
+        if asked and len(asked) != len(known):
+            raise _not_a_size("x".join(map(str, asked)))
+        return asked or known
+
+    def images(
+        self, data: str, size: Size, *, batch: int, batches: int = 1, device: str = "cpu"
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Batches of training images with their labels, preprocessed as in training, or standardised."""
+        from lowrank_cnn.data import Augment, fit_preprocess, make_loader, open_data
+
+        asked = (self.trained.size_option if self.trained else None) or size[1]
+        found = open_data(data, limit=batch * batches, image_size=asked, channels=size[0], progress=False)
+        preprocess = self.trained.preprocess if self.trained else fit_preprocess("standardize", found.train)
+        how: dict[str, Any] = {"augment": self.trained.augment if self.trained else Augment(), "train": False}
+        loader = make_loader(found.train, preprocess=preprocess, batch_size=batch, seed=0, device=device, **how)
+        return list(islice(loader.epoch(0), batches))
 
     def converted(self, scheme: str) -> Source:
         """The network with its convs rewritten, their weights fresh."""
@@ -69,10 +86,10 @@ def find_model(
 ) -> Source:
     """The network that a text names; the options are those of `create_model`, for our own networks.
 
-    pretrained: which trained weights a network by name gets.
-    into: for the weights of a network that is not ours, the text that names that network, before any conversion.
-    scheme: one of our networks is built by it, any other is converted.
-    classes: the names of the classes that a network which is not built by name is to tell apart.
+    - `pretrained`: trained weights for a network by name.
+    - `into`: for weights of a network that is not ours, the text that names that network before conversion.
+    - `scheme`: one of our networks is built by it, any other is converted.
+    - `classes`: names of the classes, for a network that is not built by name.
     """
     if not is_path(text):
         # `create_model` refuses options that the weights are not for.
@@ -135,6 +152,13 @@ def find_example(text: str, *, option: str = "--example") -> Any:
     return called(function_of(Path(path), function), text)
 
 
+def random_images(network: nn.Module, size: Size, batch: int, place: str) -> torch.Tensor:
+    """Random images on a device, in the network's precision."""
+    from lowrank_cnn.models.network_file import dtype_of
+
+    return torch.randn(batch, *size).to(place, dtype_of(network))
+
+
 def _given(options: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if value is not None}
 
@@ -172,7 +196,7 @@ def _from_weights(text: str, into: str | None, classes: Sequence[str] | None) ->
         size = stored.input_size or notes(stored.network).input_size
         source = Source(name, stored.network.eval(), size, trained_of(stored))
     source = _for_classes(source, classes)
-    # Built anew: what was passed in holds the weights now, and is what it was converted to.
+    # Build it anew: loading has converted the first one and filled it with weights.
     dense = find_into(into, text) if notes(source.network).conversion else None
     return source if dense is None else replace(source, dense=dense.eval())
 
@@ -201,12 +225,6 @@ def parse_size(text: str | None) -> Size | None:
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,3}", text):
         raise _not_a_size(text)
     return tuple(map(int, text.split("x")))
-
-
-def check_axes(asked: Size | None, known: Size) -> None:
-    """Refuse a size of other axes than a network is known to take: 224x224 for 3x224x224."""
-    if asked is not None and len(asked) != len(known):
-        raise _not_a_size("x".join(map(str, asked)))
 
 
 def _not_a_size(text: str) -> LowRankError:

@@ -17,7 +17,17 @@ from lowrank_cnn.cli.options import (
     IMAGES,
     NETWORK,
     TRAINING,
+    ClassNames,
+    Device,
+    Into,
     Json,
+    Limit,
+    Pretrained,
+    Scheme,
+    Settings,
+    Size,
+    Width,
+    Workers,
     grouped,
     option,
 )
@@ -29,46 +39,60 @@ from lowrank_cnn.core.text import counted, first_few, si
 
 if TYPE_CHECKING:
     from lowrank_cnn.data import Data
-    from lowrank_cnn.method.finalize_shapes import LearnedShapes
-    from lowrank_cnn.method.schemes import Scheme
     from lowrank_cnn.train import Recipe
     from lowrank_cnn.train.run_folder import Record
 
-# The options of `lowrank train`, in groups. What is seldom changed is set by name: --set NAME=VALUE.
+# The options of `lowrank train`, in groups. Rare settings have none: --set NAME=VALUE changes them.
 
 _MOST_GB = 2**30
-"""Without end (hold_gb=inf), in a number that bytes can be counted by."""
+"""The limit for hold_gb=inf."""
 RARE = {"stride": int, "channels": int, "hold_gb": float, "bad": str}
 """Settings of the network and of the images; all others are `RunSettings` or fields of the recipe."""
-FORMER = {"norm": "batch", "stride": "2", "precision": "bf16", "quantize": "int8", "decode": "gpu"}
-FORMER |= {"compile": "true", "no-compile": "false", "checkpoint-activations": "true", "checkpoint-every": "60"}
-FORMER |= {"deterministic": "true", "hold-gb": "8", "channels": "1", "bad": "refuse"}
-"""Options of earlier versions that are settings now, each with an example of its value."""
 
 
-def former_option(name: str) -> str:
-    """What replaces an option that `lowrank train` had; empty if it never had it."""
-    if name == "tensorboard":
-        return f"--{name} is now --log tensorboard."
-    field = name.removeprefix("no-").replace("-", "_")
-    return f"--{name} is now a setting: --set {field}={FORMER[name]}." if name in FORMER else ""
+def is_setting(name: str) -> bool:
+    """Whether --set changes a value of this name; recipes themselves are chosen by --recipe."""
+    from lowrank_cnn.train.recipe import Recipe, RunSettings
+
+    return name in {*RARE, *(field.name for kind in (Recipe, RunSettings) for field in fields(kind))} - {"name"}
 
 
 @dataclass(frozen=True)
 class NetworkOptions:
     """How the network is built."""
 
-    scheme: Annotated[str | None, option("Low-rank scheme; other networks are converted.", panel=NETWORK)] = None
-    width: Annotated[float | None, option("Scale the filters of one of our networks.", panel=NETWORK)] = None
-    pretrained: Annotated[str | None, option("Trained weights: cifar10, or default.", panel=NETWORK)] = None
-    into: Annotated[str | None, option("Your network before conversion: path.py:f.", panel=NETWORK)] = None
+    scheme: Scheme = None
+    width: Width = None
+    pretrained: Pretrained = None
+    into: Into = None
     macs: Annotated[float | None, option("MACs that scheme learned(...) keeps: 0.4.", panel=NETWORK)] = None
     latency: Annotated[float | None, option("Time that scheme learned(...) keeps: 0.5.", panel=NETWORK)] = None
     shapes: Annotated[Path | None, option("Learned shapes.json to train from scratch.", panel=NETWORK)] = None
 
-    def training(self) -> tuple[str | None, Training]:
+    def training(self) -> tuple[str | None, Callable[..., Record]]:
         """The scheme that the network is built by, and the function that trains it."""
-        return training_of(self.scheme, self.shapes, macs=self.macs, latency=self.latency)
+        from lowrank_cnn.graph.finalize_shapes import load_shapes
+        from lowrank_cnn.method.budget import Budget
+        from lowrank_cnn.method.schemes import parse_scheme
+        from lowrank_cnn.train.fit import fit
+
+        budget = Budget.of(macs=self.macs, latency=self.latency)
+        learned = self.scheme if self.scheme is not None and self.scheme.strip().startswith("learned") else None
+        if self.shapes is not None and self.scheme is not None:
+            raise LowRankError("give --scheme or --shapes, not both: learned shapes are a scheme for every layer.")
+        if learned is None and budget is not None:
+            raise LowRankError(
+                f"--{budget.kind} is for learned shapes: add --scheme 'learned(kx1, 1xk, 1x1, kxk)'."
+            )
+        if learned is not None:
+            shapes = parse_scheme(learned)
+            if budget is None:
+                raise LowRankError("learned shapes need a budget: give --macs or --latency, like --macs 0.4.")
+            return None, partial(_learn, shapes=shapes, macs=self.macs, latency=self.latency)
+        if self.shapes is None:
+            return self.scheme, fit
+        found = load_shapes(self.shapes)
+        return None, lambda network, *given, **how: fit(found.apply(network).train(), *given, **how)
 
     def building(
         self, model: str, scheme: str | None, recipe: Recipe, norm: str | None, stride: int | None
@@ -87,16 +111,11 @@ class NetworkOptions:
 class TrainingOptions:
     """The recipe, and what is changed of it."""
 
-    recipe: Annotated[
-        str, option("`lowrank recipes` lists them; else modern.", panel=TRAINING, show_default=False)
-    ] = "modern"
+    recipe: Annotated[str, option("`lowrank recipes` lists them.", panel=TRAINING)] = "modern"
     epochs: Annotated[int | None, option("Epochs to train at most.", panel=TRAINING)] = None
     batch_size: Annotated[int | None, option("Images per step, over all processes.", panel=TRAINING)] = None
     lr: Annotated[float | None, option("Learning rate at the start.", panel=TRAINING)] = None
-    settings: Annotated[
-        list[str] | None,
-        option("Any other setting; repeatable.", "--set", panel=TRAINING, metavar="<name=value>"),
-    ] = None
+    settings: Settings = None
 
     def read(self, file: dict[str, Any]) -> tuple[Recipe, dict[str, Any]]:
         """The recipe, and the settings that are no part of it; also the recipe's norm, if it was set.
@@ -120,13 +139,13 @@ class TrainingOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Where the run is carried out and kept."""
+    """The device of the run, and its folder."""
 
     out: Annotated[Path | None, option("Directory for checkpoints and the record.", "--out", "-o")] = None
     resume: Annotated[bool, option("Resume the run in --out.", "--resume")] = False
-    seed: Annotated[int, option("Seed of weights, data order, dropout.", panel=TRAINING, show_default=False)] = 0
+    seed: Annotated[int, option("Seed of weights, data order, dropout.", panel=TRAINING)] = 0
     teacher: Annotated[Path | None, option("A run to distil from, as well as labels.", panel=TRAINING)] = None
-    device: Annotated[str, option("auto, cpu, cuda, cuda:1 or mps.", show_default=False)] = "auto"
+    device: Device = "auto"
     log: Annotated[list[str] | None, option("tensorboard, csv, wandb, mlflow, trackio.", metavar="<name>")] = None
 
     def check(self, precision: str, data: str) -> None:
@@ -141,24 +160,17 @@ class RunOptions:
         if directory and not self.resume:
             directory.check_free()
 
-    def for_fit(self) -> dict[str, Any]:
-        """These options as `fit` takes them."""
-        given = {**asdict(self), "log": self.log or ()}
-        return {name: value for name, value in given.items() if value is not None or name != "teacher"}
-
 
 @dataclass(frozen=True)
 class ImageOptions:
     """How images are read."""
 
-    test: Annotated[str | None, option("Other images to test on, named as --data is.", "--test", panel=IMAGES)] = (
-        None
-    )
+    test: Annotated[str | None, option("Other images to test on, named as --data.", panel=IMAGES)] = None
     val_split: Annotated[float | None, option("Share to test on if there is no test set.", panel=IMAGES)] = None
-    class_names: Annotated[Path | None, option("Lines of a class folder, a tab, its name.", panel=IMAGES)] = None
-    image_size: Annotated[str | None, option("Resize every image to 64x64 (64) or 48x64.", panel=IMAGES)] = None
-    limit: Annotated[int | None, option("Use at most this many images of a split.", panel=IMAGES)] = None
-    workers: Annotated[int, option("Processes that decode streamed images.", panel=IMAGES, show_default=False)] = 0
+    class_names: ClassNames = None
+    image_size: Size = None
+    limit: Limit = None
+    workers: Workers = 0
 
     def reading(self, data: str, *, progress: bool, rare: dict[str, Any]) -> Callable[..., Data]:
         """A function that reads the images, with other options where those are given."""
@@ -172,7 +184,7 @@ class ImageOptions:
         return partial(open_data, data, resident_bytes=held, progress=progress, **options)
 
 
-# `--config FILE`: options of a command and fields of a recipe from a TOML or JSON file, never code.
+# `--config FILE`: options of the command, settings and a recipe from a TOML or JSON file, never code.
 #
 #     model = "nin-c3-lr"
 #     data = "photos"
@@ -181,31 +193,10 @@ class ImageOptions:
 #     [recipe]
 #     name = "modern"
 #     optimizer = "adamw"
-#     lr = 0.001
 #
-# What is typed on the command line comes before what the file says. `recipe = "modern"` chooses a recipe as it
-# is.
+# An option that is typed replaces that of the file. `recipe = "modern"` chooses a recipe as it is.
 
-_RECIPE = "lowrank_cnn.recipe"
 _MOST_BYTES = 2**20
-
-
-def _apply(context: typer.Context, value: Path | None) -> Path | None:
-    if value is not None:
-        values = read_config(value)
-        recipe = values.pop("recipe", {})
-        fields = {"name": recipe} if isinstance(recipe, str) else dict(recipe)
-        if "name" in fields:  # the recipe that the other fields change, as --recipe says it
-            values["recipe"] = fields.pop("name")
-        options = _by_parameter(context.command, values, value, settings=fields)
-        context.meta[_RECIPE] = fields
-        context.default_map = {**(context.default_map or {}), **options}
-    return value
-
-
-Config = Annotated[
-    Path | None, option("TOML or JSON file with these options.", "--config", callback=_apply, is_eager=True)
-]
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -218,36 +209,51 @@ def read_config(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # of either format, and of text that is not UTF-8
         raise LowRankError(f"{path} is not TOML or JSON: {first_line(error)}.") from error
     if not isinstance(found, dict) or not isinstance(found.get("recipe", {}), dict | str):
-        raise LowRankError(f"{path} is to hold options by name, and a table [recipe] with the fields of a recipe.")
+        raise LowRankError(f"{path} must hold options by name, and a table [recipe] with the fields of a recipe.")
     return found
 
 
-def config_recipe(context: typer.Context) -> dict[str, Any]:
-    """The fields of a recipe that the file of this command sets."""
-    return dict(context.meta.get(_RECIPE, {}))
-
-
-def _by_parameter(command: Any, values: dict[str, Any], path: Path, *, settings: dict[str, Any]) -> dict[str, Any]:
-    """Values by the names of the command's parameters; former options are added to the settings."""
-    named = {}
-    for parameter in command.params:
-        for word in (*parameter.opts, parameter.name or ""):
-            named[word.lstrip("-").replace("-", "_")] = parameter.name
-    given, several = {}, {parameter.name for parameter in command.params if getattr(parameter, "multiple", False)}
+def _apply(context: typer.Context, path: Path | None) -> dict[str, Any]:
+    """Make the file's options the defaults of the command, and return its settings and fields of the recipe."""
+    values = {} if path is None else read_config(path)
+    recipe = values.pop("recipe", {})
+    settings = {"name": recipe} if isinstance(recipe, str) else dict(recipe)
+    if "name" in settings:  # the recipe that the other fields change, as --recipe says it
+        values["recipe"] = settings.pop("name")
+    options = {}
+    for parameter in context.command.params:
+        options |= {
+            word.lstrip("-").replace("-", "_"): parameter for word in (*parameter.opts, parameter.name or "")
+        }
+    given = {}
     for key, value in values.items():
-        name = named.get(key.replace("-", "_"))
-        if key.replace("_", "-") in FORMER:
-            settings[key.replace("-", "_")] = value
-            continue
-        if name is None or name == "config":
-            raise LowRankError(f"{path} sets {key!r}, which is no option: {nearest(key, named)}")
-        given[name] = [value] if name in several and not isinstance(value, list) else value
-    return given
+        name = key.replace("-", "_")
+        if name in options and name != "config":
+            several = getattr(options[name], "multiple", False) and not isinstance(value, list)
+            given[options[name].name] = [value] if several else value
+        elif is_setting(name):
+            settings[name] = value
+        else:
+            raise LowRankError(f"{path} sets {key!r}, which is no option: {nearest(key, options)}")
+    context.default_map = {**(context.default_map or {}), **given}
+    return settings
+
+
+Config = Annotated[
+    Any,
+    option(
+        "TOML or JSON file with these options.",
+        "--config",
+        parser=Path,
+        metavar="<path>",
+        callback=_apply,
+        is_eager=True,
+    ),
+]
 
 
 @grouped
 def train_command(
-    context: typer.Context,
     model: Annotated[str, typer.Argument(help="Name (`lowrank models`), run, file, or path.py:function.")],
     data: Annotated[str, option("Folder, .csv, shards, Hub name or digits.", panel=IMAGES)],
     images: ImageOptions,
@@ -265,7 +271,7 @@ def train_command(
     Examples:
 
       lowrank train nin-c3-lr --data digits --recipe digits --out runs/first
-      lowrank train vgg11-gmp-lr --data photos --image-size 64 --out runs/photos
+      lowrank train vgg11-gmp-lr --data photos --image-size 64 -o runs/photos
       lowrank train runs/photos --data photos --set quantize=int8 --lr 0.001
     """
     from lowrank_cnn.cli.source import build_for, check_model, is_weights
@@ -273,7 +279,7 @@ def train_command(
     from lowrank_cnn.train.failure import may_end_process
     from lowrank_cnn.train.inputs import as_network_wants, check_classes, check_network
 
-    recipe, rare = training.read(config_recipe(context))
+    recipe, rare = training.read(config)
     scheme, train = network.training()
     building = network.building(model, scheme, recipe, rare.pop("norm", None), rare.pop("stride", None))
     reading = images.reading(data, progress=not as_json, rare=rare)
@@ -287,18 +293,24 @@ def train_command(
     wanted = as_network_wants(found, source.network, recipe, reading, **wish)
     check_classes(wanted)
     check_network(source.network, wanted, recipe)
-    if not as_json:
+    if first_process() and not as_json:
         _print_start(wanted, recipe, run.out, source.remark, tuned=wanted is not found and is_weights(model))
-    told = None if as_json else _problems_of(wanted)
-    how = {"workers": images.workers, **rare, **run.for_fit()}
+    told = _problems_of(wanted)
+    how = {"workers": images.workers, **rare, **asdict(run), "log": run.log or ()}
     with may_end_process():
         record = train(source.network.train(), wanted, recipe, progress=not as_json, **how)
-    _print_result(record, run.out, as_json)
-    if told is not None and first_process() and _problems_of(wanted) != told:  # a stream finds them on its way
+    if not first_process():
+        return None
+    if as_json:
+        name, out = record.model["name"], str(run.out) if run.out else None
+        return print_json({"model": name, "out": out, **record.result})
+    _print_result(record)
+    if _problems_of(wanted) != told:  # a stream finds them on its way
         print_problems(wanted)
-    if run.out and not as_json and first_process():
+    if run.out:
         hint = _next_command(record, run.out, data, network.into or model, images.class_names)
         console.print(f"The run is in {run.out}: try `{hint}`", soft_wrap=True)
+    return None
 
 
 def _problems_of(data: Data) -> tuple[str, str]:
@@ -326,8 +338,6 @@ def _told(recipe: Recipe) -> str:
 
 
 def _print_start(data: Data, recipe: Recipe, out: Path | None, remark: str, *, tuned: bool) -> None:
-    if not first_process():
-        return
     console.print(f"Recipe: {_told(recipe)} (the record has every field)")
     counts = f"{len(data.train):,} to train on, {len(data.test):,} to test on"
     size = f"{data.train.size[1]}x{data.train.size[2]} pixels" if data.train.size else "of many sizes"
@@ -357,15 +367,10 @@ def _held_out_in_words(data: Data, share: float) -> str:
     return told
 
 
-def _print_result(record: Record, out: Path | None, as_json: bool) -> None:
+def _print_result(record: Record) -> None:
     from lowrank_cnn.train.evaluate import TOP_FIVE
 
     r = record.result
-    if not first_process():
-        return
-    if as_json:
-        print_json({"model": record.model["name"], "out": str(out) if out else None, **r})
-        return
     top5 = {"top-5": f"{r['top5']:.2%}"} if len(record.data["classes"]) > TOP_FIVE else {}
     row = {"network": record.model["name"], "top-1": f"{r['top1']:.2%}", **top5, "n": f"{r['n']:,}"}
     row |= {"MACs": si(r["macs"]) if r["macs"] else "", "params": si(r["params"])}
@@ -373,47 +378,14 @@ def _print_result(record: Record, out: Path | None, as_json: bool) -> None:
     print_table(f"Trained on {record.data['name']}", tuple(row), [tuple(row.values())])
 
 
-# How `lowrank train` trains: by `fit`, by `learn_shapes`, or with shapes that were learned before.
-
-Training = Callable[..., "Record"]
-
-
-def training_of(
-    scheme: str | None, shapes: Path | None, *, macs: float | None, latency: float | None
-) -> tuple[str | None, Training]:
-    """The scheme that the network is built by, and the function that trains it; wrong options are refused."""
-    from lowrank_cnn.method.budget import Budget
-    from lowrank_cnn.method.finalize_shapes import load_shapes
-    from lowrank_cnn.method.schemes import parse_scheme
-    from lowrank_cnn.train.fit import fit
-
-    budget = Budget.of(macs=macs, latency=latency)
-    learned = parse_scheme(scheme) if scheme is not None and scheme.strip().startswith("learned") else None
-    if shapes is not None and scheme is not None:
-        raise LowRankError("give --scheme or --shapes, not both: learned shapes are a scheme for every layer.")
-    if learned is None and budget is not None:
-        raise LowRankError(f"--{budget.kind} is for learned shapes: add --scheme 'learned(kx1, 1xk, 1x1, kxk)'.")
-    if learned is not None and budget is None:
-        raise LowRankError("learned shapes need a budget: give --macs or --latency, like --macs 0.4.")
-    if learned is not None:
-        return None, partial(_learn, learned, {"macs": macs, "latency": latency})
-    return (scheme, fit) if shapes is None else (None, partial(_train_again, load_shapes(shapes)))
-
-
-def _learn(scheme: Scheme, budget: dict[str, float | None], network: Any, *given: Any, **options: Any) -> Record:
+def _learn(network: Any, *given: Any, **options: Any) -> Record:
     """Learn shapes. The result also has the time that was measured, as a share of the dense network's."""
     from lowrank_cnn.choose.learn_shapes import learn_shapes
 
-    found = learn_shapes(network, *given, shapes=scheme, **budget, **options)
+    found = learn_shapes(network, *given, **options)
     if options.get("progress") and first_process():
         shares = {"MACs": found.macs, "time": found.time}
         told = ", ".join(f"{share:.3f} of the {of}" for of, share in shares.items() if share is not None)
         console.print(f"{found.shapes}\n{told}")
     timed = {} if found.time is None else {"time": found.time}
     return replace(found.record, result=found.record.result | timed)
-
-
-def _train_again(shapes: LearnedShapes, network: Any, *given: Any, **options: Any) -> Record:
-    from lowrank_cnn.train.fit import fit
-
-    return fit(shapes.apply(network).train(), *given, **options)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lowrank_cnn.core.errors import LowRankError
@@ -22,7 +21,6 @@ from lowrank_cnn.core.files import parse_json, read_regular, write_atomically
 FORMAT = "lowrank-cnn cache 1"
 LARGEST_FILE = 2**32
 """Bytes of the largest file that is read: the whitening matrix of the largest images takes a quarter of it."""
-Shape = tuple[int, ...]
 
 
 def cache_folder() -> Path:
@@ -52,20 +50,20 @@ def write_cached(path: Path, key: str, payload: bytes) -> bool:
 
 
 def cached_tensors(
-    key: str, make: Callable[[], dict[str, Tensor]], *, shapes: Mapping[str, Shape], folder: Path | None = None
+    key: str, make: Callable[[], dict[str, Tensor]], *, folder: Path | None = None
 ) -> dict[str, Tensor]:
-    """The float32 tensors that were stored under this key with these names and shapes, else those of `make`.
+    """The tensors that were stored under this key, else those of `make`.
 
-    cached_tensors("zca-1f3b", compute, shapes={"mean": (3072,), "matrix": (3072, 3072)})
+    cached_tensors("zca-1f3b", compute)
     """
-    from safetensors.torch import save
+    from safetensors.torch import load, save
 
     path = (folder or cache_folder()) / f"{key}.safetensors"
-    found = _tensors(read_cached(path, key), shapes)
-    if found is None:
-        found = make()
-        write_cached(path, key, save(found))
-    return found
+    if (stored := read_cached(path, key)) is not None:
+        return load(stored)
+    made = make()
+    write_cached(path, key, save(made))
+    return made
 
 
 def tensor_key(tensor: Tensor, *parameters: float) -> str:
@@ -115,18 +113,3 @@ class JsonCache:
 def _header(key: str, payload: bytes) -> dict[str, str]:
     digest = hashlib.sha256(key.encode() + b"\n" + payload).hexdigest()
     return {"format": FORMAT, "key": key, "sha256": digest}
-
-
-def _tensors(stored: bytes | None, shapes: Mapping[str, Shape]) -> dict[str, Tensor] | None:
-    """The tensors that stored bytes hold, if they have these names and shapes."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    try:
-        found = None if stored is None else load(stored)
-    except (SafetensorError, ValueError, KeyError):
-        return None
-    expected = {name: (torch.float32, tuple(shape)) for name, shape in shapes.items()}
-    if found is None or {name: (t.dtype, tuple(t.shape)) for name, t in found.items()} != expected:
-        return None
-    return found

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median, quantiles
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,7 +23,7 @@ _FEWEST = 3
 _MOST_REPEATS = 10**6
 _STEADY = 1.5
 _MOST_THREADS = 1024
-"""Torch crashes where the system refuses so many."""
+"""Torch crashes if the system refuses more."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Sample:
 
     @property
     def steady(self) -> bool:
-        """Whether the quartiles lie near each other: where not, something else ran meanwhile."""
+        """Whether the quartiles are close together; if not, another process ran meanwhile."""
         return self.spread <= _STEADY
 
 
@@ -67,7 +67,6 @@ def measure(
         measure({"dense": lambda: dense(x), "low-rank": lambda: low_rank(x)})["dense"].ms
     """
     check_repeats(repeats)
-    clock = _cuda_clock if cuda else _clock
     end = time.perf_counter() + budget
     for run in runs.values():  # twice: the first run of a kernel also compiles, allocates or packs
         for _ in range(2):
@@ -81,17 +80,17 @@ def measure(
             time.sleep(rest)
             for _ in range(warm):
                 run()
-            times[name].append(clock(run))
+            times[name].append(_clock(run, cuda))
     return {name: _sample(taken, of) for name, taken in times.items()}
 
 
 def check_repeats(repeats: int) -> None:
-    """Refuse fewer runs than a median with quartiles needs, and a number that cannot be meant."""
+    """Refuse fewer runs than a median with quartiles needs, and absurdly many."""
     check_number("repeats, the runs of a median with quartiles,", repeats, least=_FEWEST, most=_MOST_REPEATS)
 
 
 def check_budget(seconds: float) -> None:
-    """Refuse a budget that is no time at all."""
+    """Refuse a budget that is not positive."""
     check_number("budget, in seconds,", seconds, above=0)
 
 
@@ -101,9 +100,9 @@ class OutOfTime(BaseException):
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Stop a block by OutOfTime after so many seconds, wherever it is but in an import: in a compiler, say.
+    """Stop a block by OutOfTime after this many seconds, even inside a compiler, but not inside an import.
 
-    A signal does it, which Python delivers to the main thread alone: in other threads the block runs to its end.
+    It uses a signal, which Python delivers to the main thread only: in other threads the block runs to its end.
     """
     deaf = threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer")
     if deaf or seconds == float("inf"):
@@ -144,57 +143,41 @@ def torch_threads(threads: int | None) -> Iterator[None]:
 
 
 class Marks:
-    """Time spent between `start` and `stop`, by name, on the host."""
+    """Milliseconds between the first and the second mark of a name, the third and the fourth, and so on.
 
-    def __init__(self) -> None:
-        self.started: dict[str, float] = {}
-        self.taken: dict[str, float] = {}
+    On CUDA the marks are events, which do not make the host wait.
+    """
 
-    def start(self, name: str) -> None:
-        self.started[name] = time.perf_counter()
+    def __init__(self, *, cuda: bool = False) -> None:
+        self.cuda = cuda
+        self.marks: dict[str, list[Any]] = defaultdict(list)
 
-    def stop(self, name: str) -> None:
-        spent = 1000 * (time.perf_counter() - self.started[name])
-        self.taken[name] = self.taken.get(name, 0.0) + spent
-
-    def collect(self) -> dict[str, float]:
-        taken, self.taken = self.taken, {}
-        return taken
-
-
-class CudaMarks:
-    """The same by CUDA events, which do not make the host wait."""
-
-    def __init__(self) -> None:
-        self.events: dict[str, list[torch.cuda.Event]] = defaultdict(list)
-
-    def start(self, name: str) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self.events[name].append(event)
-
-    stop = start
+    def mark(self, name: str) -> None:
+        self.marks[name].append(_mark(self.cuda))
 
     def collect(self) -> dict[str, float]:
-        torch.cuda.synchronize()
-        events, self.events = self.events, defaultdict(list)
-        return {
-            name: sum(a.elapsed_time(b) for a, b in zip(marks[::2], marks[1::2], strict=True))
-            for name, marks in events.items()
-        }
+        """The time of each name since the last call."""
+        marks, self.marks = self.marks, defaultdict(list)
+        return {name: sum(map(_between, found[::2], found[1::2])) for name, found in marks.items()}
 
 
-def _clock(run: TimedCall) -> float:
-    start = time.perf_counter()
+def _clock(run: TimedCall, cuda: bool) -> float:
+    start = _mark(cuda)
     run()
-    return 1000 * (time.perf_counter() - start)
+    return _between(start, _mark(cuda))
 
 
-def _cuda_clock(run: TimedCall) -> float:
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    run()
-    stop.record()
+def _mark(cuda: bool) -> Any:
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(start: Any, stop: Any) -> float:
+    if not isinstance(stop, torch.cuda.Event):
+        return 1000 * (stop - start)
     stop.synchronize()
     return start.elapsed_time(stop)
 

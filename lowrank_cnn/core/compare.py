@@ -95,9 +95,9 @@ def difference(ours: Any, right: Any, *, by: Literal["largest", "norm"] = "large
     return max((_of_leaves(a, b, by) for a, b in zip(left, expected, strict=True)), default=0.0)
 
 
-def agree(ours: Any, right: Any, *, single: float = 1e-3, by: Literal["largest", "norm"] = "largest") -> bool:
+def agree(ours: Any, right: Any, *, single: float = 1e-3) -> bool:
     """Whether two results differ by no more than rounding does; `single` is the limit in float32."""
-    return difference(ours, right, by=by) <= tolerance(right, single=single)
+    return difference(ours, right) <= tolerance(right, single=single)
 
 
 def tolerance(right: Any, *, single: float = 1e-3) -> float:
@@ -114,11 +114,11 @@ def is_finite(result: Any) -> bool:
 
 @torch.no_grad()
 def objection(ours: Callable[..., Any], right: Callable[..., Any], *example: Any, single: float = 1e-3) -> str:
-    """Why one network is not another: it fails, or its results differ; empty where both compute the same.
+    """Why one network cannot replace another: it fails, or its results differ. Empty if both compute the same.
 
     Both run on the example, and on random numbers of its shape and scale: these show differences that an example
-    of zeros or of one repeated value hides. They are left out where `right` does not take them or gives no finite
-    result for them. `single` is the limit in float32.
+    of zeros or of one repeated value hides. They are skipped if `right` rejects them or its result is not finite.
+    `single` is the limit in float32.
     """
     with unchanged(*(network for network in (ours, right) if isinstance(network, nn.Module))):
         expected = right(*copied(*example))

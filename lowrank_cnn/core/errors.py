@@ -1,9 +1,8 @@
 """Errors for users: one sentence that says what is wrong and what to do.
 
-Every room validates by `check_type`, `check_number`, `check_choice` and `check_file`:
+Every room validates by `check_type`, `check_number` and `check_file`:
 
     check_number("width", width, above=0, most=64)
-    check_choice("bad", bad, ("skip", "refuse"))
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class LowRankError(ValueError):
 
 
 class LowRankWarning(UserWarning):
-    """One sentence about what the user may not expect. The command line prints it without a place in the code."""
+    """One sentence about something unexpected. The command line prints it without a place in the code."""
 
 
 class LostDeviceError(LowRankError):
@@ -121,21 +120,6 @@ def check_number(
         raise LowRankError(f"{name} must be a {'whole ' if whole else ''}number {wanted}, not {shown}.")
 
 
-def check_choice(name: str, value: object, known: Iterable[str]) -> None:
-    """Refuse a value that is not one of the known ones. Of more than four, the nearest are named.
-
-    >>> check_choice("bad", "ignore", ("skip", "refuse"))
-    Traceback (most recent call last):
-    lowrank_cnn.core.errors.LowRankError: bad must be skip or refuse, not 'ignore'.
-    """
-    known = tuple(known)
-    if isinstance(value, str) and value in known:
-        return
-    if len(known) > 4:
-        raise LowRankError(f"there is no {name} {value!r:.60}; {nearest(value, known)}")
-    raise LowRankError(f"{name} must be {' or '.join(known)}, not {value!r:.60}.")
-
-
 def check_file(path: Path) -> None:
     """Refuse a path without a file. A file that cannot be read is refused by its reader.
 
@@ -185,6 +169,6 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error without colours and full stop, or its type where it says nothing."""
+    """The first line of an error without colours and full stop; its type if the message is empty."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     return plain.strip().partition("\n")[0].rstrip(".") or type(error).__name__

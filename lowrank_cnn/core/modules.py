@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lowrank_cnn.core.errors import LowRankError
@@ -83,7 +84,7 @@ def in_words(inputs: InputSize) -> str:
 
 
 def known_inputs(model: nn.Module, inputs: InputSize | None) -> InputSize:
-    """The inputs that a budget is measured on: those given, or of the size that the network is known to take."""
+    """The inputs to measure a budget on: those given, or the size that the network is known to take."""
     found = notes(model).input_size if inputs is None else inputs
     if found is None:
         raise LowRankError("a budget needs the size of the images (channels, height, width): give input_size.")
@@ -95,7 +96,7 @@ def known_inputs(model: nn.Module, inputs: InputSize | None) -> InputSize:
 
 
 def upstream(nodes: Iterable[Any], *, until: Container[Any] = ()) -> Iterator[Any]:
-    """The graph nodes (`grad_fn`) that these depend on, themselves among them; what `until` has ends a path.
+    """The graph nodes (`grad_fn`) that these depend on, including themselves; nodes in `until` end a path.
 
     >>> import torch
     >>> x = torch.ones(2, requires_grad=True)
@@ -136,6 +137,18 @@ def computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 _COMPUTING = ("forward", "_conv_forward", "_output_padding", "__call__", "_call_impl", "__getattr__")
+
+
+def check_module(model: object) -> None:
+    """Refuse objects that are not modules, scripted modules, and lazy ones that have no weights yet."""
+    if not isinstance(model, nn.Module):
+        raise LowRankError(f"a model is an nn.Module, not {type(model).__name__}.")
+    for name, module in model.named_modules():
+        label = name or "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise LowRankError(f"{label} is scripted: give the module that it was made from.")
+        if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
+            raise LowRankError(f"{label} is lazy: run the model once, so that it knows its channels.")
 
 
 def has_hooks(module: nn.Module) -> bool:

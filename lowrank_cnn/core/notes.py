@@ -1,8 +1,7 @@
 """The library's notes about a module: one typed record, kept in one private attribute of that module.
 
-A user's module may have a child or an attribute of any name, `plan` or `input_size` say, and that one stays the
-user's. The record survives `copy.deepcopy` and `torch.save`. It is no parameter, buffer or child, so tools that
-walk those do not see it.
+A user's module may have children and attributes of any other name, such as `plan` or `input_size`. The record
+survives `copy.deepcopy` and `torch.save`. It is no parameter, buffer or child, so tools do not see it.
 """
 
 from __future__ import annotations
@@ -13,11 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-    from lowrank_cnn.deploy.plan import NetworkPlan
-    from lowrank_cnn.graph.merge import Merging
-    from lowrank_cnn.method.rewrite import Conversion
-    from lowrank_cnn.method.schemes import Fitted
 
 
 class AsDict:
@@ -48,10 +42,10 @@ class Notes:
     - `begun_from`: the file, run or data set that its trained weights come from; empty if it has none.
     - `training_card`: recipe, data and preprocessing of the run that trained it.
     - `int8_ranges`: the ranges of layers' inputs that training with `quantize="int8"` found.
-    - `conversion`: the layers that `convert` or `decompose` rewrote, and why the others stayed.
-    - `decomposition`: how well `decompose` fitted each layer.
-    - `merging`: what `merge` folded, and why the rest stayed.
-    - `plan`: what `plan` measured for each block, and what it chose.
+    - `conversion`: the layers that `convert` or `decompose` rewrote, and why the others stayed (a `Conversion`).
+    - `decomposition`: how well `decompose` fitted each layer (`Fitted`).
+    - `merging`: what `merge` folded, and why the rest stayed (`Merging`).
+    - `plan`: what `plan` measured for each block, and what it chose (a `NetworkPlan`).
     - `optimized`: whether `optimize` made the module.
     - `auxiliary`: names of the submodules that run in training alone.
     - `unpublished`: names of the submodules that the paper's parameter count leaves out.
@@ -67,10 +61,10 @@ class Notes:
     begun_from: str = ""
     training_card: TrainingCard | None = None
     int8_ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    conversion: Conversion | None = None
-    decomposition: tuple[Fitted, ...] = ()
-    merging: tuple[Merging, ...] = ()
-    plan: NetworkPlan | None = None
+    conversion: Any = None
+    decomposition: tuple[Any, ...] = ()
+    merging: tuple[Any, ...] = ()
+    plan: Any = None
     optimized: bool = False
     auxiliary: tuple[str, ...] = ()
     unpublished: tuple[str, ...] = ()
@@ -97,6 +91,6 @@ def note(module: nn.Module, **known: Any) -> None:
 
 
 def forget(module: nn.Module, *fields: str) -> None:
-    """Give fields their defaults back: what they say no longer holds of the module."""
+    """Reset fields to their defaults, because they no longer describe the module."""
     defaults = Notes()
     module.__dict__[_ATTRIBUTE] = replace(notes(module), **{name: getattr(defaults, name) for name in fields})

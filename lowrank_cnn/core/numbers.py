@@ -1,4 +1,4 @@
-"""Whole-number arithmetic that Python lacks."""
+"""Whole-number arithmetic, and statistics of results from a few seeds."""
 
 from __future__ import annotations
 
@@ -26,9 +26,6 @@ def round_up(value: int, step: int) -> int:
     9
     """
     return ceil_div(value, step) * step
-
-
-# Means, spreads, intervals and corrected p-values, for figures that come from a few seeds.
 
 
 def mean(values: Sequence[float]) -> float | None:

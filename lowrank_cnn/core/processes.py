@@ -29,7 +29,7 @@ os._exit(0)  # some engines crash when they are unloaded
 
 
 def first_process() -> bool:
-    """Whether this process speaks and writes for all that torchrun started; true where there is one alone."""
+    """Whether this process prints and writes for all that torchrun started; True without torchrun."""
     return os.environ.get("RANK", "0") == "0"
 
 

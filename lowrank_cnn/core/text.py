@@ -102,7 +102,7 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def p_value(p: float) -> str:
-    """With four digits. Resampling shows none that is zero.
+    """A p-value with four digits. It is never exactly zero.
 
     >>> p_value(0.0040), p_value(1e-5)
     ('0.0040', '< 0.0001')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -65,23 +65,6 @@ class Augment:
 
 
 @dataclass(frozen=True)
-class Moves:
-    """The crop, mirror and cutout of each image: one number per image and field."""
-
-    top: Tensor
-    left: Tensor
-    mirror: Tensor
-    cut_y: Tensor
-    cut_x: Tensor
-
-    def __getitem__(self, index: Tensor | slice) -> Moves:
-        return Moves(*(getattr(self, field.name)[index] for field in fields(self)))
-
-    def to(self, device: torch.device) -> Moves:
-        return Moves(*(send_to_device(getattr(self, field.name), device) for field in fields(self)))
-
-
-@dataclass(frozen=True)
 class ByteScale:
     """How images that are held as bytes become what the network sees: less the mean, over the deviation.
 
@@ -106,15 +89,17 @@ def send_to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def draw_moves(
     n: int, *, padded: tuple[int, int], window: tuple[int, int], mirror: bool, draw: torch.Generator
-) -> Moves:
-    """Random moves for n images of the padded size; the same numbers are drawn whatever is switched on."""
+) -> Tensor:
+    """Random moves [5, n] for n images: top and left of the crop, mirrored or not, y and x of the cutout.
+
+    The same numbers are drawn whatever is switched on.
+    """
 
     def below(limit: int) -> Tensor:
         return torch.randint(0, limit, (n,), generator=draw)
 
     top, left = below(padded[0] - window[0] + 1), below(padded[1] - window[1] + 1)
-    turned = below(2).bool() & mirror
-    return Moves(top, left, turned, below(window[0]), below(window[1]))
+    return torch.stack([top, left, below(2) * mirror, below(window[0]), below(window[1])])
 
 
 def alternating(rows: Tensor, *, images: int, seed: int, epoch: int) -> Tensor:
@@ -126,7 +111,7 @@ def alternating(rows: Tensor, *, images: int, seed: int, epoch: int) -> Tensor:
 def apply_moves(
     images: Tensor,
     rows: Tensor,
-    moves: Moves,
+    moves: Tensor,
     *,
     window: tuple[int, int],
     cutout: int = 0,
@@ -139,16 +124,16 @@ def apply_moves(
     if kernels_run(images.device):
         from lowrank_cnn.kernels.crop import launch_crop
 
-        places = (moves.top, moves.left, moves.mirror, moves.cut_y, moves.cut_x)
         scaling = (scale.mean, scale.std) if scale else None
         kind, pad = (scale.dtype, scale.pad) if scale else (images.dtype, 0)
         return launch_crop(
-            images, rows, *places, window=window, cutout=cutout, scaling=scaling, pad=pad, dtype=kind
+            images, rows, *moves, window=window, cutout=cutout, scaling=scaling, pad=pad, dtype=kind
         )
+    top, left, mirror, _, _ = moves
     ys = torch.arange(window[0], device=images.device)
     xs = torch.arange(window[1], device=images.device)
-    across = torch.where(moves.mirror[:, None], window[1] - 1 - xs, xs)
-    source_y, source_x = moves.top[:, None] + ys, moves.left[:, None] + across
+    across = torch.where(mirror.bool()[:, None], window[1] - 1 - xs, xs)
+    source_y, source_x = top[:, None] + ys, left[:, None] + across
     out = images[rows[:, None, None], source_y[:, :, None], source_x[:, None, :]]
     out = scale(out) if scale else out
     if scale and scale.pad:
@@ -159,20 +144,20 @@ def apply_moves(
     return out.masked_fill_(_holes(moves, window, cutout)[..., None], 0) if cutout else out
 
 
-def cut_out(images: Tensor, moves: Moves, *, cutout: int) -> Tensor:
+def cut_out(images: Tensor, moves: Tensor, *, cutout: int) -> Tensor:
     """Zero a square in each of the images [n, C, h, w], in place."""
     window = (images.shape[2], images.shape[3])
     return images.masked_fill_(_holes(moves, window, cutout)[:, None], 0)
 
 
-def _holes(moves: Moves, window: tuple[int, int], length: int) -> Tensor:
+def _holes(moves: Tensor, window: tuple[int, int], length: int) -> Tensor:
     """A mask [n, h, w] of the cut squares, clipped at the borders."""
 
     def near(centre: Tensor, places: int) -> Tensor:
         offset = torch.arange(places, device=centre.device) - (centre[:, None] - length // 2)
         return (offset >= 0) & (offset < length)
 
-    return near(moves.cut_y, window[0])[:, :, None] & near(moves.cut_x, window[1])[:, None, :]
+    return near(moves[3], window[0])[:, :, None] & near(moves[4], window[1])[:, None, :]
 
 
 def scaled(height: int, width: int, shorter: int | None) -> tuple[int, int]:

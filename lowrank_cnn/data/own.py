@@ -84,14 +84,12 @@ class DatasetSplit:
         if self.collate is None and not (isinstance(item, tuple | list) and len(item) == 2):
             return None
         try:
-            batch = (self.collate or stacked)([item])
-            found = batch[0]
+            found = (self.collate or stacked)([item])[0]
         except Exception:  # the batches that are trained on tell more
             return None
-        parts = found.values() if isinstance(found, dict) else found if isinstance(found, tuple | list) else ()
-        if isinstance(batch, str) or not parts or not all(isinstance(part, Tensor) for part in parts):
-            return None
-        return found if isinstance(found, dict) else tuple(found)
+        found = tuple(found) if isinstance(found, list) else found
+        parts = found.values() if isinstance(found, dict) else found if isinstance(found, tuple) else ()
+        return found if parts and all(isinstance(part, Tensor) for part in parts) else None
 
     @property
     def channels(self) -> int:
@@ -197,11 +195,7 @@ class DatasetLoader(DeviceLoader):
         def move(value: Any) -> Any:
             return value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
 
-        for number, batch in enumerate(loaded(self._loader(epoch))):
-            if number < start:
-                continue
-            if isinstance(batch, str):
-                raise LowRankError(batch)
+        for batch in islice(loaded(self._loader(epoch)), start, None):
             if not isinstance(batch, tuple | list) or len(batch) != 2:
                 raise LowRankError(f"a batch of a DataLoader is (images, targets), not {in_short(batch)}.")
             yield tree_map(move, batch[0]), tree_map(move, self.split.class_numbers(batch[1], train=self.train))
@@ -222,15 +216,12 @@ class DatasetLoader(DeviceLoader):
 
 
 def stacked(items: list[Any]) -> Any:
-    """A batch as torch's `default_collate` makes it; of images of several shapes, a sentence that says so.
-
-    An error would come out of a worker process with the whole traceback in its text.
-    """
+    """A batch as torch's `default_collate` makes it; images of several shapes are refused in a sentence."""
     parts = zip(*(tree_leaves(image) for image, _ in items), strict=False)
     each = (sorted({tuple(getattr(image, "shape", ())) for image in part}) for part in parts)
     if shapes := next((found for found in each if len(found) > 1), []):
         one, other = ("x".join(map(str, shape)) for shape in shapes[:2])
-        return (
+        raise LowRankError(
             f"the data set has images of {one} and of {other}, which make no batch: bring all to one size and "
             "number of channels, or give a DataLoader whose collate_fn does."
         )
@@ -345,7 +336,7 @@ def _split(part: Any) -> DatasetSplit:
 def _tested(part: Any) -> DatasetSplit:
     """The split to test on: each item that a sampler of the user's own gives, once, in the order of the data set.
 
-    How often an item is drawn by weights says nothing of what there is to test on.
+    Weights say how often an item is drawn to train on, and not that it is tested on more than once.
     """
     split = _split(part)
     if (loader := split.own_loader) is None:
@@ -353,13 +344,11 @@ def _tested(part: Any) -> DatasetSplit:
     if isinstance(loader.sampler, WeightedRandomSampler):
         chosen = loader.sampler.weights.nonzero()[:, 0].tolist()
     else:
-        with torch.random.fork_rng(devices=[]):
-            chosen = sorted({int(index) for batch in _one_epoch(loader) for index in batch})
+        with torch.random.fork_rng(devices=[]):  # a sampler may never end: its length is that of an epoch
+            batches: Any = loader.batch_sampler if loader.batch_size is None else [_one_epoch(loader.sampler)]
+            chosen = sorted({int(index) for batch in _one_epoch(batches) for index in batch})
     return replace(split, dataset=Subset(split.dataset, chosen), own_loader=None)
 
 
-def _one_epoch(loader: DataLoader) -> Iterator[Any]:
-    """The item numbers of one epoch, in batches. A sampler may never end; its length is then that of an epoch."""
-    if loader.batch_size is None:
-        return islice(iter(loader.batch_sampler or ()), len(loader))
-    return iter([islice(loader.sampler, len(loader.sampler))])  # type: ignore[arg-type]
+def _one_epoch(sampler: Any) -> Iterator[Any]:
+    return islice(sampler, len(sampler))

@@ -141,13 +141,8 @@ class Whiten:
         check_number("scale", scale, above=0)
         check_number("epsilon", epsilon, least=0)
         check_number("the number of values of an image", images[0].numel(), most=_MOST_VALUES)
-        key, size = f"zca-{tensor_key(images, scale, epsilon)}", images[0].numel()
-        found = cached_tensors(
-            key,
-            lambda: _zca(images, scale, epsilon, torch.device(device)),
-            shapes={"mean": (size,), "matrix": (size, size)},
-            folder=cache,
-        )
+        key = f"zca-{tensor_key(images, scale, epsilon)}"
+        found = cached_tensors(key, lambda: _zca(images, scale, epsilon, torch.device(device)), folder=cache)
         return cls(found["mean"], found["matrix"], scale, epsilon).to(device)
 
 

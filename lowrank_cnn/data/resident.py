@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.numbers import ceil_div
+from lowrank_cnn.core.text import counted
 from lowrank_cnn.data.augment import (
     Augment,
     ByteScale,
@@ -33,7 +35,6 @@ from lowrank_cnn.data.types import (
     Decoded,
     Problems,
     Size,
-    check_batches,
     check_workers,
     digest_of,
     fingerprint_of_subset,
@@ -161,7 +162,7 @@ def _unpickled(images: Any, labels: Any, problems: Problems, fingerprint: str) -
 
 @dataclass(eq=False, repr=False)
 class DeviceLoader:
-    """The options of `make_loader`, which loaders of all kinds of splits share."""
+    """The options of `make_loader`, which all loaders share."""
 
     split: Any
     _: KW_ONLY
@@ -182,9 +183,16 @@ class DeviceLoader:
         check_workers(self.workers)
         if self.decode not in get_args(Decode):
             raise LowRankError(f"images are decoded by cpu or gpu, not {self.decode}.")
-        self._batches = check_batches(
-            len(self.split), batch_size=self.batch_size, rank=self.rank, world=self.world, train=self.train
-        )
+        if self.augment.alternate and self.train and not isinstance(self.split, ResidentSplit):
+            raise LowRankError("alternate_mirror is for sets that are held in memory: set alternate_mirror=false.")
+        images, batch = len(self.split), self.batch_size
+        if batch < 1 or not 0 <= self.rank < self.world:
+            raise LowRankError(f"no batches of {counted(batch, 'image')} for rank {self.rank} of {self.world}.")
+        if batch % self.world:
+            raise LowRankError(f"the global batch of {batch} does not divide over {self.world} processes.")
+        if images < (batch if self.train else 1):
+            raise LowRankError(f"{counted(images, 'image')} cannot fill one batch of {batch}.")
+        self._batches = images // batch if self.train else ceil_div(images, batch)
         self._device = torch.device(self.device)
         self._prepare = self.preprocess.to(self._device) if self.preprocess else to_unit
 
@@ -206,9 +214,7 @@ class ResidentLoader(DeviceLoader):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.decode == "gpu":
-            raise LowRankError(
-                "decode='gpu' (--decode gpu) is for streamed sets: this one is held in memory, decoded."
-            )
+            raise LowRankError("decode='gpu' is for streamed sets: this one is held in memory, decoded.")
         split, augment = self.split, self.augment
         self._window = augment.window(*split.size[1:], train=self.train)
         self._pad = augment.pad if self.train else 0
@@ -263,15 +269,14 @@ class ResidentLoader(DeviceLoader):
         order = torch.randperm(len(self._labels), generator=draw)
         moves = draw_moves(len(order), padded=padded, window=self._window, mirror=self.augment.mirror, draw=draw)
         if self.augment.alternate:
-            turned = alternating(order, images=len(order), seed=self.seed, epoch=epoch)
-            moves = replace(moves, mirror=turned)
+            moves[2] = alternating(order, images=len(order), seed=self.seed, epoch=epoch)
         mine = self._mine(start)
-        rows, moves = send_to_device(order[mine], self._device), moves[mine].to(self._device)
+        rows, moves = (send_to_device(drawn, self._device) for drawn in (order[mine], moves[:, mine]))
         options = {"window": self._window, "cutout": self.augment.cutout, "scale": self._scale}
         local = self.batch_size // self.world
         for first in range(0, len(rows), self._chunk(local)):
             part = slice(first, first + self._chunk(local))
-            images = apply_moves(self._images, rows[part], moves[part], **options)
+            images = apply_moves(self._images, rows[part], moves[:, part], **options)
             labels = self._labels[rows[part]]
             yield from zip(self._batch(images.permute(0, 3, 1, 2)).split(local), labels.split(local), strict=True)
 

@@ -31,46 +31,46 @@ _FILES = {
     "train": tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
     "test": ("test_batch.bin",),
 }
+_NAMES = _FILES["train"] + _FILES["test"]
 _PICKLED = ("cifar-10-python.tar.gz", "cifar-10-batches-py", "data_batch_1")
 _RECORD = 1 + 3 * 32 * 32
 _LARGEST_FILE = 10_000 * _RECORD
 
 
-def open_archive(path: Path, *, md5: str = ARCHIVE_MD5) -> Data:
-    """The set from the archive, which is read in place and never unpacked to disk."""
-    if path.name == _PICKLED[0]:
-        raise _pickled(path)
+def open_cifar(path: Path, *, content_sums: Mapping[str, str] = CONTENT, md5: str = ARCHIVE_MD5) -> Data:
+    """The set from its archive, from the folder extracted from it, or from a folder that holds either.
+
+    The archive is checked by its MD5 and never unpacked to disk; extracted files are checked by their content.
+    """
+    place = path if path.is_file() else _place(path)
+    if place is None or path.name == _PICKLED[0]:
+        raise LowRankError(f"{path} is the pickled CIFAR-10, which is not read: get {ARCHIVE} instead.")
     try:
-        with open_regular(path) as file:
-            found = hashlib.file_digest(file, "md5").hexdigest()
-            if found != md5:
-                raise LowRankError(f"{path} is not CIFAR-10's {ARCHIVE}: its MD5 is {found} instead of {md5}.")
-            file.seek(0)
-            with tarfile.open(fileobj=file, mode="r:gz") as archive:
-                content = {name: _member(archive, f"{_FOLDER}/{name}") for name in _names()}
+        content = _from_archive(place, md5) if place.is_file() else _from_folder(place, content_sums)
     except OSError as error:
-        raise LowRankError(f"{path} cannot be read ({error.strerror or error}).") from error
-    return _data(path, content)
+        raise LowRankError(f"{place} cannot be read ({error.strerror or error}).") from error
+    splits = {split: b"".join(content[name] for name in names) for split, names in _FILES.items()}
+    return Data("cifar10", CLASSES, _split(place, splits["train"]), _split(place, splits["test"]))
 
 
-def open_cifar_folder(path: Path, *, content_sums: Mapping[str, str] = CONTENT, md5: str = ARCHIVE_MD5) -> Data:
-    """The set from a folder that holds the archive or its files; the files are checked by their content."""
-    place = _place(path)
-    if place is None:
-        raise _pickled(path)
-    if place.is_file():
-        return open_archive(place, md5=md5)
-    absent = [name for name in _names() if not (place / name).is_file()]
-    if absent:
-        raise LowRankError(f"{place} lacks {', '.join(absent)} of CIFAR-10.")
-    try:
-        content = {name: read_regular(place / name, most=_LARGEST_FILE) for name in _names()}
-    except OSError as error:
-        raise LowRankError(f"the files of CIFAR-10 in {place} cannot be read ({error.strerror}).") from error
+def _from_archive(path: Path, md5: str) -> dict[str, bytes]:
+    with open_regular(path) as file:
+        found = hashlib.file_digest(file, "md5").hexdigest()
+        if found != md5:
+            raise LowRankError(f"{path} is not CIFAR-10's {ARCHIVE}: its MD5 is {found} instead of {md5}.")
+        file.seek(0)
+        with tarfile.open(fileobj=file, mode="r:gz") as archive:
+            return {name: _member(archive, f"{_FOLDER}/{name}") for name in _NAMES}
+
+
+def _from_folder(folder: Path, content_sums: Mapping[str, str]) -> dict[str, bytes]:
+    if absent := [name for name in _NAMES if not (folder / name).is_file()]:
+        raise LowRankError(f"{folder} lacks {', '.join(absent)} of CIFAR-10.")
+    content = {name: read_regular(folder / name, most=_LARGEST_FILE) for name in _NAMES}
     for split, names in _FILES.items():
         if content_sum(content[name] for name in names) != content_sums[split]:
-            raise LowRankError(f"the {split} files in {place} do not hold the images of CIFAR-10, or not all.")
-    return _data(place, content)
+            raise LowRankError(f"the {split} files in {folder} do not hold the images of CIFAR-10, or not all.")
+    return content
 
 
 def is_inside(path: Path) -> bool:
@@ -89,13 +89,9 @@ def content_sum(files: Iterable[bytes]) -> str:
 
 def _place(path: Path) -> Path | None:
     """The folder of binary files, or the archive, in a folder."""
-    if (path / _FILES["train"][0]).is_file():
+    if (path / _NAMES[0]).is_file():
         return path
     return next((path / name for name in (_FOLDER, ARCHIVE) if (path / name).exists()), None)
-
-
-def _names() -> tuple[str, ...]:
-    return _FILES["train"] + _FILES["test"]
 
 
 def _member(archive: tarfile.TarFile, name: str) -> bytes:
@@ -103,11 +99,6 @@ def _member(archive: tarfile.TarFile, name: str) -> bytes:
     if file is None:
         raise LowRankError(f"{ARCHIVE} lacks {name}.")
     return file.read()
-
-
-def _data(path: Path, content: Mapping[str, bytes]) -> Data:
-    splits = {split: b"".join(content[name] for name in names) for split, names in _FILES.items()}
-    return Data("cifar10", CLASSES, _split(path, splits["train"]), _split(path, splits["test"]))
 
 
 def _split(path: Path, records: bytes) -> ResidentSplit:
@@ -118,10 +109,6 @@ def _split(path: Path, records: bytes) -> ResidentSplit:
     if int(labels.max()) >= len(CLASSES):
         raise LowRankError(f"{path} has the label {int(labels.max())}, CIFAR-10 has classes 0 to 9.")
     return ResidentSplit.of(table[:, 1:].reshape(-1, 3, 32, 32).clone(), labels)
-
-
-def _pickled(path: Path) -> LowRankError:
-    return LowRankError(f"{path} is the pickled CIFAR-10, which is not read: get {ARCHIVE} instead.")
 
 
 _FILE = Path("data", "data", "mnist_5k.csv.gz")

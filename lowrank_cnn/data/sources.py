@@ -114,15 +114,12 @@ def parse_image_size(value: object) -> tuple[int, int] | None:
     """
     if value is None:
         return None
-    sides = value
-    if isinstance(value, str) and (match := re.fullmatch(r"(\d{1,6})(?:x(\d{1,6}))?", value.strip())):
-        sides = tuple(int(side) for side in match.groups() if side)
-    if isinstance(sides, int) and not isinstance(sides, bool):
-        sides = (sides,)
-    if isinstance(sides, tuple | list) and 1 <= len(sides) <= 2:
-        height, width = sides[0], sides[-1]
-        if all(isinstance(side, int) and 1 <= side <= _LARGEST_SIDE for side in (height, width)):
-            return height, width
+    sides: Any = [value] if isinstance(value, int) else value
+    if isinstance(value, str) and re.fullmatch(r"\d{1,6}(x\d{1,6})?", value.strip()):
+        sides = [int(side) for side in value.split("x")]
+    sides = sides if isinstance(sides, tuple | list) else ()
+    if len(sides) in (1, 2) and all(type(side) is int and 1 <= side <= _LARGEST_SIDE for side in sides):
+        return sides[0], sides[-1]
     raise LowRankError(
         f"an image size is a side like 64 or a height and width like 48x64, up to {_LARGEST_SIDE}, not {value!r}."
     )
@@ -142,7 +139,7 @@ def _find(source: str | Path, missing: Missing) -> Data | LabelledImages:
         return small_sets.open_digits()
     if path.is_dir():
         if small_sets.is_inside(path):
-            return small_sets.open_cifar_folder(path)
+            return small_sets.open_cifar(path)
         if parquet.find_shards(path):
             return parquet.open_parquet(path, name=path.resolve().name, missing=missing)
         return folders.open_images(path)
@@ -151,7 +148,7 @@ def _find(source: str | Path, missing: Missing) -> Data | LabelledImages:
     if path.is_file() and path.suffix.lower() in folders.SUFFIXES:
         raise LowRankError(f"{source} is one image: give the folder that has a folder of images for each class.")
     if path.is_file():
-        return small_sets.open_archive(path)
+        return small_sets.open_cifar(path)
     if isinstance(source, str) and parquet.is_repository(source):
         return parquet.open_parquet(parquet.download_shards(source), name=source, missing=missing)
     raise LowRankError(

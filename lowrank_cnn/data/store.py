@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ UNKNOWN_CLASS = NO_LABEL + 1
 WRONG_LABEL = "wrong label"
 MOST_WRONG = 10**5
 """More wrong labels than this mean a wrong column, and naming each would take more memory than the images."""
+Item = TypeVar("Item")
 _SAMPLED_HEADERS = 64
 _RUN = 8
 
@@ -172,11 +174,10 @@ class ImageStore(ABC):
         written = (before["stamps"] != self.stamps).tolist()
         suspects = [row for row in rows.tolist() if written[self.file_of(row)]] if any(written) else []
         changed = []
-        with ImageProgress("Comparing images that were written since", len(suspects)) as shown:
-            for row in suspects:
-                if digests[row] and self._digest(row) != digests[row]:
-                    changed.append(self.where(row))
-                shown.advance(1)
+        what = "Comparing images that were written since"
+        for row in counting(suspects, what, len(suspects), lambda _: 1):
+            if digests[row] and self._digest(row) != digests[row]:
+                changed.append(self.where(row))
         self.digests.copy_(torch.where(self.digests == 0, before["digests"], self.digests))
         return changed, sum(not digests[row] for row in suspects)
 
@@ -226,25 +227,16 @@ class LabelledImages:
     problems: dict[str, Problems] = field(default_factory=no_problems)
 
 
-class ImageProgress:
-    """Counts images on the line of `core.progress`."""
+def counting(items: Iterable[Item], what: str, total: int, images: Callable[[Item], int]) -> Iterator[Item]:
+    """The items, and beside them the number of images done on the line of `core.progress`.
 
-    def __init__(self, what: str, total: int, *, enabled: bool = True) -> None:
-        self.what, self.total, self.enabled = what, total, enabled
-        self.done, self.said = 0, 0.0
-        self.line = ExitStack()
-
-    def __enter__(self) -> ImageProgress:
-        if self.enabled:
-            self.line.enter_context(progress(self.what))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.line.close()
-
-    def advance(self, images: int) -> None:
-        """Count some more images as done."""
-        self.done += images
-        if self.enabled and time.monotonic() - self.said > 0.1:  # a line for each image would slow the work down
-            self.said = time.monotonic()
-            step(f"{self.done:,} of {counted(self.total, 'image')}")
+    `images` is the number of them in an item. No line is shown if `what` is empty.
+    """
+    done, said = 0, 0.0
+    with progress(what) if what else nullcontext():
+        for item in items:
+            yield item
+            done += images(item)
+            if what and time.monotonic() - said > 0.1:  # a line for each image would slow the work down
+                said = time.monotonic()
+                step(f"{done:,} of {counted(total, 'image')}")

@@ -6,9 +6,8 @@ import contextlib
 import io
 import itertools
 import math
-import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -126,7 +125,7 @@ class StreamedLoader(DeviceLoader):
         self._decoder = find_decoder(device) if self.decode == "gpu" else None
         if self._decoder and (split.channels != 3 or (self.train and self._framing.pad)):
             raise LowRankError(
-                "decode='gpu' (--decode gpu) is for photographs in colour that are not padded: set pad to 0 and "
+                "decode='gpu' is for photographs in colour that are not padded: set pad to 0 and "
                 "read the images in colour, or decode them on the CPU."
             )
         # One for all epochs: memory that was freed in one stream serves no other.
@@ -134,7 +133,9 @@ class StreamedLoader(DeviceLoader):
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         parts = self._training_parts(epoch) if self.train else self._evaluation_parts()
-        ready = self._ready(parts, iter(self._load(parts, start)), epoch, start)
+        workers = min(self.workers, parts.parts) if self.train else self.workers
+        loaded = parts.load(start, workers=workers, pin_memory=self._device.type == "cuda")
+        ready = self._ready(parts, iter(loaded), epoch, start)
         problems = self.split.problems
         with contextlib.closing(prefetch(ready, self._stream) if self._decoder else ready) as made:
             for found, batch in made:
@@ -189,10 +190,6 @@ class StreamedLoader(DeviceLoader):
         channels, encoded = self.split.channels, self._decoder is not None
         return EpochParts(self.split.store, lanes, mine, per_lane, parts, channels, self._framing, draw, encoded)
 
-    def _load(self, parts: EpochParts, start: int) -> Iterable[BatchPart]:
-        workers = min(self.workers, parts.parts) if self.train else self.workers
-        return parts.load(start, workers=workers, pin_memory=self._device.type == "cuda")
-
     @torch.no_grad()
     def _finish(self, images: Tensor, epoch: int, batch: int) -> Tensor:
         """uint8 [n, h, w, C] on the device, preprocessed and cut out."""
@@ -201,7 +198,7 @@ class StreamedLoader(DeviceLoader):
             window, draw = self._framing.window, generator("cutouts", self.seed, epoch, batch)
             moves = draw_moves(self.batch_size, padded=window, window=window, mirror=False, draw=draw)
             mine = slice(self.rank * len(images), (self.rank + 1) * len(images))
-            ready = cut_out(ready, moves[mine].to(self._device), cutout=self.augment.cutout)
+            ready = cut_out(ready, send_to_device(moves[:, mine], self._device), cutout=self.augment.cutout)
         return self._batch(ready.to(self.dtype))
 
 
@@ -241,32 +238,6 @@ def _fill(preprocess: Preprocess | None, channels: int) -> tuple[int, ...]:
     if isinstance(preprocess, Standardize):
         return tuple(round(value) for value in preprocess.mean.tolist())
     return (0,) * channels
-
-
-def decode_rate(split: StreamedSplit, n: int, workers: int, *, augment: Augment | None = None) -> float:
-    """Images per second and core: read, decoded and framed.
-
-    The first batch is not timed. The images that workers prefetch meanwhile are few compared with thousands.
-    """
-    batch = max(1, min(64, n // 4))
-    some = split.subset(torch.arange(min(n, len(split))))
-    loader = StreamedLoader(
-        some,
-        batch_size=batch,
-        preprocess=None,
-        augment=augment or Augment(),
-        seed=0,
-        device="cpu",
-        train=True,
-        workers=workers,
-    )
-    parts = loader._training_parts(0)
-    loaded = iter(loader._load(parts, 0))
-    for _ in itertools.islice(loaded, parts.parts):
-        pass
-    began = time.perf_counter()
-    images = sum(len(part.rows) for part in loaded)
-    return images / (time.perf_counter() - began) / parts.parts
 
 
 def prefetch(
@@ -322,18 +293,16 @@ Decoder = Callable[[list[Tensor]], list[Tensor]]
 def find_decoder(device: torch.device) -> Decoder:
     """torchvision's nvJPEG, once it has shown that it works here."""
     if device.type != "cuda" or not torch.cuda.is_available():
-        raise LowRankError(f"decode='gpu' (--decode gpu) needs a CUDA device, and this run is on {device}.")
+        raise LowRankError(f"decode='gpu' needs a CUDA device, and this run is on {device}.")
     try:
-        vision: Any = require("torchvision.io", extra="zoo", purpose="decode='gpu' (--decode gpu)")
+        vision: Any = require("torchvision.io", extra="zoo", purpose="decode='gpu'")
         pillow = require("PIL.Image", extra="data", purpose="decoding images")
         device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
         decode = partial(_by_nvjpeg, vision, device)
         pillow.new("RGB", (64, 64)).save(probe := io.BytesIO(), "JPEG")
         decode([torch.frombuffer(bytearray(probe.getvalue()), dtype=torch.uint8)])
     except (RuntimeError, OSError, AttributeError) as error:  # a build for another torch fails in various ways
-        raise LowRankError(
-            f"decode='gpu' (--decode gpu) does not work with this torchvision: {first_line(error)}"
-        ) from error
+        raise LowRankError(f"decode='gpu' does not work with this torchvision: {first_line(error)}") from error
     return decode
 
 
@@ -372,69 +341,54 @@ def decode_parts(
 
 @torch.no_grad()
 def decode_windows(jpegs: list[Jpeg], size: tuple[int, int], decode: Decoder) -> list[Tensor | None]:
-    """The window [3, h, w] of every JPEG; None for those that are refused."""
-    return [window for some in _at_once(jpegs) for window in _cut_out(some, size, decode)]
+    """The window [3, h, w] of every JPEG; None for those that are refused.
+
+    JPEGs that are too large together are decoded in halves, and so are those of which one was refused.
+    """
+    data, crops = [jpeg for jpeg, _ in jpegs], [crop for _, crop in jpegs]
+    if not jpegs:
+        return []
+    if len(jpegs) == 1 or sum(crop.pixels for crop in crops) <= DECODED_AT_ONCE:
+        try:
+            decoded = decode(data)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except RuntimeError:
+            if len(jpegs) == 1:
+                return [None]
+        else:
+            return _cut_out(decoded, crops, size)
+    halves = jpegs[: len(jpegs) // 2], jpegs[len(jpegs) // 2 :]
+    return [window for half in halves for window in decode_windows(half, size, decode)]
 
 
-def _at_once(jpegs: list[Jpeg]) -> Iterator[list[Jpeg]]:
-    """Runs of JPEGs, each small enough to be held decoded."""
-    run: list[Jpeg] = []
-    held = 0
-    for jpeg in jpegs:
-        held += jpeg[1].pixels
-        if run and held > DECODED_AT_ONCE:
-            yield run
-            run, held = [], jpeg[1].pixels
-        run.append(jpeg)
-    yield run
-
-
-def _cut_out(jpegs: list[Jpeg], size: tuple[int, int], decode: Decoder) -> list[Tensor | None]:
-    windows = [window for _, window in jpegs]
-    decoded = zip(decode_each([data for data, _ in jpegs], decode), windows, strict=True)
-    images = {
-        index: image
-        for index, (image, window) in enumerate(decoded)
-        if image is not None and image.shape == (3, *window.whole)
-    }
+def _cut_out(decoded: list[Tensor], crops: list[ScaledCrop], size: tuple[int, int]) -> list[Tensor | None]:
+    """The windows of decoded images; None for an image of another size than its header says."""
+    pairs = enumerate(zip(decoded, crops, strict=True))
+    images = {index: image for index, (image, crop) in pairs if image.shape == (3, *crop.whole)}
     if not images:
-        return [None] * len(jpegs)
-    scale(images, windows)
+        return [None] * len(crops)
+    _scale(images, crops)
     cut = []
     for index, image in images.items():
-        top, left = windows[index].corner
+        top, left = crops[index].corner
         cut.append(image[:, top : top + size[0], left : left + size[1]])
     stacked = torch.stack(cut)
-    mirrored = send_to_device(torch.tensor([windows[index].mirrored for index in images]), stacked.device)
+    mirrored = send_to_device(torch.tensor([crops[index].mirrored for index in images]), stacked.device)
     rows = dict(zip(images, torch.where(mirrored[:, None, None, None], stacked.flip(3), stacked), strict=True))
-    return [rows.get(index) for index in range(len(jpegs))]
+    return [rows.get(index) for index in range(len(crops))]
 
 
-def scale(images: dict[int, Tensor], windows: Sequence[ScaledCrop]) -> None:
+def _scale(images: dict[int, Tensor], crops: list[ScaledCrop]) -> None:
     """Bring images to their scale, in place: those of one size together, as photographs of a set often are."""
     alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index in images:
-        if windows[index].scaled != windows[index].whole:
-            alike[tuple(windows[index].whole)].append(index)  # torch makes lists of tuples that it pins
+        if crops[index].scaled != crops[index].whole:
+            alike[tuple(crops[index].whole)].append(index)  # torch makes lists of tuples that it pins
     for members in alike.values():
-        at_once = max(1, SCALED_AT_ONCE // windows[members[0]].pixels)
+        at_once = max(1, SCALED_AT_ONCE // crops[members[0]].pixels)
         for first in range(0, len(members), at_once):
             some = members[first : first + at_once]
-            pixels, to = torch.stack([images[index] for index in some]).float(), windows[some[0]].scaled
+            pixels, to = torch.stack([images[index] for index in some]).float(), crops[some[0]].scaled
             pixels = functional.interpolate(pixels, to, mode="bilinear", antialias=True)
             images.update(zip(some, pixels.round_().to(torch.uint8), strict=True))
-
-
-def decode_each(jpegs: list[Tensor], decode: Decoder) -> list[Tensor | None]:
-    """The pixels of every JPEG, None for those that are refused: one of them fails a call for all."""
-    if not jpegs:
-        return []
-    try:
-        return list(decode(jpegs))
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except RuntimeError:
-        if len(jpegs) == 1:
-            return [None]
-        middle = len(jpegs) // 2
-        return decode_each(jpegs[:middle], decode) + decode_each(jpegs[middle:], decode)

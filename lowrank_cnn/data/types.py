@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lowrank_cnn.core.errors import LowRankError, check_number
 from lowrank_cnn.core.files import open_regular
-from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.text import counted
 
 Size = tuple[int, int, int]
@@ -81,7 +80,7 @@ class Problems:
     def refuse(self) -> None:
         """Raise if there is any problem, naming the first of each kind."""
         if self:
-            raise LowRankError(f"the data has bad images: {self} (bad='skip', or --bad skip, leaves them out).")
+            raise LowRankError(f"the data has bad images: {self} (bad='skip' leaves them out).")
 
 
 class Split(Protocol):
@@ -245,17 +244,6 @@ def check_workers(workers: int) -> None:
     check_number("workers", workers, least=0, most=_MOST_WORKERS, whole=True)
 
 
-def check_batches(images: int, *, batch_size: int, rank: int, world: int, train: bool) -> int:
-    """The number of batches per epoch; refuses settings that give none."""
-    if batch_size < 1 or not 0 <= rank < world:
-        raise LowRankError(f"no batches of {counted(batch_size, 'image')} for rank {rank} of {world}.")
-    if batch_size % world:
-        raise LowRankError(f"the global batch of {batch_size} does not divide over {world} processes.")
-    if images < (batch_size if train else 1):
-        raise LowRankError(f"{counted(images, 'image')} cannot fill one batch of {batch_size}.")
-    return images // batch_size if train else ceil_div(images, batch_size)
-
-
 def generator(*keys: int | str) -> torch.Generator:
     """A CPU generator seeded by all keys together, so that streams of neighbouring seeds do not overlap."""
     digest = hashlib.blake2b("/".join(map(str, keys)).encode(), digest_size=8).digest()
@@ -296,16 +284,10 @@ def places_by_name(theirs: Sequence[str], ours: Sequence[str]) -> list[int | Non
     >>> places_by_name(["crane", "dog", "crane"], ["crane", "cat", "crane", "dog"])
     [0, 3, 2]
     """
-    known = {name: place for place, name in enumerate(_numbered(ours))}
-    return [known.get(name) for name in _numbered(theirs)]
-
-
-def _numbered(names: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Each name with the number of times that it came before."""
-    seen: Counter[str] = Counter()
-    for name in names:
-        yield name, seen[name]
-        seen[name] += 1
+    places: dict[str, deque[int]] = defaultdict(deque)
+    for place, name in enumerate(ours):
+        places[name].append(place)
+    return [places[name].popleft() if places[name] else None for name in theirs]
 
 
 def fingerprint_of_parts(*parts: str) -> str:

@@ -32,7 +32,7 @@ from lowrank_cnn.data.decode import (
     frame_image,
     stack,
 )
-from lowrank_cnn.data.store import ImageProgress, ImageStore, stamps_of
+from lowrank_cnn.data.store import ImageStore, counting, stamps_of
 from lowrank_cnn.data.types import (
     Bad,
     Decoded,
@@ -201,11 +201,12 @@ def loaded(loader: DataLoader) -> Iterator[Any]:
     """The items of a DataLoader; an error of its processes is one sentence, without their tracebacks."""
     try:
         yield from loader
-    except LowRankError as error:  # of a worker: torch puts the whole traceback into its text
-        raise type(error)(error.args[0].strip().splitlines()[-1].partition(": ")[2]) from error
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+    except (LowRankError, RuntimeError) as error:
+        text = str(error.args[0]) if error.args else ""
+        if "DataLoader worker" not in text:
             raise
+        if isinstance(error, LowRankError):  # torch puts the whole traceback into its text
+            raise type(error)(text.strip().splitlines()[-1].partition(": ")[2]) from error
         raise LowRankError(
             "a process that reads images was killed, by the system if memory ran out: use fewer --workers."
         ) from error
@@ -247,14 +248,12 @@ def _decode(parts: EpochParts, what: str, note: Callable[[Found], None]) -> Batc
     forks = workers > 1 and "fork" in multiprocessing.get_all_start_methods()
     options = {"workers": workers, "multiprocessing_context": "fork"} if forks else {}
     whole = BatchPart(torch.empty(number, parts.channels, *parts.framing.window, dtype=torch.uint8), [], [], {})
-    with ImageProgress(what, number, enabled=bool(what)) as shown:
-        for part in parts.load(**options):
-            whole.images[len(whole.rows) : len(whole.rows) + len(part.rows)] = part.images.permute(0, 3, 1, 2)
-            whole.rows.extend(part.rows)
-            note(part.found)
-            whole.found.extend(part.found)
-            whole.digests.update(part.digests)
-            shown.advance(parts.per_lane)
+    for part in counting(parts.load(**options), what, number, lambda _: parts.per_lane):
+        whole.images[len(whole.rows) : len(whole.rows) + len(part.rows)] = part.images.permute(0, 3, 1, 2)
+        whole.rows.extend(part.rows)
+        note(part.found)
+        whole.found.extend(part.found)
+        whole.digests.update(part.digests)
     return whole._replace(images=whole.images[: len(whole.rows)])
 
 

@@ -1,1 +1,1 @@
-"""From a trained network to one that runs: measure what is fastest, export, quantise, load back."""
+"""Deploy trained networks: find the fastest form, export, quantise, load."""

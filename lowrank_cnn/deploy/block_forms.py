@@ -32,9 +32,9 @@ from lowrank_cnn.method.spec import Composite
 
 
 class FusedBlock(nn.Module):
-    """The layers of a block by the kernels; the last launch takes the epilogue.
+    """The layers of a block by the kernels; the last launch includes the epilogue.
 
-    A pool that no conv kernel knows runs after it, by a kernel of its own where there is one.
+    A pool that no conv kernel supports runs after it, if possible by a kernel of its own.
     """
 
     def __init__(self, layers: Sequence[nn.Module], pool: nn.Module | None, epilogue: Epilogue) -> None:
@@ -43,7 +43,7 @@ class FusedBlock(nn.Module):
 
     @classmethod
     def of(cls, layer: nn.Module, epilogue: Epilogue) -> FusedBlock | None:
-        """A block of a conv, composite or chain; None where the kernels do not know one of its layers."""
+        """A block of a conv, composite or chain; None if the kernels do not support one of its layers."""
         stages = list(layer) if isinstance(layer, FactoredConv2d) else [layer]
         known = [options for options in map(conv_options, stages) if options is not None]
         if len(known) < len(stages):
@@ -88,7 +88,7 @@ class Staged(nn.Module):
 
 
 class ByGroup(nn.Module):
-    """Each filter group through the epilogue by itself, so that less is concatenated."""
+    """Apply the epilogue to each filter group, so that less is concatenated."""
 
     def __init__(self, convs: list[nn.Module], epilogue: Epilogue) -> None:
         super().__init__()
@@ -102,9 +102,9 @@ class ByGroup(nn.Module):
 
 
 class GroupsApart(ByGroup):
-    """The same step by step: a runtime fuses a conv with the activation right behind it, and has its own pools.
+    """The same step by step: a runtime fuses a conv with the activation right after it, and has its own pools.
 
-    A residual is added behind the concatenation. Every conv has a bias of its own: runtimes take constants alone.
+    A residual is added after the concatenation. Every conv has its own bias, because runtimes need constants.
     """
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -116,8 +116,8 @@ class GroupsApart(ByGroup):
 def groups_apart(model: nn.Module) -> nn.Module:
     """A copy in which the groups of every composite are rectified and pooled before they are concatenated.
 
-    The result is the same; a runtime that fuses a conv with the ReLU behind it can then do so. A network that
-    cannot be captured stays as it is.
+    The result is the same, and a runtime can then fuse a conv with the ReLU after it. A network that cannot be
+    captured stays as it is.
     """
     try:
         captured = capture(copy_with(model)).complete()
@@ -147,12 +147,12 @@ def _apart(layer: nn.Module) -> list[nn.Module]:
 # taps for six products, not twelve.
 
 Looks = tuple[list[int], list[int]]
-"""How far the rows of a filter look down, and its columns to the right."""
+"""How far a filter reads down and to the right of its output pixel."""
 THREE = [-1, 0, 1]
 
 
 def weight_parts(layer: nn.Module) -> tuple[list[Tensor], list[Looks]] | None:
-    """Each group's weight, and how far it looks; None for a layer of another stride or output size."""
+    """Each group's weight and reach; None for a layer of another stride or output size."""
     if isinstance(layer, CompositeConv2d):
         weights, sides, groups = list(layer.weights), list(layer.group_padding), layer.channel_groups
     elif type(layer) is nn.Conv2d:
@@ -173,7 +173,7 @@ def weight_parts(layer: nn.Module) -> tuple[list[Tensor], list[Looks]] | None:
 
 
 class PackedConv2d(nn.Module):
-    """Such a layer with its epilogue, for inference; `pack` lays out the weights once.
+    """A layer by minimal filtering, with its epilogue, for inference; `pack` lays out the weights once.
 
     It keeps the layer for exports, and packs again when weights are loaded.
     """
@@ -200,7 +200,7 @@ class PackedConv2d(nn.Module):
         return [self.get_buffer(f"packed{index}") for index in range(len(self.filters))]
 
     def plain(self) -> nn.Module:
-        """The layer with what follows it: for programs that have products of their own."""
+        """The plain layer with its epilogue, for programs with their own kernels."""
         return BlockAsGiven(self.layer, self.epilogue).eval()
 
     @torch.no_grad()
@@ -218,14 +218,14 @@ def _pack_again(module: nn.Module, _: object) -> None:
     module.pack()
 
 
-# Winograd's F(4, 3) (Winograd 1980; Lavin and Gray 2016) in torch, along one axis: the one that a kx1 or 1xk group
-# has, and the columns of a 3x3 group, whose three rows add up before the results are put together. A group of 1x1
-# filters is a plain product. Pixels lie with their channels together, so that what makes six inputs out of six
-# neighbours, and four results out of six products, is done to whole rows of channels.
+# Winograd's F(4, 3) (Winograd 1980; Lavin and Gray 2016) in torch, along one axis: the axis of a kx1 or 1xk group,
+# or the columns of a 3x3 group, whose three rows are summed before the output transform. A group of 1x1 filters is
+# a plain product. Memory is channels-last, so the transforms (six inputs from six neighbours, four results from
+# six products) work on whole rows of channels.
 
 STEP, PRODUCTS = 4, 6
 FEWEST = 32
-"""Channels below which making the inputs takes longer than the products saved."""
+"""With fewer channels the input transform takes longer than the saved products."""
 FILTERS = (
     (1 / 4, 0, 0),
     (-1 / 6, -1 / 6, -1 / 6),
@@ -277,7 +277,7 @@ class WinogradConv2d(PackedConv2d):
 
 
 def _axis(looks: Looks) -> int | None:
-    """The axis of a group: 1 for rows, 2 for columns, 0 for a 1x1 filter; None for a group of another kind."""
+    """The axis of a group: 1 for rows, 2 for columns, 0 for a 1x1 filter; None for any other group."""
     rows, columns = looks
     if columns == THREE and rows in (THREE, [0]):
         return 2
@@ -301,7 +301,7 @@ def _inputs(pixels: Tensor, axis: int, beside: int) -> list[Tensor]:
 
 
 def _products(inputs: list[Tensor], matrices: Tensor, height: int | None) -> list[Tensor]:
-    """Six products; of a group with several rows, those of its rows added up (`height` rows of results remain)."""
+    """Six products, summed over the rows of a group with several (`height` rows of results remain)."""
     rows, _, channels, filters = matrices.shape
     found = []
     for index, values in enumerate(inputs):
@@ -376,7 +376,7 @@ def has_strips(network: nn.Module) -> bool:
 
 
 def in_layers(model: nn.Module) -> nn.Module:
-    """A copy with plain layers in place of the products that a plan computes itself, which other programs lack."""
+    """A copy with plain layers instead of our own CPU kernels, which other programs lack."""
     ours = (module for module in model.modules() if isinstance(module, PackedConv2d))
     return copy_with(model, {module: module.plain() for module in ours})
 
@@ -387,7 +387,7 @@ def as_given(block: Block) -> nn.Module:
 
 
 def by_group(block: Block) -> nn.Module | None:
-    """The epilogue before the concatenation, and its pool before its activation; of a chain, of its last layer."""
+    """The epilogue before the concatenation, its pool before its activation; in a chain, for the last layer."""
     if not block.epilogue:
         return None
     *front, last = _stages(block.layer)
@@ -415,13 +415,13 @@ def fused(block: Block) -> nn.Module | None:
 
 
 def merged_and_fused(block: Block) -> nn.Module | None:
-    """On a GPU: the whole layer as one dense conv, the epilogue within its kernel; nothing lies between."""
+    """On a GPU: the whole layer as one dense conv, with the epilogue in its kernel."""
     dense = None if _on_cpu(block.layer) else _dense(block.layer)
     return None if dense is None else FusedBlock.of(dense, block.epilogue)
 
 
 def _filtered(block: Block, kind: type[StripConv2d] | type[WinogradConv2d]) -> nn.Module | None:
-    """The layers of a chain that a kind takes in that kind, the others as they are; None where it takes none."""
+    """Rewrite the layers of a chain that a kind supports, and keep the others; None if it supports none."""
     stages = _stages(block.layer)
     if not _on_cpu(block.layer) or not any(map(kind.takes, stages)):
         return None
@@ -432,7 +432,7 @@ def _filtered(block: Block, kind: type[StripConv2d] | type[WinogradConv2d]) -> n
 
 
 def _stages(layer: nn.Module) -> list[nn.Module]:
-    """The layers of a chain; any other layer alone."""
+    """The layers of a chain; for any other layer, the layer itself."""
     return list(layer) if isinstance(layer, FactoredConv2d) else [layer]
 
 
@@ -441,7 +441,7 @@ def _on_cpu(layer: nn.Module) -> bool:
 
 
 def _dense(layer: nn.Module) -> nn.Module | None:
-    """A chain or composite as one dense conv, where that is exact."""
+    """A chain or composite as one dense conv, if that is exact."""
     try:
         if isinstance(layer, FactoredConv2d):
             dense = merge_chain(layer)
@@ -455,9 +455,9 @@ def _dense(layer: nn.Module) -> nn.Module | None:
 
 
 def _split(layer: CompositeConv2d) -> list[nn.Module]:
-    """A conv per group, sharing the composite's weights; none where the padding is not of zeros.
+    """A conv per group, sharing the composite's weights; none if it does not pad with zeros.
 
-    Nor where several groups meet several channel groups: their outputs are not simply one after the other.
+    Also none for several groups with channel groups: their outputs are not simply concatenated.
     """
     if layer.padding_mode != "zeros" or layer.shuffle or (layer.channel_groups > 1 and len(layer.weights) > 1):
         return []

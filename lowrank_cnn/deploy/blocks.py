@@ -1,6 +1,6 @@
-"""Blocks: a layer with the residual, the activation and the max-pool behind it, planned and run as one.
+"""Blocks: a layer with the residual, the activation and the max-pool after it, planned and run as one.
 
-`Epilogue` is what follows the layer; every way to run a block ends in one.
+Every way to run a block ends with its `Epilogue`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from lowrank_cnn.kernels.problem import activate, is_monotone
 from lowrank_cnn.method.rewrite import copy_with
 
 FLAT = (nn.Conv1d, nn.Conv3d)
-"""Convs of other than two dimensions, which have one way to run."""
+"""1-D and 3-D convs, which have only one way to run."""
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What follows a layer: a sum with a residual (where `adds`), an activation, a max-pool, in this order.
+    """The operations after a layer: a sum with a residual (if `adds`), an activation, a max-pool, in this order.
 
     With `add_last` the sum follows the activation, as in Darknet.
-    Activations are named as in `kernels.activation`: "relu", "leaky_relu:0.1", "silu", "gelu", "hardswish".
+    Activations are named as in `problem.ACTIVATIONS`: "relu", "leaky_relu:0.1", "silu", "gelu", "hardswish".
     """
 
     activation: str | None = None
@@ -73,7 +73,7 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class Block:
-    """A conv, composite or chain of a network, by name, and what follows it."""
+    """A conv, composite or chain of a network, by name, with its epilogue."""
 
     name: str
     layer: nn.Module
@@ -98,9 +98,9 @@ class BlockAsGiven(nn.Module):
 
 
 class ForCalls(nn.Module):
-    """A rewritten network for calls of the kind that it was captured for; the original takes all others.
+    """A rewritten network for the kind of call that was captured; the original runs all others.
 
-    Calls by keyword go to the original too.
+    The original also runs calls by keyword.
     """
 
     def __init__(self, rewritten: nn.Module, original: nn.Module, calls: tuple[InputKind | None, ...]) -> None:
@@ -121,7 +121,7 @@ def _fits(x: Any, kind: InputKind | None) -> bool:
 def in_blocks(model: nn.Module, *inputs: Any) -> tuple[fx.GraphModule, list[Block], NetworkGraph]:
     """A copy of a network as a graph in which each block is one module, under the name of its layer.
 
-    It holds for calls like that with these inputs (`NetworkGraph.calls`). Raises `CaptureError` where the network
+    It is valid for calls with inputs of this kind (`NetworkGraph.calls`). Raises `CaptureError` if the network
     cannot be captured.
     """
     copied = copy_with(model)
@@ -140,12 +140,12 @@ def in_blocks(model: nn.Module, *inputs: Any) -> tuple[fx.GraphModule, list[Bloc
 
 
 def as_network(network: nn.Module, captured: NetworkGraph, original: nn.Module) -> nn.Module:
-    """A network for every call: the rewritten one, and the original for calls that it was not captured for."""
+    """A network for every call: the rewritten one for the captured kind of call, the original for others."""
     return network if captured.calls is None else ForCalls(network, original, captured.calls).eval()
 
 
 def max_pool(x: Tensor, pool: nn.MaxPool2d) -> Tensor:
-    """A max-pool; 2x2 windows side by side as two maxima of slices, which vectorise where torch's own do not."""
+    """A max-pool; for disjoint 2x2 windows two maxima of slices, which vectorise, unlike torch's own."""
     even = all(size % 2 == 0 for size in x.shape[-2:])
     if x.is_cuda or not is_halving(pool) or not even:
         return pool(x)
@@ -154,14 +154,14 @@ def max_pool(x: Tensor, pool: nn.MaxPool2d) -> Tensor:
 
 
 def pattern_block(captured: NetworkGraph, pattern: Pattern) -> Block:
-    """The layer of a pattern, and what follows it."""
+    """The layer of a pattern, with its epilogue."""
     layer = captured.root.get_submodule(pattern.name)
     adds = pattern.add is not None
     return Block(pattern.name, layer, Epilogue(pattern.activation, pattern.pool, adds, pattern.add_last))
 
 
 def is_halving(pool: nn.MaxPool2d) -> bool:
-    """Whether a pool has windows of 2x2, side by side."""
+    """Whether a pool has disjoint 2x2 windows."""
     settings = [_both(v) for v in (pool.kernel_size, pool.stride, pool.padding, pool.dilation)]
     return settings == [(2, 2), (2, 2), (0, 0), (1, 1)]
 

@@ -1,4 +1,4 @@
-"""Measure the installed engines on a network, beside a rival of equal cost, and keep the file of the fastest.
+"""Time a network and a rival of equal cost in the installed engines, and keep the file of the fastest.
 
 Each engine is timed in a process of its own: in one process their threads disturb each other.
 """
@@ -51,10 +51,10 @@ class EngineRun:
 
 @dataclass(frozen=True)
 class EngineTimes:
-    """Times by "engine, precision", the fastest first; why engines were left out; the file of the fastest.
+    """Times by "engine, precision", the fastest first; reasons for engines left out; the file of the fastest.
 
-    `rival` has the times of the thinner dense network of the same MACs, if one was given. int8 has ranges from
-    random numbers here, which is right for its time alone: no such file is kept.
+    `rival` has the times of the thinner dense network of the same MACs, if one was given. Here int8 ranges come
+    from random numbers, which only serves timing: no int8 file is kept.
     """
 
     times: dict[str, Sample]
@@ -69,7 +69,7 @@ class EngineTimes:
 
     @property
     def verdict(self) -> str:
-        """What is fastest here, in a few sentences."""
+        """The result in a few sentences."""
         told = f"Fastest here: {self.fastest} ({self.times[self.fastest].ms:.2f} ms)."
         if not all(time.steady for time in (*self.times.values(), *self.rival.values())):
             told += " Some times are unsteady: measure again while the machine is idle."
@@ -103,8 +103,8 @@ def time_engines(
 ) -> EngineTimes:
     """Export a network to every installed engine, time it there on one image, and write the fastest file.
 
-    - `rival`: another network, timed in turns with this one: the thinner dense one of the same MACs, say.
-    - `engines`: names of `ENGINES`; all that are installed if not given.
+    - `rival`: another network, timed in turns with this one, for example the thinner dense one of the same MACs.
+    - `engines`: names of `ENGINES`; by default all that are installed.
     - `out`: a directory for the file of the fastest engine in float.
     - `say`: a function that is called with a line as each engine ends (`say=print`).
 
@@ -120,7 +120,7 @@ def time_engines(
     search: Search[EngineRun, Path] = Search()
 
     def clock(files: Mapping[EngineRun, Path]) -> dict[EngineRun, Sample]:
-        """The times of files, those of an engine in turns in a process in which no other engine runs."""
+        """The times of files; the files of one engine run in turns, in a process of their own."""
         taken: dict[EngineRun, Sample] = {}
         for engine in dict.fromkeys(run.engine for run in files):
             step(f"{engine} is timed")
@@ -204,7 +204,7 @@ def _time_files(
 
 
 def _copy(made: Path, path: Path, overwrite: bool) -> str:
-    """Copy an engine's files; the path of the one that is opened."""
+    """Copy an engine's files; returns the path of the main file."""
     with placing(path, overwrite=overwrite) as aside:
         shutil.copytree(made.parent, aside.parent, dirs_exist_ok=True)
     return str(path)

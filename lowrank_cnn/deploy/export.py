@@ -1,4 +1,4 @@
-"""Write a network to a file that others can run, and read it back without running anything stored in it.
+"""Write a network to a file that other programs can run, and read it back without executing stored code.
 
 | suffix       | holds                                                    | read back by `load` as           |
 |--------------|----------------------------------------------------------|----------------------------------|
@@ -8,10 +8,10 @@
 | .safetensors | the weights, how to build the network around them, and   | the network itself, to train on  |
 |              | its images' size, classes and preparation, where known   |                                  |
 
-`deploy.engines` has a file for every format but the last; all of them carry classes and preparation too.
-`load` also reads the directory of a training run, or one of its checkpoints. A graph runs in its engine and is
-compared with the network, output by output, before the file appears. Composites stay 2-D convs side by side, so
-the saving in multiply-accumulates is kept. A file is written whole or not at all.
+`deploy.engines` has a module for every format but the last; all formats store classes and preprocessing. `load`
+also reads the directory of a training run, or one of its checkpoints. Before a file appears, it is run in its
+engine and compared with the network, output by output. Composites are exported as parallel 2-D convs, so the
+saving in multiply-accumulates is kept. A file is written whole or not at all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from torch import nn
 from lowrank_cnn.core.compare import unchanged
 from lowrank_cnn.core.errors import LowRankError, names_options
 from lowrank_cnn.core.files import as_path, delete, replacing, why_not_written
-from lowrank_cnn.core.notes import note, notes
+from lowrank_cnn.core.notes import AsDict, note, notes
 from lowrank_cnn.core.progress import progress
 from lowrank_cnn.deploy.engines.request import ExportRequest, Layout, Precision, at_precision, request_for
 from lowrank_cnn.deploy.engines.targets import engine_of, is_engine_file, open_engine, suffixes
@@ -48,20 +48,16 @@ from lowrank_cnn.models.network_file import Stored, read_weights, write_weights
 from lowrank_cnn.train.trained import Trained, load_checkpoint, trained_of
 
 _ASIDE = f".tmp-export-{platform.node()}-"
-"""How the names of folders begin in which exports of this machine write."""
+"""The prefix of the temporary folders in which exports of this machine write."""
 
 
 @dataclass(frozen=True)
-class Exported:
-    """The file, its size, and its largest difference from the network, relative to the output where that is."""
+class Exported(AsDict):
+    """The file, its size, and its largest difference from the network, relative to the largest output."""
 
     path: str
     bytes: int
     error: float | None
-
-    def to_dict(self) -> dict[str, object]:
-        """In values that JSON can hold."""
-        return asdict(self)
 
 
 @names_options(target="path", file="path", out="path", to="path", size="input_size", example="example_input")
@@ -82,28 +78,27 @@ def export(
     strips: bool = False,
     overwrite: bool = False,
 ) -> Exported:
-    """Write `model`, as it is in evaluation, in the format that the suffix of `path` names.
+    """Write `model`, in evaluation mode, in the format that the suffix of `path` names.
 
-    - `input_size`: (channels, height, width) of an image. Our own networks know theirs, and so does what
-      `load_checkpoint` gives.
-    - `example_input`: for a network that takes anything else: a tensor, a tuple of inputs, or a dictionary of
-      keywords. A tuple may end in a dictionary of keywords. The outputs may be a tensor, a tuple, a list, a
-      dictionary or a dataclass; each tensor in them gets a name ("logits", "hidden_states_0").
-    - `dynamic`: the axes of any length: "batch", "height", "width" (of volumes "depth", of series "length"). ()
+    - `input_size`: (channels, height, width) of an image. Our own networks and the results of `load_checkpoint`
+      know theirs.
+    - `example_input`: for networks with other inputs: a tensor, a tuple of inputs, or a dictionary of keywords. A
+      tuple may end in a dictionary of keywords. The outputs may be a tensor, a tuple, a list, a dictionary or a
+      dataclass; each tensor in them gets a name ("logits", "hidden_states_0").
+    - `dynamic`: the axes of any length: "batch", "height", "width" ("depth" for volumes, "length" for series). ()
       fixes all. {"image": {0: "batch"}} names axes by input.
-    - `input_names`, `output_names`: in place of the names of arguments and keys.
+    - `input_names`, `output_names`: replace the names of arguments and keys.
     - `opset`: of .onnx.
-    - `preprocess`: put the preparation of images into the graph, for a trained network. It then takes uint8 images
-      of the size that the network sees, [N, C, H, W] (True, "nchw") or [N, H, W, C] ("nhwc"). Scaling an image to
-      that size stays outside.
-    - `precision`: "fp16" stores and computes in half precision. Inputs and outputs stay float32, except where the
+    - `preprocess`: include preprocessing in the graph of a trained network. It then takes uint8 images of the
+      network's input size, [N, C, H, W] (True, "nchw") or [N, H, W, C] ("nhwc"). The graph does not scale images.
+    - `precision`: "fp16" stores and computes in half precision. Inputs and outputs stay float32, unless the
       network itself is in half precision. `lr.quantize` writes int8.
     - `strips`: in .onnx, 1x3 and 3x1 convs by the compiled operator of the package lowrank-strips, which is then
       needed to run the file too.
 
-    A .safetensors of an optimised network keeps the chosen forms: `load` builds them again without measuring.
-    A file of a trained network says how its images are prepared and what its classes are: `evaluate` and `predict`
-    take it as they take the run.
+    A .safetensors of an optimised network keeps the chosen forms: `load` builds them again without measuring. The
+    file of a trained network stores its preprocessing and classes: `evaluate` and `predict` accept it like the
+    run.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
     >>> axes = ("batch", "height", "width")
@@ -124,7 +119,7 @@ def export(
 
 
 def write_request(path: Path, request: ExportRequest, network: nn.Module, *, overwrite: bool = True) -> Exported:
-    """Write what is asked for, run it in its engine, compare it with the network, and move it to its place."""
+    """Write the file, run it in its engine, compare it with the network, and move it to its place."""
     with placing(path, overwrite=overwrite) as aside:
         try:
             engine_of(path).write(aside, request)
@@ -137,10 +132,10 @@ def write_request(path: Path, request: ExportRequest, network: nn.Module, *, ove
 
 @contextmanager
 def placing(path: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Give a path of this name in a folder aside. At the end all files in that folder move beside `path`.
+    """Yield a path of this name in a temporary folder. At the end all files of that folder move next to `path`.
 
-    Until then nothing is changed there, whatever fails. Of several files, the one at `path` names the others: it
-    is removed first and placed last, so an interrupted move leaves no mixture of old and new files.
+    A failure before that changes nothing there. If there are several files, the one at `path` refers to the
+    others: it is removed first and placed last, so an interrupted move leaves no mixture of old and new files.
     """
     check_place(path, overwrite)
     _clear_leftovers(path.parent)

@@ -37,13 +37,13 @@ _READ = ("input_size", "classes", "image", "recipe", "pixels", "held_out", "whit
 
 
 def metadata_of(stored: Stored, *, pixels: str | None = None) -> dict[str, str]:
-    """All that is known of a network, for its file; `pixels` is the layout of the images it prepares itself."""
+    """The metadata of a network for its file; `pixels` is the layout of the images that the graph preprocesses."""
     found: dict[str, Any] = {"lowrank_cnn": __version__, "input_size": stored.input_size, "pixels": pixels}
     if (trained := trained_of(stored)) is not None:
         standardized = stored.preprocess.keys() == {"mean", "std"}
         recipe = trained.recipe.to_dict()
         if pixels and not standardized:
-            recipe |= {"crop": None, "resize": None}  # the graph whitens whole images, and crops behind that
+            recipe |= {"crop": None, "resize": None}  # the graph whitens whole images, then crops
         found |= {"classes": trained.classes, "image": trained.image, "recipe": recipe}
         found |= {"resize": trained.augment.resize, "crop": trained.input_size[1:]}
         found["held_out"] = dict(trained.held_out) or None
@@ -66,14 +66,14 @@ def attach_metadata(network: nn.Module, metadata: Mapping[str, str]) -> nn.Modul
         if "classes" in said and "recipe" in said:
             data = {**said.get("held_out", {}), "classes": said["classes"], "image": said["image"]}
             card = {"recipe": said["recipe"], "data": data}
-            trained_of(Stored(network, None, card, _preprocess(said)))  # which attaches the card to the network
+            trained_of(Stored(network, None, card, _preprocess(said)))  # this attaches the card to the network
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, SafetensorError) as error:
         raise LowRankError("the file's metadata is damaged: export the network again.") from error
     return network
 
 
 def _preprocess(said: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors that images are prepared with; a graph that prepares them itself takes them as they are."""
+    """The tensors of preprocessing; none if the graph preprocesses images itself."""
     if "pixels" in said:
         channels = said["input_size"][0]
         return {"mean": torch.zeros(channels), "std": torch.ones(channels)}

@@ -1,7 +1,7 @@
-"""The fastest network that can be made of a given one: fold, fuse, plan, lay out, compile, record, and measure.
+"""Find the fastest form of a network: fold, fuse, plan, lay out, compile, record, and measure.
 
-`FormSearch` builds the forms of a network, the most promising first, and compares each as a whole with the network
-that was given. What was found is kept in a cache, and can be made again from a file.
+`FormSearch` builds the forms of a network, the most promising first, and compares each as a whole with the given
+network. The choice is kept in a cache, and can be rebuilt from a file.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, product
 from math import prod
@@ -25,7 +25,7 @@ from lowrank_cnn.core.clock import OutOfTime, Sample, check_budget, check_repeat
 from lowrank_cnn.core.compare import copied, unchanged
 from lowrank_cnn.core.errors import LostDeviceError, LowRankError
 from lowrank_cnn.core.modules import first_input, has_hooks
-from lowrank_cnn.core.notes import note, notes
+from lowrank_cnn.core.notes import AsDict, note, notes
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.search import RESERVED, Search
 from lowrank_cnn.core.text import counted
@@ -89,16 +89,12 @@ ON_GPU = [
 
 
 @dataclass(frozen=True)
-class OptimizeReport:
-    """Every form's time, those that were left out with the reason, and the name of the fastest."""
+class OptimizeReport(AsDict):
+    """Every form's time, the reasons for forms left out, and the name of the fastest."""
 
     choice: str
     times: dict[str, Sample]
     failed: dict[str, str]
-
-    def to_dict(self) -> dict[str, object]:
-        """In values that JSON can hold."""
-        return asdict(self)
 
 
 def laid_out(layout: str | None, *inputs: Any) -> tuple[Any, ...]:
@@ -113,10 +109,9 @@ def laid_out(layout: str | None, *inputs: Any) -> tuple[Any, ...]:
 class Optimized(nn.Module):
     """A network for inference in its fastest form; inputs are brought into its memory format.
 
-    It is called as the example was given: with one input, with several, or by the keywords `names`.
-    A recorded network replays a CUDA graph for inputs of that size, without launches; others run kernel by kernel.
-    `network` stays the module that was compiled: a tracer and an export see it.
-    `chosen` has what `optimize` found in values that JSON can hold.
+    It is called as the example was given: with one input, with several, or by the keywords `names`. A recorded
+    network replays a CUDA graph for inputs of that size; other inputs run kernel by kernel. `network` stays the
+    uncompiled module, for tracers and exports. `chosen` has the result of `optimize` as JSON values.
     """
 
     report: OptimizeReport
@@ -130,13 +125,13 @@ class Optimized(nn.Module):
         super().__init__()
         self.network, self.layout, self.compiled, self.names = network, layout, compiled, names
         self.recording: Recorded | None = None
-        self.__dict__["given"] = None  # known, but no part: it would have all weights once more
+        self.__dict__["given"] = None  # not a submodule, which would register all weights twice
         self._compiled_run: Callable[..., Any] | None = None
         note(self, optimized=True)
         self.eval()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The network's results. A recorded run skips what torch does around a forward: it would take as long."""
+        """The network's results. A recorded run skips torch's work around a forward, which would take as long."""
         recording = self.recording
         if recording is None or len(args) != 1 or kwargs or has_hooks(self) or not recording.takes(args[0]):
             return super().__call__(*args, **kwargs)
@@ -150,7 +145,7 @@ class Optimized(nn.Module):
         return self._run(*laid_out(self.layout, *inputs))
 
     def record(self, *inputs: Tensor) -> None:
-        """Record a CUDA graph for inputs like these."""
+        """Record a CUDA graph for inputs of this size."""
         if len(inputs) > 1:
             raise LowRankError("a CUDA graph is recorded for networks of one input.")
         with torch.inference_mode(False), torch.no_grad():
@@ -161,18 +156,18 @@ class Optimized(nn.Module):
         return self.network(*inputs) if traced or not self.compiled else self._through_compiler(*inputs)
 
     def _through_compiler(self, *inputs: Any) -> Any:
-        """Compiled with its weights as constants, which the compiler folds and lays out ahead."""
+        """Compile with weights as constants, which the compiler folds and lays out ahead of time."""
         if self._compiled_run is None:
-            # Known, but no part: torch makes a module of it, which would have all weights once more.
+            # Not a submodule: torch returns a module, which would register all weights twice.
             self.__dict__["_compiled_run"] = torch.compile(_function_of(self.network), dynamic=False)
         assert self._compiled_run is not None
         import torch._inductor.config as inductor
 
-        with inductor.patch(freezing=True):  # a size that is new compiles here
+        with inductor.patch(freezing=True):  # a new size compiles here
             return self._compiled_run(*inputs)
 
-    # A graph is bound to its memory, and compiled code holds weights. Copies start anew. When weights move or are
-    # loaded, the network runs as it is: torch would find the compiled code of the old ones again.
+    # A graph is bound to its memory, and compiled code contains weights, so copies are neither. When weights move
+    # or are loaded, the network runs as it is: torch would reuse the code compiled for the old weights.
     def forget(self) -> None:
         """Run the network as it is from now on, neither compiled nor recorded."""
         self.recording, self.compiled = None, False
@@ -201,8 +196,8 @@ class Optimized(nn.Module):
 def _function_of(network: nn.Module) -> Callable[..., Any]:
     """A call of the network as a function with code of its own.
 
-    Torch keeps at most eight compilations per piece of code, and then runs it as it is. Networks of one class
-    share the code of their forward, and would use these up.
+    Torch keeps at most eight compilations per code object, and then runs it uncompiled. Networks of one class
+    share the code of their forward, and would exhaust this limit.
     """
 
     def run(*inputs: Any) -> Any:
@@ -213,7 +208,7 @@ def _function_of(network: nn.Module) -> Callable[..., Any]:
 
 
 def _stop_compiler() -> None:
-    """Cancel what waits for Inductor's threads once a compilation is stopped: it would disturb what is timed."""
+    """Cancel the queued jobs of Inductor's threads once a compilation is stopped: they would disturb timings."""
     inductor: Any = sys.modules.get("torch._inductor.async_compile")
     if inductor is not None:
         with suppress(Exception):  # no threads, or another version's
@@ -221,13 +216,13 @@ def _stop_compiler() -> None:
             inductor.AsyncCompile.pool.cache_clear()
 
 
-# The time of the layers alone on a GPU: a compiler that calls the same layers is hardly faster.
+# The time of only the layers on a GPU: a compiler that calls the same layers is hardly faster.
 
 
 def time_layers(network: nn.Module, *inputs: Any) -> float:
     """Milliseconds of all convs, linear layers and composites, one after the other in one CUDA graph.
 
-    A pass over the maps of each is included: the compiler writes one for the bias, sum or ReLU that follows.
+    A pass over the output of each is included: the compiler generates one for the bias, sum or ReLU that follows.
     """
     calls = layer_calls(network, *inputs)
 
@@ -243,7 +238,7 @@ def time_layers(network: nn.Module, *inputs: Any) -> float:
 
 
 def layer_calls(network: nn.Module, *inputs: Any) -> list[tuple[nn.Module, Tensor]]:
-    """Every call of a layer with an input of the size that it gets; calls of one size share their input."""
+    """Every call of a layer, with an input of its size; calls of one size share their input."""
     shared: dict[Any, Tensor] = {}
     calls: list[tuple[nn.Module, Tensor]] = []
 
@@ -265,7 +260,7 @@ def layer_calls(network: nn.Module, *inputs: Any) -> list[tuple[nn.Module, Tenso
 
 
 def _outermost(network: nn.Module) -> list[nn.Module]:
-    """The layers of a network; what is inside one is part of it."""
+    """The layers of a network; parts inside a layer are not listed."""
     if layer_kind(network) is not None:
         return [network]
     return [layer for part in network.children() for layer in _outermost(part)]
@@ -276,12 +271,12 @@ FOR_COMPILING = 0.5
 CLEARLY_FASTER = 0.8
 """Skip torch.compile if a form takes less than this share of the layers alone."""
 AS_FAST = 1.01
-"""Take the fused form if it takes at most so many times as long as a plan, which takes longer to make again."""
+"""Prefer the fused form up to this multiple of a plan's time: rebuilding a plan takes longer."""
 Planner = Callable[[nn.Module, tuple[Any, ...]], nn.Module]
 
 
 class FormSearch:
-    """Makes the forms of one network for one example, and measures them. `planner` makes the planned network."""
+    """Build and measure the forms of one network for one example. `planner` makes the planned network."""
 
     def __init__(
         self, model: nn.Module, inputs: tuple[Tensor, ...], planner: Planner, *, names: tuple[str, ...] = (),
@@ -307,7 +302,7 @@ class FormSearch:
         return {str(form): form for form in (Form(), *found)}
 
     def fastest(self, repeats: int) -> Optimized:
-        """Try every form that the budget allows, and give the one that takes the least time."""
+        """Try every form that the budget allows, and return the fastest."""
         self.take_given()
         for form in self._on_gpu() if self.on_gpu else self._on_cpu():
             self.attempt(form)
@@ -316,7 +311,7 @@ class FormSearch:
         return self.result(best_form({form: sample.ms for form, sample in times.items()}), times)
 
     def again(self, known: Mapping[str, float], repeats: int = 3) -> Optimized | None:
-        """The form that was fastest before, made without the others; None if it no longer is faster."""
+        """Rebuild the form that was fastest before, without the others; None if it is no longer faster."""
         before = {form: known[name] for name, form in self.forms().items() if name in known}
         choice = best_form(before) if before else None
         if choice is None:
@@ -341,7 +336,7 @@ class FormSearch:
         return best
 
     def take_given(self) -> None:
-        """The network as given, with which all are compared: it has no deadline."""
+        """The network as given, the reference of all comparisons: it has no deadline."""
         if Form() not in self.search.made:
             step(GIVEN)
             self.search.made[Form()] = self.build(Form())
@@ -355,7 +350,7 @@ class FormSearch:
         self.search.attempt(form, partial(self.build, form), reserved=FOR_COMPILING if around_ours else RESERVED)
 
     def build(self, form: Form) -> Optimized:
-        """The network in a form. It is compiled and recorded here, so that it fails here if it does."""
+        """The network in a form. It is compiled and recorded here, so that failures appear here."""
         layout = self._layout(form)
         made = Optimized(self.network(form.network, layout), layout, compiled=form.compiled, names=self.names)
         if self.on_gpu and not form.compiled:
@@ -372,11 +367,11 @@ class FormSearch:
         return made
 
     def _layout(self, form: Form) -> str | None:
-        """The memory format of a form: on a GPU channels_last, which its kernels take."""
+        """The memory format of a form: on a GPU channels_last, which its kernels need."""
         return LAST if self.on_gpu and self.has_images and form.network != GIVEN else form.layout
 
     def network(self, kind: str, layout: str | None) -> nn.Module:
-        """The network rewritten in one way; forms that only run it in other ways share it."""
+        """The rewritten network; forms that only run it differently share it."""
         if (kind, layout) not in self.networks:
             self.networks[kind, layout] = self._rewritten(kind, layout)
         return self.networks[kind, layout]
@@ -403,7 +398,7 @@ class FormSearch:
         return merge(self.model, chains=chains, example_input=self.inputs)
 
     def _on_cpu(self) -> Iterator[Form]:
-        """Folded in each memory format, then planned, which takes long, in the faster one first; then compiled."""
+        """Folded in each memory format; then planned, which takes long, the faster format first; then compiled."""
         folded = [form for form in self.forms().values() if form.network == FOLDED and not form.compiled]
         yield from folded
         yield from (replace(form, network=PLANNED) for form in self._ranked(folded))
@@ -421,13 +416,13 @@ class FormSearch:
                 yield form
 
     def _ranked(self, forms: Iterable[Form]) -> list[Form]:
-        """Forms by their time, if there is time to measure them; those without a time stay behind."""
+        """Forms by their time, if there is time to measure them; forms without a time come last."""
         forms = list(forms)
         known = self.times(3) if len(forms) > 1 and self.search.left > RESERVED * self.search.budget else {}
         return sorted(forms, key=lambda form: known[form].ms if form in known else float("inf"))
 
     def _out_of_reach(self, form: Form) -> str:
-        """Why a compiled form cannot win: the compiler calls the same layers, and these alone take too long."""
+        """Why a compiled form cannot win: the compiler calls the same layers, which alone take too long."""
         if not form.compiled or form.network not in (FOLDED, MERGED) or self.search.made.keys() <= {Form()}:
             return ""
         alone = self._layers_alone(form)
@@ -492,22 +487,22 @@ def optimize(
     budget: float = 30.0,
     say: Callable[[str], None] | None = None,
 ) -> Optimized:
-    """A network that computes what `model` does, in the form that is fastest for inputs like the example.
+    """A network equivalent to `model`, in the fastest form for inputs of the example's size.
 
     Batch norms are folded, blocks are planned or fused, and the network is tried in both memory formats, through
     torch.compile, and on a GPU as a CUDA graph, which inputs of the example's size replay. The result is for
-    inference. Its `report` has the time of every form; by these it is never slower than `model`.
+    inference. Its `report` has the time of every form; by these times it is never slower than `model`.
 
     - `example_input`: an input, a tuple of all inputs by position, or a dictionary of all inputs by keyword. The
-      result is called in the same way. It follows the path of `model` for other inputs by position, other sizes
-      and other dtypes too; other keywords are refused.
+      result is called in the same way. It also computes the same as `model` for other positional inputs, sizes and
+      dtypes; other keywords are refused.
     - `compile`: whether torch.compile is tried, with the weights as constants.
     - `cache`: where choices and times are kept (True: the user's cache directory; False: nowhere). A network that
       was optimised before, on this machine and with these versions, is made again without trying all forms.
     - `budget`: seconds for all forms. The last fifth is for timing: a form that is not ready by then is stopped,
-      which needs the main thread. On a GPU torch.compile is left out if the layers it would call take longer
-      alone than the best form so far.
-    - `say`: a function that is called with each step (`say=print`), in place of the line on standard error.
+      which needs the main thread. On a GPU torch.compile is skipped if the layers that it would call take longer
+      than the best form so far.
+    - `say`: a function that is called with each step (`say=print`), instead of the line on standard error.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
     >>> fast = optimize(net, torch.randn(1, 3, 8, 8), compile=False, cache=False, repeats=3)
@@ -532,7 +527,7 @@ def optimize(
 
 
 def reoptimize(model: nn.Module, chosen: Mapping[str, Any], example_input: Tensor | None = None) -> Optimized:
-    """The form that `optimize` found before, made again without measuring; `chosen` is that of an `Optimized`.
+    """Rebuild the form that `optimize` found before, without measuring; `chosen` is that of an `Optimized`.
 
     It is compared with `model` on this machine. If it fails or differs, the network runs as given, and
     `report.failed` has the reason. `load` calls this for a file that was written from an optimised network.
@@ -561,7 +556,7 @@ def reoptimize(model: nn.Module, chosen: Mapping[str, Any], example_input: Tenso
 def _finished(
     best: Optimized, model: nn.Module, inputs: tuple[Tensor, ...], chosen: Mapping[str, Any] | None = None
 ) -> Optimized:
-    """The result with what `export` writes: the network and the inputs it was made for, and what was chosen."""
+    """Attach to the result what `export` writes: the network, the inputs it was made for, and the choice."""
     size = tuple(inputs[0].shape[1:]) if len(inputs) == 1 and not best.names else None
     note(best, input_size=size, training_card=notes(model).training_card)
     best.__dict__.update(given=model, example=inputs, chosen=dict(chosen or _chosen(best, inputs[0])))
@@ -569,7 +564,7 @@ def _finished(
 
 
 def _chosen(best: Optimized, x: Tensor) -> dict[str, Any]:
-    """What `reoptimize` needs to make the same form again."""
+    """The values that `reoptimize` needs to rebuild the same form."""
     found = next((plan for part in best.modules() if (plan := notes(part).plan) is not None), None)
     return {
         "choice": best.report.choice,
@@ -581,7 +576,7 @@ def _chosen(best: Optimized, x: Tensor) -> dict[str, Any]:
 
 
 _LARGEST_EXAMPLE = 2**28
-"""Numbers in the largest example that a file may ask for."""
+"""Most values of an example that a file may request."""
 
 
 def _example(model: nn.Module, chosen: Mapping[str, Any]) -> Tensor:

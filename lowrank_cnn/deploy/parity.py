@@ -1,4 +1,4 @@
-"""Compare a written file with the network that it holds: every output, at every size that the file promises."""
+"""Compare a written file with its network: every output, at every size that the file supports."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lowrank_cnn.deploy.engines.targets import open_engine
 from lowrank_cnn.models.network_file import dtype_of
 
 TOLERANCES = {"fp32": 1e-3, "fp16": ROUNDED, "int8": 0.3}
-"""How far an output may be off, relative to its largest value. Of int8, accuracy on real images says more."""
+"""Largest error of an output, relative to its largest value. For int8, accuracy on real images says more."""
 
 _MOST_VALUES = 2**24
-"""Values of the largest inputs on which another path of a forward is compared."""
+"""Most values of inputs on which another path of a forward is compared."""
 
 
 class DifferentOutputError(LowRankError):
-    """A file that does not compute what its network does."""
+    """A file that does not compute the same as its network."""
 
 
 @torch.no_grad()
@@ -79,7 +79,7 @@ def _call_error(
 
 
 def _calls(request: ExportRequest, network: nn.Module) -> Iterator[tuple[Call, dict[str, Tensor]]]:
-    """Calls of every kind that the file promises to take, each with what the network gives for it."""
+    """Calls of every kind that the file supports, each with the network's results."""
     yield request.call, checked_outputs(network, request.call)
     # int8 holds for values in the range of its calibration images, and noise is far from that.
     noise = request.precision != "int8"
@@ -106,7 +106,7 @@ def _overflow(precision: str, given: Any) -> str:
 
 
 def _output_error(given: dict[str, Any], name: str, right: Tensor) -> float:
-    """How far an output is off: relative to its largest value, or for whole numbers the share that differ."""
+    """The error of an output: relative to its largest value, or for whole numbers the share that differ."""
     if name not in given:
         return float("inf")
     ours = torch.from_numpy(given[name])
@@ -122,15 +122,15 @@ def _output_error(given: dict[str, Any], name: str, right: Tensor) -> float:
 # A network's file as a module: called with tensors, run by the engine of the file on the CPU.
 
 _MOST_IMAGES = 1024
-"""The largest fixed batch that a smaller one is filled up to: a file may ask for any."""
+"""Largest fixed batch to which a smaller one is padded: a file may declare any."""
 
 
 class EngineModel(nn.Module):
     """Runs a file in its engine. Several outputs are given as a dictionary by name.
 
-    - A file with a fixed batch (of one, say) runs several times for a larger batch.
-    - A file that prepares images itself takes uint8, or the same values as floating-point numbers; these may be
-      [N, C, H, W] where the file takes [N, H, W, C].
+    - A file with a fixed batch runs several times for a larger batch.
+    - A file with preprocessing takes uint8, or the same values as floating-point numbers; these may be [N, C, H,
+      W] even if the file takes [N, H, W, C].
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -171,7 +171,7 @@ class EngineModel(nn.Module):
         return {name: torch.from_numpy(array) for name, array in self.runner(arrays).items()}
 
     def _in_turns(self, name: str, given: Tensor, batch: int) -> dict[str, Tensor]:
-        """Run batches of the file's own size; the last one is filled up, and its surplus left out."""
+        """Run batches of the file's own size; the last one is padded, and the surplus results are dropped."""
         self.runner.check_image(given[0])
         padded = torch.cat([given, given[-1:].expand(-len(given) % batch, *given.shape[1:])])
         parts = [self._run({name: part}) for part in padded.split(batch)]
@@ -181,7 +181,7 @@ class EngineModel(nn.Module):
 
 
 class OnnxModel(EngineModel):
-    """An .onnx file that runs on the CPU; `threads` limits what it uses, 0 leaves that to ONNX Runtime."""
+    """An .onnx file that runs on the CPU; `threads` limits its threads, 0 leaves that to ONNX Runtime."""
 
     runner: OnnxRunner
 

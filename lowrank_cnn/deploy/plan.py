@@ -1,9 +1,9 @@
 """Measure, for each block of a network, the ways in which it can be run, and keep the fastest.
 
-The network is captured as a graph of blocks and run once, call by call: each block is planned on the very tensors
-that reach it, in the memory format that the choices before it leave. At the end the whole network is compared with
-the one that was given, and timed against it; the given one is returned if they differ or nothing was gained.
-Within `kernels.for_graphs` all is measured as CUDA graphs, for a network that will be captured as one.
+The network is captured as a graph of blocks and run once, call by call: each block is planned on its actual
+inputs, in the memory format that the earlier choices give them. At the end the whole network is compared with the
+given one, and timed against it; the given one is returned if they differ or nothing was gained. Within
+`kernels.for_graphs` all is measured as CUDA graphs, for a network that will be captured as one.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.method.select import check_rewritable
 
 GIVEN = "as given"
-"""How a block runs that no other way is faster for."""
+"""The way of blocks for which no other way is faster."""
 
 
 @dataclass(frozen=True)
 class Decision:
     """A block: its epilogue, its multiply-accumulates for this input, the milliseconds of each way, the choice.
 
-    `failed` says why other ways were left out.
+    `failed` has the reasons for ways left out.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Decision:
     failed: Mapping[str, str] = field(default_factory=dict)
 
     def refused(self, reason: str) -> Decision:
-        """The same decision taken back, since with it the whole network fails or differs."""
+        """The same decision withdrawn, because with it the whole network fails or differs."""
         return replace(self, choice=GIVEN, failed={**self.failed, self.choice: reason})
 
 
@@ -70,8 +70,8 @@ class Decision:
 class NetworkPlan(AsDict):
     """All decisions, and the whole network before and after.
 
-    `used` is False where the network was better as given, and `reason` says why nothing could be planned.
-    `neighbours` is whether pools and response norms run by kernels too, on a GPU.
+    `used` is False if the network was better as given, and `reason` says why nothing could be planned.
+    `neighbours` is True if pools and response norms also run by GPU kernels.
     """
 
     input: tuple[int, ...]
@@ -85,7 +85,7 @@ class NetworkPlan(AsDict):
 
     @property
     def ways(self) -> dict[str, str]:
-        """The blocks that run in another way than given, by name; none where the plan is not used."""
+        """The blocks that do not run as given, by name; none if the plan is not used."""
         return {row.name: row.choice for row in self.decisions if row.choice != GIVEN} if self.used else {}
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ class NetworkPlan(AsDict):
         return ("block", ">MACs", *(f">{way}" for way in ways), "chosen"), rows
 
 
-# Measured times on disk, found again by everything that they depend on.
+# Measured times on disk, keyed by everything that they depend on.
 
 
 def open_times(where: str | Path | bool) -> JsonCache:
@@ -164,7 +164,7 @@ def _machine() -> str:
 
 
 _GAIN = 0.97
-"""A block is run in another way only if that takes at most so much of the time: less is noise."""
+"""Another way must take at most this share of the time: smaller gains are noise."""
 
 
 @torch.no_grad()
@@ -187,7 +187,7 @@ def objection_on(ours: nn.Module, given: nn.Module, *inputs: Tensor) -> str:
 
 
 class BlockPlanner(fx.Interpreter):
-    """Runs a network call by call, and decides at each block how to run it from then on.
+    """Runs a network call by call, and decides for each block how to run it.
 
     `recalled` says whether times of an earlier plan were used.
     """
@@ -214,7 +214,7 @@ class BlockPlanner(fx.Interpreter):
             self._run(*copied(*inputs))
         except LostDeviceError:
             raise
-        except RuntimeError:  # a view of maps that lie in another memory format
+        except RuntimeError:  # a view of a tensor that has another memory format
             if not self.ways:
                 raise
             self.as_laid_out, self.decisions = True, {}
@@ -237,7 +237,7 @@ class BlockPlanner(fx.Interpreter):
         return super().call_module(target, args, kwargs)
 
     def decide(self, block: Block, inputs: tuple[Tensor, ...]) -> None:
-        """Choose how a block is run, and put that into the network.
+        """Choose how a block is run, and put the choice into the network.
 
         The way that an earlier plan chose is made and compared again; all are measured if it is unknown or fails.
         """
@@ -251,7 +251,7 @@ class BlockPlanner(fx.Interpreter):
             search = self._ways(block, inputs, self.candidates)
             taken = search.times(partial(timed, inputs=inputs, repeats=self.repeats))
             self.store[key] = times = {name: sample.ms for name, sample in taken.items()}
-            self.left_out[key] = search.failed  # a block that is alike leaves out the same
+            self.left_out[key] = search.failed  # an equal block leaves out the same
         choice = fastest_way(times)
         if choice != GIVEN:
             self.ways[block.name] = search.made[choice]
@@ -261,7 +261,7 @@ class BlockPlanner(fx.Interpreter):
         self.decisions[block.name] = Decision(block.name, str(block.epilogue), macs, times, choice, failed)
 
     def _ways(self, block: Block, inputs: tuple[Tensor, ...], names: Collection[str]) -> Search[str, nn.Module]:
-        """The ways of these names that apply and give what the block as given does."""
+        """The ways of these names that apply and agree with the block as given."""
         given = self.candidates[GIVEN](block)
         assert given is not None
         expected = given.eval()(*inputs)
@@ -326,17 +326,17 @@ def plan(
     repeats: int = 11,
     say: Callable[[str], None] | None = None,
 ) -> nn.Module:
-    """A network that computes what `model` does, for inference, its blocks run in the fastest way measured.
+    """A network equivalent to `model`, for inference, whose blocks run in the fastest way measured.
 
     `example_input` is an input, a tuple of all inputs by position, or a dictionary of all inputs by keyword; the
     result is called in the same way. If the path through `model` depends on sizes or dtypes, or may depend on
-    which inputs are given, the result also keeps the original, and runs it for calls of any other kind. What was
-    found is `notes(result).plan`, which prints as a table. A network that cannot be captured is returned as a
+    which inputs are given, the result also keeps the original, and runs it for calls of any other kind.
+    `notes(result).plan` is the plan, which prints as a table. A network that cannot be captured is returned as a
     copy, and the plan says why.
 
-    - `cache`: where measured times are kept (True: the user's cache directory; False: nowhere). They are found
-      again by device, versions, threads, layer and input. Where the whole network does not gain what they promise,
-      all is measured anew.
+    - `cache`: where measured times are kept (True: the user's cache directory; False: nowhere). Their key is
+      device, versions, threads, layer and input. If the whole network does not gain what they predict, everything
+      is measured again.
     - `say`: a function that is called with each step (`say=print`), in place of the line on standard error.
 
     >>> planned = lr.plan(net, images)  # doctest: +SKIP
@@ -364,7 +364,7 @@ def plan(
 def apply_ways(
     model: nn.Module, inputs: tuple[Any, ...], *, ways: Mapping[str, str], neighbours: bool = False
 ) -> nn.Module:
-    """The network with its blocks in the ways that a plan chose before, without measuring."""
+    """The network with its blocks as an earlier plan chose them, without measuring."""
     if not ways:
         return model
     network, blocks, captured = in_blocks(model, *inputs)
@@ -380,7 +380,7 @@ def apply_ways(
 
 
 def fuse_blocks(model: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
-    """The network with every block, pool and response norm by the GPU kernels that know it."""
+    """The network with GPU kernels for every block, pool and response norm that they support."""
     network, blocks, captured = in_blocks(model, *inputs)
     for block in blocks:
         if (way := fused(block)) is not None:
@@ -410,7 +410,7 @@ def _planned(
     candidates: Mapping[str, Candidate],
     repeats: int,
 ) -> tuple[nn.Module, bool]:
-    """A planned network, and whether times of an earlier plan promised a gain that it does not have."""
+    """A planned network, and whether it lacks the gain that the times of an earlier plan predicted."""
     given, reason, decisions, recalled = copy_with(model), "", (), False
     search: Search[str, nn.Module] = Search(lambda network: objection_on(network, given, *inputs))
     search.made[GIVEN] = given

@@ -1,4 +1,4 @@
-"""Quantise a trained network to int8 after training, and say what that costs in accuracy.
+"""Quantise a network to int8 after training, and report the loss of accuracy.
 
 Weights are quantised per output channel, activations per tensor with ranges from calibration images. The engines'
 own tools write the files: ONNX Runtime's for .onnx, NNCF for OpenVINO's .xml, torchao's pt2e for ExecuTorch's
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lowrank_cnn.core.compare import copied, difference, is_finite, unchanged
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.files import as_path
-from lowrank_cnn.core.notes import notes
+from lowrank_cnn.core.notes import AsDict, notes
 from lowrank_cnn.core.progress import progress
 from lowrank_cnn.data import Data, make_loader, open_data
 from lowrank_cnn.data.own import in_short
@@ -39,9 +39,9 @@ from lowrank_cnn.train.trained import Trained, carried_by
 _MOST_ERROR = 0.25
 """A layer that alone changes the network's output by more than this share stays in float."""
 _TRIES = 3
-"""Layers that go back to float one by one where accuracy is lost."""
+"""Most layers that return to float, one by one, if too much accuracy is lost."""
 _JUDGED = 2000
-"""Training images, none of them calibration's, that decide which layers go back to float."""
+"""Training images that decide which layers return to float; calibration uses others."""
 _COMPARED = 64
 """Images on which each layer is quantised alone."""
 _BATCH = 16
@@ -49,7 +49,7 @@ _BATCH = 16
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """A layer: how far the output is off with this layer alone in int8, and whether it stays in float."""
+    """A layer: the error of the output with only this layer in int8, and whether it stays in float."""
 
     name: str
     error: float
@@ -60,8 +60,8 @@ Layers = tuple[QuantizedLayer, ...]
 
 
 @dataclass(frozen=True)
-class Quantized:
-    """The file, its layers, and the top-1 accuracy before and after where test images were given."""
+class Quantized(AsDict):
+    """The file, its layers, and the top-1 accuracy before and after if test images were given."""
 
     path: str
     bytes: int
@@ -80,10 +80,6 @@ class Quantized:
     def loss(self) -> float | None:
         """Points of top-1 accuracy lost."""
         return None if self.before is None or self.after is None else 100 * (self.before - self.after)
-
-    def to_dict(self) -> dict[str, object]:
-        """In values that JSON can hold."""
-        return asdict(self)
 
 
 @unchanged()  # a forward may draw
@@ -107,7 +103,7 @@ def quantize(
       Or prepared images as tensors, [N, C, H, W]: then no accuracy is measured.
     - `test`: at most this many test images.
     - `most_loss`: points of accuracy that may be lost on other training images. While more are lost, the layer
-      that int8 changes most goes back to float, three layers at most. The test images decide nothing.
+      that int8 changes most returns to float, three layers at most. The test images decide nothing.
     - `dynamic`: the axes of any length, as in `export`; () writes a file for one image of one size.
 
     >>> head = nn.Flatten(), nn.Linear(8 * 30 * 30, 4)
@@ -127,7 +123,7 @@ def quantize(
     judged = _judged(data)
     prepared = _prepared(judged or data or calibration, trained, images)
     _check(prepared)
-    # A network that was trained on batches of the user's own carries its ranges alone.
+    # A network trained on the user's own batches has only its ranges.
     ranges = trained.ranges if trained else notes(model).int8_ranges  # type: ignore[arg-type]
     trained = replace(trained, network=network) if trained else None
     many = "batch" in dynamic
@@ -196,7 +192,7 @@ def _within_loss(
 def sensitivities(network: nn.Module, images: Tensor, *, trained: Collection[str] = ()) -> Layers:
     """Quantise each conv, composite and linear layer alone, and compare the network's output with its own.
 
-    A layer that changes it too much stays in float, but for those `trained` in int8: the others rely on them.
+    A layer that changes it too much stays in float, except those `trained` in int8, on which the others rely.
     """
     with unchanged(network):
         expected = network(*copied(images))
@@ -232,7 +228,7 @@ def _labelled(calibration: Any, trained: Trained | None) -> Data | None:
 
 
 def _judged(data: Data | None) -> Data | None:
-    """The data set with some training images in the place of its test images; None if it has too few."""
+    """The data set with some training images as its test images; None if it has too few."""
     if data is None or len(data.train) < 2:
         return None
     return data.holdout(min(_JUDGED, len(data.train) // 2), seed=1)
@@ -258,7 +254,7 @@ def _prepared(calibration: Any, trained: Trained | None, images: int) -> Tensor:
 
 
 def _check(images: Tensor) -> None:
-    """Refuse images that set no ranges."""
+    """Refuse images that cannot set ranges."""
     if images.dim() != 4 or not len(images):
         raise LowRankError(f"calibration takes images [N, C, H, W], not a tensor of shape {list(images.shape)}.")
     if not is_finite(images):

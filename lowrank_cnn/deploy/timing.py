@@ -1,6 +1,6 @@
-"""How long networks and their layers take, beside their multiply-accumulates and their dense twins.
+"""Times of networks and their layers, with their multiply-accumulates and their dense twins.
 
-A network and its twin are run in turns, so that what disturbs the machine for a moment disturbs both alike.
+A network and its twin run in turns, so a short disturbance of the machine affects both alike.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lowrank_cnn.core.clock import CudaMarks, Marks, Sample, measure, torch_threads
+from lowrank_cnn.core.clock import Marks, Sample, measure, torch_threads
 from lowrank_cnn.core.compare import unchanged
 from lowrank_cnn.core.errors import LowRankError, check_number, first_line
 from lowrank_cnn.core.files import as_path, read_json
 from lowrank_cnn.core.modules import InputSize, arguments, checked_size, is_example
-from lowrank_cnn.core.notes import notes
+from lowrank_cnn.core.notes import AsDict, notes
 from lowrank_cnn.core.numbers import pearson
 from lowrank_cnn.deploy.engines.onnx import OnnxRunner, node_macs
 from lowrank_cnn.deploy.engines.request import Call
@@ -37,13 +37,13 @@ from lowrank_cnn.method.rewrite import copy_with, in_channels_last
 from lowrank_cnn.method.select import check_module
 from lowrank_cnn.models.build import dense_twin, name_of
 
-# Networks ready to be timed: a copy in torch, or a file in its engine, each with the inputs that it is run on.
+# Networks ready to be timed: a copy in torch, or a file in its engine, each with its inputs.
 
 
 class TorchRunner:
-    """A copy of a network in evaluation and what it is run on, both in channels_last where they have it.
+    """A copy of a network in evaluation and its inputs, both in channels_last if they have that format.
 
-    Branches of training are folded: nobody runs them afterwards.
+    Training-only branches are folded.
     """
 
     def __init__(self, model: nn.Module, inputs: InputSize, batch: int, device: str, scratch: Path) -> None:
@@ -58,7 +58,7 @@ class TorchRunner:
         self.args = laid_out(LAST, *args)
         self.kwargs = dict(zip(kwargs, laid_out(LAST, *kwargs.values()), strict=True))
         self._check()
-        self.clock = CudaMarks() if device.startswith("cuda") else Marks()
+        self.clock = Marks(cuda=device.startswith("cuda"))
 
     def _check(self) -> None:
         try:
@@ -80,8 +80,8 @@ class TorchRunner:
         """Milliseconds of each layer inside whole runs, by hooks: the median of several."""
         hooks = []
         for name, module in _timed(self.network):
-            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self.clock.start(name)))
-            hooks.append(module.register_forward_hook(lambda *_, name=name: self.clock.stop(name)))
+            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self.clock.mark(name)))
+            hooks.append(module.register_forward_hook(lambda *_, name=name: self.clock.mark(name)))
         times: dict[str, list[float]] = defaultdict(list)
         for _ in range(repeats):
             self.run()
@@ -93,7 +93,7 @@ class TorchRunner:
 
 
 class FileRunner:
-    """A network's file in its engine; of an .onnx file, layers are the nodes of the graph."""
+    """A network's file in its engine; for an .onnx file, layers are the nodes of the graph."""
 
     def __init__(self, path: Path, shape: tuple[int, ...] | None, batch: int, *, trusted: bool = False) -> None:
         self.path, self.threads = path, torch.get_num_threads()
@@ -119,7 +119,7 @@ class FileRunner:
         return self.runner(self.arrays)
 
     def macs(self) -> dict[str, int]:
-        """Multiply-accumulates of each node, of the whole batch; of files other than .onnx none are known."""
+        """Multiply-accumulates of each node, for the whole batch; empty for files other than .onnx."""
         found = node_macs(self.path) if self.path.suffix == ".onnx" else {}
         return {name: self.shapes[0][0] * macs for name, macs in found.items()}
 
@@ -167,7 +167,7 @@ def _shapes(inputs: InputSize) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """One layer: what it is, its multiply-accumulates for the batch, and its time inside a run of the network."""
+    """One layer: its kind, its multiply-accumulates for the batch, and its time inside a run of the network."""
 
     name: str
     type: str
@@ -176,11 +176,11 @@ class LayerTime:
 
 
 @dataclass(frozen=True)
-class Timing:
+class Timing(AsDict):
     """A network's time for one batch. `correlation` is Pearson's r of MACs and time over its layers.
 
-    `twin` is the dense network that it is compared with, timed in the same turns, where there is one. `input` is
-    the shape of the input, and of a network with several that of the first; `more_inputs` are the others.
+    `twin` is the dense network that it is compared with, if any, timed in the same turns. `input` is the shape of
+    the first input; `more_inputs` are the shapes of the others.
     """
 
     name: str
@@ -195,10 +195,6 @@ class Timing:
     twin: Timing | None = None
     more_inputs: tuple[tuple[int, ...], ...] = ()
 
-    def to_dict(self) -> dict[str, object]:
-        """In values that JSON can hold."""
-        return asdict(self)
-
 
 @unchanged()  # a dense twin draws weights when it is built, and forwards may draw
 def time_model(
@@ -212,7 +208,7 @@ def time_model(
     repeats: int = 15,
     twin: nn.Module | None = None,
 ) -> Timing:
-    """Time a network in evaluation (in torch: eager, channels_last), whole and by layer, beside its MACs.
+    """Time a network in evaluation (in torch: eager, channels_last), whole and by layer, with its MACs.
 
     `input_size` is (channels, height, width), or for other inputs than images an example with a batch of its own:
     a tensor, a tuple of all inputs, or a dictionary by keyword.
@@ -249,7 +245,7 @@ def time_file(
     repeats: int = 15,
     trusted: bool = False,
 ) -> Timing:
-    """Time an exported file in its engine on the CPU, and the nodes of an .onnx file beside their MACs.
+    """Time an exported file in its engine on the CPU, and the nodes of an .onnx file with their MACs.
 
     `input_size` is for files that take images of any size; `trusted` for .pt2 and .ts.
     """
@@ -294,7 +290,7 @@ def _timing(
     where: tuple[str, str],
     model: nn.Module | None = None,
 ) -> Timing:
-    """A network's time with its layers; of a file, the MACs are those of its nodes."""
+    """A network's time with its layers; for a file, the MACs are those of its nodes."""
     types = {} if model is None else {key: type(module).__name__ for key, module in model.named_modules()}
     times, macs = runner.layers(), runner.macs()
     layers = tuple(LayerTime(key, types.get(key, ""), macs.get(key, 0), ms) for key, ms in times.items())

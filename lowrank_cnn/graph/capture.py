@@ -55,7 +55,7 @@ _SIZE_METHODS = {
     "element_size",
 }
 _MOST_KINDS = 16
-"""Kinds of call that are traced to show that they agree: four optional inputs, each given or not."""
+"""The most kinds of call that are traced and compared: four optional inputs, each given or not."""
 
 
 class CaptureError(Exception):
@@ -135,7 +135,7 @@ class NetworkGraph:
 
 
 def capture(root: nn.Module, *example: Any) -> NetworkGraph:
-    """Capture a network for calls like the example; without an example, for every call.
+    """Capture a network for calls of the example's kind; without an example, for every call.
 
     The trace may add tensors that the forward creates to `root`: pass a copy of the user's network.
     """
@@ -189,9 +189,9 @@ def captures(root: nn.Module) -> list[NetworkGraph]:
 
 
 def deciding_attributes(root: nn.Module) -> dict[str, Any]:
-    """The flags, numbers and strings (`self.domain`) that forwards test or look up by, and their values.
+    """The flags, numbers and strings (`self.domain`) that forwards branch on or use as keys, and their values.
 
-    A graph holds for these values alone. They are read off the source of the forwards and of private methods.
+    A graph holds only for these values. They are found in the source of the forwards and of private methods.
     """
     tracer, found = _Tracer(), {}
     for name, module in root.named_modules():
@@ -226,7 +226,7 @@ def _is_self(node: ast.expr) -> bool:
 
 
 def _optional_inputs(root: nn.Module) -> dict[str, Any]:
-    """The inputs that a call may leave out or give as None, all but the first, and their values then."""
+    """The inputs that a call may leave out or give as None, all but the first, and their default values."""
     _, *inputs = signature(type(root).forward).parameters.values()
     variable = {Parameter.VAR_POSITIONAL: ("*", ()), Parameter.VAR_KEYWORD: ("**", {})}
     found = {}
@@ -340,7 +340,7 @@ class _Tracer(fx.Tracer):
         return _Proxy(node, self)
 
     def create_arg(self, a: Any) -> Any:
-        """A dictionary that is a dataclass, as the outputs of Hugging Face's networks are, keeps its class."""
+        """A dictionary that is a dataclass, such as the outputs of Hugging Face models, keeps its class."""
         if isinstance(a, dict) and is_dataclass(a):
             given = {name: self.create_arg(value) for name, value in a.items()}
             return self.create_node("call_function", type(a), (), given)
@@ -389,7 +389,7 @@ class _SizedTracer(_Tracer):
         return _SizedProxy(node, self)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
-        """Call the forward with the example's inputs alone: options that it leaves out keep their defaults."""
+        """Call the forward with only the example's inputs: other options keep their defaults."""
         inputs = [self.create_proxy("placeholder", f"input_{n}", (), {}) for n in range(len(self.example))]
         return root_fn, [self.root, *inputs]
 

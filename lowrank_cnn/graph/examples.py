@@ -1,4 +1,4 @@
-"""Inputs on which a transformed network is compared with the original: the user's, or one that fits."""
+"""Inputs on which a transformed network is compared with the original: the user's, or random ones that fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.select import check_module
 
 _SIZES = (32, 64, 28, 224, 299)
-"""Heights and widths that networks commonly take, in the order in which they are tried."""
+"""Common input heights and widths, in the order in which they are tried."""
 
 Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """An input, a tuple of all inputs by position, or a dictionary of all inputs by keyword."""
@@ -76,7 +76,7 @@ def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def in_signature(model: nn.Module, example: Any) -> tuple[Any, ...] | dict[str, Any]:
-    """An example in the order of the forward's parameters; by keyword where some can go in no other way."""
+    """An example in the order of the forward's parameters; keyword-only parameters by keyword."""
     args, kwargs = arguments_of(example)
     if not kwargs:
         return args
@@ -88,7 +88,7 @@ def in_signature(model: nn.Module, example: Any) -> tuple[Any, ...] | dict[str, 
 
 
 def example_for(model: nn.Module, given: Tensor | tuple[Any, ...] | None) -> tuple[tuple[Any, ...] | None, bool]:
-    """The inputs to compare on, and whether the user gave them; None where no input is known that runs."""
+    """The inputs to compare on, and whether the user gave them; None if no known input runs."""
     if given is not None:
         example = copied(*(given if isinstance(given, tuple) else (given,)))
         check_runs(model, *example)
@@ -97,7 +97,7 @@ def example_for(model: nn.Module, given: Tensor | tuple[Any, ...] | None) -> tup
 
 
 def check_runs(model: nn.Module, *example: Any) -> None:
-    """Refuse inputs on which the network fails or gives nothing that can be compared, in a sentence."""
+    """Refuse, in a sentence, inputs on which the network fails or gives NaN or infinite values."""
     if not example:
         raise LowRankError("an example has at least one input.")
     for value in example:
@@ -110,7 +110,7 @@ def check_runs(model: nn.Module, *example: Any) -> None:
             result = model(*copied(*example))
     except LowRankError:
         raise
-    except Exception as error:  # whatever the forward makes of another size, dtype or device
+    except Exception as error:  # a forward may fail in any way on another size, dtype or device
         shapes = " and ".join(f"{_shape(value)}, {str(value.dtype).removeprefix('torch.')}" for value in example)
         raise LowRankError(f"the network does not run on an input of {shapes}: {first_line(error)}") from error
     if not is_finite(result):
@@ -125,7 +125,7 @@ def _shape(value: Tensor) -> str:
 
 
 def _guesses(model: nn.Module) -> Iterator[tuple[Tensor, ...]]:
-    """Random inputs: of the size that is known, else of sizes that the first layer could take."""
+    """Random inputs: of the known size, else of sizes that the first layer could take."""
     tensors = (t for t in chain(model.parameters(), model.buffers()) if t.is_floating_point())
     like = next(tensors, torch.zeros(()))
     for shape in _shapes(model):

@@ -22,8 +22,8 @@ from lowrank_cnn.kernels.fused_convs import FrozenComposite, FusedComposite, fus
 def fuse(model: nn.Module, *, say: Callable[[str], None] | None = None) -> nn.Module:
     """A copy of a model with shared parameters, in which convs, norms, activations and pools run fused.
 
-    The copy is of the model's present mode: fuse a model in training mode to train it. `say`, if given, is called
-    with the reason where the forward of the whole model cannot be captured.
+    The copy has the model's current mode: fuse a model in training mode to train it. `say`, if given, is called
+    with the reason if the forward of the whole model cannot be captured.
 
         fused = fuse(model.train())
     """
@@ -64,14 +64,14 @@ def shared_copy(module: nn.Module) -> nn.Module:
 
 
 def _with_split_norms(module: nn.Module) -> nn.Module:
-    """A module, which may be changed, with norms that also activate as torch's own layers."""
+    """Split norms that also activate into torch's own layers, possibly in place."""
     for name, part in module._modules.items():
         module._modules[name] = part and (split_norm(part) or _with_split_norms(part))
     return module
 
 
 def _fused(module: nn.Module, say: Callable[[str], None] | None = None) -> nn.Module:
-    """A module, which may be changed, as a fused one."""
+    """Fuse a module, possibly in place."""
     if (layer := fused_layer(module) or fused_neighbour(module)) is not None:
         return layer.train(module.training)
     if not module._modules:
@@ -93,7 +93,7 @@ def _fused(module: nn.Module, say: Callable[[str], None] | None = None) -> nn.Mo
 
 
 class _Accepts:
-    """What our layers compute in one call; asked by `find_patterns`."""
+    """Whether one of our layers computes a pattern in one call; `find_patterns` calls it."""
 
     def __init__(self, captured: NetworkGraph) -> None:
         self.captured = captured
@@ -104,13 +104,14 @@ class _Accepts:
             return False
         if norm is not None or isinstance(self.captured.module(layer), nn.BatchNorm2d):
             return pool is None or fused_pool(pool) is not None
-        # Without a norm: a conv's gradient covers ReLU and pool, and its kernels need a residual of the full size.
+        # Without a norm: a conv's gradient supports ReLU and pool, and its kernels need a residual of the full
+        # size.
         pooled = pool is None or (parts.get("activation") in (None, "relu") and pool_name(pool) is not None)
         return pooled and "add" not in parts
 
 
 def _layer(captured: NetworkGraph, pattern: Pattern) -> nn.Module | None:
-    """The fused layer of a pattern; None where there is nothing to fuse."""
+    """The fused layer of a pattern; None if there is nothing to fuse."""
     first = captured.module(pattern.nodes[0])
     assert first is not None
     pool = None if pattern.pool is None else fused_pool(pattern.pool)
@@ -129,7 +130,7 @@ def _layer(captured: NetworkGraph, pattern: Pattern) -> nn.Module | None:
 
 
 def _split_results(twin: fx.GraphModule) -> None:
-    """Return a norm's result twice where several layers read it: its own kernel then adds up their gradients."""
+    """Return a norm's result twice if several layers read it: its own kernel then adds up their gradients."""
     for node in list(twin.graph.nodes):
         layer = twin.get_submodule(str(node.target)) if node.op == "call_module" else None
         readers = list(node.users)

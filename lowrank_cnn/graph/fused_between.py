@@ -67,7 +67,7 @@ class FusedNorm(nn.Module):
         return self.normalised(x, mean, rstd, residual)
 
     def takes(self, x: Tensor) -> bool:
-        """Whether the kernels normalise such maps now: in training, with more than one value per channel."""
+        """Whether the kernels normalise `x` now: in training, with more than one value per channel."""
         norm = self.norm
         return norm.training and norm.momentum is not None and _several(x) and kernels_take(x)
 
@@ -101,7 +101,7 @@ class FusedNorm(nn.Module):
 
 
 class NormedConv(nn.Module):
-    """A conv and the norm behind it, with what follows the norm.
+    """A conv and the norm after it, with the norm's residual, activation and pool.
 
     If the conv has `with_statistics`, its kernel computes mean and variance along with the result.
     """
@@ -146,7 +146,7 @@ class FusedPool(nn.Module):
         return list(self.kernel), list(self.stride), list(self.padding), self.ceil
 
     def unrolls(self, x: Tensor) -> bool:
-        """Whether the kernel that normalises and pools in one pass takes such windows."""
+        """Whether the kernel that normalises and pools in one pass supports these windows."""
         from lowrank_cnn.kernels.between.normalise_pool import MOST_PLACES
 
         return self._fits(x) and self.kernel[0] * self.kernel[1] <= MOST_PLACES
@@ -183,7 +183,7 @@ class FusedResponseNorm(nn.Module):
 
 
 def kernels_take(x: Tensor) -> bool:
-    """Whether the kernels between convs run now, on maps like `x`."""
+    """Whether the kernels between convs run now, on tensors like `x`."""
     # index() turns symbolic sizes of torch.compile into numbers: the answer holds for one size.
     asked = tuple(map(index, x.shape)), x.dtype, x.device
     if torch.compiler.is_compiling():
@@ -194,7 +194,7 @@ def kernels_take(x: Tensor) -> bool:
 
 
 def _alike(residual: Tensor, x: Tensor) -> bool:
-    """Whether a kernel can add a residual to maps: it has their size and type."""
+    """Whether a kernel can add a residual: it has the same size and type."""
     return residual.shape == x.shape and residual.dtype == x.dtype
 
 

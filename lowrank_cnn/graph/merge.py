@@ -1,11 +1,11 @@
-"""Fold what is linear into one layer, exactly: the batch norms behind layers, and chains (basis + join, pairs).
+"""Fold linear layers exactly into one: batch norms into the layer before them, and chains (basis + join, pairs).
 
-`merge` works on a copy of a network in evaluation. A captured graph must show that a norm reads one layer alone,
-and that nothing else reads that layer's result. Every fold is computed in float64 and compared with what it
-replaces; then the whole network is compared with the original. What is not exact, or cannot be compared, stays,
-and `notes(network).merging` says why:
+`merge` works on a copy of a network in evaluation. A captured graph must show that a norm reads only one layer,
+and that nothing else reads that layer's result. Every fold is computed in float64 and compared with the layers
+that it replaces; then the whole network is compared with the original. Layers whose fold is not exact, or cannot
+be compared, stay, and `notes(network).merging` gives the reason:
 
-- a bias in front of zero padding: the padding is zero and not that bias, so the two differ at the border;
+- a bias before zero padding: the padding is zero and not that bias, so the two differ at the border;
 - two layers that both reach along one axis: a border cuts between them;
 - channel groups that do not match: one conv would need more multiplications than both.
 """
@@ -47,13 +47,13 @@ from lowrank_cnn.method.schemes import FactoredConv2d
 from lowrank_cnn.method.select import check_rewritable
 from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
 
-# Two convs with nothing between them are one conv wherever, along each axis, at most one of them reaches further
-# than a pixel: its kernel is the product of theirs.
+# Two convs with nothing between them equal one conv if, along each axis, at most one of them has more than one
+# tap: its kernel is the product of theirs.
 
 
 @dataclass(frozen=True)
 class Merging(AsDict):
-    """One layer: what went into it, and the largest error relative to the largest output, or why it stayed."""
+    """A layer: its parts, and the largest error relative to the largest output, or why it stayed."""
 
     name: str
     parts: tuple[str, ...]
@@ -62,7 +62,7 @@ class Merging(AsDict):
 
 
 class InexactError(Exception):
-    """Two convs are not one; the message says why."""
+    """Two convs do not equal one; the message gives the reason."""
 
 
 def merge_chain(chain: FactoredConv2d) -> nn.Module:
@@ -101,7 +101,7 @@ class _Plain:
         return any(side > 0 for both in self.sides for side in both)
 
     def reaches(self, axis: int) -> bool:
-        """Does an output look further along this axis than at its own pixel?"""
+        """Whether an output reads other pixels than its own along this axis."""
         return self.weight.shape[2 + axis] > 1 or self.stride[axis] > 1 or self.sides[axis] != (0, 0)
 
     def conv(self) -> nn.Module:
@@ -131,7 +131,7 @@ def _joined(first: _Plain, second: _Plain) -> _Plain:
     if biased and second.pads and second.mode == "zeros":
         raise InexactError("the first layer's bias meets the zero padding of the second")
     bias = second.bias
-    if first.bias is not None:  # what the second conv makes of it
+    if first.bias is not None:  # which the second conv multiplies and sums
         seen = second.weight.sum(dim=(2, 3)).reshape(second.groups, -1, second.weight.shape[1])
         carried = torch.einsum("gdm,gm->gd", seen, first.bias.reshape(second.groups, -1)).flatten()
         bias = carried if bias is None else carried + bias
@@ -148,11 +148,11 @@ def _joined(first: _Plain, second: _Plain) -> _Plain:
     )
 
 
-# A batch norm in evaluation scales and shifts each channel, which the layer before it can do by itself.
+# In evaluation a batch norm scales and shifts each channel, which the weights of the layer before it can do.
 
 
 class FoldedLinear(nn.Identity):
-    """Stands where a batch norm was folded into a linear layer, which is exact for a batch of vectors alone."""
+    """Replaces a batch norm that was folded into a linear layer, which is exact only for a batch of vectors."""
 
     def forward(self, input: Tensor) -> Tensor:
         if input.dim() != 2:
@@ -164,7 +164,7 @@ class FoldedLinear(nn.Identity):
 
 
 def fold(layer: nn.Module, norm: Any) -> nn.Module:
-    """Put a batch norm into the layer in front of it; of a chain, into its last layer."""
+    """Fold a batch norm into the layer before it; in a chain, into its last layer."""
     last: Any = list(layer.children())[-1] if isinstance(layer, FactoredConv2d) else layer
     scale = torch.rsqrt(norm.running_var + norm.eps)
     scale = scale if norm.weight is None else scale * norm.weight
@@ -223,7 +223,7 @@ def merge(
     norms: bool = True,
     example_input: Example | None = None,
 ) -> nn.Module:
-    """A copy of `model` with its batch norms folded into the layers before them, where that is exact.
+    """A copy of `model` with its batch norms folded into the layers before them, if that is exact.
 
     - `chains`: True merges every chain (basis and join, separable pair) into one dense conv, which gives back the
       multiply-accumulates that it saved; False merges none; None those that get cheaper.
@@ -232,10 +232,10 @@ def merge(
       result is compared with the original on it. Without one, an input of the network's known size is made, or
       of the size that its first layer suggests.
 
-    The result is right for every call, whichever optional inputs it gives: a norm that some calls skip stays.
-    If the path depends on attributes (`self.norms[self.domain]`), folds hold for their present values, which the
-    rows of `notes(network).merging` name. Branches that train beside strips (`method.branches`) are folded
-    too. Without a known example, a traceable forward and equal results nothing is merged.
+    The result is right for every call, whichever optional inputs it gives: a norm that some calls skip stays. If
+    the path depends on attributes (`self.norms[self.domain]`), folds hold for their current values, which the rows
+    of `notes(network).merging` name. Training-only branches (`method.branches`) are folded too. Nothing is merged
+    without a known example, a traceable forward and equal results.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
     >>> merge(net)[1]
@@ -341,7 +341,7 @@ class _Folds:
         return replaced, report
 
     def _wrong_axis(self, pattern: Pattern, layer: Any, norm: str) -> str:
-        """Why a norm scales another axis than the layer's outputs, or might; empty where it is the same."""
+        """Why a norm scales, or may scale, another axis than the layer's outputs; empty if it is the same axis."""
         ours = isinstance(layer, CompositeConv2d | FactoredConv2d)  # of two dimensions
         dimensions = 4 if ours else layer.weight.dim()  # of a linear layer 2
         if self.dimensions.get(norm) != {dimensions}:
@@ -351,7 +351,7 @@ class _Folds:
         return ""
 
     def _elsewhere(self, layer: str, norm: str) -> str:
-        """Why another kind of call might lead past a norm; empty where that is excluded.
+        """Why another kind of call might skip a norm; empty if none can.
 
         A graph of one kind of call shows one path. The outermost module around both whose graph is known for every
         call must show the pair in each of its calls.
@@ -369,7 +369,7 @@ class _Folds:
         return _ELSEWHERE
 
     def _graphs(self, name: str) -> list[tuple[set[tuple[str, str]], set[str]]]:
-        """For each kind of call of a module its pairs of layer and norm, and all it calls; none where unknown."""
+        """For each kind of call of a module its pairs of layer and norm, and all its calls; empty if unknown."""
         if name not in self.known:
             try:
                 graphs = captures(copy_with(self.model.get_submodule(name)))
@@ -413,7 +413,7 @@ class _Folds:
 
 
 def _for_present_values(report: list[Merging], attributes: Mapping[str, Any]) -> list[Merging]:
-    """The rows, in which a fold around which attributes decide names these: it holds for their present values."""
+    """The rows; a fold that depends on attributes names these, because it holds only for their current values."""
 
     def told(row: Merging) -> Merging:
         homes = {name: name.rpartition(".")[0] for name in attributes}

@@ -1,4 +1,4 @@
-"""Find layers with what follows them in a captured network: layer -> norm -> + residual -> activation -> max-pool.
+"""Find patterns in a captured network: layer -> norm -> + residual -> activation -> max-pool.
 
 The residual may also be added after the activation, as in Darknet. A `Pattern` lists the nodes of one such
 sequence, in which each value is read by the next node only. `rewritten` replaces every pattern by a call of one
@@ -31,7 +31,7 @@ LAYERS = ("conv", "composite", "chain")
 class Pattern:
     """A layer and what follows it; `nodes` are all of its calls, the layer's first.
 
-    `activation` is a name of `kernels.activation`. With `add_last` the residual is added after the activation.
+    `activation` is a name of `problem.ACTIVATIONS`. With `add_last` the residual is added after the activation.
     """
 
     name: str
@@ -73,8 +73,9 @@ def find_patterns(
     """The patterns of a network, in the order of its calls.
 
     `kinds` are the layers that a pattern may begin with, as `layer_kind` names them; "norm" adds the batch norms
-    that no other pattern contains. With `norms`, a pattern includes the batch norm behind its layer. `accepts` is
-    asked with the layer's node and the pattern's parts (fields of `Pattern`); where it says no, a pattern ends.
+    that no other pattern contains. With `norms`, a pattern includes the batch norm after its layer. `accepts` is
+    called with the layer's node and the pattern's parts (fields of `Pattern`); if it returns False, the pattern
+    ends.
     """
     walk = _PatternWalk(captured, captured.called_once(), norms, accepts)
     found = [pattern for kind in (set(kinds) - {"norm"}, {"norm"} & set(kinds)) for pattern in walk.patterns(kind)]
@@ -117,7 +118,7 @@ class _PatternWalk:
     def patterns(self, kinds: set[str]) -> Iterator[Pattern]:
         """The patterns that begin with a layer of these kinds, the last one first.
 
-        Of two layers that are added, the later one then takes the sum, and the other is its residual.
+        If two layers are added, the later one then computes the sum, and the other is its residual.
         """
         for node in reversed(self.captured.graph.nodes):
             kind = "norm" if self._is_norm(node, self._plain(node)) else layer_kind(self.captured.module(node))
@@ -258,7 +259,7 @@ def _pool(node: fx.Node, module: nn.Module | None) -> nn.MaxPool2d | None:
 
 
 _POOL_OPTIONS = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
-"""In the order of the function, which is not that of the module."""
+"""In the order of the function's parameters, which differs from the module's."""
 
 
 def _is_constant(value: Any) -> bool:
@@ -268,14 +269,14 @@ def _is_constant(value: Any) -> bool:
 
 # Batch norms that also drop and activate, as timm's BatchNormAct2d does, taken apart into torch's own layers.
 #
-# Such a norm is a subclass with children `drop` and `act`. Its forward calls functions, so a captured graph
+# These norms are subclasses with children `drop` and `act`. Their forward calls functions, so a captured graph
 # would show no norm that can be folded or fused.
 
 _PARTS = ["drop", "act"]
 
 
 def split_active_norms(model: nn.Module) -> nn.Module:
-    """A copy of a model with torch's own layers in place of such norms; without any, the model itself."""
+    """A copy of a model in which torch's own layers replace such norms; without any, the model itself."""
     parts = {id(part): copy.deepcopy(split) for part in model.modules() if (split := split_norm(part)) is not None}
     return copy.deepcopy(model, parts) if parts else model
 
@@ -297,7 +298,7 @@ def _is_same(split: nn.Module, norm: nn.BatchNorm2d) -> bool:
     ours, given = copy.deepcopy((split, norm))  # together, so that the copies share their tensors too
     numbers = torch.Generator().manual_seed(0)
     for tensor in (given.weight, given.bias, given.running_mean, given.running_var):
-        if tensor is not None:  # fresh ones would hide in which order the parts run
+        if tensor is not None:  # fresh ones would hide the order of the parts
             tensor.data.copy_(torch.rand(tensor.shape, generator=numbers) + 0.5)
     like = next((tensor for tensor in (given.weight, given.running_mean) if tensor is not None), torch.zeros(()))
     x = torch.randn((2, norm.num_features, 2, 2), generator=numbers).to(like)

@@ -20,7 +20,7 @@ WARM_UP_RUNS = 3
 
 @dataclass(frozen=True)
 class Captured:
-    """A function's work as a graph, with the function: a graph reads weights where they lie, and keeps none."""
+    """A function's work as a graph. The function is kept because it owns the weights that the graph reads."""
 
     graph: torch.cuda.CUDAGraph
     run: Callable[[], object]
@@ -62,8 +62,8 @@ def _stream(device: int) -> torch.cuda.Stream:
 class Recorded:
     """A network's run as a graph, with the memory of its input and output; callers take turns.
 
-    A replay of a small network takes as long as the Python around it. So a call does only what is needed: it waits
-    for another stream only where the last call was on another one.
+    A replay of a small network takes as long as the Python around it, so a call does only what is needed. It waits
+    for another stream only if the last call used another one.
     """
 
     graph: Captured
@@ -105,7 +105,7 @@ def _copied(value: Any) -> Any:
 @torch.inference_mode(False)
 @torch.no_grad()
 def recorded(run: Callable[[Tensor], Any], x: Tensor) -> Recorded:
-    """Capture a run on inputs like this one and compare it on another; networks that wait for the host fail."""
+    """Capture a run on this input and compare it on another one; networks that wait for the host fail."""
     given = x.clone(memory_format=torch.preserve_format)
     kept: dict[str, Any] = {}
     with torch.cuda.device(x.device):

@@ -20,8 +20,8 @@ from lowrank_cnn.core.errors import LowRankError
 
 # How to choose between the fused kernels and torch: the variable LOWRANK_KERNELS, and context managers.
 #
-# off   torch's own convolutions, always: one for each filter group
-# dense torch's own convolutions, always: in training one for a whole layer, zeros around its filters
+# off   always torch's own convolutions: one for each filter group
+# dense always torch's own convolutions: in training one for a whole layer, zeros around its filters
 # on    the fused kernels wherever they can run
 # auto  the fastest on this device and shape, measured once (the default): the fused kernels, torch's
 #       convs for each group, or in training one dense conv by either
@@ -110,7 +110,7 @@ def surveying() -> Iterator[list[Any]]:
 
 
 def unsurveyed() -> KernelSettings:
-    """Within the block, ignore a survey around it: what torch.compile traces outlives the survey."""
+    """Within the block, ignore a survey around it: a graph of torch.compile outlives the survey."""
     return KernelSettings({_survey: None})
 
 
@@ -153,7 +153,7 @@ def on_its_device(launch: Callable[P, R]) -> Callable[P, R]:
         with torch.cuda.device_of(tensor):
             return launch(*arguments, **options)
 
-    # With types in place of their names, so that torch can read an operator's schema from it.
+    # Annotations as types, not strings, so that torch can read an operator's schema from them.
     guarded.__signature__ = signature(launch, eval_str=True)  # type: ignore[attr-defined]
     return guarded
 
@@ -170,7 +170,7 @@ def operator(name: str, fake: Callable[..., Any], mutates: tuple[str, ...] = ())
 
 
 def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
-    """Triton's `kernel[grid]`; within `mode.compiling_ahead` the call only compiles the kernel."""
+    """Triton's `kernel[grid]`; within `compiling_ahead` the call only compiles the kernel."""
     return partial(kernel.warmup, grid=grid) if is_compiling_ahead() else kernel[grid]
 
 
@@ -193,7 +193,7 @@ _ABLE: dict[torch.device, bool] = {}
 
 
 def takes(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels between convs run now, on maps of this shape and type."""
+    """Whether the kernels between convs run now, on tensors of this shape and type."""
     return len(shape) == 4 and dtype in TYPES and 0 < prod(shape) <= LARGEST and kernels_run(device)
 
 

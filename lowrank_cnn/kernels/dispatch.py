@@ -79,7 +79,7 @@ def composite_conv2d_with_statistics(
     padding: Sequence[Sides],
     by_torch: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """One composite layer, with its mean and biased variance per channel for the batch norm behind it.
+    """One composite layer, with its mean and biased variance per channel for the batch norm after it.
 
     These are float32, over batch and positions, and have no gradient of their own: the batch norm's backward
     accounts for them. Without `by_torch` they are None if no kernel of ours runs the layer.
@@ -108,7 +108,7 @@ def composite_conv2d_with_statistics(
 
 
 def explain_call(x: Tensor, weights: Sequence[Tensor], *, training: bool = False, **options: Any) -> str:
-    """Which path `composite_conv2d` takes for such tensors, with the options of `describe`, and why."""
+    """The path that `composite_conv2d` takes for these tensors and the options of `describe`, and why."""
     if not (x.is_cuda or mode.asked_for() or mode.asked_for_dense()):
         return "torch (not on a GPU)"
     return choice.explain(describe(x, weights, **options), x.device, training=training)

@@ -21,12 +21,12 @@ from lowrank_cnn.kernels.dispatch import composite_conv2d, composite_conv2d_with
 from lowrank_cnn.kernels.problem import OVERLAPPING, Pair, Problem, Sides, canonical, pose
 from lowrank_cnn.kernels.reference import compose, enclosure, placed
 
-# Train a basis and its 1x1 join as two convs, or as the one dense conv that both make up.
+# Train a basis and its 1x1 join as two convs, or as the equivalent dense conv.
 #
 # There is no activation between basis and join, so a small matrix product of their weights gives one dense conv.
-# With large maps and few filters, writing and reading the basis's maps costs more than the MACs that the dense
-# conv adds. Its gradient flows through the matrix product to both. Measured times decide, or counts if there are
-# none.
+# With large images and few filters, writing and reading the output of the basis costs more than the MACs that the
+# dense conv adds. Its gradient flows through the matrix product to both. Measured times decide, or counts if there
+# are none.
 
 MACS_PER_MS, BYTES_PER_MS = 3e11, 4e9
 """A large GPU's rates, assumed if nothing was measured."""
@@ -167,7 +167,7 @@ class FusedComposite(nn.Module):
         return composite_conv2d(x, list(self.weights), self.bias, **self.options, residual=residual)
 
     def with_statistics(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The conv's result with its mean and variance; these are None where no kernel of ours runs."""
+        """The conv's result with its mean and variance; these are None if no kernel of ours runs."""
         how = {"stride": self.stride, "padding": self.padding, "by_torch": False}
         return composite_conv2d_with_statistics(x, list(self.weights), self.bias, **how)
 
@@ -267,7 +267,7 @@ def _of_composite(layer: Any) -> dict[str, Any] | None:
 def fused_layer(
     layer: nn.Module | None, *, activation: str | None = None, pool: str | None = None
 ) -> FusedComposite | FusedChain | None:
-    """A conv, composite or chain as one fused layer with what follows it; None if the kernels cannot run it.
+    """A conv, composite or chain as one fused layer with its epilogue; None if the kernels cannot run it.
 
     layer = fused_layer(nn.Conv2d(8, 16, 3), activation="relu", pool="floor")
     """

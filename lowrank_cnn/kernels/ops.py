@@ -215,7 +215,7 @@ def _backward_flops(grad, x, weights, seen, stride, padding, relu, pool, need_in
 
 
 def enclose(weights: Sequence[Tensor], padding: Sequence[Sides]) -> tuple[Tensor, Sides]:
-    """As `reference.enclosed`: one dense weight that computes what all filter groups do, and its padding."""
+    """As `reference.enclosed`: one dense weight equivalent to all filter groups, and its padding."""
     starts, kernel, sides = enclosure([weight.shape for weight in weights], padding)
     return place_groups(list(weights), [value for start in starts for value in start], list(kernel)), sides
 
@@ -235,7 +235,7 @@ def _(weights, starts, kernel):
 
 @torch.library.custom_op("lowrank::take_groups", mutates_args=())
 def take_groups(whole: Tensor, like: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
-    """Each group's part of a dense weight's gradient, with the layout of the tensors in `like`."""
+    """Each group's part of a dense weight's gradient, in the memory layout of `like`."""
     parts = [torch.empty_like(weight) for weight in like]
     copy_groups(_places(whole, [weight.shape for weight in like], starts), parts)
     return parts

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.numbers import ceil_div, round_up
 
-# The activations that a conv's epilogue can apply, by name: what they are called, and what they compute.
+# The activations that a conv's epilogue can apply, by name.
 #
 # A name is one of `ACTIVATIONS`. "leaky_relu" has a slope of 0.01; "leaky_relu:0.1" names another.
 
@@ -62,7 +62,7 @@ def is_monotone(activation: str | None) -> bool:
 
 
 def activate(y: Tensor, activation: str | None, *, inplace: bool = False) -> Tensor:
-    """The activation by torch; in place where asked for and torch has it so."""
+    """The activation by torch; in place if requested and torch supports it."""
     name, slope = parsed(activation)
     if name in ("", "gelu"):
         return F.gelu(y) if name else y
@@ -219,7 +219,7 @@ class CallOptions(NamedTuple):
 class ConvTensors(NamedTuple):
     """The tensors of one forward launch; `packed` are the weights in the layout of its kernel.
 
-    If given, `codes` (see `empty_codes`) and `parts` (see `conv.result_statistics`) are written.
+    If given, `codes` (see `empty_codes`) and `parts` (see `conv.forward`) are written.
     """
 
     x: Tensor
@@ -231,7 +231,8 @@ class ConvTensors(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a kernel wants its weights: `pack(weights, problem, dtype)` makes one tensor of those of all groups.
+    """The weight layout of a kernel: `pack(weights, problem, dtype)` packs the weights of all groups into one
+    tensor.
 
     Frozen layers keep one packed copy per `name`.
     """
@@ -342,14 +343,14 @@ def empty_maps(size: Sequence[int], like: Tensor) -> Tensor:
 
 Box = tuple[int, int, int]
 OVERHEAD_BOXES = 16
-"""The cost of a program's beginning and end, in boxes of work."""
+"""The cost of starting and ending a program, in boxes of work."""
 
 
 @lru_cache(maxsize=4096)
 def box_of(batch: int, height: int, width: int, pixels: int, least: int = 1) -> Box:
     """The box (images, rows, columns) of `pixels` output pixels that wastes the fewest at the borders.
 
-    Of equal ones, that with the fewest images, then the squarest: neighbouring taps then read the same lines.
+    Ties go to the fewest images, then to the squarest box: neighbouring taps then read the same cache lines.
     """
     powers = [2**i for i in range(pixels.bit_length())]
     boxes = [
@@ -392,7 +393,7 @@ def filters_per_tile(problem: Problem, limit: int = 128) -> int:
 
 
 def starts(counts: Iterable[int]) -> list[int]:
-    """Where each part begins if parts of these sizes follow each other."""
+    """The offset of each part if parts of these sizes follow each other."""
     return list(accumulate(counts, initial=0))[:-1]
 
 

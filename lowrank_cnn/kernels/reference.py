@@ -104,13 +104,13 @@ def composite_by_torch(
 
 
 def enclosed(weights: Sequence[Tensor], padding: Sequence[Sides]) -> tuple[Tensor, Sides]:
-    """One dense weight that computes what all filter groups do, zeros around their taps, and its padding."""
+    """One dense weight equivalent to all filter groups, with zeros around their taps, and its padding."""
     starts, kernel, sides = enclosure([weight.shape for weight in weights], padding)
     return torch.cat([placed(weight, kernel, start) for weight, start in zip(weights, starts, strict=True)]), sides
 
 
 def enclosure(shapes: Sequence[Sequence[int]], padding: Sequence[Sides]) -> tuple[list[Pair], Pair, Sides]:
-    """Where each group's first tap lies in the dense kernel that encloses all groups, its size and its padding."""
+    """The position of each group's first tap in the enclosing dense kernel, and the kernel's size and padding."""
     top, left = (max(sides[axis][0] for sides in padding) for axis in (0, 1))
     starts = [(top - rows[0], left - columns[0]) for rows, columns in padding]
     height, width = (

@@ -1,7 +1,7 @@
 """Convolutions with 1x3 and 3x1 filters on the CPU by compiled code, as a torch operator.
 
 The code is the package `lowrank_strips` (in native/), which needs a compiler to build and is optional: `available`
-says whether it is installed. It runs Winograd's minimal filtering along the strip on the threads that torch has.
+says whether it is installed. It runs Winograd's minimal filtering along the strip, on torch's threads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from lowrank_cnn.core.errors import MissingExtra
 
 STEPS = {torch.float32: 6, torch.float16: 4}
-"""Outputs per tile: F(6, 3) needs fewer products, F(4, 3) rounds less, which half precision needs."""
+"""Outputs per tile: F(6, 3) needs fewer multiplications, F(4, 3) rounds less, which half precision needs."""
 
 
 def available(dtype: torch.dtype) -> bool:
@@ -35,7 +35,7 @@ def is_installed() -> bool:
 
 
 def installed_version() -> str | None:
-    """The version of the package with the compiled code; None where it is not installed."""
+    """The version of the package with the compiled code; None if it is not installed."""
     return version("lowrank-strips") if is_installed() else None
 
 
@@ -72,10 +72,10 @@ def strips(
     relu: bool,
     pool: bool,
 ) -> Tensor:
-    """All groups of a layer, one behind the other, with its bias: stride one, an output as large as the input.
+    """All groups of a layer, concatenated, with its bias: stride one, an output as large as the input.
 
-    `weights` are packed. `filters` has the number of filters of each group; they are 1x3 where `across` is true,
-    otherwise 3x1. With `pool`, the largest of each 2x2 results is kept; height and width are then even.
+    `weights` are packed. `filters` has the number of filters of each group; they are 1x3 if `across` is true,
+    otherwise 3x1. `pool` adds a 2x2 max-pool; height and width are then even.
     """
     x = x.contiguous()
     y = _result(x, bias, pool)

@@ -1,4 +1,4 @@
-"""Answers that torch.compile takes as constants: it calls these once per trace and does not trace into them.
+"""Decisions that torch.compile treats as constants: it calls these once per trace and does not trace into them.
 
 Import this module only while torch.compile traces: the decorators import its compiler.
 """
@@ -19,7 +19,7 @@ asked_for_dense = torch.compiler.assume_constant_result(mode.asked_for_dense)
 
 @torch.compiler.assume_constant_result
 def exporting() -> bool:
-    """Whether torch.export traces. Traced directly, torch 2.11 answers yes under torch.compile as well."""
+    """Whether torch.export traces. Traced directly, torch 2.11 returns True under torch.compile as well."""
     return torch.compiler.is_exporting()
 
 

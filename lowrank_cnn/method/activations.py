@@ -21,8 +21,8 @@ from lowrank_cnn.core.compare import copied, tensors_of, unchanged
 from lowrank_cnn.core.errors import LowRankError, first_line
 from lowrank_cnn.core.modules import first_input
 from lowrank_cnn.method.chains import FactoredLayer, groups_of
-from lowrank_cnn.method.geometry import Sides, form_of
-from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.geometry import enclosing_padding
+from lowrank_cnn.method.layers import CompositeConv2d, weights_of
 from lowrank_cnn.method.schemes import FactoredConv2d
 
 Images = Tensor | Iterable[object]
@@ -117,7 +117,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def refit(layer: FactoredConv2d | FactoredLayer, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> float:
-    """Fit the last layer of a chain so that the chain maps these inputs to these targets; the error after it."""
+    """Fit the last layer of a chain to map these inputs to these targets, and return the remaining error."""
     *front, second = layer.children()
     pairs = zip(inputs, targets, strict=True)
     rows, wanted = _sampled(second, [_through(front, x, y) for x, y in pairs], targets)
@@ -139,7 +139,7 @@ def refit(layer: FactoredConv2d | FactoredLayer, inputs: Sequence[Tensor], targe
 
 
 def _through(layers: Sequence[nn.Module], x: Tensor, target: Tensor) -> Tensor:
-    """What layers give; a transposed conv may have been told the size of its output, which is the target's."""
+    """Run layers in a row; a transposed conv is told the size of the target, on which its output depends."""
     for layer in layers:
         told = isinstance(layer, _ConvTransposeNd)
         x = layer(x, list(target.shape[-len(layer.kernel_size) :])) if told else layer(x)
@@ -183,20 +183,11 @@ def _windows(layer: nn.Module, x: Tensor) -> Tensor:
     """[pixels, channels x taps]: what each output pixel of a conv sees."""
     if not isinstance(layer, nn.Conv2d | CompositeConv2d):  # the join of a factored layer is pointwise
         return _pixels(layer, x)
-    kernel, stride, dilation, sides, mode = _geometry(layer)
+    kernel, mode = layer.kernel_size, layer.padding_mode
+    height, width = enclosing_padding(layer.padding, kernel, layer.dilation)  # type: ignore[arg-type]
     x = x if x.dim() == 4 else x[None]
-    pads = (*sides[1], *sides[0])
-    padded = F.pad(x, pads) if mode == "zeros" else F.pad(x, pads, mode=mode)
-    return F.unfold(padded, kernel, dilation=dilation, stride=stride).transpose(1, 2).flatten(0, 1)
-
-
-def _geometry(layer: nn.Module) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], Sides, str]:
-    if isinstance(layer, CompositeConv2d):
-        return layer.kernel_size, layer.stride, layer.dilation, layer.padding, layer.padding_mode
-    assert isinstance(layer, nn.Conv2d)
-    form = form_of(layer)
-    assert form is not None
-    return form.kernel, form.stride, form.dilation, form.padding, form.padding_mode
+    padded = F.pad(x, (*width, *height), mode="constant" if mode == "zeros" else mode)
+    return F.unfold(padded, kernel, dilation=layer.dilation, stride=layer.stride).transpose(1, 2).flatten(0, 1)
 
 
 def _solution(layer: nn.Module, groups: int) -> Tensor:
@@ -210,8 +201,8 @@ def _solution(layer: nn.Module, groups: int) -> Tensor:
 
 def _put(layer: nn.Module, found: Tensor, biased: bool) -> None:
     weights = found[:, :-1] if biased else found
-    target = layer.weights[0] if isinstance(layer, CompositeConv2d) else layer.weight
-    target.data.copy_(weights.transpose(1, 2).reshape(target.shape))  # type: ignore[union-attr, arg-type]
+    target = weights_of(layer)[0]
+    target.data.copy_(weights.transpose(1, 2).reshape(target.shape))
     if biased:
         layer.bias.data.copy_(found[:, -1].flatten())  # type: ignore[union-attr]
 

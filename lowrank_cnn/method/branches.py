@@ -1,10 +1,9 @@
-"""Filters that train beside branches, which they take up exactly after training.
+"""Training-only branches beside a composite, folded into it exactly after training (RepVGG style).
 
-A strip sees its pixels along one axis alone. In training a 1x1 conv over the same input and, where shapes allow,
-the identity stand beside it, each with a batch norm of its own, and their outputs are added, as RepVGG does for
-squares (Ding et al. 2021). The 1x1 conv has the channel groups of the strip. In evaluation all of them are one
-linear map, whose weights lie within the strip: the branches cost nothing to run. `merge` puts that one layer in
-their place.
+A strip sees its pixels along one axis alone. In training its output is added to that of a 1x1 conv and, if the
+shapes are equal, to the input itself, each after a batch norm of its own, as RepVGG does for squares (Ding et al.
+2021). The 1x1 conv has the channel groups of the strip. In evaluation all of them are one linear map, whose
+weights lie within the strip: the branches cost nothing to run. `merge` replaces them by that one layer.
 
 State dict of `BranchedConv2d` (stable): `strips`, `point`, and their norms `strips_norm`, `point_norm` and
 `identity_norm`.
@@ -19,22 +18,22 @@ import torch
 from torch import Tensor, fx, nn
 
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.method.geometry import Sides
 from lowrank_cnn.method.layers import CompositeConv2d, conv_of, dense_weight, mask_weights, weights_of
-from lowrank_cnn.method.spec import Composite, Pair
+from lowrank_cnn.method.spec import Composite
 
 
 class BranchedConv2d(nn.Module):
     """A composite beside a 1x1 conv and the identity, each behind its own batch norm.
 
-    In training the branches run, and batch statistics are theirs. In evaluation the folded composite runs. What
-    tools ask of a conv (`weight`, `bias`, `kernel_size`) is that of the folded one.
+    In training the branches run, each with its own batch statistics. In evaluation the folded composite runs.
+    Tools that read `weight`, `bias` or `kernel_size` get those of the folded composite.
     """
 
-    __jit_unused_properties__: ClassVar[list[str]] = [
-        "weight", "bias", "composite", "in_channels", "out_channels", "groups", "kernel_size", "stride",
-        "dilation", "padding", "padding_mode",
-    ]  # fmt: skip
+    _OF_STRIPS: ClassVar[tuple[str, ...]] = (
+        "composite", "in_channels", "out_channels", "groups", "kernel_size", "stride", "dilation", "padding",
+        "padding_mode",
+    )  # fmt: skip
+    __jit_unused_properties__: ClassVar[list[str]] = ["weight", "bias"]
 
     def __init__(self, strips: CompositeConv2d) -> None:
         super().__init__()
@@ -67,41 +66,8 @@ class BranchedConv2d(nn.Module):
         y = self.strips_norm(self.strips(x)) + self.point_norm(self.point(x))
         return y if self.identity_norm is None else y + self.identity_norm(x)
 
-    @property
-    def composite(self) -> Composite:
-        return self.strips.composite
-
-    @property
-    def in_channels(self) -> int:
-        return self.strips.in_channels
-
-    @property
-    def out_channels(self) -> int:
-        return self.strips.out_channels
-
-    @property
-    def kernel_size(self) -> Pair:
-        return self.strips.kernel_size
-
-    @property
-    def groups(self) -> int:
-        return self.strips.groups
-
-    @property
-    def stride(self) -> Pair:
-        return self.strips.stride
-
-    @property
-    def dilation(self) -> Pair:
-        return self.strips.dilation
-
-    @property
-    def padding(self) -> Sides:
-        return self.strips.padding
-
-    @property
-    def padding_mode(self) -> str:
-        return self.strips.padding_mode
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.strips, name) if name in self._OF_STRIPS else super().__getattr__(name)
 
     @property
     def weight(self) -> Tensor:

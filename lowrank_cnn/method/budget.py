@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -35,6 +36,14 @@ class Step:
     scheme: Scheme | None
     cost: int
     energy: float
+
+
+class Offer(NamedTuple):
+    """A layer's best step: where on its curve it leads, the log energy it gains per cost, and its cost."""
+
+    index: int
+    gain: float
+    price: float
 
 
 Curve = list[Step]
@@ -87,8 +96,8 @@ def within(
 def allocate(curves: Curves, budget: float) -> dict[str, Scheme | None]:
     """Spend a budget where it keeps most of the product of all layers' energies.
 
-    What passes through a chain of layers is the product of what each lets pass, so layers compete by the
-    logarithm of energy gained per cost, each with the best step that it can still pay for.
+    A chain of layers passes the product of the energies that its layers pass. So layers compete by the logarithm
+    of energy gained per cost, each with the best step that it can still pay for.
     """
     place = dict.fromkeys(curves, 0)
     left = budget - sum(curve[0].cost for curve in curves.values())
@@ -106,15 +115,6 @@ def allocate(curves: Curves, budget: float) -> dict[str, Scheme | None]:
         best = max(open_offers, key=lambda name: open_offers[name].gain)
         place[best], left = open_offers[best].index, left - open_offers.pop(best).price
         del offers[best]
-
-
-@dataclass(frozen=True)
-class Offer:
-    """A layer's best step: where on its curve it leads, the log energy it gains per cost, and its cost."""
-
-    index: int
-    gain: float
-    price: float
 
 
 def _offer(curve: Curve, place: int, left: float) -> Offer | None:
@@ -161,7 +161,7 @@ def dense_costs(model: nn.Module, convs: Convs, kind: str, input_size: InputSize
 
 
 def step_cost(conv: nn.Conv2d, scheme: Scheme, dense: int, kind: str) -> int:
-    """What a scheme costs in the place of a conv that costs `dense`."""
+    """The cost of a scheme that replaces a conv of cost `dense`."""
     if kind == "params":
         return scheme.params(conv)
     return round(dense / conv.weight.numel() * scheme.macs(conv))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -31,8 +32,8 @@ KINDS = (nn.Linear, nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d
 class FactoredConv2d(nn.Sequential):
     """Convs in a chain with nothing between them, so that together they are one linear map.
 
-    Its children are `basis` and `join`, `first` and `second` for a separable pair, or `reduce`, `upright`, `lying`
-    and `join` for a CP form, whose middle two are depthwise.
+    Its children are `basis` and `join`. A separable pair has `first` and `second`. A CP form has `reduce`,
+    `upright`, `lying` and `join`, of which the middle two are depthwise.
 
     >>> import torch
     >>> import lowrank_cnn as lr
@@ -45,6 +46,15 @@ class FactoredConv2d(nn.Sequential):
         "weight", "bias", "in_channels", "out_channels", "groups", "kernel_size", "stride", "dilation",
         "padding", "padding_mode",
     ]  # fmt: skip
+    # What tools read of a conv: that of the equivalent dense one. They are properties, because a chain with a
+    # `__getattr__` of its own would no longer be a plain `nn.Sequential`, which the fused kernels run.
+    in_channels = property(lambda self: self[0].in_channels)
+    out_channels = property(lambda self: self[-1].out_channels)
+    bias = property(lambda self: self[-1].bias)
+    groups = property(lambda self: self[-1].groups)  # a join mixes what a basis kept apart
+    kernel_size = property(lambda self: _by_axis(self, "kernel_size", max))
+    stride = property(lambda self: _by_axis(self, "stride", math.prod))
+    dilation = property(lambda self: _by_axis(self, "dilation", max))
 
     def __init__(self, stages: OrderedDict[str, nn.Module], scheme: Scheme) -> None:
         super().__init__(stages)
@@ -61,40 +71,6 @@ class FactoredConv2d(nn.Sequential):
         return whole
 
     @property
-    def bias(self) -> Tensor | None:
-        """The bias of the last layer, which is that of the whole chain if no other layer has one."""
-        return self[-1].bias  # type: ignore[return-value]
-
-    @property
-    def in_channels(self) -> int:
-        return self[0].in_channels  # type: ignore[return-value]
-
-    @property
-    def out_channels(self) -> int:
-        return self[-1].out_channels  # type: ignore[return-value]
-
-    @property
-    def groups(self) -> int:
-        """Those of the last layer: a join mixes what a basis kept apart."""
-        return self[-1].groups  # type: ignore[return-value]
-
-    @property
-    def kernel_size(self) -> Pair:
-        """The kernel of the equivalent dense conv."""
-        stages: Any = self
-        return max(stage.kernel_size[0] for stage in stages), max(stage.kernel_size[1] for stage in stages)
-
-    @property
-    def stride(self) -> Pair:
-        stages: Any = self
-        return math.prod(stage.stride[0] for stage in stages), math.prod(stage.stride[1] for stage in stages)
-
-    @property
-    def dilation(self) -> Pair:
-        stages: Any = self
-        return max(stage.dilation[0] for stage in stages), max(stage.dilation[1] for stage in stages)
-
-    @property
     def padding(self) -> Sides:
         """Pixels on the sides of each axis, ((top, bottom), (left, right)), as a composite layer has them."""
         sides = [_sides_of(stage) for stage in self]
@@ -109,6 +85,11 @@ class FactoredConv2d(nn.Sequential):
         return next((stage.padding_mode for stage in stages if stage.padding_mode != "zeros"), "zeros")
 
 
+def _by_axis(stages: Iterable[nn.Module], name: str, combine: Callable[[tuple[int, ...]], int]) -> Pair:
+    height, width = map(combine, zip(*(getattr(stage, name) for stage in stages), strict=True))
+    return height, width
+
+
 def _sides_of(stage: Any) -> Sides:
     """The padding of one layer of a chain, for each side."""
     if isinstance(stage, CompositeConv2d | BranchedConv2d):
@@ -118,7 +99,7 @@ def _sides_of(stage: Any) -> Sides:
 
 
 class FactoredLayer(nn.Sequential):
-    """A `basis` like the layer that it replaces, with m filters, and a pointwise `join`, with nothing between.
+    """Two layers that replace one: a `basis` of m filters with the same kernel, then a pointwise `join`.
 
     It has the attributes of that layer (`weight`, `stride`, `in_features`, ...): forwards and tools read them.
     """
@@ -175,7 +156,7 @@ def is_torch_layer(layer: nn.Module) -> bool:
 
 
 def factored_layer(layer: nn.Module, m: int, scheme: Scheme) -> FactoredLayer:
-    """Build m filters like those of a layer, and their join; the weights are set later."""
+    """Build m filters with the kernel of a layer, and their join; the weights are set later."""
     filters, groups, biased = outputs_of(layer), groups_of(layer), layer.bias is not None
     if isinstance(layer, nn.Linear):
         basis = nn.Linear(layer.in_features, m, bias=False)

@@ -75,11 +75,11 @@ def convert(
       layers are rewritten and, for schemes with basis filters, how many a layer gets; the others stay dense.
       Layers lose most where that saves most. `latency` is measured here, on one image.
     - `input_size`: (channels, height, width) of an image; a budget needs it, unless the network is one of ours.
-      Where it is given, the new network is run once, to see that it calls the new layers.
+      If it is given, the new network runs once, to check that it calls the new layers.
     - `allow_costlier`: rewrite also a layer that would not get cheaper, which stays otherwise.
 
     Depthwise, 1x1, 1xk, transposed, 1-D and 3-D convs stay, and so does a conv whose class computes something else
-    than `nn.Conv2d`, one that is frozen, and one that a lambda holds: the `notes` of the result say why. Dtype,
+    than `nn.Conv2d`, and one that is frozen: the `notes` of the result say why. Dtype,
     device, memory format and training mode are those of the conv replaced; the bias goes to the last layer of a
     chain. A layer that is used in several places stays one layer.
     A warning names layers that no fused kernel runs, as with channel groups: these can be slower than the dense.
@@ -95,7 +95,7 @@ def convert(
     scheme = candidates[0]
     if init != "composite" and not callable(init):
         raise LowRankError(f'init is "composite" or a function that fills a replacement, not {init!r}.')
-    with told_if_low_rank(model):
+    with explain_already_low_rank(model):
         convs, kept = select(model, scheme, where, trained_on=init == "composite")
     schemes = dict.fromkeys(convs, scheme)
     if budget is not None:
@@ -138,7 +138,7 @@ def warn_of_slow_layers(new: nn.Module, names: Iterable[str]) -> None:
 
 
 def _candidates(scheme: str | Scheme | None, budget: Budget | None) -> list[Scheme]:
-    """The scheme that was asked for, or those that a budget chooses from."""
+    """The given scheme, or those that a budget chooses from."""
     if scheme is None and budget is None:
         raise LowRankError("give a scheme, such as lr, or a budget that chooses schemes: macs, params or latency.")
     candidates = [parse_scheme(text) for text in (BY_BUDGET if scheme is None else (scheme,))]
@@ -175,7 +175,7 @@ def nothing_cheaper(scheme: Scheme) -> str:
 
 
 @contextmanager
-def told_if_low_rank(model: nn.Module) -> Iterator[None]:
+def explain_already_low_rank(model: nn.Module) -> Iterator[None]:
     """Replace the error that nothing can be converted by a clearer one if the network is low-rank already."""
     try:
         yield

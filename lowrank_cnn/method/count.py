@@ -12,29 +12,26 @@ Conventions:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lowrank_cnn.core.compare import unchanged
-from lowrank_cnn.core.errors import LowRankError, check_type, first_line
-from lowrank_cnn.core.modules import InputSize, arguments, checked_size
-from lowrank_cnn.core.notes import notes
+from lowrank_cnn.core.errors import LowRankError, first_line
+from lowrank_cnn.core.modules import InputSize, arguments, check_module, checked_size, is_part_of
+from lowrank_cnn.core.notes import AsDict, notes
 from lowrank_cnn.core.text import html_table, si
 from lowrank_cnn.method.branches import fold_branches
 from lowrank_cnn.method.layers import CompositeConv2d
 
-# Which operations cost multiply-accumulates, which cost nothing by convention, and which are not known.
-#
 # Formulas are PyTorch's own (`torch.utils.flop_counter`; a new operation is registered there), with a few that
 # it lacks. Operations that are neither in that table nor free by convention are listed as unknown, not counted
 # as zero.
@@ -92,33 +89,25 @@ def _is_free(func: Any, name: str) -> bool:
     return space in ("aten", "prims", "prim") and base.rstrip("_") in _FREE
 
 
-_REASONS = (
-    (
-        (
-            "item()",
-            "out of meta tensor",
-            "local_scalar_dense",
-            "nonzero",
-            "data-dependent",
-            "aten::equal",
-            "tolist",
-        ),
-        "its forward reads the values of tensors (`.item()`, `float()`, an `if` on a tensor), which counting "
-        "without computing does not have",
-    ),
-    (("numpy",), "its forward calls numpy on a tensor, which counting without computing does not have"),
-    (
-        ("expected device meta", "on the same device", "device type at start of device", "on different devices"),
-        "its forward uses a tensor that is neither a parameter nor a buffer, kept in a list or made on a named "
-        "device: register it as a buffer",
-    ),
-)
+_READS_VALUES = (
+    "item()", "out of meta tensor", "local_scalar_dense", "nonzero", "data-dependent", "aten::equal", "tolist",
+)  # fmt: skip
+_OTHER_DEVICE = (
+    "expected device meta", "on the same device", "device type at start of device", "on different devices",
+)  # fmt: skip
+_REASONS = {
+    _READS_VALUES: "its forward reads the values of tensors (`.item()`, `float()`, an `if` on a tensor), which "
+    "counting without computing does not have",
+    ("numpy",): "its forward calls numpy on a tensor, which counting without computing does not have",
+    _OTHER_DEVICE: "its forward uses a tensor that is neither a parameter nor a buffer, kept in a list or made on "
+    "a named device: register it as a buffer",
+}
 
 
 def reason_of(error: Exception) -> str | None:
     """Why a forward cannot run without values, in words; None if it failed for another reason."""
     text = str(error)
-    return next((reason for marks, reason in _REASONS if any(mark in text for mark in marks)), None)
+    return next((reason for marks, reason in _REASONS.items() if any(mark in text for mark in marks)), None)
 
 
 CONVENTIONS = ("mac", "paper")
@@ -151,11 +140,10 @@ class LayerCount:
 
 
 @dataclass(frozen=True)
-class Count:
+class Count(AsDict):
     """A network's cost for one image, in total and per layer, in the order of execution.
 
-    `unsupported` names the operations whose cost is not known, with the number of their calls: what they cost is
-    not in `macs`.
+    `unsupported` names operations of unknown cost, with the number of their calls; `macs` does not include them.
 
     >>> from torch import nn
     >>> import lowrank_cnn as lr
@@ -182,16 +170,12 @@ class Count:
         size = "x".join(map(str, self.input))
         return html_table(("layer", "type", "output", ">MACs", ">parameters"), rows, f"One image of {size}")
 
-    def to_dict(self) -> dict[str, object]:
-        """In values that JSON can hold."""
-        return asdict(self)
-
 
 def count(model: nn.Module, input_size: InputSize, *, convention: str = "mac") -> Count:
     """Count a model on one image of `input_size` (channels, height, width). The model is left as it was.
 
     A network of another kind of input is counted on an example: a tensor, or a tuple of all arguments of its
-    forward, or a dictionary of its keywords. Such an example counts with its whole batch.
+    forward, or a dictionary of its keywords. The count is that of its whole batch.
 
     Branches that are folded after training (`method.branches`) count as the layer that they become.
     `convention` is "mac" (convs, linear layers and matrix products in evaluation) or "paper" (as published: one
@@ -204,8 +188,9 @@ def count(model: nn.Module, input_size: InputSize, *, convention: str = "mac") -
     """
     if convention not in CONVENTIONS:
         raise LowRankError(f"the convention is {' or '.join(CONVENTIONS)}, not {convention!r}.")
-    check_type("the model", model, nn.Module)
-    _check_countable(model)
+    check_module(model)
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        raise LowRankError("the model is wrapped in nn.DataParallel: count its `.module`.")
     size, model = checked_size(input_size), fold_branches(model)
     paper = convention == "paper"
     book = _Book(biases=paper)
@@ -213,22 +198,12 @@ def count(model: nn.Module, input_size: InputSize, *, convention: str = "mac") -
         _run(model, input_size, training=paper and bool(notes(model).auxiliary))
     known = notes(model)
     left_out = known.unpublished if paper else known.auxiliary
-    params = sum(p.numel() for name, p in model.named_parameters() if not _within(name, left_out))
+    params = sum(
+        p.numel() for name, p in model.named_parameters() if not any(is_part_of(name, part) for part in left_out)
+    )
     layers = tuple(book.layers())
     macs, memory = sum(layer.macs for layer in layers), sum(layer.activation_bytes for layer in layers)
     return Count(size, convention, macs, params, memory, layers, tuple(sorted(book.unsupported.items())))
-
-
-def _check_countable(model: nn.Module) -> None:
-    """Refuse modules that take no hooks, no borrowed parameters, or that have no shapes yet."""
-    for name, module in model.named_modules():
-        label = name or "the model"
-        if isinstance(module, torch.jit.ScriptModule):
-            raise LowRankError(f"{label} is scripted: count the module that it was made from.")
-        if isinstance(module, nn.DataParallel):
-            raise LowRankError(f"{label} is wrapped in nn.DataParallel: count its `.module`.")
-        if any(parameter is not None and is_lazy(parameter) for parameter in module._parameters.values()):
-            raise LowRankError(f"{label} is lazy: run the model once, so that it knows its channels.")
 
 
 def _run(model: nn.Module, inputs: InputSize, *, training: bool) -> None:
@@ -248,10 +223,6 @@ def _run(model: nn.Module, inputs: InputSize, *, training: bool) -> None:
             raise LowRankError(f"the model cannot be counted: {reason}.") from error
         size = "x".join(map(str, checked_size(inputs)))
         raise LowRankError(f"the model does not take an input of {size}: {first_line(error)}") from error
-
-
-def _within(name: str, parents: Sequence[str]) -> bool:
-    return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
 
 
 class _Book(TorchDispatchMode):
@@ -305,7 +276,8 @@ class _Book(TorchDispatchMode):
         for name, module in self.modules.items():
             kind = type(module).__name__
             kind += f" {module.composite}" if isinstance(module, CompositeConv2d) else ""
-            params = sum(p.numel() for p in _own_parameters(module))
+            own = module.parameters(recurse=isinstance(module, CompositeConv2d))  # which has its own in a list
+            params = sum(p.numel() for p in own)
             macs = self.macs[name] + (_biases(module) if self.biases else 0)
             yield LayerCount(name, kind, self.outputs.get(name, ()), macs, params, self.memory.get(name, 0))
 
@@ -325,11 +297,6 @@ class _Book(TorchDispatchMode):
                 self.memory[name] = prod(output.shape) * output.element_size()
 
         return hook
-
-
-def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters of a counted layer itself; a composite keeps its own in a list, one level down."""
-    yield from module.parameters(recurse=isinstance(module, CompositeConv2d))
 
 
 def _biases(module: nn.Module) -> int:

@@ -8,8 +8,10 @@ The number m of basis filters is the scheme's own, or is chosen for each layer f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from types import MappingProxyType
 
 import torch
@@ -29,30 +31,34 @@ from lowrank_cnn.method.activations import (
     seen,
     window_covariance,
 )
-from lowrank_cnn.method.budget import Budget, within
+from lowrank_cnn.method.budget import Budget, Convs, Curve, Step, dense_costs, step_cost, within
 from lowrank_cnn.method.chains import FactoredConv2d, FactoredLayer, groups_of, outputs_of
 from lowrank_cnn.method.convert import cheaper_only, check_channels, nothing_cheaper, warn_of_slow_layers
-from lowrank_cnn.method.factorize import CPFactors
-from lowrank_cnn.method.ranks import (
-    Keeps,
-    Score,
-    better_by_cp,
-    by_energy,
-    curves_of,
-    measured_keeps,
-    weights_keeper,
-)
-from lowrank_cnn.method.rewrite import check_calls, copy_with, rewrite
-from lowrank_cnn.method.schemes import (
-    SCHEMES,
-    Fitted,
-    Scheme,
-    fit_layer,
-    parse_scheme,
-)
+from lowrank_cnn.method.factorize import CPFactors, cp_factors
+from lowrank_cnn.method.rewrite import check_calls, copy_with, replacement, rewrite
+from lowrank_cnn.method.schemes import SCHEMES, Fitted, Scheme, fit_layer, parse_scheme
 from lowrank_cnn.method.select import Kept, Where, select
 
 __all__ = ["Fitted", "decompose", "fit_layer"]
+
+Keeps = Callable[[int], float]
+"""The share of a layer that m basis filters keep."""
+_STEPS = 96
+"""Steps into which the range of m is divided when layers compete for a budget."""
+_FITTED = 12
+"""Steps at which a basis and its join are really fitted; the energy between them is interpolated."""
+WHOLE = 8
+"""Under a budget, filter groups are multiples of this, as fast kernels need."""
+_UNITS = 16
+"""A layer with fewer units to choose from than this is not rounded to whole units: that would be too coarse."""
+BELOW = 1 / 3
+"""The share of a layer's MACs below which CP is tried in place of a separable pair."""
+_MOST_WORK = 3e8
+"""Weights times components up to which CP is tried under a budget: beyond, a fit takes minutes."""
+Score = Callable[[nn.Module], float]
+"""The quality of a network, such as its accuracy: positive, and higher for a better network."""
+_TRIED = 6
+"""Numbers of basis filters that are tried for a layer; between them, the share kept is interpolated."""
 
 
 @unchanged()  # layers draw weights when they are built, and these are fitted
@@ -85,11 +91,11 @@ def decompose(
     - `macs`, `params`: those that keep most, over all layers, within this share of the network's cost;
     - `latency`: likewise, within this share of the time that the dense network takes on one image, measured here.
 
-    A few `images` (a tensor or batches, as the network takes them; labels are not used) make both choices better:
-    what a layer keeps is then measured at the network's output, filters are nearest in what they give for such
+    A few `images` (a tensor or batches, as the network takes them; labels are not used) improve the fit. The
+    effect of a layer is then measured at the network's output, filters are fitted to their outputs for these
     images, and the second half of each layer is refitted to the original's activations by least squares. Ranks by
-    weights, by measured effect and by both compete: the network with the nearest output is taken. With
-    `evaluate`, a function that scores a network, layers compete by the score that they keep.
+    weights, by measured effect and by both compete; the network with the nearest output wins. With `evaluate`, a
+    function that scores a network, layers compete by the score that they keep.
 
     A layer that would not get cheaper stays dense, unless `allow_costlier`. The bias goes to the last layer of a
     chain; frozen layers stay frozen. The `notes` of the result hold its `decomposition`, a line per layer, and its
@@ -115,9 +121,10 @@ def decompose(
     else:
         keeps = measured_keeps(model, convs, scheme, batches, evaluate) if batches or evaluate else None
         size = tuple(batches[0].shape[1:]) if input_size is None and batches else input_size
-        compete = bool(batches) and not evaluate and not by_fit
-        options = _competing(convs, scheme, budget, keeps) if compete else [keeps]
-        choices = [_chosen(model, convs, scheme, budget, size, one, allow_costlier) for one in options]
+        measures = [keeps]
+        if keeps and batches and not evaluate and not by_fit and budget.kind in ("macs", "params"):
+            measures += [None, both_keeps(convs, scheme, keeps)]
+        choices = [_chosen(model, convs, scheme, budget, size, one, allow_costlier) for one in measures]
         if by_fit:
             choices[0], fits = better_by_cp(convs, choices[0])
     if not any(choices):
@@ -143,8 +150,8 @@ def nearest_output(
 ) -> tuple[nn.Module, dict[str, Fitted]]:
     """The network and the fits of the choice of schemes whose outputs on the images are nearest to the original's.
 
-    Every choice is fitted to the weights, then refitted to the images; either may be the nearest. Of one choice,
-    the refitted network is taken.
+    Every choice is fitted to the weights, then refitted to the images; either may be the nearest. A single choice
+    gives the refitted network.
     """
     right = outputs(model, batches) if len(choices) > 1 else None
     found: list[tuple[float, nn.Module, dict[str, Fitted]]] = []
@@ -166,22 +173,13 @@ def nearest_output(
     return new, report
 
 
-def _competing(
-    convs: Mapping[str, nn.Conv2d], scheme: Scheme, budget: Budget, measured: dict[str, Keeps] | None
-) -> list[dict[str, Keeps] | None]:
-    """What ranks are chosen by: the measured effect, and under a budget of cost also the weights, and both."""
-    if measured is None or budget.kind not in ("macs", "params"):
-        return [measured]
-    return [measured, None, both_keeps(convs, scheme, measured)]
-
-
 def both_keeps(convs: Mapping[str, nn.Conv2d], scheme: Scheme, measured: Mapping[str, Keeps]) -> dict[str, Keeps]:
-    """What layers keep by their weights and by their measured effect together: the geometric mean."""
-
-    def mean(weights: Keeps, effect: Keeps) -> Keeps:
-        return lambda m: math.sqrt(weights(m) * effect(m))
-
-    return {name: mean(weights_keeper(conv, scheme), measured[name]) for name, conv in convs.items()}
+    """The geometric mean of the shares that layers keep by their weights and by their measured effect."""
+    found: dict[str, Keeps] = {}
+    for name, conv in convs.items():
+        curves = energy_curve(conv, scheme, interpolated=True), measured[name]
+        found[name] = lambda m, curves=curves: math.sqrt(curves[0](m) * curves[1](m))
+    return found
 
 
 @torch.no_grad()
@@ -256,3 +254,196 @@ def _fittable(model: nn.Module, scheme: Scheme, where: Where) -> tuple[dict[str,
         if not bool(conv.weight.isfinite().all()):
             raise LowRankError(f"{name or 'the conv'} has weights that are not finite: nothing can be fitted.")
     return convs, kept
+
+
+# How many basis filters a layer needs: the share of it that m of them keep, as a curve over m.
+
+
+def by_energy(
+    convs: Convs,
+    scheme: Scheme,
+    energy: float,
+    measured: Mapping[str, Keeps] | None = None,
+    *,
+    allow_costlier: bool = False,
+) -> dict[str, Scheme]:
+    """For each layer the fewest filters that keep `energy`.
+
+    A layer that would not get cheaper is left out, unless `allow_costlier`: then it gets at most the filters that
+    improve the fit.
+    """
+    chosen = {}
+    for name, conv in convs.items():
+        keeps = measured[name] if measured else energy_curve(conv, scheme)
+        most = scheme.useful_rank(conv) * groups_of(conv) if allow_costlier else max_useful_rank(conv, scheme)
+        if allow_costlier or (most and keeps(most) >= energy):
+            m = 1 + bisect_left(range(1, most), energy, key=keeps)
+            chosen[name] = replace(scheme, m=m + -m % groups_of(conv))
+    return chosen
+
+
+def curves_of(
+    model: nn.Module,
+    convs: Convs,
+    scheme: Scheme,
+    input_size: InputSize,
+    *,
+    kind: str = "macs",
+    keeps: Mapping[str, Keeps] | None = None,
+) -> tuple[dict[str, Curve], int]:
+    """Each layer's choices for one image of this size, and the cost of all other layers.
+
+    `keeps` replaces the share of squared weights that a layer keeps by a measured one.
+    """
+    dense, rest = dense_costs(model, convs, kind, input_size)
+    given = keeps or {}
+    return {name: _curve(convs[name], scheme, cost, kind, given.get(name)) for name, cost in dense.items()}, rest
+
+
+def sizes_of(conv: nn.Conv2d, scheme: Scheme, steps: int) -> list[int]:
+    """Numbers of basis filters to try, from few to the most with which the layer is still cheaper than dense."""
+    most, unit = max_useful_rank(conv, scheme), _unit(conv, scheme)
+    few = [m for m in range(groups_of(conv), unit, groups_of(conv)) if m <= most]  # below one whole unit
+    return [*(few if steps == _STEPS else few[:1]), *_spread(most // unit, steps, unit)]
+
+
+def max_useful_rank(conv: nn.Conv2d, scheme: Scheme) -> int:
+    """The most basis filters with which a layer is still cheaper than dense and gains by more; zero for none."""
+    cheaper = bisect_left(
+        range(1, scheme.useful_rank(conv) + 1),
+        conv.weight.numel(),
+        key=lambda n: replace(scheme, m=n * groups_of(conv)).macs(conv),
+    )
+    return cheaper * groups_of(conv)
+
+
+def energy_curve(conv: nn.Conv2d, scheme: Scheme, *, interpolated: bool = False) -> Keeps:
+    """The share of squared weights that m basis filters keep, as a function of m.
+
+    Where every m takes a fit of its own, the curve may be `interpolated` between a few.
+    """
+    kept = scheme.spectrum(conv)
+    if kept is not None:
+        return lambda m: float(kept[min(max(1, m // groups_of(conv)), len(kept)) - 1])
+
+    def fitted(m: int) -> float:
+        return replace(scheme, m=m).energy(conv)
+
+    sizes = dict.fromkeys(sizes_of(conv, scheme, _FITTED)) if interpolated else ()
+    return between([(m, fitted(m)) for m in sizes]) if interpolated else fitted
+
+
+def between(points: Sequence[tuple[int, float]]) -> Keeps:
+    """Linear interpolation through (0, 0) and these points, constant after the last."""
+    known = [(0, 0.0), *points]
+
+    def value(m: int) -> float:
+        m = min(m, known[-1][0])
+        index = bisect_left(known, m, key=lambda point: point[0])
+        (left, low), (right, high) = known[max(0, index - 1)], known[index]
+        return high if right <= left else low + (high - low) * (m - left) / (right - left)
+
+    return value
+
+
+def better_by_cp(
+    convs: Mapping[str, nn.Conv2d], schemes: Mapping[str, Scheme]
+) -> tuple[dict[str, Scheme], dict[str, CPFactors]]:
+    """Separable schemes, and CP for the layers that it fits better at the same MACs; the factors of these."""
+    chosen, fits = dict(schemes), {}
+    for name, separable in schemes.items():
+        conv = convs[name]
+        if conv.groups > 1 or separable.relative_cost(conv) >= BELOW:
+            continue
+        if not (m := _components(conv, separable.macs(conv))):
+            continue
+        found = cp_factors(conv.weight, m) if conv.weight.numel() * m <= _MOST_WORK else None
+        assert isinstance(separable.m, int)
+        if found is not None and found.energy > energy_curve(conv, separable)(separable.m):
+            chosen[name], fits[name] = replace(SCHEMES["cp"], m=m), found
+    return chosen, fits
+
+
+def _curve(conv: nn.Conv2d, scheme: Scheme, dense: int, kind: str, keeps: Keeps | None) -> Curve:
+    sizes = sizes_of(conv, scheme, _STEPS)
+    keeps = keeps or energy_curve(conv, scheme, interpolated=True)
+    schemes = [(m, replace(scheme, m=m)) for m in sizes]
+    steps = [Step(one, step_cost(conv, one, dense, kind), keeps(m)) for m, one in schemes]
+    return [*(step for step in steps if step.cost < dense), Step(None, dense, 1.0)]
+
+
+def _unit(conv: nn.Conv2d, scheme: Scheme) -> int:
+    """The step of m that fills whole groups of filters; a smaller one for small layers, where it is too coarse."""
+    parts = math.lcm(*((share / sum(scheme.shares)).denominator for share in scheme.shares))
+    unit = math.lcm(WHOLE * parts, groups_of(conv))
+    return unit if max_useful_rank(conv, scheme) >= _UNITS * unit else groups_of(conv)
+
+
+def _spread(most: int, steps: int, unit: int) -> list[int]:
+    """Whole multiples of the unit, evenly up to the most."""
+    return sorted({unit * max(1, round(most * i / steps)) for i in range(1, steps + 1)}) if most else []
+
+
+def _components(conv: nn.Conv2d, most: int) -> int:
+    """The most components that cost no more MACs per pixel than this."""
+    sizes = range(1, most + 1)
+    return bisect_right(sizes, most, key=lambda m: replace(SCHEMES["cp"], m=m).macs(conv))
+
+
+# Measure how much of a network's output, or of its score, remains when one layer is decomposed.
+
+
+@torch.no_grad()
+def measured_keeps(
+    model: nn.Module,
+    convs: Mapping[str, nn.Conv2d],
+    scheme: Scheme,
+    batches: Sequence[Tensor],
+    score: Score | None = None,
+    *,
+    refitting: bool = True,
+) -> dict[str, Keeps]:
+    """For each layer, what the network keeps with m basis filters in that layer alone.
+
+    By images it is one less the relative squared error of the output, each layer refitted as in the end (unless
+    `refitting` is off); by a `score` it is the score over that of the original.
+    """
+    right = outputs(model, batches) if batches else None
+    whole = _scored(score, model) if score else 1.0
+    if not 0 < whole < math.inf:
+        raise LowRankError(f"evaluate scores the network itself with {whole}: a score is positive.")
+    keeps = {}
+    for name, conv in convs.items():
+        points = []
+        given = seen(model, conv, batches) if batches and refitting else []
+        for m in dict.fromkeys(sizes_of(conv, scheme, _TRIED)):
+            layer = data_fitted(name, conv, replace(scheme, m=m), given)
+            trial = copy_with(model, {conv: layer})
+            if score is not None:
+                kept = _scored(score, trial) / whole
+            else:
+                assert right is not None
+                kept = 1 - output_error(outputs(trial, batches), right)
+            points.append((m, min(max(kept, 1e-9), 1.0)))
+        rising = accumulate((kept for _, kept in points), max)  # more filters never count for less
+        keeps[name] = between([(m, kept) for (m, _), kept in zip(points, rising, strict=True)])
+    return keeps
+
+
+@torch.no_grad()
+def data_fitted(name: str, conv: nn.Conv2d, scheme: Scheme, given: Sequence[tuple[Tensor, Tensor]]) -> nn.Module:
+    """A replacement fitted to the weights of a conv and, where they are given, to its inputs and outputs."""
+    layer = replacement(conv, scheme)
+    inputs = [x for x, _ in given]
+    covariance = window_covariance(layer, inputs) if given and scheme.weighs_inputs else None  # type: ignore[arg-type]
+    fit_layer(name, conv, layer, covariance)
+    if given and isinstance(layer, FactoredConv2d | FactoredLayer):
+        refit(layer, inputs, [y for _, y in given])
+    return layer
+
+
+def _scored(score: Score, model: nn.Module) -> float:
+    value = score(copy_with(model))
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise LowRankError(f"evaluate gives a number, more for a better network, not {value!r}.")
+    return float(value)

@@ -2,9 +2,9 @@
 
 A separable pair of rank m is the matrix [c*k_w, d*k_h] of the dense weight cut to m singular values (Jaderberg et
 al. 2014), the nearest of all pairs of that rank. A basis and its join are a sum, over the groups, of
-matrices [d, taps*c] of rank m_i that live on the group's taps alone. Group by group, the nearest such matrix to
-what the others leave is again cut singular values; repeating this lowers the error at every step. Taps that no
-group has (the corners, for a vertical and a horizontal group) are lost.
+matrices [d, taps*c] of rank m_i that live on the group's taps alone. Each group in turn is fitted to the residual
+of the others, again by cutting singular values, which lowers the error at every step. Taps that no group has (the
+corners, for a vertical and a horizontal group) are lost.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
 
 
 def separable_factors(
-    weight: Tensor, m: int, *, lying_first: bool, groups: int = 1, covariance: Tensor | None = None
+    weight: Tensor, m: int, *, horizontal_first: bool, groups: int = 1, covariance: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The best pair for [d, c, k_h, k_w]: [m, c, 1, k_w] and [d, m, k_h, 1], or upright first.
+    """The best pair for [d, c, k_h, k_w]: [m, c, 1, k_w] and [d, m, k_h, 1], or vertical first.
 
     Singular values are shared evenly between the two. With channel groups, m is their total. With the
-    `covariance` [groups, c x taps, c x taps] of what the first half reads, errors are weighed by their effect on
-    the output.
+    `covariance` [groups, c x taps, c x taps] of the inputs of the first half, errors are weighed by their effect
+    on the output.
     """
     moments = [None] * groups if covariance is None else list(covariance)
     pairs = zip(weight.chunk(groups), moments, strict=True)
-    parts = [_separable(part, m // groups, lying_first, moment) for part, moment in pairs]
+    parts = [_separable(part, m // groups, horizontal_first, moment) for part, moment in pairs]
     return torch.cat([first for first, _ in parts]), torch.cat([second for _, second in parts])
 
 
-def separable_energy(weight: Tensor, *, lying_first: bool, groups: int = 1) -> Tensor:
+def separable_energy(weight: Tensor, *, horizontal_first: bool, groups: int = 1) -> Tensor:
     """The share of the squared weight that 1, 2, ... components per channel group keep."""
-    spectra = [torch.linalg.svdvals(_unfolded(part, lying_first)).square() for part in weight.chunk(groups)]
+    spectra = [torch.linalg.svdvals(_unfolded(part, horizontal_first)).square() for part in weight.chunk(groups)]
     together = torch.stack(spectra).sum(0)
     return together.cumsum(0) / together.sum()
 
@@ -88,9 +88,9 @@ def kept_energy(weight: Tensor, fitted: Tensor) -> float:
     return 1.0 - float(missing)
 
 
-def _separable(weight: Tensor, m: int, lying_first: bool, moment: Tensor | None) -> tuple[Tensor, Tensor]:
+def _separable(weight: Tensor, m: int, horizontal_first: bool, moment: Tensor | None) -> tuple[Tensor, Tensor]:
     filters, channels, height, width = weight.shape
-    matrix = _unfolded(weight, lying_first)
+    matrix = _unfolded(weight, horizontal_first)
     if moment is None:
         left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     else:
@@ -100,7 +100,7 @@ def _separable(weight: Tensor, m: int, lying_first: bool, moment: Tensor | None)
     root, spare = values[:m].sqrt(), max(0, m - len(values))
     first = F.pad((left[:, :m] * root).T, (0, 0, 0, spare))
     second = F.pad(root[:, None] * right[:m], (0, 0, 0, spare)).reshape(m, filters, -1).transpose(0, 1)
-    if lying_first:
+    if horizontal_first:
         return first.reshape(m, channels, 1, width), second.reshape(filters, m, height, 1)
     return first.reshape(m, channels, height, 1), second.reshape(filters, m, 1, width)
 
@@ -112,9 +112,9 @@ def _square_roots(moment: Tensor) -> tuple[Tensor, Tensor]:
     return (vectors * values) @ vectors.T, (vectors / values) @ vectors.T
 
 
-def _unfolded(weight: Tensor, lying_first: bool) -> Tensor:
+def _unfolded(weight: Tensor, horizontal_first: bool) -> Tensor:
     """The weight as the matrix whose rank is that of the pair: [channels x first axis, filters x second axis]."""
-    order = (1, 3, 0, 2) if lying_first else (1, 2, 0, 3)
+    order = (1, 3, 0, 2) if horizontal_first else (1, 2, 0, 3)
     turned = weight.permute(order)
     return turned.reshape(turned.shape[0] * turned.shape[1], -1)
 
@@ -185,7 +185,7 @@ def channel_factors(matrices: Tensor, m: int) -> tuple[Tensor, Tensor, float]:
     return filters, mixing, float(kept)
 
 
-# CP forms of trained filters: a 1x1, an upright and a lying strip per channel, and a 1x1 (Lebedev et al. 2015).
+# CP forms of trained filters: a 1x1, a vertical and a horizontal strip per channel, a 1x1 (Lebedev et al. 2015).
 #
 # A dense weight [d, c, k_h, k_w] is fitted by a sum of m outer products, by tensorly's alternating least
 # squares. On trained filters this fits better than a separable pair where less than a third of the MACs are

@@ -1,9 +1,10 @@
-"""Where filters of several sizes sit on one output grid: kernels, offsets and padding, per axis."""
+"""Kernels, offsets and padding per axis, for filters of several sizes on one output grid."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import fx, nn
@@ -46,8 +47,7 @@ def enclosing_padding(padding: Padding, kernel: Pair, dilation: Pair) -> Sides:
 
 def offsets(group: FilterGroup, kernel: Pair) -> Pair:
     """Rows and columns of the enclosing kernel before the group's first: centre taps (k-1)//2 coincide."""
-    height, width = ((size - 1) // 2 - (taps - 1) // 2 for size, taps in zip(kernel, _shape(group), strict=True))
-    return height, width
+    return (kernel[0] - 1) // 2 - (group.height - 1) // 2, (kernel[1] - 1) // 2 - (group.width - 1) // 2
 
 
 def recentred(sides: Sides, kernel: Pair, enclosing: Pair, dilation: Pair) -> Sides:
@@ -64,11 +64,7 @@ def symmetric(sides: Sides) -> bool:
     return all(before == after >= 0 for before, after in sides)
 
 
-def _shape(group: FilterGroup) -> Pair:
-    return group.height, group.width
-
-
-# What a convolution layer computes: `nn.Conv2d` itself, and subclasses of it that provably do the same.
+# Recognise subclasses of `nn.Conv2d` that compute the same as it does.
 #
 # A subclass without a forward of its own is a plain conv. One with its own forward is a plain conv where a
 # symbolic trace shows zero padding by modules, then one `conv2d` of the layer's own weight and options, and
@@ -81,10 +77,10 @@ class ConvForm:
 
     in_channels: int
     out_channels: int
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
+    kernel: Pair
+    stride: Pair
     padding: Sides
-    dilation: tuple[int, int]
+    dilation: Pair
     groups: int
     padding_mode: str
     bias: bool
@@ -111,54 +107,44 @@ def _padding_before(conv: nn.Conv2d) -> Sides | None:
     if "forward" in vars(conv) or type(conv).__call__ is not nn.Conv2d.__call__:
         return None  # a trace follows the forward of the class alone
     try:
-        graph = fx.Tracer().trace(conv)
+        nodes = [node for node in fx.Tracer().trace(conv).nodes if node.op != "get_attr"]
+        _, *pads, convolved, _ = nodes
     except Exception:  # control flow on the input, or anything else that a trace cannot follow
         return None
-    sides = [[0, 0], [0, 0]]
-    last = next(iter(graph.nodes))
-    for node in graph.nodes:
-        if node.op == "call_module" and node.args == (last,) and not node.kwargs:
-            pads = _zeros_of(conv.get_submodule(str(node.target)))
-            if pads is None:
-                return None
-            sides = [[a + b for a, b in zip(*axis, strict=True)] for axis in zip(sides, pads, strict=True)]
-            last = node
-        elif node.op == "call_function":
-            if node.target is not F.conv2d or not _is_own_conv(node, last, conv):
-                return None
-            last = node
-        elif node.op == "output":
-            convolved = last.op == "call_function" and node.args == (last,)
-            return ((sides[0][0], sides[0][1]), (sides[1][0], sides[1][1])) if convolved else None
-        elif node.op not in ("placeholder", "get_attr"):
-            return None
-    return None
+    in_a_row = all(node.args[:1] == (before,) for before, node in pairwise(nodes))
+    if not in_a_row or not _is_own_conv(convolved, conv):
+        return None
+    zeros = [_zeros_of(conv, pad) for pad in pads]
+    if None in zeros:
+        return None
+    top, bottom, left, right = (sum(sides) for sides in zip((0, 0, 0, 0), *zeros, strict=True))
+    return (top, bottom), (left, right)
 
 
-def _zeros_of(pad: nn.Module) -> Sides | None:
+def _zeros_of(conv: nn.Conv2d, node: fx.Node) -> tuple[int, ...] | None:
+    """The zeros above, below, left and right that a node pads with; None if it does something else."""
+    pad = conv.get_submodule(str(node.target)) if node.op == "call_module" else None
     if type(pad) is nn.Identity:
-        return (0, 0), (0, 0)
+        return 0, 0, 0, 0
     if type(pad) is nn.ZeroPad2d or (type(pad) is nn.ConstantPad2d and pad.value == 0):
         left, right, top, bottom = pad.padding
-        return (top, bottom), (left, right)
+        return top, bottom, left, right
     return None
 
 
-def _is_own_conv(node: fx.Node, x: fx.Node, conv: nn.Conv2d) -> bool:
-    """Whether a call of `conv2d` takes this input and the layer's own weight, bias and options."""
-    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    defaults: dict[str, Any] = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-    given = defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    weight, bias = given["weight"], given["bias"]
-    own = isinstance(weight, fx.Node) and (weight.op, weight.target) == ("get_attr", "weight")
-    if conv.bias is not None:
-        own = own and isinstance(bias, fx.Node) and (bias.op, bias.target) == ("get_attr", "bias")
-    else:
-        own = own and bias is None
-    options = (_pair(given["stride"]), _pair(given["padding"]), _pair(given["dilation"]), given["groups"])
-    stated = (conv.stride, _pair(conv.padding), conv.dilation, conv.groups)
-    return own and given["input"] is x and options == stated and isinstance(conv.padding, tuple)
+def _is_own_conv(node: fx.Node, conv: nn.Conv2d) -> bool:
+    """Whether a node calls `conv2d` with the layer's own weight, bias and options."""
 
+    def plain(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return value.target if value.op == "get_attr" else value
+        return (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, list) else value
 
-def _pair(value: Any) -> Any:
-    return (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, list) else value
+    names = ("weight", "bias", "stride", "padding", "dilation", "groups")
+    given = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+    given |= dict(zip(names, node.args[1:], strict=False)) | dict(node.kwargs)
+    own = {name: getattr(conv, name) for name in names[2:]}
+    own |= {"weight": "weight", "bias": None if conv.bias is None else "bias"}
+    return node.target is F.conv2d and {name: plain(value) for name, value in given.items()} == {
+        name: plain(value) for name, value in own.items()
+    }

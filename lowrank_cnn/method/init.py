@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from torch import nn
+from torch import Tensor, nn
 
 from lowrank_cnn.core.errors import check_type
 from lowrank_cnn.core.notes import notes
@@ -32,18 +32,9 @@ from lowrank_cnn.method.spec import Composite
 Rectified = Callable[[str, nn.Module], bool]
 
 _RECTIFIERS = (
-    nn.ReLU,
-    nn.ReLU6,
-    nn.LeakyReLU,
-    nn.PReLU,
-    nn.RReLU,
-    nn.ELU,
-    nn.SELU,
-    nn.CELU,
-    nn.GELU,
-    nn.SiLU,
-)
-_RECTIFIERS += (nn.Hardswish, nn.Mish, nn.Softplus)
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Hardswish,
+    nn.Mish, nn.Softplus,
+)  # fmt: skip
 
 
 def sigma(fan: float, *, relu: bool) -> float:
@@ -74,49 +65,33 @@ def init_(model: nn.Module, *, relu: Rectified | None = None) -> nn.Module:
     True
     """
     check_type("the model", model, nn.Module)
-    follows, together = followed_by_relu(model), _side_by_side(model)
-    for name, layer in weight_layers(model):
-        rectified = relu(name, layer) if relu else follows[name]
-        fan = sum(_fan(twin, rectified) for twin in together.get(layer, [layer]))
-        for weight in weights_of(layer):
-            _draw(weight, sigma(fan, relu=rectified))
-        _clear_bias(layer)
-    return model
+    together = _side_by_side(model)
+
+    def std(layer: nn.Module, _weight: Tensor, rectified: bool) -> float:
+        return sigma(sum(_fan(twin, rectified) for twin in together.get(layer, [layer])), relu=rectified)
+
+    return _drawn(model, std, relu)
 
 
 def per_group_(model: nn.Module) -> nn.Module:
     """He's fan-out sigma for each filter group by itself, ignoring the paper; for comparison."""
-    follows = followed_by_relu(model)
-    for name, layer in weight_layers(model):
-        for weight in weights_of(layer):
-            alone = isinstance(layer, CompositeConv2d)
-            fan = (
-                weight.shape[0] * weight[0, 0].numel() / layer.channel_groups
-                if alone
-                else _fan(layer, follows[name])
-            )
-            _draw(weight, sigma(fan, relu=follows[name]))
-        _clear_bias(layer)
-    return model
+
+    def std(layer: nn.Module, weight: Tensor, rectified: bool) -> float:
+        if isinstance(layer, CompositeConv2d):
+            return sigma(weight.shape[0] * weight[0, 0].numel() / layer.channel_groups, relu=rectified)
+        return sigma(_fan(layer, rectified), relu=rectified)
+
+    return _drawn(model, std)
 
 
 def fan_in_(model: nn.Module) -> nn.Module:
     """He's fan-in sigma for each filter group by itself, which keeps the variance forwards. For comparison."""
-    follows = followed_by_relu(model)
-    for name, layer in weight_layers(model):
-        for weight in weights_of(layer):
-            _draw(weight, sigma(weight[0].numel(), relu=follows[name]))
-        _clear_bias(layer)
-    return model
+    return _drawn(model, lambda _layer, weight, rectified: sigma(weight[0].numel(), relu=rectified))
 
 
 def normal_(model: nn.Module, *, std: float = 0.05) -> nn.Module:
     """One normal distribution for all weights, as the published NiN was initialised. For comparison."""
-    for _, layer in weight_layers(model):
-        for weight in weights_of(layer):
-            _draw(weight, std)
-        _clear_bias(layer)
-    return model
+    return _drawn(model, lambda *_: std)
 
 
 def torch_default_(model: nn.Module) -> nn.Module:
@@ -125,8 +100,23 @@ def torch_default_(model: nn.Module) -> nn.Module:
         if not isinstance(layer, CompositeConv2d):
             layer.reset_parameters()  # type: ignore[operator]
             continue
-        for weight in filter(_has_storage, layer.weights):
-            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        for weight in layer.weights:
+            if not weight.is_meta:
+                nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        _clear_bias(layer)
+    return model
+
+
+def _drawn(
+    model: nn.Module, std: Callable[[nn.Module, Tensor, bool], float], relu: Rectified | None = None
+) -> nn.Module:
+    """Draw all weights from normal distributions, the deviation of each given by `std`; biases are zero."""
+    follows = followed_by_relu(model)
+    for name, layer in weight_layers(model):
+        rectified = relu(name, layer) if relu else follows[name]
+        for weight in weights_of(layer):
+            if not weight.is_meta:  # torch would spend a second loading code for nothing
+                nn.init.normal_(weight, std=std(layer, weight, rectified))
         _clear_bias(layer)
     return model
 
@@ -205,16 +195,6 @@ def _fan(layer: nn.Module, rectified: bool) -> float:
         return layer.composite.fan_out / layer.channel_groups
     assert isinstance(layer, nn.Conv2d)
     return layer.kernel_size[0] * layer.kernel_size[1] * layer.out_channels / layer.groups
-
-
-def _draw(weight: nn.Parameter, std: float) -> None:
-    if _has_storage(weight):
-        nn.init.normal_(weight, std=std)
-
-
-def _has_storage(weight: nn.Parameter) -> bool:
-    """Skip tensors on the meta device: torch would spend a second loading code for nothing."""
-    return not weight.is_meta
 
 
 def _clear_bias(layer: nn.Module) -> None:

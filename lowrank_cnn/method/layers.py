@@ -29,8 +29,8 @@ _PAD_MODES = ("zeros", "reflect", "replicate", "circular")
 class CompositeConv2d(nn.Module):
     """Filter groups of several shapes over one input, concatenated: equal to a conv per group and a cat.
 
-    With channel groups, each has filters of every shape, and its outputs stay together, as in a grouped conv; with
-    `shuffle` the outputs of all channel groups alternate, so that a next layer with channel groups mixes them.
+    With channel groups, each has filters of every shape, and its outputs stay together, as in a grouped conv. With
+    `shuffle` the outputs of all channel groups alternate, and a next layer with channel groups mixes them.
 
     Every group sits centred in the kernel that encloses them all, so that all share one output grid at any
     stride. `padding` is that of the enclosing kernel: "same" (the input's size divided by the stride, rounded
@@ -132,8 +132,10 @@ class CompositeConv2d(nn.Module):
         return interleaved(parts, self.channel_groups, -3, self.shuffle)
 
     def _by_channel_group(self, values: Tensor) -> Tensor:
-        """Values per output channel, as [channel groups, filters of one group]."""
-        return values.view(-1, self.channel_groups).t() if self.shuffle else values.view(self.channel_groups, -1)
+        """Values, or rows of them, per output channel, as [channel groups, filters of one group, ...]."""
+        if self.shuffle:
+            return values.unflatten(0, [-1, self.channel_groups]).transpose(0, 1)
+        return values.unflatten(0, [self.channel_groups, -1])
 
     @property
     def kernel_size(self) -> Pair:
@@ -152,22 +154,12 @@ class CompositeConv2d(nn.Module):
         It is computed from `weights`, with gradients, for tools that look at a conv's weight; to change the layer,
         change `weights`.
         """
-        weight = dense_weight(list(self.weights), self.composite, self.channel_groups)
-        return (
-            interleaved([ungrouped(weight, self.channel_groups)], self.channel_groups, 0, True)
-            if self.shuffle
-            else weight
-        )
+        weight, groups = dense_weight(list(self.weights), self.composite, self.channel_groups), self.channel_groups
+        return interleaved([ungrouped(weight, groups)], groups, 0, True) if self.shuffle else weight
 
     def by_group(self, values: Tensor) -> list[Tensor]:
         """Values, or rows of them, per output channel, such as a bias, split by filter group."""
-        groups = self.channel_groups
-        grouped = (
-            values.unflatten(0, (-1, groups)).transpose(0, 1)
-            if self.shuffle
-            else values.unflatten(0, (groups, -1))
-        )
-        return [part.flatten(0, 1) for part in grouped.split(self._sizes, dim=1)]
+        return [part.flatten(0, 1) for part in self._by_channel_group(values).split(self._sizes, dim=1)]
 
     def explain(self, x: Tensor) -> str:
         """Whether such an input runs through a fused GPU kernel or torch's own convs, and why, in one line."""
@@ -293,9 +285,8 @@ def _check_channels(in_channels: int, composite: Composite, channel_groups: int)
 
 def _filled(view: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Module:
     """Put a dense weight and bias into a conv made by `conv_of`."""
-    target = view.weights[0] if isinstance(view, CompositeConv2d) else view.weight
     with torch.no_grad():
-        target.copy_(weight)  # type: ignore[operator]
+        weights_of(view)[0].copy_(weight)
         if bias is not None:
             view.bias.copy_(bias)  # type: ignore[union-attr]
     return view

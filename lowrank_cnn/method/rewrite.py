@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from types import CellType, FunctionType, MappingProxyType, MethodType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Conversion(AsDict):
-    """What was done to a network; `changed` is enough to do it again."""
+    """The layers of a network that were rewritten, and those that stayed; `changed` is enough to repeat it."""
 
     changed: tuple[Change, ...] = ()
     kept: tuple[Kept, ...] = ()
@@ -69,104 +69,18 @@ class Conversion(AsDict):
             yield "Left as they were", ("left", "layer", "why"), kept
 
 
-# Find references to layers that a deep copy does not follow, and calls of layers that were meant to be replaced.
-#
-# `copy.deepcopy` copies modules, lists and partials, but takes a function as it is: a lambda that calls
-# `self.conv` goes on calling the conv of the original network, and a method bound to a conv goes on computing
-# its forward.
-
-_OWN = {"_parameters", "_buffers", "_modules"}
-
-
-def held_by_functions(model: nn.Module) -> set[int]:
-    """The ids of modules that a function kept in an attribute refers to; their submodules included.
-
-    Hooks are left out: they often refer to the model, to store what they see, and rarely call its layers.
-    """
-    held: set[int] = set()
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if name not in _OWN and not name.endswith("_hooks"):
-                for found in _modules_behind(value, set()):
-                    held |= {id(part) for part in found.modules()}
-    return held
-
-
-def call_own_modules(new: nn.Module, copies: Mapping[int, object]) -> None:
-    """Let functions in attributes of a copied network call its modules, and not those of the original.
-
-    `copies` are the parts of the copy by the ids of their originals, as `copy.deepcopy` notes them.
-    """
-    for module in new.modules():
-        for name, value in list(vars(module).items()):
-            if name not in _OWN and isinstance(value, FunctionType):
-                vars(module)[name] = _with_own_modules(value, copies)
-
-
-def _with_own_modules(function: FunctionType, copies: Mapping[int, object]) -> FunctionType:
-    def own(value: object) -> object:
-        return copies.get(id(value), value) if isinstance(value, nn.Module) else value
-
-    cells = [CellType(own(cell.cell_contents)) if _filled(cell) else cell for cell in function.__closure__ or ()]
-    defaults = tuple(map(own, function.__defaults__ or ()))
-    closure = tuple(cells) if function.__closure__ else None
-    new = FunctionType(function.__code__, function.__globals__, function.__name__, defaults or None, closure)
-    named = function.__kwdefaults__
-    new.__kwdefaults__ = {name: own(value) for name, value in named.items()} if named else named
-    new.__dict__.update(function.__dict__)
-    found = [*map(id, _kept(new))] != [*map(id, _kept(function))]
-    return new if found else function
-
-
-def _kept(function: FunctionType) -> list[object]:
-    """What a function refers to by its closure and its defaults."""
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
-    return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-
-
-def _modules_behind(value: object, seen: set[int], *, inside: bool = False) -> Iterator[nn.Module]:
-    """Modules reached through a function; a deep copy follows those that a container holds directly."""
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, nn.Module):
-        if inside:
-            yield value
-    elif isinstance(value, FunctionType):
-        for item in _kept(value):
-            yield from _modules_behind(item, seen, inside=True)
-    elif isinstance(value, MethodType):
-        if isinstance(value.__self__, nn.Module):
-            yield value.__self__
-    elif isinstance(value, partial):
-        for item in (value.func, *value.args, *value.keywords.values()):
-            yield from _modules_behind(item, seen, inside=inside)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _modules_behind(item, seen, inside=inside)
-    elif isinstance(value, list | tuple | set):
-        for item in value:
-            yield from _modules_behind(item, seen, inside=inside)
-
-
-def _filled(cell: object) -> bool:
-    try:
-        cell.cell_contents  # type: ignore[attr-defined]  # noqa: B018
-    except ValueError:  # a name that was never assigned
-        return False
-    return True
-
-
 def check_calls(model: nn.Module, new: nn.Module, names: Sequence[str], input_size: InputSize) -> None:
     """Run the new network once on one image: it must call the new layers and none of those they replace.
 
-    Where it fails and the original does not, the new layers are at fault; where both do, nothing can be said.
+    If it fails and the original does not, the new layers are at fault. If both fail, nothing is known.
     """
     called: set[str] = set()
     old = {name: model.get_submodule(name) for name in names}
-    hooks = [layer.register_forward_pre_hook(_marker(name, called)) for name, layer in old.items()]
+    hooks = [
+        layer.register_forward_pre_hook(lambda *_, name=name: called.add(name)) for name, layer in old.items()
+    ]
     try:
-        failure = _failure(new, input_size)
+        reason = failure(new, input_size)
     finally:
         for hook in hooks:
             hook.remove()
@@ -175,12 +89,12 @@ def check_calls(model: nn.Module, new: nn.Module, names: Sequence[str], input_si
             f"the network still calls the original of {min(called)}, which something outside its modules holds "
             "(a global, say): leave that layer out of `where`."
         )
-    if failure and not _failure(model, input_size):
-        raise LowRankError(f"with its new layers the network fails: {failure}. Leave some out by `where`.")
+    if reason and not failure(model, input_size):
+        raise LowRankError(f"with its new layers the network fails: {reason}. Leave some out by `where`.")
 
 
 @torch.no_grad()
-def _failure(model: nn.Module, input_size: InputSize) -> str:
+def failure(model: nn.Module, input_size: InputSize) -> str:
     """Why a network does not run on one image, empty if it does."""
     like = next(model.parameters())
     try:
@@ -192,13 +106,6 @@ def _failure(model: nn.Module, input_size: InputSize) -> str:
     return ""
 
 
-def _marker(name: str, called: set[str]):
-    def hook(_module: nn.Module, _inputs: object) -> None:
-        called.add(name)
-
-    return hook
-
-
 Build = Callable[[nn.Module, Scheme], nn.Module]
 """Makes what replaces a layer under a scheme; its weights are set later."""
 Fill = Callable[[str, nn.Conv2d, nn.Module], None]
@@ -206,7 +113,7 @@ Fill = Callable[[str, nn.Conv2d, nn.Module], None]
 
 
 def low_rank_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Composites of several groups, and chains, by name; what is inside a chain is part of it."""
+    """Composites of several groups, and chains, by name; layers inside a chain are not listed."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         composite = isinstance(module, CompositeConv2d | BranchedConv2d) and len(module.composite.groups) > 1
@@ -253,18 +160,37 @@ def copy_with(model: nn.Module, replaced: Mapping[Any, Any] = MappingProxyType({
     """A deep copy with some modules or tensors replaced, wherever and however often they are referred to.
 
     A weight that a hook computes from others (pruning, the older weight norm) is copied without its gradients:
-    torch copies no other tensor that was computed, and the hook computes it anew in every call. Functions kept in
-    attributes (`self.block = lambda x: conv(x)`) call the parts of the copy.
+    torch copies no other tensor that was computed, and the hook computes it anew in every call.
     """
+    _check_functions(model)
     memo: dict[int, object] = {id(old): new for old, new in replaced.items()}
     computed = (v for part in model.modules() for v in vars(part).values() if isinstance(v, Tensor))
     memo |= {id(tensor): tensor.detach().clone() for tensor in computed if not tensor.is_leaf}
     try:
-        new = copy.deepcopy(model, memo)
+        return copy.deepcopy(model, memo)
     except (RuntimeError, TypeError) as error:
         raise LowRankError(f"the model cannot be copied: {first_line(error)}.") from error
-    call_own_modules(new, memo)
-    return new
+
+
+def _check_functions(model: nn.Module) -> None:
+    """Refuse functions in attributes (`self.run = lambda x: conv(x)`) that hold modules: a copy shares them."""
+    for name, module in model.named_modules():
+        functions = {key: value for key, value in vars(module).items() if isinstance(value, FunctionType)}
+        for key, function in functions.items():
+            if any(isinstance(value, nn.Module) for value in _held(function)):
+                label = f"{name}.{key}".lstrip(".")
+                raise LowRankError(
+                    f"{label} is a function that holds modules, and a copy of the network would go on calling the "
+                    "original's: make it a method."
+                )
+
+
+def _held(function: FunctionType) -> Iterator[object]:
+    """The values that a function has from its closure and its defaults."""
+    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # a name that was never assigned
+            yield cell.cell_contents
 
 
 def replacement(layer: nn.Module, scheme: Scheme, build: Build | None = None) -> nn.Module:

@@ -67,6 +67,8 @@ SCHEMES: dict[str, Scheme] = {}
 """Every scheme by name, with its defaults."""
 _OPTIONS: dict[str, frozenset[str]] = {}
 """What a scheme takes in brackets besides shapes, by name."""
+_FIELDS = {name: name for name in ("m", "to", "in", "multiple", "channel_groups", "branches")} | {"in": "inputs"}
+"""The options in a scheme's text, in its order, and the fields that they set; `join` sets `to`."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,10 @@ class Scheme:
     - `m`: the number of basis filters, where something follows them: an integer, a share of d, or None for d.
     - `to`: the filters of the closing 1x1 join as a share of d; None where there is no join.
     - `inputs`: for `exact`, the input channels where these are fewer than the dense layer has.
-    - `multiple`: for `learned`, what the number of filters of each shape is a multiple of.
+    - `multiple`: for `learned`, the number of filters of each shape is a multiple of this.
     - `channel_groups`: each basis filter sees one of this many parts of the input channels. A join then mixes the
       parts; without one, the outputs of the parts are shuffled, so that the next layer mixes them.
-    - `branches`: in training a 1x1 conv and the identity stand beside the basis filters, which take them up
-      exactly afterwards: more to learn with, nothing more to run.
+    - `branches`: training adds a 1x1 conv and the identity, folded into the basis filters afterwards.
 
     >>> import lowrank_cnn as lr
     >>> scheme = lr.parse_scheme("lr-join")
@@ -115,7 +116,8 @@ class Scheme:
     rival: ClassVar[str | None] = None
     """Under a budget, layers take this scheme unless the own one fits them better."""
 
-    def __new__(  # `Scheme("lr", ...)` is of the kind that has this name
+    # `Scheme("lr", ...)` is of the kind that has this name. Named parameters: help() shows those of `__new__`.
+    def __new__(
         cls, name="", shapes=(), m=None, to=None, inputs=None, multiple=None, channel_groups=1, branches=False
     ):  # fmt: skip
         return object.__new__(type(SCHEMES[name]) if cls is Scheme and name in SCHEMES else cls)
@@ -160,25 +162,22 @@ class Scheme:
     # How it is written.
 
     def __str__(self) -> str:
-        default, options = SCHEMES.get(self.name, self), _OPTIONS.get(self.name, frozenset())
+        default = SCHEMES.get(self.name, type(self))
         items = [] if self.shapes == default.shapes else [_shape_text(*item) for item in self.shapes]
-        items += [f"m={self.m}"] if self.m is not None else []
-        items += ["join"] if "join" in options and self.to is not None else []
-        items += [f"to={self.to}"] if "to" in options and self.to != default.to else []
-        items += [f"in={self.inputs}"] if self.inputs is not None else []
-        items += [f"multiple={self.multiple}"] if self.multiple != default.multiple else []
-        items += [f"channel_groups={self.channel_groups}"] if self.channel_groups > 1 else []
-        items += ["branches"] if self.branches else []
+        for option, value in self._options(default).items():
+            joins = option == "to" and "join" in _OPTIONS.get(self.name, ())
+            items.append("join" if joins else option if value is True else f"{option}={value}")
         return self.name + (f"({', '.join(items)})" if items else "")
 
     def to_dict(self) -> dict[str, object]:
         """A form for configuration files; `parse_scheme` reads it back."""
         shapes = {shape: str(proportion) for shape, proportion in self.shapes}
-        known: dict[str, object] = {"name": self.name, "shapes": shapes, "m": self.m, "to": self.to}
-        known |= {"in": self.inputs} if self.inputs is not None else {}
-        known |= {"multiple": self.multiple} if self.multiple is not None else {}
-        known |= {"channel_groups": self.channel_groups} if self.channel_groups > 1 else {}
-        return known | ({"branches": True} if self.branches else {})
+        return {"name": self.name, "shapes": shapes, **self._options(Scheme)}
+
+    def _options(self, default: Scheme | type[Scheme]) -> dict[str, object]:
+        """The options that differ from another scheme's."""
+        values = {option: (getattr(self, field), getattr(default, field)) for option, field in _FIELDS.items()}
+        return {option: value for option, (value, usual) in values.items() if value != usual}
 
     # What it builds.
 
@@ -204,8 +203,7 @@ class Scheme:
     def for_layer(self, in_channels: int, filters: int, channel_groups: int = 1) -> Scheme:
         """The scheme as a layer takes it: without channel groups where its channels do not divide into them.
 
-        The first layer of a network, which sees three colours, is such a layer. So is a conv that has channel
-        groups of its own.
+        The first layer of a network, which sees three colours, is an example; another is a grouped conv.
         """
         parts = self.channel_groups
         whole = channel_groups > 1 or in_channels % parts or filters % parts or filters // parts < len(self.shapes)
@@ -238,13 +236,13 @@ class Scheme:
         return isinstance(layer, nn.Conv2d) and form_of(layer) is not None
 
     def build(self, layer: nn.Module) -> nn.Module:
-        """What replaces a layer; its weights are set later."""
+        """Build the replacement of a layer; its weights are set later."""
         form = form_of(layer) if isinstance(layer, nn.Conv2d) else None
         assert form is not None, "only plain convolutions are selected"
         return self.build_form(form)
 
     def build_form(self, form: ConvForm) -> nn.Module:
-        """What replaces a conv of this form."""
+        """Build the replacement of a conv of this form."""
         return build_conv(
             self.inputs or form.in_channels,
             form.out_channels,
@@ -260,16 +258,17 @@ class Scheme:
 
     # What it costs.
 
-    def stage_weights(self, conv: nn.Conv2d) -> list[int]:
-        """The number of weights of each layer that replaces a conv."""
-        scheme = self.for_layer(conv.in_channels, conv.out_channels, conv.groups)
-        stages = scheme.stages(conv.kernel_size, conv.out_channels, channel_groups=conv.groups)  # type: ignore[arg-type]
-        depths = [conv.in_channels // scheme.channel_groups, *(stage.filters for stage in stages)]
-        return [stage.weights(depth // conv.groups) for stage, depth in zip(stages, depths, strict=False)]
+    def stage_weights(self, layer: nn.Module) -> list[int]:
+        """The number of weights of each layer that replaces a layer."""
+        assert isinstance(layer, nn.Conv2d)
+        scheme = self.for_layer(layer.in_channels, layer.out_channels, layer.groups)
+        stages = scheme.stages(layer.kernel_size, layer.out_channels, channel_groups=layer.groups)  # type: ignore[arg-type]
+        depths = [layer.in_channels // scheme.channel_groups, *(stage.filters for stage in stages)]
+        return [stage.weights(depth // layer.groups) for stage, depth in zip(stages, depths, strict=False)]
 
     def params(self, layer: nn.Module) -> int:
         """Parameters of what replaces a layer, with the bias."""
-        return sum(self.stage_weights(layer)) + (0 if layer.bias is None else outputs_of(layer))  # type: ignore[arg-type]
+        return sum(self.stage_weights(layer)) + (0 if layer.bias is None else outputs_of(layer))
 
     def macs(self, layer: nn.Module) -> int:
         """MACs per output pixel of what replaces a layer; for a dense conv this is its number of weights.
@@ -329,7 +328,7 @@ class Basis(Scheme):
         if self.to is None and self.m is not None:
             raise LowRankError("m basis filters need a join after them: write mixture(..., m=..., join).")
         if type(self).sides is Basis.sides and not self.shapes:
-            raise LowRankError(f"the scheme {self.name} needs shapes, like {self.name}(kx1, 1xk, kxk).")
+            raise LowRankError(f"the scheme {self.name} needs shapes, such as {self.name}(kx1, 1xk, kxk).")
 
     @property
     def mixes(self) -> bool:
@@ -418,26 +417,16 @@ class Channel(Basis):
             return super().build(layer)
         return factored_layer(layer, self.filters_of(layer), self)
 
-    def params(self, layer: nn.Module) -> int:
-        if isinstance(layer, nn.Conv2d):
-            return super().params(layer)
-        basis, join = self._weights(layer)
-        return basis + join + (0 if layer.bias is None else outputs_of(layer))
+    def stage_weights(self, layer: nn.Module) -> list[int]:
+        m, filters = self.filters_of(layer), outputs_of(layer)
+        return [layer.weight.numel() * m // filters, m * filters // groups_of(layer)]  # type: ignore[union-attr, operator]
 
     def macs(self, layer: nn.Module) -> int:
-        if isinstance(layer, nn.Conv2d):
-            return super().macs(layer)
-        basis, join = self._weights(layer)
+        basis, join = self.stage_weights(layer)
         # A transposed conv works on the pixels of its input, the join on those of its output.
         return basis + join * (prod(layer.stride) if isinstance(layer, _ConvTransposeNd) else 1)
 
-    def _weights(self, layer: nn.Module) -> tuple[int, int]:
-        m, filters = self.filters_of(layer), outputs_of(layer)
-        return layer.weight.numel() * m // filters, m * filters // groups_of(layer)  # type: ignore[union-attr, operator]
-
     def useful_rank(self, layer: nn.Module) -> int:
-        if isinstance(layer, nn.Conv2d):
-            return super().useful_rank(layer)
         filters = outputs_of(layer) // groups_of(layer)
         return min(filters, layer.weight.numel() // groups_of(layer) // filters)  # type: ignore[union-attr, operator]
 
@@ -472,15 +461,15 @@ class Separable(Scheme):
         super().check()
         ends = {(shape.startswith("1x"), shape.endswith("x1")) for shape, _ in self.shapes}
         if len(self.shapes) != 2 or ends != {(True, False), (False, True)}:
-            raise LowRankError("a separable scheme has two shapes, one upright and one lying: 1xk and kx1.")
+            raise LowRankError("a separable scheme has two shapes, one vertical and one horizontal: 1xk and kx1.")
 
     @property
-    def lying_first(self) -> bool:
+    def horizontal_first(self) -> bool:
         return self.shapes[0][0].startswith("1x")
 
     @property
     def axes(self) -> tuple[tuple[int, ...], ...]:
-        return ((1,), (0,)) if self.lying_first else ((0,), (1,))
+        return ((1,), (0,)) if self.horizontal_first else ((0,), (1,))
 
     def chain(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
         first, second = (resolve_shape(shape, kernel) for shape, _ in self.shapes)
@@ -492,16 +481,16 @@ class Separable(Scheme):
         depth, filters = layer.in_channels // layer.groups, layer.out_channels // layer.groups
         height, width = layer.kernel_size
         taps = max(resolve_shape(self.shapes[0][0], (height, width)))
-        return min(depth * taps, filters * (height if self.lying_first else width))
+        return min(depth * taps, filters * (height if self.horizontal_first else width))
 
     def spectrum(self, layer: nn.Module) -> Tensor | None:
-        return separable_energy(_exact(layer), lying_first=self.lying_first, groups=groups_of(layer))
+        return separable_energy(_exact(layer), horizontal_first=self.horizontal_first, groups=groups_of(layer))
 
     def fit(self, name: str, conv: nn.Module, layer: nn.Module, known: Any = None) -> float:
         first, second = layer.children()
-        upright, lying = (second, first) if self.lying_first else (first, second)
+        upright, lying = (second, first) if self.horizontal_first else (first, second)
         target = centred(_exact(conv), (upright.kernel_size[0], lying.kernel_size[1]))  # type: ignore[index, union-attr]
-        options = {"lying_first": self.lying_first, "groups": groups_of(conv), "covariance": known}
+        options = {"horizontal_first": self.horizontal_first, "groups": groups_of(conv), "covariance": known}
         halves = separable_factors(target, outputs_of(first), **options)
         for stage, weight in zip((first, second), halves, strict=True):
             _fill(stage, [weight])
@@ -509,7 +498,7 @@ class Separable(Scheme):
 
 
 class CP(Scheme):
-    """A 1x1, an upright and a lying strip for each of its channels, and a 1x1 (Lebedev et al. 2015)."""
+    """A 1x1, a vertical and a horizontal strip for each of its channels, and a 1x1 (Lebedev et al. 2015)."""
 
     parts = ("reduce", "upright", "lying", "join")
     inner_biases, rival = False, "separable"
@@ -596,7 +585,7 @@ class Learned(Scheme):
     def check(self) -> None:
         super().check()
         if all(shape == NONE for shape, _ in self.shapes):
-            raise LowRankError(f"the scheme {self.name} needs shapes, like {self.name}(kx1, 1xk, kxk).")
+            raise LowRankError(f"the scheme {self.name} needs shapes, such as {self.name}(kx1, 1xk, kxk).")
 
     def takes_shape(self, shape: str) -> bool:
         return shape == NONE or super().takes_shape(shape)
@@ -618,7 +607,7 @@ def register_scheme(scheme: Scheme, *options: str) -> Scheme:
     """
     if not re.fullmatch(r"[\w-]+", scheme.name):
         raise LowRankError(f"the name of a scheme has letters, digits, - and _, not {scheme.name!r}.")
-    if unknown := set(options) - {"m", "join", "to", "channel_groups", "branches", "in", "multiple"}:
+    if unknown := set(options) - {"join", *_FIELDS}:
         raise LowRankError(f"a scheme has no option {', '.join(sorted(unknown))}.")
     _OPTIONS[scheme.name], SCHEMES[scheme.name] = frozenset(options), scheme
     return scheme
@@ -695,32 +684,25 @@ def _build(name: str, shapes: Mapping[str, object], options: Mapping[str, object
         shaped = "" if isinstance(default, Dense) else " and shapes"
         takes = f"takes {', '.join(sorted(allowed))}{shaped}" if allowed else "takes shapes alone"
         raise LowRankError(f"the scheme {name} {takes}, not {', '.join(sorted(unknown))}.")
-    found: dict[str, Any] = {"m": _amount(options["m"])} if "m" in options else {}
+    found: dict[str, Any] = {}
     if shapes:
         found["shapes"] = tuple((shape, _fraction(value)) for shape, value in shapes.items())
-    if "to" in options or _yes(options, "join"):
-        found["to"] = float(_fraction(options["to"])) if "to" in options else 1.0
-    for key, field in (("in", "inputs"), ("multiple", "multiple"), ("channel_groups", "channel_groups")):
-        if key in options:
-            found[field] = _whole(options, key)
-    return replace(default, **found, branches=_yes(options, "branches"))
+    values = {key: _value(key, given) for key, given in options.items()}
+    found |= {_FIELDS[key]: value for key, value in values.items() if key != "join"}
+    return replace(default, **found, **({"to": 1.0} if values.get("join") else {}))
 
 
-def _whole(options: Mapping[str, object], key: str) -> int | None:
-    """A whole number among the options; None where it is not given."""
-    number = _amount(options[key]) if key in options else None
-    if isinstance(number, float):
-        raise LowRankError(f"{key} in a scheme is a whole number, not {options[key]}.")
-    return number
-
-
-def _yes(options: Mapping[str, object], key: str) -> bool:
-    """A bare `join` means True; `join=no` is possible too."""
-    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-    value = options.get(key, False)
-    if str(value).lower() not in words:
-        raise LowRankError(f"{key} is yes or no, not {value!r}.")
-    return words[str(value).lower()]
+def _value(key: str, given: object) -> bool | int | float:
+    """The value of an option. An integer m is a number of filters (m=96), any other a share of d (m=0.5)."""
+    if key in ("join", "branches"):  # a bare `join` means yes
+        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        if str(given).lower() not in words:
+            raise LowRankError(f"{key} is yes or no, not {given!r}.")
+        return words[str(given).lower()]
+    number, whole = _fraction(given), bool(re.fullmatch(r"-?\d+", str(given)))
+    if not whole and key not in ("m", "to"):
+        raise LowRankError(f"{key} in a scheme is a whole number, not {given}.")
+    return int(number) if whole and key != "to" else float(number)
 
 
 def _fraction(value: object) -> Fraction:
@@ -737,18 +719,12 @@ def _fraction(value: object) -> Fraction:
     return number
 
 
-def _amount(value: object) -> int | float:
-    """A plain integer is a number of filters (m=96), anything else a share of d (m=0.5)."""
-    number = _fraction(value)
-    return int(number) if re.fullmatch(r"-?\d+", str(value)) else float(number)
-
-
 def _shape_text(shape: str, proportion: Fraction) -> str:
     return shape if proportion == 1 else f"{shape}={proportion}"
 
 
 def resolve_shape(shape: str, kernel: Pair) -> Pair:
-    """The height and width of a shape like kx1, for a dense kernel."""
+    """The height and width of a shape such as kx1, for a dense kernel."""
     height, width = shape.split("x")
     return (kernel[0] if height == "k" else int(height)), (kernel[1] if width == "k" else int(width))
 
@@ -767,7 +743,7 @@ def _units(filters: int, unit: int) -> int:
 def _share_out(shapes: Sequence[tuple[Pair, int | Fraction]], filters: int, unit: int) -> Composite:
     """Share `filters` out by proportion, in multiples of `unit`, so that the total is kept.
 
-    Each shape gets its whole part; what is left goes one by one to the largest remainders (first on a tie).
+    Each shape gets its whole part. The rest goes one by one to the largest remainders (first on a tie).
     """
     if filters % unit:
         raise LowRankError(f"{counted(filters, 'filter')} cannot be divided into {unit} channel groups.")

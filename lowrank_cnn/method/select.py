@@ -6,22 +6,21 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import chain
+from types import MethodType
 
-import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
-from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from lowrank_cnn.core.errors import LowRankError, nearest
-from lowrank_cnn.core.modules import InputSize, has_hooks
+from lowrank_cnn.core.modules import InputSize, check_module, has_hooks
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.method.branches import BranchedConv2d
 from lowrank_cnn.method.chains import FactoredLayer, is_torch_layer
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.geometry import form_of
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.method.rewrite import Kept, held_by_functions
+from lowrank_cnn.method.rewrite import Kept
 from lowrank_cnn.method.schemes import FactoredConv2d, Scheme, is_depthwise
 
 LARGE = 7
@@ -42,17 +41,23 @@ def select(
 ) -> tuple[dict[str, nn.Conv2d], tuple[Kept, ...]]:
     """The convs to rewrite by name, and those that stay; where they are `trained_on`, frozen ones do."""
     check_rewritable(model)
-    _check_exact(model)
+    for name, module in model.named_modules():
+        home = type(module).__module__
+        if "Conv" in type(module).__name__ and (".quantized" in home or ".qat" in home):
+            label = name or "the model"
+            raise LowRankError(f"{label} is quantised: convert the model in floating point, then quantise it.")
     convs = _convs(model, scheme)
     if not convs:
         raise NothingToConvertError(f"{type(model).__name__} has no convolutions to convert.")
-    asked_for, ties, held = _selector(where, convs), parameter_uses(model), held_by_functions(model)
+    asked_for, ties = _selector(where, convs), parameter_uses(model)
+    values = chain.from_iterable(vars(module).values() for module in model.modules())
+    bound = {id(value.__self__) for value in values if isinstance(value, MethodType)}
     chosen: dict[str, nn.Conv2d] = {}
     kept = []
     for name, conv in convs.items():
         reason = _obstacle(conv, scheme, ties)
-        if not reason and id(conv) in held:
-            reason = "a function of the model holds it and would go on calling the original"
+        if not reason and id(conv) in bound:
+            reason = "an attribute of the model is one of its methods"
         if not reason and trained_on and not conv.weight.requires_grad:
             reason = "it is frozen, and what replaces it has to train: unfreeze it, or fit it with decompose"
         if not reason and not asked_for(name, conv):
@@ -90,21 +95,6 @@ def stages(model: nn.Module, input_size: InputSize | None = None) -> tuple[tuple
     return tuple(map(tuple, found.values()))
 
 
-def check_module(model: object) -> None:
-    """Refuse objects that are not modules, scripted modules, and lazy ones that have no weights yet."""
-    if not isinstance(model, nn.Module):
-        raise LowRankError(f"a model is an nn.Module, not {type(model).__name__}.")
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise LowRankError(
-                f"{name or 'the model'} is scripted, which cannot be rewritten: do this first, then script it."
-            )
-        if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
-            raise LowRankError(
-                f"{name or 'the model'} is lazy: run the model once, so that it knows its channels."
-            )
-
-
 def check_values(model: nn.Module) -> None:
     """Refuse a network of which a part is on the meta device, as one that was built there and loaded in part."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
@@ -119,22 +109,9 @@ def check_rewritable(model: object) -> None:
     """Refuse what `check_module` refuses, and compiled modules, which would go on running the original's code."""
     check_module(model)
     assert isinstance(model, nn.Module)
-    for name, module in model.named_modules():
-        if hasattr(module, "_orig_mod"):  # as torch.compile calls what it has compiled
-            label = name or "the model"
-            raise LowRankError(f"{label} is compiled, which cannot be rewritten: do this first, then compile it.")
-
-
-def _check_exact(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if _quantised(module):
-            label = name or "the model"
-            raise LowRankError(f"{label} is quantised: convert the model in floating point, then quantise it.")
-
-
-def _quantised(module: nn.Module) -> bool:
-    home = type(module).__module__
-    return "Conv" in type(module).__name__ and (".quantized" in home or ".qat" in home)
+    if compiled := [name for name, module in model.named_modules() if hasattr(module, "_orig_mod")]:
+        label = compiled[0] or "the model"
+        raise LowRankError(f"{label} is compiled, which cannot be rewritten: do this first, then compile it.")
 
 
 def _convs(model: nn.Module, scheme: Scheme | None = None) -> dict[str, _ConvNd]:

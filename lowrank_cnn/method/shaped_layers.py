@@ -93,7 +93,7 @@ class ShapedConv2d(nn.Module):
 
     @torch.no_grad()
     def copy_dense(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Start as a dense conv; taps that only other shapes have start at zero, and learn like the others."""
+        """Start as a dense conv; taps outside its kernel start at zero, and learn with the others."""
         self.weight.zero_()[:, :, *self._window(self.form.kernel)] = weight
         if self.bias is not None and bias is not None:
             self.bias.copy_(bias)

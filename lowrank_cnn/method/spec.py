@@ -1,4 +1,4 @@
-"""What a low-rank layer is, as data: filter groups, and composites of them.
+"""Low-rank layers as data: filter groups, and composites of them.
 
 A *filter group* is a number of filters of one shape. A *composite* is several groups over the same input, their
 outputs concatenated.

@@ -28,10 +28,11 @@ from lowrank_cnn.core.compare import mapped, tensors_of, unchanged
 from lowrank_cnn.core.errors import LowRankError, LowRankWarning, first_line, nearest
 from lowrank_cnn.core.modules import InputSize, arguments, checked_size, upstream
 from lowrank_cnn.core.progress import progress, step
+from lowrank_cnn.method.chains import outputs_of
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.init import init_
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.method.rewrite import copy_with, is_channels_last
+from lowrank_cnn.method.rewrite import copy_with, failure, is_channels_last
 from lowrank_cnn.method.select import check_rewritable
 
 # Build a layer of the same kind for other numbers of channels.
@@ -60,7 +61,7 @@ class PendingLayer(nn.Module):
         return self.built(*inputs, **options)
 
     def __getattr__(self, name: str) -> Any:
-        """What a forward reads of the layer, its stride for example. Its weights have no shape before it runs."""
+        """Attributes of the layer, such as its stride. Its weights have no shape before it runs."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -123,8 +124,8 @@ def _groups(wanted: int, *channels: int) -> int:
 
 # Fit parameters that belong to no layer of a known kind, such as the scale of a residual branch.
 #
-# A forward of the user's own multiplies maps by them, or adds them. Where the maps have other channels than the
-# parameter, the parameter gets theirs. So do layer norms, whose subclasses place channels where they like.
+# A forward of the user's own multiplies maps by them, or adds them. If the maps have other channels than the
+# parameter, the parameter gets theirs. Layer norms are treated alike: their subclasses permute channels.
 
 _POINTWISE = ("mul", "add", "sub", "div", "mul_", "add_", "sub_", "div_")
 _VIEWS = ("reshape", "view", "unsqueeze", "__getitem__")
@@ -219,14 +220,6 @@ class FittedParameters(TorchFunctionMode):
         return new
 
 
-def spread(tensor: Tensor, source: Tensor) -> bool:
-    """Fill a tensor of another shape with the value that all of the source have; False if they differ."""
-    if not source.numel() or not torch.equal(source, source.flatten()[:1].expand_as(source)):
-        return False
-    tensor.fill_(source.flatten()[0])
-    return True
-
-
 _STEPS = 14
 _FAR = 0.2
 """Users are told where the MACs miss what they asked for by more than this share of it."""
@@ -277,7 +270,8 @@ def thin(
     plan = _Thinning(blank, _in_single(input_size), multiple, own)
     target = float(share) * count(model, input_size).macs if width is None else 0
     new = _fresh(plan.at(float(share)) if width is not None else plan.nearest(target), model)
-    _check_runs(new, input_size)
+    if reason := failure(new, input_size):  # the meta device does not check the shapes of every operation
+        raise LowRankError(f"the network cannot be made thinner: {reason}")
     _tell_if_far(count(new, input_size).macs / count(model, input_size).macs, width, macs, multiple)
     return new
 
@@ -302,7 +296,7 @@ def thin_like(dense: nn.Module, model: nn.Module, input_size: InputSize) -> nn.M
 
 
 def _tell_if_far(kept: float, width: float | None, macs: float | None, multiple: int) -> None:
-    """Warn if the network is far from what was asked for: a rival that is not thin proves nothing."""
+    """Warn if the network misses the requested width or MACs: a rival that is not thin proves nothing."""
     small = "; a smaller multiple comes nearer" if multiple > 1 else ""
     if macs is not None and abs(kept / macs - 1) > _FAR:
         told = f"thin was asked for {macs:.2f} of the MACs, and comes to {kept:.2f}"
@@ -350,7 +344,7 @@ class _Thinning:
     def _widths(self, width: float) -> tuple[int, ...]:
         """The channels of every conv and linear layer at a width."""
         layers = [layer for layer in self.blank.modules() if isinstance(layer, (*CONVS, nn.Linear))]
-        return tuple(self._channels(layer, width)(_leaving(layer)) for layer in layers)
+        return tuple(self._channels(layer, width)(outputs_of(layer)) for layer in layers)
 
     def _channels(self, layer: nn.Module, width: float) -> Callable[[int], int]:
         share = self.own.get(layer, width)
@@ -375,10 +369,6 @@ class _Thinning:
             raise LowRankError("the network cannot be made thinner: its outputs would have other shapes.")
         built = {id(stand_in): stand_in.built or stand_in.layer for stand_in in pending.values()}
         return copy.deepcopy(new, built)
-
-
-def _leaving(layer: nn.Module) -> int:
-    return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels  # type: ignore[return-value]
 
 
 def _computed(layer: nn.Module) -> bool:
@@ -416,11 +406,13 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _take(name: str, tensor: Tensor, source: Tensor) -> None:
-    if tensor.shape != source.shape:
-        if spread(tensor, source):
-            return
+    """Copy the values of a tensor; into another shape only if they are all equal."""
+    if tensor.shape == source.shape:
+        tensor.copy_(source)
+    elif source.numel() and bool((source == source.flatten()[0]).all()):
+        tensor.fill_(source.flatten()[0])
+    else:
         raise LowRankError(f"the network cannot be made thinner: nothing initialises {name} in its new shape.")
-    tensor.copy_(source)
 
 
 def _share_parameters(new: nn.Module, model: nn.Module) -> None:
@@ -437,20 +429,8 @@ def _share_parameters(new: nn.Module, model: nn.Module) -> None:
         setattr(new.get_submodule(home), own, shared)
 
 
-@torch.no_grad()
-def _check_runs(new: nn.Module, input_size: InputSize) -> None:
-    """Run it once: the meta device does not check the shapes of every operation."""
-    first = next(new.parameters())
-    try:
-        with unchanged(new, evaluating=True):
-            args, kwargs = arguments(input_size, device=first.device, dtype=first.dtype)
-            new(*args, **kwargs)
-    except Exception as error:
-        raise LowRankError(f"the network cannot be made thinner: {first_line(error)}") from error
-
-
 def _on_meta(model: nn.Module, size: InputSize) -> Any:
-    """What a network on the meta device gives for an image of this size, or for an example."""
+    """Run a network on the meta device on an image of this size, or on an example."""
     args, kwargs = arguments(size, device="meta", dtype=None)
     return model(*args, **kwargs)
 
@@ -467,8 +447,8 @@ def _in_single(size: InputSize) -> InputSize:
 def _output_layers(blank: nn.Module, size: InputSize) -> tuple[set[nn.Module], list[torch.Size]]:
     """The conv and linear layers from which the outputs come without another between, and the outputs' shapes.
 
-    Autograd's graph shows them. Where it shows none (the forward gives class numbers, say), the layer that runs
-    last is taken.
+    Autograd's graph shows them. If it shows none (the forward gives class numbers, say), the layer that runs last
+    counts as the output.
     """
     order: list[nn.Module] = []
     made_by: dict[Any, nn.Module] = {}

@@ -11,7 +11,7 @@ from lowrank_cnn.method.schemes import Scheme
 from lowrank_cnn.models.build import build_network, family_of, list_models
 from lowrank_cnn.models.hub import from_pretrained, push_to_hub, save_pretrained
 from lowrank_cnn.models.network import Network
-from lowrank_cnn.models.network_file import agreed, list_pretrained, load_into, read_pretrained
+from lowrank_cnn.models.network_file import list_pretrained, read_pretrained
 
 # Methods of networks, set here because `hub` builds networks itself.
 Network.save_pretrained, Network.push_to_hub = save_pretrained, push_to_hub
@@ -71,16 +71,28 @@ def create_model(
 
 
 _DEFAULTS: dict[str, Any] = create_model.__kwdefaults__ or {}
+_FREE = ("dropout", "num_classes")
+"""Options that may differ from the trained network's: they change at most the weights of the last layer."""
 
 
 def _with_weights(name: str, data: str, options: Mapping[str, object]) -> Network:
+    """Build a network with the options that its weights were trained with; a layer for other classes is new."""
     family_of(name)
-    found = read_pretrained(name, data)
-    model = create_model(**agreed(options, _DEFAULTS, found, data))
-    load_into(model, found)
+    file = read_pretrained(name, data)
+    config = file.description["model"]
+    asked = {key: value for key, value in options.items() if value != _DEFAULTS[key]}
+    for key, value in asked.items():
+        if key not in _FREE and value != config.get(key):
+            raise LowRankError(
+                f"the weights of {name} on {data} are for {key}={config.get(key)!r}, not {value!r}."
+            )
+    model = build_network(**config | {key: asked[key] for key in _FREE if key in asked})
+    weights = file.weights()
+    fresh = {name: own for name, own in model.state_dict().items() if own.shape != weights[name].shape}
+    model.load_state_dict(weights | fresh)
     note(model, begun_from=f"{name} on {data}")
-    if model.config["num_classes"] == found.config["num_classes"]:
-        note(model, training_card=TrainingCard(found.card, found.preprocess))
+    if not fresh:
+        note(model, training_card=TrainingCard({"model": config, **(file.card or {})}, file.preprocess()))
     return model.eval()
 
 

@@ -80,7 +80,7 @@ class Airbench(Network):
         self.check_input(x)
         return self.scale(self.classes(self.pool(self.features(x))))
 
-    def settle(self) -> None:
+    def adjust_init(self) -> None:
         """Fix the scales of norms, and let as many filters as a conv has inputs begin as the identity.
 
         The norms of branches keep theirs: they weigh the branches.

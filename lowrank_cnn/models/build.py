@@ -18,7 +18,7 @@ from lowrank_cnn.core.modules import InputSize
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.method.branches import fold_branches
 from lowrank_cnn.method.convert import rows_of
-from lowrank_cnn.method.count import Count, LayerCount, count
+from lowrank_cnn.method.count import LayerCount, count
 from lowrank_cnn.method.init import INITIALISATIONS
 from lowrank_cnn.method.rewrite import Change, changes_of, low_rank_layers, rewrite
 from lowrank_cnn.method.schemes import Scheme, parse_scheme
@@ -67,24 +67,13 @@ def build_network(name: str, *, init: str = "composite", **given: Any) -> Networ
         chosen["scheme"] = str(parse_scheme(chosen["scheme"]))
     options = Options(**chosen)
     model: Network = INITIALISATIONS[init](family.build(variant, options))  # type: ignore[assignment]
-    model.settle()
+    model.adjust_init()
     model.config = {"name": name, **vars(options), "init": init}
     return model
 
 
-def count_by_name(name: str, image: InputSize | None = None, **options: Any) -> Count:
-    """Count a network without its weights; by default for images of the size that it is made for.
-
-    >>> count_by_name("nin-c3-lr").input
-    (3, 30, 30)
-    """
-    with torch.device("meta"):
-        model = build_network(name, **options)
-        return count(model, image or model.input_size)
-
-
 # A description says in JSON how to build a network again. Nothing stored is run as code: it names one of our
-# networks and its options, and lists which layers were rewritten by which scheme. A network that is not ours is
+# networks and its options, and lists the rewritten layers with their schemes. A network that is not ours is
 # built by its owner, and rewritten as listed.
 
 
@@ -105,10 +94,9 @@ def rebuild(description: Mapping[str, Any], *, into: nn.Module | None = None) ->
     """
     if into is None:
         into = _ours(description)
-    conversion = description.get("conversion", {})
-    schemes = _schemes(conversion)
+    schemes = _schemes(description.get("conversion", {}))
     done = {change.name: parse_scheme(change.scheme) for change in changes_of(into)}
-    return into if schemes == done else rewrite_again(into, conversion)
+    return into if schemes == done or not schemes else rewrite(into, schemes, build=shaped_layer)
 
 
 def with_classes(network: nn.Module, classes: int) -> nn.Module:
@@ -130,12 +118,6 @@ def with_classes(network: nn.Module, classes: int) -> nn.Module:
     kept = {name: known for name, known in network.state_dict().items() if new[name].shape == resized[name].shape}
     fresh.load_state_dict(new | kept)
     return fresh
-
-
-def rewrite_again(model: nn.Module, conversion: Mapping[str, object]) -> nn.Module:
-    """Repeat a stored conversion (`Conversion.to_dict()`) on the network it was made from, with fresh weights."""
-    schemes = _schemes(conversion)
-    return rewrite(model, schemes, build=shaped_layer) if schemes else model
 
 
 def name_of(model: nn.Module) -> str:
@@ -222,13 +204,16 @@ def dense_twin(model: nn.Module) -> Network | None:
 
 
 def dense_cost(model: nn.Module, input_size: InputSize) -> tuple[int, int] | None:
-    """Multiply-accumulates and parameters of a network before it was converted; its own where it never was.
+    """Multiply-accumulates and parameters of a network before it was converted; its own if it never was.
 
-    None if it has low-rank layers that no recorded conversion made: what they replaced is unknown.
+    For one of ours that is built with low-rank layers, those of its dense twin. None for other networks with
+    low-rank layers that no recorded conversion made: the layers that they replaced are unknown.
     """
     changed = changes_of(model)
     if low_rank_layers(model).keys() - {change.name for change in changed}:
-        return None
+        with torch.device("meta"):
+            twin = dense_twin(model)
+            return None if twin is None else (count(twin, input_size).macs, count(twin, input_size).params)
     model = fold_branches(model)  # as it is counted
     cost = count(model, input_size)
     macs, params = cost.macs, cost.params
@@ -259,8 +244,8 @@ def _macs_before(model: nn.Module, change: Change, rows: Sequence[LayerCount]) -
 def _biases_before(model: nn.Module, change: Change, last: LayerCount) -> int:
     """The biases of a layer that was replaced: as many as it had filters, of which some may be gone, or none.
 
-    Folding branches or a norm adds a bias. So a conv of several taps is known by its parameters: a filter without
-    a bias has as many for each tap.
+    Folding branches or a norm adds a bias. So a conv of several taps is judged by its parameters: without a bias,
+    those of a filter are a multiple of its taps.
     """
     kernel, _, filters = change.before.rpartition(",")
     taps = prod(map(int, kernel.split("x"))) if kernel.replace("x", "").isdecimal() else 1

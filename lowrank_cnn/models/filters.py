@@ -13,7 +13,7 @@ from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.text import TIMES
-from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.layers import CompositeConv2d, weights_of
 from lowrank_cnn.method.rewrite import changes_of
 from lowrank_cnn.method.schemes import FactoredConv2d
 from lowrank_cnn.models.build import name_of
@@ -22,7 +22,7 @@ from lowrank_cnn.models.build import name_of
 def first_filters(network: nn.Module) -> list[tuple[str, Tensor]]:
     """The filters [n, channels, height, width] of the first conv, titled, and the dense filters they equal.
 
-    Of a chain of convs, only those that see the channels of the image are listed.
+    A chain lists only the convs that see the channels of the image.
     """
     kinds = (FactoredConv2d, CompositeConv2d, nn.Conv2d)
     conv = next((module for module in network.modules() if isinstance(module, kinds)), None)
@@ -41,7 +41,7 @@ def first_filters(network: nn.Module) -> list[tuple[str, Tensor]]:
 def _titled(convs: Iterable[Any]) -> list[tuple[str, Tensor]]:
     found = []
     for conv in convs:
-        for weight in conv.weights if isinstance(conv, CompositeConv2d) else [conv.weight]:
+        for weight in weights_of(conv):
             height, width = weight.shape[-2:]
             kind = "vertical " if height > width else "horizontal " if width > height else ""
             found.append((f"{kind}{height}{TIMES}{width}", weight.detach()))
@@ -88,7 +88,7 @@ def dense_filters(network: nn.Module) -> dict[str, Tensor]:
         if isinstance(module, nn.Conv2d) and min(module.kernel_size) > 1
     }
     if not found:
-        raise LowRankError(f"{name_of(network)} has no dense filters; give a dense network, like vgg11-gmp.")
+        raise LowRankError(f"{name_of(network)} has no dense filters; give a dense network, such as vgg11-gmp.")
     return found
 
 

@@ -65,7 +65,7 @@ def function_of(path: Path, function: str) -> Callable[..., Any]:
 
 
 def called(make: Callable[[], Any], what: str) -> Any:
-    """What a function that is not ours gives, or its error in a sentence."""
+    """Call a function of another package or of the user; an error becomes a sentence."""
     try:
         return make()
     except Exception as error:

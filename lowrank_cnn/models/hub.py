@@ -27,12 +27,11 @@ from lowrank_cnn.method.count import count
 from lowrank_cnn.models.build import dense_cost, dense_twin
 from lowrank_cnn.models.network_file import Stored, read_header, read_weights, write_weights
 
-# The model card: what a network is, what it costs, how it was trained, and how to use it.
+# The model card: the network, its cost, its training, and its use.
 
 PAPER = (
     "[Training CNNs with Low-Rank Filters for Efficient Image Classification](https://arxiv.org/abs/1511.06744)"
 )
-TASK = "image-classification"
 _METRICS = {"top1": "accuracy", "top5": "top-5 accuracy"}
 _USE = """```python
 import lowrank_cnn as lr
@@ -70,7 +69,7 @@ def write_card(
     header = hub.ModelCardData(
         library_name="lowrank-cnn",
         license=licence,
-        pipeline_tag=TASK,
+        pipeline_tag="image-classification",
         tags=["low-rank", "convolutional-network", "pytorch", kind],
         model_name=name,
         eval_results=results or None,
@@ -222,14 +221,9 @@ def from_pretrained(source: str | Path, *, into: nn.Module | None = None) -> nn.
     return read_weights(path, into=into).network.eval()
 
 
-def is_hub_name(source: str | Path) -> bool:
-    """Whether a text is the name of a repository of the Hub, with `hf-hub:` before it."""
-    return str(source).startswith(PREFIX)
-
-
 def resolve(source: str | Path) -> Path:
     """The local path of what a user named: `hf-hub:` names are downloaded, saved folders lead to their weights."""
-    if is_hub_name(source):
+    if str(source).startswith(PREFIX):
         return _download(str(source).removeprefix(PREFIX))
     path = as_path(source)
     saved = (path / WEIGHTS).is_file() and (path / CONFIG).is_file()

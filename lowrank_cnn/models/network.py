@@ -1,4 +1,4 @@
-"""What all networks of the paper share: a configuration, an input size, and the small modules between convs."""
+"""The base class of all networks, their options, and the small modules between convs."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Network(nn.Module):
         auxiliary: tuple[str, ...] = (),
         unpublished: tuple[str, ...] = (),
     ) -> None:
-        """`auxiliary` names what runs in training alone, `unpublished` what the paper does not count."""
+        """`auxiliary` names the parts that run in training alone, `unpublished` those that the paper omits."""
         super().__init__()
         note(self, input_size=input_size, auxiliary=auxiliary, unpublished=unpublished)
         # Annotated here: TorchScript does not understand annotations of a class that are strings.
@@ -115,7 +115,7 @@ class Network(nn.Module):
         assert size is not None
         return size
 
-    def settle(self) -> None:
+    def adjust_init(self) -> None:
         """Adjust the weights for this network; called once, right after initialisation."""
 
     @torch.jit.unused

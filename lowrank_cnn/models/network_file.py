@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.core import __version__
 from lowrank_cnn.core.errors import LowRankError, require
-from lowrank_cnn.core.files import regular, replacing
+from lowrank_cnn.core.files import regular
 from lowrank_cnn.core.notes import TrainingCard, note, notes
 from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.models.build import rebuild, rebuild_options
@@ -40,6 +39,12 @@ class NetworkFile:
     path: Path
     description: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
+
+    @property
+    def card(self) -> Mapping[str, Any] | None:
+        """How the network was trained; None if the file does not say."""
+        card = self.description.get("card")
+        return card if isinstance(card, Mapping) else None
 
     def weights(self) -> dict[str, Tensor]:
         """The weights by name, in the precision they were written in, or in that which the description names."""
@@ -152,7 +157,7 @@ def read_weights(path: Path, *, into: nn.Module | None = None) -> Stored:
     file = read_header(path)
     with torch.device("meta"):
         plan = rebuild(file.description, into=None if into is None else without_storage(into))
-    _check_fits(file, plan)
+    check_weights(file.path, file.shapes, plan)
     if into is None:
         network = plan
         network.load_state_dict(file.weights(), assign=True)
@@ -160,19 +165,11 @@ def read_weights(path: Path, *, into: nn.Module | None = None) -> Stored:
         network = rebuild(file.description, into=into)
         network = copy_with(network) if network is into else network
         _load_into(network, file)
-    card, size = file.description.get("card"), _size(file.description.get("input"))
-    note(network, begun_from=path.name, input_size=size)
-    card, preprocess = card if isinstance(card, Mapping) else None, file.preprocess()
-    if card is not None:
-        note(network, training_card=TrainingCard(card, preprocess))
+    card, preprocess, size = file.card, file.preprocess(), _size(file.description.get("input"))
+    card_note = None if card is None else TrainingCard(card, preprocess)
+    note(network, begun_from=path.name, input_size=size, training_card=card_note)
     chosen = file.description.get("optimized")
     return Stored(network, size, card, preprocess, chosen if isinstance(chosen, Mapping) else None)
-
-
-def read_card(path: Path) -> Mapping[str, Any] | None:
-    """Read how the network of a file was trained, without building it; None if the file does not say."""
-    card = read_header(path).description.get("card")
-    return card if isinstance(card, Mapping) else None
 
 
 def is_exported(path: Path) -> bool:
@@ -194,17 +191,17 @@ def without_storage(model: nn.Module) -> nn.Module:
     return copy_with(model, empty)
 
 
-def _check_fits(file: NetworkFile, network: nn.Module) -> None:
-    """Names and shapes of the file are those of the network; a shared tensor has one of its names in the file."""
+def check_weights(path: Path, shapes: Mapping[str, Sequence[int]], network: nn.Module) -> None:
+    """Names and shapes of a file are those of the network; a shared tensor has one of its names in the file."""
     state = network.state_dict(keep_vars=True)
-    there = {id(tensor) for name, tensor in state.items() if name in file.shapes}
-    missing = [name for name, tensor in state.items() if name not in file.shapes and id(tensor) not in there]
-    if wrong := sorted({*missing, *(file.shapes.keys() - state.keys())}):
-        raise LowRankError(f"the weights in {file.path} do not fit the network: {wrong[0]} is missing or unknown.")
-    for name, shape in file.shapes.items():
+    there = {id(tensor) for name, tensor in state.items() if name in shapes}
+    missing = [name for name, tensor in state.items() if name not in shapes and id(tensor) not in there]
+    if wrong := sorted({*missing, *(shapes.keys() - state.keys())}):
+        raise LowRankError(f"the weights in {path} do not fit the network: {wrong[0]} is missing or unknown.")
+    for name, shape in shapes.items():
         if shape != state[name].shape:
             raise LowRankError(
-                f"the weights in {file.path} do not fit the network: {name} is {list(shape)} in the file and "
+                f"the weights in {path} do not fit the network: {name} is {list(shape)} in the file and "
                 f"{list(state[name].shape)} in the network."
             )
 
@@ -244,22 +241,6 @@ def _size(value: object) -> tuple[int, ...] | None:
 # and the environment that the network was trained in.
 
 FOLDER = Path(__file__).parent / "weights"
-_FREE = ("dropout", "num_classes")
-"""Options that may differ from the trained network's: they change at most the weights of the last layer."""
-
-
-@dataclass(frozen=True)
-class Pretrained:
-    """Weights and preprocessing as tensors by name, and the card."""
-
-    weights: dict[str, Tensor]
-    preprocess: dict[str, Tensor]
-    card: dict[str, Any]
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The options of `create_model` that build the network."""
-        return self.card["model"]
 
 
 def list_pretrained(folder: Path = FOLDER) -> list[tuple[str, str]]:
@@ -273,63 +254,13 @@ def list_pretrained(folder: Path = FOLDER) -> list[tuple[str, str]]:
     return sorted((name, data) for name, _, data in pairs)
 
 
-def read_pretrained(name: str, data: str, folder: Path = FOLDER) -> Pretrained:
-    """The weights of a network trained on a data set."""
+def read_pretrained(name: str, data: str, folder: Path = FOLDER) -> NetworkFile:
+    """The file of a network trained on a data set."""
     if (name, data) not in list_pretrained(folder):
         known = ", ".join(f"{name} on {data}" for name, data in list_pretrained(folder)) or "none"
         raise LowRankError(f"there are no weights of {name} on {data}; there are: {known}.")
-    path = _path(name, data, folder)
+    path = folder / f"{name}.{data}.safetensors"
     try:
-        file = read_header(path)
-        card = {"model": file.description["model"], **file.description["card"]}
-        return Pretrained(file.weights(), file.preprocess(), card)
-    except (LowRankError, KeyError, TypeError) as error:
+        return read_header(path)
+    except LowRankError as error:
         raise LowRankError(f"{path} is damaged: install the package again.") from error
-
-
-def write_pretrained(found: Pretrained, data: str, folder: Path = FOLDER) -> Path:
-    """Store weights in the package, in half precision."""
-    halves = {k: t.half() if t.is_floating_point() else t for k, t in found.weights.items()}
-    card = {key: value for key, value in found.card.items() if key != "model"}
-    description = {
-        "version": __version__,
-        "model": found.config,
-        "conversion": {"changed": []},
-        "input": card["data"]["image"],
-        "card": card,
-        "dtype": "torch.float32",
-    }
-    path = _path(found.config["name"], data, folder)
-    with replacing(path) as temporary:
-        write_network_file(temporary, halves, description, found.preprocess)
-        temporary.chmod(0o644)  # safetensors writes for its owner alone, and the package is for all
-    return path
-
-
-def load_into(model: torch.nn.Module, found: Pretrained) -> None:
-    """Give a network the weights it was described for; a layer for other classes keeps its fresh ones."""
-    own, classes = model.state_dict(), found.config["num_classes"]
-    of_classes = [name for name, weight in found.weights.items() if weight.shape[:1] == (classes,) and name in own]
-    fresh = [name for name in of_classes if own[name].shape != found.weights[name].shape]
-    try:
-        model.load_state_dict({**found.weights, **{name: own[name] for name in fresh}})
-    except RuntimeError as error:
-        raise LowRankError(f"the weights of {found.config['name']} do not fit the network.") from error
-
-
-def agreed(
-    options: Mapping[str, Any], defaults: Mapping[str, Any], found: Pretrained, data: str
-) -> dict[str, Any]:
-    """The options that the weights were trained with; a conflicting option is refused unless it may differ."""
-    asked = {key: value for key, value in options.items() if value != defaults[key]}
-    for key, value in asked.items():
-        if key not in _FREE and value != found.config.get(key):
-            stated = found.config.get(key)
-            raise LowRankError(
-                f"the weights of {found.config['name']} on {data} are for {key}={stated!r}, not {value!r}."
-            )
-    return {**found.config, **{key: asked[key] for key in _FREE if key in asked}}
-
-
-def _path(name: str, data: str, folder: Path) -> Path:
-    return folder / f"{name}.{data}.safetensors"

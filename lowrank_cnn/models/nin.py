@@ -48,7 +48,7 @@ class NiN(Network):
             self.check_input(x)
         return self.pool(self.features(x))
 
-    def settle(self) -> None:
+    def adjust_init(self) -> None:
         """Start the class maps with a small variance, and above zero where a ReLU follows.
 
         By fan-out the ten maps would start far apart, and one that lies below zero everywhere gets no gradient

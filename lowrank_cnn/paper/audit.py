@@ -1,10 +1,10 @@
-"""The audit: every published figure and claim beside what this code computes, with a verdict."""
+"""The audit: every published figure and claim, the value that this code computes, and a verdict."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from statistics import correlation, mean, stdev
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.core.errors import LowRankError, nearest
-from lowrank_cnn.core.notes import note
+from lowrank_cnn.core.notes import AsDict, note
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.method.count import Count, count
 from lowrank_cnn.method.schemes import build_conv
@@ -35,11 +35,11 @@ from lowrank_cnn.paper.published import Published, published, rows, timings
 
 # The rivals of the two "big picture" plots are tables from which their cost is counted: AlexNet (Krizhevsky et
 # al. 2012), VGG A to E (Simonyan and Zisserman 2015) and the PReLU networks A to C (He et al. 2015, "Delving
-# deep into rectifiers"). Only convs, pools and fully connected layers are built: nothing else costs.
+# deep into rectifiers"). Only convs, pools and fully connected layers are built: nothing else has MACs.
 
 PLACES_CLASSES = 205
 PADDED = ("googlenet-lr", "googlenet-lr-conv1")
-"""Networks whose published MACs include a padding that the dense baseline was counted without."""
+"""Networks whose published MACs include padding, while those of the dense baseline do not."""
 
 
 @cache
@@ -62,9 +62,9 @@ def count_row(row: Published) -> Count:
 def count_padded_googlenet(name: str) -> Count:
     """Count a GoogLeNet as the paper counted its low-rank ones.
 
-    Padding by 1 at the four stride-2 max-pools leaves maps of 57, 29, 15 and 8 pixels. The last pool stays 7x7
-    with stride 1, which leaves 2x2 maps, so the classifier reads 4,096 values. The auxiliary pools (5x5, stride 3)
-    leave 5x5 maps, so their first fully connected layer reads 3,200.
+    Padding by 1 at the four stride-2 max-pools gives feature maps of 57, 29, 15 and 8 pixels. The last pool stays
+    7x7 with stride 1, which gives 2x2 feature maps, so the classifier reads 4,096 values. The auxiliary pools
+    (5x5, stride 3) give 5x5 feature maps, so their first fully connected layer reads 3,200.
     """
     with torch.device("meta"):
         model: Any = create_model(name)
@@ -128,7 +128,7 @@ RIVALS: dict[str, tuple[int, list[RivalRow], tuple[int, ...]]] = {  # image, row
 
 
 class Pyramid(nn.Module):
-    """Spatial pyramid pooling (He et al. 2014): max-pools onto several grids, laid end to end."""
+    """Spatial pyramid pooling (He et al. 2014): max-pools onto several grids, concatenated."""
 
     def __init__(self, bins: tuple[int, ...]) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ VERDICTS = (CONTRADICTED, UNREPRODUCIBLE, MISSED, UNDECIDED, UNTESTED, REPRODUCE
 """Disagreements first."""
 
 REACHED = 0.3
-"""Percentage points by which the mean of our runs may miss a published accuracy and still reproduce it."""
+"""Percentage points by which the mean of our runs may be below a published accuracy and still reproduce it."""
 STRONG = 0.7
 """Pearson's r from which a correlation counts as strong."""
 
@@ -196,7 +196,7 @@ _PLACES_NOTES = {"vgg11-gmp-sf": "Published: a quarter of the ILSVRC count of sf
 
 
 @dataclass(frozen=True)
-class Finding:
+class Finding(AsDict):
     """One published figure or claim, what this code computes for it, and the verdict."""
 
     table: str
@@ -207,14 +207,10 @@ class Finding:
     verdict: str
     note: str = ""
 
-    def to_dict(self) -> dict[str, str]:
-        """In values that JSON can hold."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Measured times of one network's layers on one kind of device, beside their MACs."""
+    """Measured times of one network's layers on one kind of device, with their MACs."""
 
     network: str
     device: str
@@ -225,8 +221,8 @@ class LayerTimes:
 def audit(accuracies: Accuracies | None = None, measured: Sequence[LayerTimes] = ()) -> list[Finding]:
     """Check every row of the published tables, then every claim of the text.
 
-    Accuracies of our runs and measured layer times decide the claims that need them; without any, those are
-    marked as not tested.
+    Accuracies of our runs and measured layer times decide the claims that need them; without these, such claims
+    are marked as not tested.
 
     Example:
         >>> next(finding.subject for finding in audit() if finding.verdict == UNREPRODUCIBLE)
@@ -266,7 +262,7 @@ def _note(row: Published, quantity: str) -> str:
 
 
 def _check_figure(stated: float, runs: tuple[float, ...]) -> tuple[str, str, str]:
-    """The accuracy of our runs beside a published one, the verdict, and the reason."""
+    """The accuracy of our runs against a published one, the verdict, and the reason."""
     if not runs:
         return "", UNTESTED, ""
     gap = round(100 * (mean(runs) - stated), 6)
@@ -344,7 +340,7 @@ def _check_accuracy(claim: AccuracyClaim, gap: ClaimAnswer | None) -> Finding:
 
 
 def _agrees(claim: AccuracyClaim, in_table: float) -> bool:
-    """Whether the paper's table says what its text says, to the digits that the text gives."""
+    """Whether the paper's table agrees with its text, to the digits that the text gives."""
     if claim.stated is not None:
         return abs(in_table - claim.stated) <= 0.5 * 10**-claim.digits
     least, most = EXPECTED[claim.expected]
@@ -390,7 +386,7 @@ def _check_correlation(measured: Sequence[LayerTimes]) -> Iterator[Finding]:
 
 
 def _check_measured(device: str, measured: Sequence[LayerTimes]) -> Finding:
-    """The same claim on the timings of the records; every network has to show it."""
+    """The same claim on our recorded timings; it must hold for every network."""
     text = f"MACs correlate strongly with {device} time (measured here)"
     by_network = {
         times.network: correlation(times.macs, times.ms) for times in measured if len(set(times.macs)) > 2

@@ -1,10 +1,10 @@
-"""The claims of the paper's text as data, and how runs answer those about accuracy.
+"""The claims of the paper's text as data, and the verdicts of runs on claims about accuracy.
 
 Absolute accuracies on another data set cannot be compared with the published ones; differences can. The standard
 error of a gap comes from the spread over seeds. Two or three seeds of one network say little about that spread, so
-it is pooled over all networks trained by the same recipe, never across recipes. All networks see the same test
-images; the error does not include what other test images would give. Verdicts on several claims about the same
-runs are corrected for their number (Holm 1979).
+it is pooled over all networks trained by the same recipe, never across recipes. All networks use the same test
+images; the error does not include the variation between sets of test images. Verdicts on several claims about the
+same runs are corrected for their number (Holm 1979).
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class ClaimAnswer:
     """The answer to one claim. Gaps, the standard error and the 95% half-width are percentage points.
 
     `error` and `half_width` are None for single seeds. `p` is the smaller of the one-sided p-values of "holds" and
-    "does not hold", after correction. `mac_ratio` is what the network costs here, divided by its base.
+    "does not hold", after correction. `mac_ratio` is the cost of the network here, divided by that of its base.
     """
 
     question: str
@@ -203,7 +203,7 @@ def _gaps(measure: str, scores: Sequence[Scores]) -> list[ClaimAnswer]:
 
 
 def _gap(claim: AccuracyClaim, one: Scores, base: Scores, scores: Sequence[Scores]) -> ClaimAnswer:
-    """The uncorrected answer: `p` is what one claim alone would give."""
+    """The uncorrected answer: `p` is that of one claim alone."""
     ours = 100 * (fmean(one.ours) - fmean(base.ours))
     stated = None
     if one.published is not None and base.published is not None:
@@ -259,6 +259,6 @@ def _corrected(answers: Sequence[ClaimAnswer]) -> list[ClaimAnswer]:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """Places from 1 up; equal values share the mean of theirs."""
+    """Ranks from 1 up; equal values share their mean rank."""
     ordered = sorted(values)
     return [fmean(place for place, other in enumerate(ordered, 1) if other == value) for value in values]

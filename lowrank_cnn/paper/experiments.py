@@ -1,4 +1,4 @@
-"""The experiments that hold the paper's accuracy against ours: which networks, which recipe, which seeds."""
+"""The experiments that compare the paper's accuracies with ours: networks, recipes and seeds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ExperimentPart:
     own: changes for single networks; "recipe" names another recipe.
     as_costly_as: train cheaper networks for more epochs, up to the MACs of this one.
     tables: the published tables that it is compared with.
-    note: a remark that readers of the table need.
+    note: a remark for readers of the table.
     """
 
     networks: tuple[str, ...]
@@ -37,7 +37,7 @@ class ExperimentPart:
 
 @dataclass(frozen=True)
 class ExperimentLine:
-    """A line of a table: a network of a part, by one variant of its recipe."""
+    """A line of a table: a network of a part, with one variant of its recipe."""
 
     part: str
     network: str
@@ -73,7 +73,7 @@ _BY_HAND = (
 )
 
 CLASSES = {"cifar10": 10}
-"""Of sets that are used whole; the others may be tried on a part of their classes."""
+"""Classes of data sets that are used whole; the others may be tried on some of their classes."""
 
 EXPERIMENTS: dict[str, dict[str, ExperimentPart]] = {
     "cifar10": {

@@ -2,7 +2,8 @@
 
 Source: Ioannou et al., "Training CNNs with Low-Rank Filters for Efficient Image Classification" (ICLR 2016), and
 the result files of the first author's public thesis repository, which give the tables' figures in full digits.
-Rows are the tables'; the column `counts_reproduced` says which counts our reading of the architecture gives.
+Rows are those of the tables; the column `counts_reproduced` lists the counts that our reading of the architecture
+reproduces.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MAIN_TABLES = ("vgg-ilsvrc", "googlenet-ilsvrc", "nin-cifar10")
 
 @dataclass(frozen=True)
 class Published:
-    """A row of a published table; None where the paper gives no figure."""
+    """A row of a published table; None if the paper gives no figure."""
 
     table: str
     network: str

@@ -1,9 +1,9 @@
 """Run an experiment of the paper: start missing runs, resume interrupted ones, write the table.
 
-A run lives in a directory of its own, named after its network, variant and seed. It uses the test set once, at
-its end: decisions on the way are made on training images that are held out.
+A run has its own directory, named after its network, variant and seed. It uses the test set once, at its end:
+earlier decisions use held-out training images.
 
-Several processes may share the work, with the same directory for all: each takes the runs that no other holds.
+Several processes may share the work, with the same directory for all: each takes runs that are not locked.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NOT_BEGUN = "not begun"
 
 @dataclass(frozen=True)
 class AccuracyRow:
-    """A line of the table: a network by a variant, over its seeds. Accuracies are shares."""
+    """A line of the table: a network and variant, over its seeds. Accuracies are shares."""
 
     part: str
     network: str
@@ -65,11 +65,11 @@ class AccuracyRow:
 
     @property
     def spread(self) -> float | None:
-        """The standard deviation over seeds, where there are several."""
+        """The standard deviation over seeds, if there are several."""
         return stdev(self.top1) if len(self.top1) > 1 else None
 
     def scores(self, measure: str) -> Scores | None:
-        """Our figures beside the published ones; None if the paper or the records lack the measure."""
+        """Our figures and the published ones; None if the paper or the records lack the measure."""
         stated = {"top1": self.published, "top5": self.published_top5}
         ours = getattr(self, measure)
         if not ours or (measure in stated and stated[measure] is None):
@@ -82,7 +82,7 @@ class AccuracyRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows of one part and variant in one measure, beside the published figures."""
+    """Rows of one part and variant in one measure, with the published figures."""
 
     part: str
     variant: str
@@ -93,7 +93,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ExperimentTable:
-    """All finished runs of an experiment, what they say of the paper, and how the others stand."""
+    """All finished runs of an experiment, their verdicts on the paper's claims, and the state of the rest."""
 
     experiment: str
     rows: tuple[AccuracyRow, ...]
@@ -123,7 +123,7 @@ class ExperimentTable:
         }
 
     def save(self, out: Path) -> Path:
-        """Write `table.json`, with what its runs were made with."""
+        """Write `table.json`, with the environments of its runs."""
         write_json(out / "table.json", self.to_dict())
         return out / "table.json"
 
@@ -136,7 +136,7 @@ def build_table(
     networks: Iterable[str] = (),
     seeds: int | None = None,
 ) -> ExperimentTable:
-    """The table of all runs that have finished in `out`; `seeds` says how many of each are wanted."""
+    """The table of all finished runs in `out`; `seeds` is the wanted number of runs of each."""
     found: list[AccuracyRow] = []
     made_with: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
@@ -185,12 +185,12 @@ def _check_alike(records: dict[int, Record], line: ExperimentLine, out: Path) ->
 
 
 def _options(record: Record) -> dict[str, Any]:
-    """Those of its network that are set; older records lack some that were added since."""
+    """The network options that are set; older records lack newer options."""
     return {name: value for name, value in record.model.items() if value is not None}
 
 
 def _unfinished(line: ExperimentLine, out: Path, seeds: Iterable[int]) -> dict[str, str]:
-    """How the runs with these seeds stand, by the name of their directory."""
+    """The state of the runs with these seeds, by the name of their directory."""
     found: dict[str, str] = {}
     for directory in (line.directory(out, seed) for seed in seeds):
         found[f"{line.part}/{directory.name}"] = NOT_BEGUN
@@ -232,7 +232,7 @@ def _published(network: str, part: ExperimentPart) -> Published | None:
 
 
 NETWORK_OPTIONS: dict[str, Callable[[Any], object]] = {"init": str, "width": float, "scheme": str, "stride": int}
-"""Settings that are the network's and not the recipe's, and how their text is read."""
+"""Settings of the network rather than the recipe, and the functions that parse them."""
 NETWORK = "network"
 """The folder in a finished run's directory with the network to use, share and fine-tune."""
 
@@ -253,8 +253,8 @@ def reproduce(
     """Train all of an experiment, or the parts and networks named, and write `table.json` into `out`.
 
     settings change the recipe and the network of every run; keep_weights=False deletes the checkpoints of a run
-    once it has finished; how goes to `fit` (device, compile, progress, ...). The table is that of everything in
-    `out`. A run whose loss is not finite is said, and the others go on.
+    once it has finished; how goes to `fit` (device, compile, progress, ...). The table covers everything in `out`.
+    If the loss of a run is not finite, this is printed, and the others continue.
     """
     out, known = Path(out), parts_of(experiment)
     if len(data.classes) != CLASSES.get(experiment, len(data.classes)):
@@ -273,7 +273,7 @@ def reproduce(
                     network = build(line.network, recipe, options, data)
                     record = _train(network, data, recipe, directory, keep_weights, seed=seed, **how)
                     say(f"  top-1 {100 * record.result['top1']:.2f}% in {record.result['seconds']:.0f} s")
-            except HeldError:  # another process is at it
+            except HeldError:  # another process runs it
                 continue
             except NotFiniteError as error:
                 say(f"  failed: {error}")
@@ -290,7 +290,7 @@ def prepare(
     name = str(wanted.pop("recipe", part.recipe))
     options = {key: _read(key, wanted.pop(key)) for key in NETWORK_OPTIONS if key in wanted}
     recipe = get_recipe(name, **wanted)
-    if part.as_costly_as:  # as many more epochs as the network is cheaper
+    if part.as_costly_as:  # more epochs for a cheaper network, at equal cost
         dear, own = (macs(network, recipe, options, data) for network in (part.as_costly_as, line.network))
         recipe = replace(recipe, epochs=round(recipe.epochs * dear / own))
     return recipe, options
@@ -311,7 +311,7 @@ def build(network: str, recipe: Recipe, options: Mapping[str, object], data: Dat
 def _train(
     network: torch.nn.Module, data: Data, recipe: Recipe, directory: Path, keep_weights: bool, **how: Any
 ) -> Record:
-    """Finish a run. A recipe that evaluates on the test set does so at the end alone."""
+    """Finish a run. A recipe that evaluates on the test set does so only at the end."""
     if not recipe.holdout:
         recipe = replace(recipe, evaluate_every=max(1, recipe.epochs))
     record = fit(network, data, recipe, out=directory, resume=RunDirectory(directory).holds_run(), **how)
@@ -329,10 +329,10 @@ def _read(option: str, value: object) -> object:
 
 
 def _check_made_by(recipe: Recipe, directory: Path) -> None:
-    """Refuse a run that another recipe began: its result is none of this one's."""
+    """Refuse a run that another recipe started."""
     try:
         record = load_record(directory)
-    except LowRankError:  # there is none, or none that can be read: the checkpoints know
+    except LowRankError:  # missing or unreadable: compare with the checkpoints
         return
     if differ := differences(record.recipe, recipe.to_dict()):
         raise LowRankError(f"{directory} was trained with {in_words(differ)}: choose another --out.")
@@ -346,7 +346,7 @@ def _write_network(record: Record, directory: Path) -> None:
 
 
 def _delete_weights(directory: Path) -> None:
-    """The manifests first: without them, what is left no longer counts as a checkpoint."""
+    """Delete the manifests first: without them, remaining files no longer count as a checkpoint."""
     for suffix in ("json", "safetensors"):
         for kind in ("step", "best"):
             for path in directory.glob(f"{kind}-*.{suffix}"):

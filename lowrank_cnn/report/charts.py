@@ -195,15 +195,13 @@ def _titled(spec: Spec, chart: dict[str, Any], title: str, data: dict[str, Any])
     return {**spec, "title": {"text": title, "subtitle": subtitle}, "datasets": data}
 
 
-DETAILS: dict[str, Callable[[dict[str, Any]], Spec]] = {
-    "confusion": confusion_spec,
-    "classes": classes_spec,
-    "pairs": pairs_spec,
-    "calibration": calibration_spec,
+DETAILS: dict[str, tuple[str, Callable[[dict[str, Any]], Spec]]] = {
+    "confusion": ("confusion", confusion_spec),
+    "classes": ("by_class", classes_spec),
+    "pairs": ("pairs", pairs_spec),
+    "calibration": ("bins", calibration_spec),
 }
-"""The charts of test images by name, each with the function that specifies it."""
-NEEDED = {"confusion": "confusion", "classes": "by_class", "pairs": "pairs", "calibration": "bins"}
-"""What a chart cannot be drawn without."""
+"""The charts of test images by name: the data that each needs, and the function that specifies it."""
 
 
 def details_data(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
@@ -215,7 +213,7 @@ def details_data(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
     found = []
     for chart in details_charts(results):
         open_chart = {**chart, "colours": {"light": "{colour}"}}
-        charts = {name: specify(open_chart) for name, specify in DETAILS.items() if chart[NEEDED[name]]}
+        charts = {name: specify(open_chart) for name, (needed, specify) in DETAILS.items() if chart[needed]}
         if "confusion" in charts:
             charts["confusion"]["datasets"] = {"cells": []}
         kept = {key: chart[key] for key in ("network", "trained", "colours", "classes", "confusion", "worst")}
@@ -261,12 +259,17 @@ def _layers_of(group: list[TimedNetwork]) -> dict[str, Any]:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Layers' names without the prefix that all of them share."""
+    """Layers' names by their last parts, as many as it takes to tell them apart.
+
+    >>> short_names(["stages.1.conv", "stages.2.conv"])
+    ['1.conv', '2.conv']
+    """
     parts = [name.split(".") for name in names]
-    shared = 0
-    while all(len(part) > shared + 1 and part[: shared + 1] == parts[0][: shared + 1] for part in parts):
-        shared += 1
-    return [".".join(part[shared:]) for part in parts]
+    for kept in range(1, max(map(len, parts), default=1)):
+        short = [".".join(part[-kept:]) for part in parts]
+        if len(set(short)) == len(names):
+            return short
+    return list(names)
 
 
 def _published_layers() -> dict[str, Any]:

@@ -35,7 +35,6 @@ from lowrank_cnn.models.filters import (
 from lowrank_cnn.paper.published import rows
 from lowrank_cnn.report.charts import (
     DETAILS,
-    NEEDED,
     curves_spec,
     details_charts,
     layer_charts,
@@ -152,10 +151,11 @@ def timings_figure(_name: str, options: FigureOptions) -> list[Spec]:
 
 def details_figure(name: str, options: FigureOptions) -> list[Spec]:
     """A chart of test images for each network of the records."""
-    charts = [chart for chart in details_charts(options.results(name)) if chart[NEEDED[name]]]
+    needed, specify = DETAILS[name]
+    charts = [chart for chart in details_charts(options.results(name)) if chart[needed]]
     if not charts:
         raise LowRankError(f"no record among these has what {name} shows: train or evaluate with this version.")
-    return [DETAILS[name](chart) for chart in charts]
+    return [specify(chart) for chart in charts]
 
 
 SHAPE_COLOURS = {
@@ -301,7 +301,7 @@ def spectra_figure(_name: str, options: FigureOptions) -> list[Spec]:
     """Left, in space: how much of a k x k kernel one column times one row holds. Right, over the channels."""
     [(label, network)] = options.networks
     found = dense_filters(network)
-    layers = dict(zip(_last_words(list(found)), found.values(), strict=True))
+    layers = dict(zip(short_names(list(found)), found.values(), strict=True))
     random = {name: torch.randn(w.shape, generator=torch.Generator().manual_seed(0)) for name, w in layers.items()}
     space = [
         {"layer": name, "rank": RANKS[min(rank, 5)], "place": rank, "share": share}
@@ -332,16 +332,6 @@ def spectra_figure(_name: str, options: FigureOptions) -> list[Spec]:
     }
     spec: Spec = filled(template("spectra"), parts)
     return [{**spec, "title": {"text": f"Singular values of the dense filters of {label}", "offset": 16}}]
-
-
-def _last_words(names: list[str]) -> list[str]:
-    """As many of the last parts of the names as it takes to tell them apart."""
-    parts = [name.split(".") for name in names]
-    for kept in range(1, max(map(len, parts))):
-        short = [".".join(part[-kept:]) for part in parts]
-        if len(set(short)) == len(names):
-            return short
-    return names
 
 
 SIDE = 6

@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,13 @@ from torch import Tensor
 
 from lowrank_cnn.choose.frontier import KIND
 from lowrank_cnn.core.errors import LowRankError, check_number, check_type
-from lowrank_cnn.core.files import BrokenSealError, UnreadableError, is_sealed, read_json, unsealed
+from lowrank_cnn.core.files import is_sealed, read_json, unsealed
 from lowrank_cnn.core.text import printable
 from lowrank_cnn.data.small_sets import CLASSES as CIFAR10_CLASSES
 from lowrank_cnn.deploy.timing import LayerTime
 from lowrank_cnn.models import family_of, list_models
-from lowrank_cnn.models.build import count_by_name
 from lowrank_cnn.models.hub import CONFIG, WEIGHTS
-from lowrank_cnn.train.evaluate import TOP_FIVE, WrongImage
+from lowrank_cnn.train.evaluate import TOP_FIVE, EvaluationDetails, WrongImage
 from lowrank_cnn.train.run_folder import Epoch
 
 CPU, GPU = "CPU", "GPU"
@@ -96,7 +94,7 @@ class Run:
 
     `images` identifies the images: the digest of the data where the record has one. `settings` are the fields of
     the recipe, and the norm and the initialisation of the network. `n` is the number of test images. `dense` is
-    the cost of a network that is not ours before it was converted, or its own if it never was; None if unknown.
+    the cost of the dense network that it stands for; None if unknown.
     `shared` says whether another run used the same kind of device at the same time. `sealed` says whether the
     record has a checksum: older records have none, and an edited one loses it.
     """
@@ -117,7 +115,6 @@ class Run:
     history: tuple[Epoch, ...]
     settings: tuple[tuple[str, str], ...] = ()
     n: int | None = None
-    classes: int | None = None
     dense: Mapping[str, int] | None = field(hash=False, default=None)
     environment: Mapping[str, Any] = field(hash=False, default_factory=dict)
     shared: bool = False
@@ -170,15 +167,11 @@ class SkippedFile:
 
 @dataclass
 class Records:
-    """The result of `read_records`: training runs, timings, and the files that it skipped, each with the reason.
-
-    `elsewhere` are files that another command shows, each with that command.
-    """
+    """The result of `read_records`: training runs, timings, and skipped files, each with the reason."""
 
     runs: list[Run] = field(default_factory=list)
     timings: list[TimedNetwork] = field(default_factory=list)
     skipped: list[SkippedFile] = field(default_factory=list)
-    elsewhere: list[SkippedFile] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.runs or self.timings)
@@ -209,7 +202,7 @@ class Fields:
         """The first of these fields that is there; cut if it is absurdly long."""
         name, value = next(((n, self.values[n]) for n in names if self.values.get(n) is not None), ("", ""))
         check_type(name, value, str, int, float)
-        return str(value).strip()[:LONGEST_TEXT] or None
+        return printable(str(value).strip()[:LONGEST_TEXT]) or None
 
     def number(self, name: str, *, least: float = 0.0, most: float = 1e18) -> float | None:
         """A number within these limits; None for NaN and infinity, as in the record of a run that diverged."""
@@ -239,7 +232,10 @@ class Fields:
     def environment(self) -> dict[str, Any]:
         """Versions and hardware by name: plain values alone."""
         known = self.object("environment").values
-        return {name: value for name, value in known.items() if isinstance(value, str | int | float | None)}
+        told = {name: printable(value) if isinstance(value, str) else value for name, value in known.items()}
+        return {
+            printable(name): value for name, value in told.items() if isinstance(value, str | int | float | None)
+        }
 
 
 def read_training(values: Fields, path: str) -> Iterator[Run]:
@@ -268,7 +264,6 @@ def read_training(values: Fields, path: str) -> Iterator[Run]:
         history=history,
         settings=settings_of(recipe.values, config.values, data.whole("train"), values.text("begun_from")),
         n=result.whole("n") or data.whole("test"),
-        classes=config.whole("num_classes"),
         dense=_dense(result, built),
         environment=values.environment(),
         details=read_details(result.object("details").values),
@@ -284,10 +279,8 @@ def _epoch(row: Fields) -> Epoch:
 
 
 def _dense(result: Fields, built: NetworkId) -> dict[str, int] | None:
-    """The cost of the unconverted network. A record without the field is of a network that was not converted."""
-    if (built.base or built.name) in list_models():  # by its name, all is known
-        return None
-    if "dense" not in result and built.base is None:
+    """The cost of the unconverted network, which is its own in a foreign network's record without the field."""
+    if "dense" not in result and built.base is None and not built.ours:
         return result.costs()
     return result.object("dense").costs() or None
 
@@ -308,7 +301,11 @@ def settings_of(
     fields |= {"images": images} if images else {}
     fields |= {"begun_from": begun_from} if begun_from else {}
     # A name and the pauses between evaluations teach nothing.
-    kept = [(str(key)[:40], str(fields[key])[:40]) for key in fields if key not in ("name", "evaluate_every")]
+    kept = [
+        (printable(str(key)[:40]), printable(str(fields[key])[:40]))
+        for key in fields
+        if key not in ("name", "evaluate_every")
+    ]
     return tuple(sorted(kept))
 
 
@@ -370,18 +367,11 @@ def pool_answers(details: Sequence[AnswerDetails]) -> AnswerDetails:
     worst = sorted((image for one in alike for image in one.worst), key=lambda image: image.loss or 0.0)
     hardest = {image.image: image for image in worst}  # of an image that several runs got wrong, the largest loss
     worst = sorted(hardest.values(), key=lambda image: -(image.loss or 0.0))[:MOST_WORST]
-    pairs = _most_confused(first.classes, confusion) if len(confusion) else first.pairs
+    pairs = first.pairs
+    if len(confusion):
+        found = EvaluationDetails(first.classes, confusion, bins).most_confused(confusion.numel())
+        pairs = tuple((pair["true"], pair["predicted"], pair["n"]) for pair in found)
     return AnswerDetails(first.classes, per_class, confusion, bins, pairs, tuple(worst))
-
-
-def _most_confused(classes: Sequence[str], confusion: Tensor) -> tuple[tuple[str, str, int], ...]:
-    found = [
-        (classes[i], classes[j], n)
-        for i, row in enumerate(confusion.tolist())
-        for j, n in enumerate(row)
-        if n and i != j
-    ]
-    return tuple(sorted(found, key=lambda pair: -pair[2]))
 
 
 def read_network(model: Fields, image: tuple[int, ...]) -> NetworkId:
@@ -456,72 +446,11 @@ def read_timings(values: Fields, path: str) -> Iterator[TimedNetwork]:
         yield from read_timing(Fields({"environment": values.environment(), **timing.values}), path)
 
 
-def read_gpu_speed(values: Fields, path: str) -> Iterator[TimedNetwork]:
-    """The inference times of `benchmarks.gpu_speed`, whose keys read network|mode|batch|way."""
-    for run in values.objects("runs"):
-        ways = run.object("ways")
-        for key in ways.values:
-            network, mode, batch, way, *_ = [*key.split("|"), "", "", ""]
-            ms = ways.object(key).number("ms")
-            if mode == "inference" and ms and batch.isdecimal():
-                yield _benchmarked(network, GPU, way, int(batch), ms, run, path)
-
-
-def read_cpu_speed(values: Fields, path: str) -> Iterator[TimedNetwork]:
-    """The times of `benchmarks.cpu_speed`: networks and their dense twins by batch, each at its fastest."""
-    for run in values.objects("batches"):
-        batch = run.whole("batch")
-        for row in run.objects("rows"):
-            for name, way, time in (("network", "best_way", "best_ms"), ("twin", "twin_way", "twin_best_ms")):
-                ms, network = row.object(time).number("ms"), row.text(name)
-                if batch and ms and network:
-                    yield _benchmarked(network, CPU, row.text(way) or "", batch, ms, values, path)
-
-
-def _benchmarked(
-    name: str, device: str, runtime: str, batch: int, ms: float, made: Fields, path: str
-) -> TimedNetwork:
-    """A whole network of ours, timed on images of its own size."""
-    cost = _own_cost(name) if name in list_models() else None
-    image, macs, params = (cost.input, cost.macs, cost.params) if cost else ((), None, None)
-    network, environment = NetworkId(name, image=image), made.environment()
-    return TimedNetwork(path, network, device, runtime, batch, ms, macs, params, environment=environment)
-
-
-_own_cost = cache(count_by_name)
-
-
-def read_gpu_models(values: Fields, path: str) -> Iterator[TimedNetwork]:
-    """The inference times of `benchmarks.gpu_models`: a network dense, low-rank and thin, by several ways."""
-    for run in values.objects("runs"):
-        for row in run.objects("rows"):
-            model, _, scheme = (row.text("row") or "").rpartition(":")[2].partition("/")
-            macs = row.object("macs")
-            names = {"dense": model, "low-rank": f"{model}, {scheme}"}
-            names |= {kind: f"{model}, {kind} as {scheme}" for kind in macs.values if kind.startswith("thin")}
-            for mode, batch in (("inference", 256), ("batch1", 1)):
-                times = row.object(mode).object("ms")
-                for way in times.values:
-                    kind, _, runtime = way.partition(", ")
-                    ms = times.object(way).number("ms")
-                    if not ms or kind not in names:
-                        continue
-                    network = NetworkId(names[kind], image=(3, 224, 224), base=None if kind == "dense" else model)
-                    timing = TimedNetwork(path, network, GPU, runtime, batch, ms, macs.whole(kind))
-                    dense = {"macs": cost} if (cost := macs.whole("dense")) else None
-                    yield replace(timing, dense=dense, environment=run.environment())
-
-
 READERS: dict[str, Callable[[Fields, str], Iterator[Run | TimedNetwork]]] = {
     "training": read_training,
     "timing": read_timing,
     "timings": read_timings,
-    "gpu-speed": read_gpu_speed,
-    "gpu-models": read_gpu_models,
-    "cpu-speed": read_cpu_speed,
-    # Tables that were made of runs, whose own records say more.
-    "reproduction": lambda _values, _path: iter(()),
-    "search": lambda _values, _path: iter(()),
+    "reproduction": lambda _values, _path: iter(()),  # a table of runs that have records of their own
 }
 
 FIRST_STEP = "lowrank train nin-c3-lr --data digits --recipe digits --width 0.25 --out runs/first"
@@ -562,47 +491,27 @@ def _read_into(records: Records, file: Path) -> None:
     def skipping() -> Iterator[None]:
         try:
             yield
+        except RecursionError:
+            records.skipped.append(SkippedFile(str(file), "it is nested too deeply."))
         except LowRankError as error:
-            records.skipped.append(SkippedFile(str(file), str(error)))
+            records.skipped.append(SkippedFile(str(file), f"{str(error).rstrip('.')}."))
 
-    values: object = []
+    values: Any = []
     with skipping():
-        values = _load(file)
+        values = read_json(file)
     for value in values if isinstance(values, list) else [values]:
         with skipping():
             _read_value(records, value, file)
 
 
-def _load(file: Path) -> object:
-    """The value in a file. A checksum that it has must fit; half of a surrogate pair is escaped."""
-    try:
-        value = read_json(file)
-        if isinstance(value, dict):
-            unsealed(value)
-        return _escaped(value)
-    except RecursionError as error:
-        raise LowRankError("it is nested too deeply.") from error
-    except (UnreadableError, BrokenSealError) as error:
-        raise LowRankError(f"{error}.") from error
-
-
-def _escaped(value: Any) -> Any:
-    """The value with printable text."""
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, dict):
-        return {printable(name): _escaped(inner) for name, inner in value.items()}
-    return [_escaped(inner) for inner in value] if isinstance(value, list) else value
-
-
 def _read_value(records: Records, value: object, file: Path) -> None:
     fields = Fields(value)
+    unsealed(fields.values)  # refuses a checksum that does not fit
     kind = fields.text("kind") or _kind_by_fields(fields)
     if kind == KIND:
         family = fields.text("family") or "FAMILY"
         command = shlex.join(["lowrank", "frontier", family, "--out", str(file.parent)])
-        records.elsewhere.append(SkippedFile(str(file), f"`{command}`"))
-        return
+        raise LowRankError(f"`{command}` shows it.")
     if kind is None:
         raise LowRankError(f"it has no kind ({', '.join(READERS)}).")
     if kind not in READERS:
@@ -613,10 +522,10 @@ def _read_value(records: Records, value: object, file: Path) -> None:
 
 
 def _kind_by_fields(values: Fields) -> str | None:
-    """The kind of a record that names none: the output of `lowrank time --json`, and older benchmarks."""
+    """The kind of a record that names none: the output of `lowrank time --json`."""
     if values.values.keys() >= {"runtime", "device", "layers", "total"}:
         return "timing"
-    return "cpu-speed" if values.list("batches") else "timings" if values.list("timings") else None
+    return "timings" if values.list("timings") else None
 
 
 def require_records(paths: Iterable[str | Path], records: Records) -> None:
@@ -624,17 +533,8 @@ def require_records(paths: Iterable[str | Path], records: Records) -> None:
     if records:
         return
     places = " or ".join(map(str, paths)) or "the folders given"
-    if records.elsewhere:
-        raise LowRankError(
-            f"{places} has no training run and no timing of a network; {shown_elsewhere(records)[0]}."
-        )
     rest = f" (skipped: {records.skipped[0].path}, {records.skipped[0].reason})" if records.skipped else ""
     raise LowRankError(f"there is no record in {places}{rest}; make one first: {FIRST_STEP}")
-
-
-def shown_elsewhere(records: Records) -> list[str]:
-    """A sentence for each file that another command shows."""
-    return [f"{file.path} is shown by {file.reason}" for file in records.elsewhere]
 
 
 _NAMES = {"cifar10": "CIFAR-10", "ilsvrc12": "ILSVRC", "imagenet1k": "ILSVRC", "places205": "Places"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections import defaultdict
@@ -12,11 +13,11 @@ from functools import cache, cached_property
 from itertools import groupby
 from typing import Any
 
-from lowrank_cnn.core.errors import LowRankError, MissingExtra
+from lowrank_cnn.core.errors import MissingExtra
 from lowrank_cnn.core.numbers import deviation, mean, pooled_deviation, student_t
 from lowrank_cnn.core.text import counted, si
 from lowrank_cnn.models import family_of, list_models
-from lowrank_cnn.models.build import baseline_of, count_by_name
+from lowrank_cnn.models.build import baseline_of
 from lowrank_cnn.paper.audit import Accuracies, LayerTimes
 from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.report.records import CPU, GPU, NetworkId, Records, Run, TimedNetwork, data_label, settings_of
@@ -107,7 +108,7 @@ class NetworkResult:
 
     @property
     def dense(self) -> Mapping[str, int] | None:
-        """The cost of a foreign network before it was converted; None if it is unknown."""
+        """The cost of its dense twin, as its records state it; None if it is unknown."""
         return next((record.dense for record in self.runs or self.timings if record.dense is not None), None)
 
     @property
@@ -161,40 +162,37 @@ def compare_all(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
     recipes: dict[tuple[str, str], list[list[float]]] = defaultdict(list)
     for entry in entries:
         for free in FREE:
-            trained[_way(entry, identity(entry.network), free)].append(entry)
+            trained[_way(entry, entry.network, free)].append(entry)
         recipes[entry.data, entry.recipe].append(by_seed(entry.scored, "top1"))
     spreads = {key: pooled_deviation(values) for key, values in recipes.items()}
-    return [_compared(entry, _find_twin(entry, trained), spreads) for entry in entries]
+    return [_compared(entry, _find_twin(entry, trained), *spreads[entry.data, entry.recipe]) for entry in entries]
 
 
-def _way(entry: NetworkResult, network: tuple[str, ...], free: tuple[str, ...]) -> tuple[Any, ...]:
-    """A network on the data and in the way that an entry was trained, but for some settings."""
+def _way(entry: NetworkResult, network: NetworkId, free: tuple[str, ...]) -> tuple[Any, ...]:
+    """A network on the data and with the settings of an entry, apart from the free ones."""
     settings = frozenset(item for item in entry.settings.items() if item[0] not in free)
-    return network, entry.data, entry.recipe, free, settings
+    return identity(network), entry.data, entry.recipe, free, settings
 
 
 def _compared(
-    entry: NetworkResult, twin: NetworkResult | None, spreads: Mapping[tuple[str, str], tuple[float | None, int]]
+    entry: NetworkResult, twin: NetworkResult | None, spread: float | None, freedom: int
 ) -> NetworkResult:
-    theirs = twin.settings if twin else entry.settings
-    otherwise = tuple(words for name, words in OWN.items() if theirs.get(name) != entry.settings.get(name))
-    reach = _half_width(entry, twin, *spreads[entry.data, entry.recipe]) if twin else None
-    found = {"twin": twin.label if twin else "", "otherwise": otherwise, "gap_half_width": reach}
-    return replace(entry, ratios=_ratios(entry, twin), **found)
-
-
-def _half_width(entry: NetworkResult, twin: NetworkResult, deviation: float | None, freedom: int) -> float | None:
-    """Half the 95% interval of the gap to the twin, by the spread over seeds of all networks of the recipe."""
-    if deviation is None or twin is entry or not (entry.seeds and twin.seeds):
-        return None
-    try:
-        return 100 * student_t(0.975, freedom) * deviation * math.sqrt(1 / entry.seeds + 1 / twin.seeds)
-    except MissingExtra:
-        return None
+    """An entry beside its twin. `spread` is the standard deviation over seeds of all networks of the recipe."""
+    if twin is None:
+        return replace(entry, ratios=_ratios(entry, None))
+    otherwise = tuple(words for name, words in OWN.items() if twin.settings.get(name) != entry.settings.get(name))
+    half_width = None
+    if spread is not None and twin is not entry and entry.seeds and twin.seeds:
+        with contextlib.suppress(MissingExtra):
+            reach = 100 * student_t(0.975, freedom) * spread
+            half_width = reach * math.sqrt(1 / entry.seeds + 1 / twin.seeds)
+    return replace(
+        entry, ratios=_ratios(entry, twin), twin=twin.label, otherwise=otherwise, gap_half_width=half_width
+    )
 
 
 def _ratios(entry: NetworkResult, twin: NetworkResult | None) -> dict[str, float]:
-    base: Mapping[str, Any] = {"macs": twin.macs, "params": twin.params} if twin else _counted_twin(entry)
+    base: Mapping[str, Any] = {"macs": twin.macs, "params": twin.params} if twin else entry.dense or {}
     costs = {"macs": entry.macs, "params": entry.params}
     ratios = {name: cost / base[name] for name, cost in costs.items() if cost and base.get(name)}
     if twin is None:
@@ -217,24 +215,10 @@ def _find_twin(
     """
     if not twin_known(entry):
         return None
-    network, dense = identity(twin_id(entry.network)), entry.dense
+    network = twin_id(entry.network)
+    dense = None if network.ours else entry.dense
     found = (twin for free in FREE for twin in trained.get(_way(entry, network, free), ()))
     return next((twin for twin in found if dense is None or dense.get("macs") == twin.macs), None)
-
-
-def _counted_twin(entry: NetworkResult) -> Mapping[str, int]:
-    """The cost of a twin that was never trained. The options come from a file: any may be nonsense."""
-    if entry.dense is not None:
-        return entry.dense
-    built = twin_id(entry.network)
-    if not entry.runs or not built.ours or len(built.image) != 3 or not 0 < built.width <= 16:
-        return {}
-    options = {"norm": built.norm, "stride": built.stride, "num_classes": entry.runs[0].classes}
-    try:
-        cost = count_by_name(built.name, built.image, in_channels=built.image[0], width=built.width, **options)
-    except (LowRankError, TypeError, ValueError, RuntimeError, OverflowError):
-        return {}
-    return {"macs": cost.macs, "params": cost.params}
 
 
 _PHRASES: dict[str, Callable[[str], str]] = {
@@ -262,14 +246,21 @@ def gather(records: Records) -> list[NetworkResult]:
     for timing in records.timings:
         timings[_network_name(timing)].append(timing)
     entries = [_entry(tuple(group), timings) for _, group in groupby(runs, key=_key)]
-    entries = _told_apart(_best_recipe_first(entries)) + _timed_only(records.timings, entries)
-    return _compared_data_first(compare_all(entries))
+    entries = _told_apart(entries) + _timed_only(records.timings, entries)
+    return _in_page_order(compare_all(entries))
 
 
-def _compared_data_first(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
-    """The page opens with the first data set: one that shows low-rank networks beside a dense twin."""
+def _in_page_order(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
+    """First the data sets that show low-rank networks beside a dense twin; in each, the best recipe first."""
     compared = {entry.data for entry in entries if "top1" in entry.ratios and not is_twin(entry)}
-    return sorted(entries, key=lambda entry: entry.data not in compared)
+    best: dict[tuple[str, str], float] = defaultdict(float)
+    for entry in entries:
+        best[entry.data, entry.recipe] = max(best[entry.data, entry.recipe], entry.top1 or 0.0)
+
+    def place(e: NetworkResult) -> tuple[Any, ...]:
+        return e.data not in compared, not e.data, e.data, -best[e.data, e.recipe], e.recipe
+
+    return sorted(entries, key=place)
 
 
 def _name_data_apart(runs: Sequence[Run]) -> list[Run]:
@@ -337,14 +328,6 @@ def _in_order(runs: Sequence[Run]) -> list[Run]:
     return sorted(runs, key=place)
 
 
-def _best_recipe_first(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
-    """Within each data set, the recipes by the best accuracy that each of them led to."""
-    best: dict[tuple[str, str], float] = {}
-    for entry in entries:
-        best[entry.data, entry.recipe] = max(best.get((entry.data, entry.recipe), 0.0), entry.top1 or 0.0)
-    return sorted(entries, key=lambda e: (e.data, -best[e.data, e.recipe], e.recipe))
-
-
 def _entry(runs: tuple[Run, ...], timings: Mapping[str, Sequence[TimedNetwork]]) -> NetworkResult:
     run = runs[0]
     timed = tuple(timing for timing in timings.get(_network_name(run), ()) if _same_network(run, timing))
@@ -366,12 +349,14 @@ def _told_apart(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
 
 
 def _distinct(alike: Sequence[NetworkResult]) -> list[str]:
-    """Words that distinguish entries of one name: their settings, then image size and cost if needed."""
+    """Words that distinguish entries of one name: unusual settings, all settings, then image size and cost."""
+    settings = [entry.settings for entry in alike]
+    unusual = [{n: value for n, value in one.items() if _USUAL.get(n) != value} for one in settings]
     facts = [_facts(entry) for entry in alike]
+    more = [[one | dict(known[:n]) for one, known in zip(settings, facts, strict=True)] for n in (1, 2, 3)]
     words: list[str] = []
-    for shown, usual in ((0, _USUAL), *((shown, {}) for shown in range(4))):
-        told = [entry.settings | dict(known[:shown]) for entry, known in zip(alike, facts, strict=True)]
-        words = variants(told, usual)
+    for told in (unusual, settings, *more):
+        words = _differences(told)
         if len(set(words)) == len(words):
             break
     return words
@@ -383,15 +368,10 @@ def _facts(entry: NetworkResult) -> list[tuple[str, str]]:
     return [("image", f"{size} pixels"), ("params", si(entry.params or 0)), ("macs", si(entry.macs or 0))]
 
 
-def variants(alike: Sequence[Mapping[str, str]], usual: Mapping[str, str] | None = None) -> list[str]:
-    """For each of several settings that read alike: those in which it differs from the others, in words.
-
-    Settings that have their `usual` value are left out.
-    """
-    names = dict.fromkeys(name for settings in alike for name in settings)
-    alike = [{name: s[name] for name in s if (usual or {}).get(name) != s[name]} for s in alike]
-    values = {name: {settings.get(name) for settings in alike} for name in names}
-    differ = [name for name in names if name in _ALWAYS or len(values[name]) > 1]
+def _differences(alike: Sequence[Mapping[str, str]]) -> list[str]:
+    """For each of several settings: those in which it differs from the others, in words."""
+    values: dict[str, set[str | None]] = {name: {s.get(name) for s in alike} for s in alike for name in s}
+    differ = [name for name in sorted(values) if name in _ALWAYS or len(values[name]) > 1]
     return [", ".join(filter(None, (_phrase(name, s[name]) for name in differ if name in s))) for s in alike]
 
 

@@ -28,8 +28,8 @@ from lowrank_cnn.core.notes import notes
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.data.resident import holds_bytes
-from lowrank_cnn.method.channels import why_fixed
-from lowrank_cnn.method.finalize_shapes import has_learned
+from lowrank_cnn.graph.channels import why_fixed
+from lowrank_cnn.graph.finalize_shapes import has_learned
 from lowrank_cnn.method.select import check_values
 from lowrank_cnn.models.network import Network
 from lowrank_cnn.train.distributed import resolve_precision

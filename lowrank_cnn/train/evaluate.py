@@ -23,12 +23,12 @@ from lowrank_cnn.core.compare import unchanged
 from lowrank_cnn.core.errors import LowRankError, check_number, require
 from lowrank_cnn.core.modules import batch_length, call
 from lowrank_cnn.core.text import counted, first_few
-from lowrank_cnn.data import Augment, Data, Loader, Preprocess, Problems, Split, make_loader, open_data
+from lowrank_cnn.data import Augment, Data, Preprocess, Problems, Split, make_loader, open_data
 from lowrank_cnn.data.augment import centre_crop, resize_shorter
 from lowrank_cnn.data.decode import BadImageError, decode_image, stack, thumbnail
 from lowrank_cnn.data.folders import image_files, read_image
 from lowrank_cnn.data.own import for_classes, is_dataset
-from lowrank_cnn.data.store import ImageProgress
+from lowrank_cnn.data.store import counting
 from lowrank_cnn.data.streamed import frame
 from lowrank_cnn.data.types import places_by_name
 from lowrank_cnn.method.activations import evaluating
@@ -139,61 +139,49 @@ class EvaluationDetails:
         }
 
 
-class DetailsCollector:
-    """Gathers the details of an evaluation batch by batch, on the device."""
+def answers(logits: Tensor, labels: Tensor) -> Tensor:
+    """Rows of loss, true class, predicted class and its probability, in double precision."""
+    # Predicted by the scores, as accuracy is counted: probabilities round to equal ones more often.
+    columns = (
+        functional.cross_entropy(logits.float(), labels, reduction="none"),
+        labels,
+        logits.argmax(1),
+        logits.float().softmax(1).amax(1),
+    )
+    return torch.stack([column.double() for column in columns], dim=1)
 
-    def __init__(self, classes: Sequence[str], device: torch.device) -> None:
-        self.classes = tuple(classes)
-        number = len(self.classes)
-        self.confusion = torch.zeros(number * number, dtype=torch.float64, device=device)
-        self.bins = torch.zeros(BINS, 3, dtype=torch.float64, device=device)
-        self.worst = torch.zeros(0, 5, dtype=torch.float64, device=device)
-        """Rows of loss, place in the set, true class, predicted class and its probability."""
-        self.right: list[Tensor] = []
-        self.seen = 0
 
-    def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Count a batch; images come in the order of the set."""
-        # By the scores, as accuracy is counted: probabilities round to equal ones more often.
-        predicted = logits.argmax(1)
-        confidence = logits.float().softmax(1).amax(1)
-        self.right.append(predicted == labels)
-        right = self.right[-1].double()
-        places = labels * len(self.classes) + predicted
-        self.confusion += torch.bincount(places, minlength=len(self.confusion))
-        bins = (confidence * BINS).long().clamp(0, BINS - 1)
-        rows = torch.stack([torch.ones_like(right), confidence.double(), right], dim=1)
-        self.bins.index_add_(0, bins, rows)
-        self._keep_worst(logits, labels, predicted, confidence)
-        self.seen += len(labels)
-
-    def _keep_worst(self, logits: Tensor, labels: Tensor, predicted: Tensor, confidence: Tensor) -> None:
-        loss = functional.cross_entropy(logits.float(), labels, reduction="none")
-        place = torch.arange(self.seen, self.seen + len(labels), device=labels.device)
-        rows = torch.stack([t.double() for t in (loss, place, labels, predicted, confidence)], dim=1)
-        rows = torch.cat([self.worst, rows[predicted != labels]])
-        self.worst = rows[rows[:, 0].argsort(descending=True, stable=True)[:WORST]]
-
-    def details(self, split: Split | None, add_up: Callable[[Tensor], Tensor] = Tensor.clone) -> EvaluationDetails:
-        """All that was gathered; `split` has the images in the order they came, None leaves single images out."""
-        number = len(self.classes)
-        confusion = add_up(self.confusion).round().long().view(number, number).cpu()
-        worst = self._worst_images(split) if split else ()
-        right = torch.cat(self.right).cpu() if split and self.right else None
-        return EvaluationDetails(self.classes, confusion, add_up(self.bins).cpu(), worst, right)
-
-    def _worst_images(self, split: Split) -> tuple[WrongImage, ...]:
-        return tuple(
-            WrongImage(
-                image=split.describe(int(place)),
-                true=self.classes[int(true)],
-                predicted=self.classes[int(said)],
-                probability=probability,
-                loss=loss,
-                thumbnail=thumbnail(split.picture(int(place))),
-            )
-            for loss, place, true, said, probability in self.worst.tolist()
+def details_of(
+    rows: Tensor,
+    classes: Sequence[str],
+    split: Split | None = None,
+    add_up: Callable[[Tensor], Tensor] = Tensor.clone,
+) -> EvaluationDetails:
+    """The details behind rows of `answers`. With a `split` of images in this order they name single images."""
+    loss, true, predicted, confidence = rows.unbind(1)
+    right, number = true == predicted, len(classes)
+    places = (true * number + predicted).long()
+    confusion = add_up(places.bincount(minlength=number * number)).view(number, number).cpu()
+    bins = torch.zeros(BINS, 3, dtype=rows.dtype, device=rows.device)
+    counted_in = (confidence.float() * BINS).long().clamp(0, BINS - 1)
+    bins.index_add_(0, counted_in, torch.stack([torch.ones_like(loss), confidence, right.double()], dim=1))
+    bins = add_up(bins).cpu()
+    if split is None:
+        return EvaluationDetails(tuple(classes), confusion, bins)
+    wrong = (~right).nonzero().flatten()
+    worst = wrong[loss[wrong].argsort(descending=True, stable=True)[:WORST]]
+    images = tuple(
+        WrongImage(
+            image=split.describe(place),
+            true=classes[int(true[place])],
+            predicted=classes[int(predicted[place])],
+            probability=float(confidence[place]),
+            loss=float(loss[place]),
+            thumbnail=thumbnail(split.picture(place)),
         )
+        for place in worst.tolist()
+    )
+    return EvaluationDetails(tuple(classes), confusion, bins, images, right.cpu())
 
 
 TOP_FIVE = 5
@@ -276,16 +264,16 @@ def score(
     With the names of the `classes` the result has details; `split` names and shows the worst images.
     """
     sums = torch.zeros(4, dtype=torch.float64, device=device)
-    collector = DetailsCollector(classes, device) if classes else None
+    rows = [torch.zeros(0, 4, dtype=torch.float64, device=device)]
     with evaluating(network):
         for images, labels in batches:
             logits = class_scores((forward or partial(call, network))(images)).float()
             sums += _count(logits, labels)
-            if collector:
-                collector.add(logits, labels)
+            if classes:
+                rows.append(answers(logits, labels))
     top1, top5, n, loss = add_up(sums).tolist()
     result = Evaluation(top1 / max(n, 1), top5 / max(n, 1), int(n), loss / max(n, 1))
-    return replace(result, details=collector.details(split, add_up)) if collector else result
+    return replace(result, details=details_of(torch.cat(rows), classes, split, add_up)) if classes else result
 
 
 def _count(logits: Tensor, labels: Tensor) -> Tensor:
@@ -346,11 +334,13 @@ def evaluate(
     >>> evaluate("runs/photos", "photos").top1  # doctest: +SKIP
     0.925
     """
-    if isinstance(model, str | Path):
-        model = load_checkpoint(model)
-    source, data = data, _opened(data, model, recipe or Recipe())
-    trained = model if isinstance(model, Trained) else _trained(model, data, preprocess, recipe, output)
-    trained = trained.with_output(output)
+    model = load_checkpoint(model) if isinstance(model, str | Path) else model
+    known = model if isinstance(model, Trained) else carried_by(model)
+    network = model.network if isinstance(model, Trained) else model
+    source, data = data, _opened(data, network, known, recipe or Recipe())
+    if known is None or (network is model and (preprocess or recipe)):
+        known = _fitted(network, data, preprocess, recipe or Recipe(), output)
+    trained = known.with_output(output)
     if isinstance(source, str | Path):
         held_out = held_out_images(trained, source)
         if held_out is None and (told := changed_set(trained, data)):
@@ -374,11 +364,12 @@ def evaluate(
         train=False,
         workers=workers,
     )
-    with ImageProgress("Evaluating", len(data.test), enabled=progress) as shown, unchanged(network):
-        batches = _relabelled(loader, places.to(place), shown)
+    places = places.to(place)
+    batches = ((images, places[labels]) for images, labels in loader.epoch(0))  # as the network numbers classes
+    with unchanged(network):
         found = score(
             network,
-            batches,
+            counting(batches, "Evaluating" if progress else "", len(data.test), lambda batch: len(batch[1])),
             device=place,
             forward=averaged_views(partial(call, network), trained.recipe),
             classes=trained.classes,
@@ -389,33 +380,23 @@ def evaluate(
     return found
 
 
-def _opened(data: Any, model: Trained | nn.Module, recipe: Recipe) -> Data:
-    """The data to test on."""
+def _opened(data: Any, network: nn.Module, known: Trained | None, recipe: Recipe) -> Data:
+    """The data to test on; a data set without names of classes has those of a trained network."""
     if isinstance(data, Data):
         return data
     if not is_dataset(data):
         return open_data(data, only_test=True)
-    known = model if isinstance(model, Trained) else carried_by(model)
-    if known:
-        return for_classes(open_for(known.network, data, known.recipe, classes=known.classes))
-    assert isinstance(model, nn.Module)
-    return for_classes(open_for(model, data, recipe))
+    recipe, classes = (known.recipe, known.classes) if known else (recipe, ())
+    return for_classes(open_for(network, data, recipe, classes=classes))
 
 
-def _trained(
-    model: nn.Module,
-    data: Data,
-    preprocess: Preprocess | None,
-    recipe: Recipe | None,
-    output: str | None,
+def _fitted(
+    network: nn.Module, data: Data, preprocess: Preprocess | None, recipe: Recipe, output: str | None
 ) -> Trained:
-    if preprocess is None and recipe is None and (carried := carried_by(model)):
-        return carried
-    recipe = recipe or Recipe()
-    check_network(model, data, recipe, output=output)
-    fitted_to = data.train if len(data.train) else data.test
-    preprocess = preprocess or preprocessing(fitted_to, recipe)
-    return Trained(model, preprocess, recipe, data.classes, data.test.size or ())
+    """A network that carries no preparation, with one fitted to the images."""
+    check_network(network, data, recipe, output=output)
+    preprocess = preprocess or preprocessing(data.train if len(data.train) else data.test, recipe)
+    return Trained(network, preprocess, recipe, data.classes, data.test.size or ())
 
 
 def held_out_images(trained: Trained, source: str | Path, **options: Any) -> Data | None:
@@ -468,13 +449,6 @@ def _check_size(trained: Trained, data: Data) -> None:
             f"the network was trained on images of {'x'.join(map(str, trained.image))}, {data.name} has images of "
             f"{theirs}: open the data with image_size={size!r}, channels={trained.channels} (--image-size {size})."
         )
-
-
-def _relabelled(loader: Loader, places: Tensor, shown: ImageProgress) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches with labels that are places among the network's classes."""
-    for images, labels in loader.epoch(0):
-        yield images, places[labels]
-        shown.advance(len(labels))
 
 
 Ranking = list[tuple[str, float]]

@@ -9,7 +9,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -223,25 +222,19 @@ class StoppedWithin(Exception):
     """A step ended before it changed any weight."""
 
 
-@dataclass
-class StepStart:
-    """State that a step changes before its update: batch norm statistics, the tally, random generators."""
-
-    changed: list[tuple[Tensor, Tensor]]
-    generators: dict[str, Tensor]
-    device: torch.device
-
-    @classmethod
-    def of(cls, network: nn.Module, tally: Tensor) -> StepStart:
-        changed = [(tensor, tensor.clone()) for tensor in (*network.buffers(), tally)]
-        return cls(changed, generator_states(tally.device), tally.device)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Undo the changes of the unfinished step."""
-        for tensor, value in self.changed:
-            tensor.copy_(value)
-        restore_generators(self.generators, self.device)
+@contextlib.contextmanager
+def undone_if_stopped(network: nn.Module, tally: Tensor) -> Iterator[None]:
+    """Undo a step that is stopped before its update: batch norm statistics, the tally, random generators."""
+    before = [(tensor, tensor.clone()) for tensor in (*network.buffers(), tally)]
+    generators = generator_states(tally.device)
+    try:
+        yield
+    except StoppedWithin:
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
+        restore_generators(generators, tally.device)
+        raise
 
 
 @contextlib.contextmanager

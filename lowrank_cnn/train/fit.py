@@ -9,16 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowrank_cnn.core.errors import LowRankError, nearest
-from lowrank_cnn.core.notes import note
+from lowrank_cnn.core.notes import note, notes
 from lowrank_cnn.data import Data
 from lowrank_cnn.data.own import for_classes, loader_batch
 from lowrank_cnn.data.preprocess import AsGiven
+from lowrank_cnn.graph.finalize_shapes import finalize_shapes
 from lowrank_cnn.method.count import count
-from lowrank_cnn.method.finalize_shapes import settle
 from lowrank_cnn.models.build import dense_cost, run_entry
 from lowrank_cnn.train.checks import check_memory, check_request, remarks
 from lowrank_cnn.train.distributed import (
@@ -41,21 +40,20 @@ from lowrank_cnn.train.inputs import (
     open_for,
     whiten_first_layer,
 )
-from lowrank_cnn.train.int8 import ranges_of, trained_in_int8
+from lowrank_cnn.train.int8 import range_states, ranges_of, trained_in_int8
 from lowrank_cnn.train.loop import Callback, Trainer
-from lowrank_cnn.train.objective import Loss
+from lowrank_cnn.train.objective import Loss, Objective, class_balance
 from lowrank_cnn.train.optimizers import flags_restored
 from lowrank_cnn.train.progress import Lines, Progress, check_loggers, showing
 from lowrank_cnn.train.recipe import Recipe, RunSettings, changed
 from lowrank_cnn.train.recipes import get_recipe
-from lowrank_cnn.train.run_folder import Record, RunDirectory
+from lowrank_cnn.train.run_folder import Checkpoint, Record, RunDirectory
 from lowrank_cnn.train.step import put_back
-from lowrank_cnn.train.trained import Trained, held_out_part
+from lowrank_cnn.train.trained import Teacher, Trained, held_out_part, make_teacher
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _REPLACED = {
     "learning_rate": "lr sets the learning rate",
     "strategy": "processes that torchrun starts train together without it",
@@ -73,7 +71,7 @@ def fit(
     *,
     loss: Loss | None = None,
     callbacks: Sequence[Callback] = (),
-    teacher: nn.Module | Trained | str | Path | None = None,
+    teacher: Teacher | None = None,
     seed: int = 0,
     out: str | Path | None = None,
     resume: bool = False,
@@ -139,35 +137,34 @@ def fit(
         seed_generators(seed, fabric.global_rank)
         model.to(fabric.device)
         with batch_norm_over_all(fabric, model, show.say):
-            inputs = _inputs(fabric, model, data, recipe, how, seed, saved and saved.part("preprocess"))
+            check_memory(model, data, recipe, fabric.device)  # before images are prepared, which takes memory
+            inputs = make_inputs(fabric, data, recipe, how, seed=seed, saved=saved and saved.part("preprocess"))
             check_fits(model, inputs.size, None if loss else len(data.classes), fabric.device, recipe.output)
             if recipe.whiten_first:
                 whiten_first_layer(model, inputs.train, add_up=partial(sum_over_processes, fabric))
             for sentence in remarks(model, recipe, inputs, fabric.device):
                 show.say(sentence)
-            in_int8 = trained_in_int8(model, recipe, processes=fabric.world_size)
-            with in_int8 as ranges, flags_restored(model):
+            with trained_in_int8(model, recipe, processes=fabric.world_size), flags_restored(model):
                 trainer = Trainer(
                     fabric,
                     model,
                     inputs,
                     recipe,
                     how,
-                    identity,
+                    _record(fabric, model, inputs, recipe, how, identity, saved),
+                    objective=_objective(fabric, inputs, recipe, loss, teacher),
                     directory=directory,
-                    loss=loss,
-                    teacher=teacher,
                     callbacks=tuple(callbacks),
-                    ranges=ranges,
-                    saved=saved,
-                    say=show.say,
+                    progress=show,
                 )
+                if saved:
+                    trainer.restore(saved)
                 _attach(model, inputs, recipe, identity)
                 fabric.barrier()  # no process may write before all have read
                 if directory and fabric.is_global_zero:
                     directory.begin(recipe)
                 _run(trainer, show, loggers)
-                _attach(model, inputs, recipe, identity, ranges)
+                _attach(model, inputs, recipe, identity)
         return trainer.record
 
 
@@ -195,34 +192,6 @@ def _sorted_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], RunSetti
     return {name: value for name, value in given.items() if name in fields}, changed(RunSettings(), how)
 
 
-def _inputs(
-    fabric: Fabric,
-    model: nn.Module,
-    data: Data,
-    recipe: Recipe,
-    how: RunSettings,
-    seed: int,
-    saved: dict[str, Tensor] | None,
-) -> Inputs:
-    """The batches of this process."""
-    check_memory(model, data, recipe, fabric.device)  # before images are prepared, which takes memory
-    precision = resolve_precision(recipe.precision, fabric.device.type)
-    half = _HALVES.get(precision) if fabric.device.type == "cuda" else None
-    return make_inputs(
-        data,
-        recipe,
-        seed=seed,
-        device=fabric.device,
-        rank=fabric.global_rank,
-        world=fabric.world_size,
-        workers=how.workers,
-        decode=how.decode,
-        # The first conv would round its images to bf16 anyway; on a GPU it then reads half the bytes.
-        dtype=half or torch.float32,
-        saved=saved,
-    )
-
-
 def about(model: nn.Module, data: Data, seed: int) -> dict[str, Any]:
     """The identity of a run: its network, its data and its seed."""
     return {
@@ -240,17 +209,44 @@ def about(model: nn.Module, data: Data, seed: int) -> dict[str, Any]:
     }
 
 
-def _attach(
+def _record(
+    fabric: Fabric,
     model: nn.Module,
     inputs: Inputs,
     recipe: Recipe,
+    how: RunSettings,
     identity: Mapping[str, Any],
-    ranges: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Let the network carry its classes, the preparation of its images and, at the end, its ranges of int8."""
-    found = ranges_of(ranges or {})
-    if ranges is not None:
-        note(model, int8_ranges=found)
+    saved: Checkpoint | None,
+) -> Record:
+    """The record of a run that is about to start or to go on."""
+    decoded = {} if how.decode == "cpu" else {"decode": how.decode}
+    return Record(
+        **{**identity, "data": identity["data"] | decoded},
+        recipe=recipe.to_dict(),
+        watched=inputs.watched,
+        precision=resolve_precision(recipe.precision, fabric.device.type),
+        device=str(fabric.device),
+        processes=fabric.world_size,
+        begun_from=notes(model).begun_from,
+        execution=saved.state["execution"] if saved else {},
+    )
+
+
+def _objective(
+    fabric: Fabric, inputs: Inputs, recipe: Recipe, loss: Loss | None, teacher: Teacher | None
+) -> Objective:
+    """The loss that the run minimises."""
+    weights, data = None, inputs.data
+    if recipe.class_weights == "balanced":
+        weights = class_balance(data.train, len(data.classes)).to(fabric.device)
+    answers = None if teacher is None else make_teacher(teacher, inputs, fabric.device, fabric.autocast)
+    return Objective(recipe, class_weights=weights, loss=loss, teacher=answers)
+
+
+def _attach(model: nn.Module, inputs: Inputs, recipe: Recipe, identity: Mapping[str, Any]) -> None:
+    """Let the network carry its classes, the preparation of its images and its ranges of int8."""
+    found = ranges_of(range_states(model))
+    note(model, int8_ranges=found)
     if not isinstance(inputs.preprocess, AsGiven):
         image, held_out = inputs.data.test.size or (), held_out_part(identity["data"])
         Trained(model, inputs.preprocess, recipe, inputs.data.classes, image, held_out, found).attach()
@@ -279,7 +275,7 @@ def _result(trainer: Trainer, evaluation: Evaluation | LossEvaluation) -> dict[s
     position, recipe = trainer.position, trainer.recipe
     cost = dense = None
     with contextlib.suppress(LowRankError):
-        network = settle(trainer.network, trainer.inputs.size)
+        network = finalize_shapes(trainer.network, trainer.inputs.size)
         cost, dense = count(network, trainer.inputs.size), dense_cost(network, trainer.inputs.size)
     seconds = sum(row["seconds"] for row in position.history)
     speeds = sorted(row["images_per_second"] for row in position.history)

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -43,8 +43,14 @@ from lowrank_cnn.data.streamed import frame
 from lowrank_cnn.data.types import Split
 from lowrank_cnn.method.init import weight_layers
 from lowrank_cnn.method.layers import CompositeConv2d, weights_of
+from lowrank_cnn.train.distributed import resolve_precision
 from lowrank_cnn.train.objective import class_scores
-from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.recipe import Recipe, RunSettings
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
+
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 _FITTED: WeakKeyDictionary[Split, dict[tuple[object, ...], Preprocess]] = WeakKeyDictionary()
 """Statistics of the splits in use, so that short runs on one set do not compute them again."""
@@ -75,22 +81,15 @@ class Inputs:
 
 
 def make_inputs(
-    data: Data,
-    recipe: Recipe,
-    *,
-    seed: int,
-    device: torch.device,
-    rank: int = 0,
-    world: int = 1,
-    workers: int = 0,
-    decode: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    saved: dict[str, Tensor] | None = None,
+    fabric: Fabric, data: Data, recipe: Recipe, how: RunSettings, *, seed: int, saved: dict[str, Tensor] | None
 ) -> Inputs:
     """Hold out the recipe's share, fit the preprocessing to the rest (or take the saved one), make loaders.
 
     A GPU decodes images to train on alone: accuracy is always that on the pixels of the CPU's decoder.
     """
+    device, rank, world = fabric.device, fabric.global_rank, fabric.world_size
+    # The first conv would round its images to bf16 anyway; on a GPU it then reads half the bytes.
+    half = _HALVES.get(resolve_precision(recipe.precision, device.type)) if device.type == "cuda" else None
     data.check_labels()
     kept = data.holdout(held_out(recipe, len(data.train)), HOLDOUT_SEED) if recipe.holdout else data
     augment = augmentation(recipe)
@@ -113,9 +112,9 @@ def make_inputs(
             rank=rank,
             world=world,
             train=train,
-            workers=workers,
-            decode="gpu" if train and decode == "gpu" else "cpu",
-            dtype=dtype,
+            workers=how.workers,
+            decode="gpu" if train and how.decode == "gpu" else "cpu",
+            dtype=half or torch.float32,
         )
 
     def vary(images: Any, targets: Any, epoch: int, batch: int) -> tuple[Any, Any]:

@@ -36,13 +36,10 @@ _RANGE = "_int8_range"
 
 
 @contextmanager
-def trained_in_int8(network: nn.Module, recipe: Recipe, *, processes: int = 1) -> Iterator[dict[str, Tensor]]:
-    """Within the block, all convs, linear layers and average pools of a network round as int8 does, if asked to.
-
-    Yields the state of each layer, (low, high, batches seen), which training updates in place.
-    """
+def trained_in_int8(network: nn.Module, recipe: Recipe, *, processes: int = 1) -> Iterator[None]:
+    """Within the block, all convs, linear layers and average pools round as int8 does, if the recipe says so."""
     if recipe.quantize == "none":
-        yield {}
+        yield
         return
     if processes > 1:
         raise LowRankError("quantize trains in one process: start it without torchrun, on one device.")
@@ -58,7 +55,9 @@ def trained_in_int8(network: nn.Module, recipe: Recipe, *, processes: int = 1) -
         raise LowRankError("quantize is for convs and linear layers, and this network has none.")
     device = next(network.parameters()).device
     with ExitStack() as attached:
-        yield {name: attached.enter_context(rounding(layer, device)) for name, layer in layers.items()}
+        for layer in layers.values():
+            attached.enter_context(rounding(layer, device))
+        yield
 
 
 @contextmanager
@@ -70,6 +69,12 @@ def rounded_by(network: nn.Module, ranges: Ranges) -> Iterator[nn.Module]:
             if isinstance(layers.get(name), ROUNDED_INPUTS):
                 attached.enter_context(rounding(layers[name], device))[:2] = torch.tensor(ends)
         yield network
+
+
+def range_states(network: nn.Module) -> dict[str, Tensor]:
+    """(low, high, batches seen) of each layer that rounds now, which training updates in place."""
+    states = ((name, getattr(layer, _RANGE, None)) for name, layer in network.named_modules())
+    return {name: state for name, state in states if state is not None}
 
 
 def ranges_of(states: Mapping[str, Tensor]) -> Ranges:

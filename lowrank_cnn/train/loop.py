@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.core.compare import tensors_of
-from lowrank_cnn.core.environment import is_out_of_memory, room
-from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.modules import call, checked_size, is_example
-from lowrank_cnn.core.notes import notes
 from lowrank_cnn.method.rewrite import in_channels_last
 from lowrank_cnn.train.distributed import (
     agree_on,
@@ -31,7 +27,6 @@ from lowrank_cnn.train.distributed import (
     gather_objects,
     gather_tensors,
     generator_states,
-    resolve_precision,
     restore_generators,
     sum_over_processes,
 )
@@ -39,7 +34,6 @@ from lowrank_cnn.train.evaluate import Evaluation, LossEvaluation, averaged_view
 from lowrank_cnn.train.failure import (
     Interrupted,
     NotFiniteError,
-    StepStart,
     StoppedWithin,
     StopRequest,
     all_finite,
@@ -47,9 +41,10 @@ from lowrank_cnn.train.failure import (
     resume_hint,
     stop_message,
     stopping_within,
+    undone_if_stopped,
 )
 from lowrank_cnn.train.inputs import Inputs
-from lowrank_cnn.train.objective import Loss, Objective, class_balance
+from lowrank_cnn.train.objective import Objective
 from lowrank_cnn.train.optimizers import LevelOff, freeze_parameters, in_evaluation, learning_rate
 from lowrank_cnn.train.progress import Progress
 from lowrank_cnn.train.recipe import Recipe, RunSettings
@@ -66,7 +61,6 @@ from lowrank_cnn.train.step import (
     is_optional,
     resolved,
 )
-from lowrank_cnn.train.trained import Trained, make_teacher
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -93,62 +87,44 @@ class Trainer:
         inputs: Inputs,
         recipe: Recipe,
         how: RunSettings,
-        identity: Mapping[str, Any],
+        record: Record,
         *,
+        objective: Objective,
         directory: RunDirectory | None,
-        loss: Loss | None,
-        teacher: nn.Module | Trained | str | Path | None,
         callbacks: Sequence[Callback],
-        ranges: Mapping[str, Tensor],
-        saved: Checkpoint | None,
-        say: Callable[[str], None],
+        progress: Progress,
     ) -> None:
-        """`identity` is the network, data and seed of the run; `saved` the checkpoint to go on from."""
+        """A resumed run has the `execution` of its checkpoint in `record`; `restore` sets the rest."""
         self.fabric, self.network, self.inputs, self.recipe, self.how = fabric, network, inputs, recipe, how
-        self.directory, self.callbacks = directory, callbacks
-        decoded = {} if how.decode == "cpu" else {"decode": how.decode}
-        self.record = Record(
-            **{**identity, "data": identity["data"] | decoded},
-            recipe=recipe.to_dict(),
-            watched=inputs.watched,
-            precision=resolve_precision(recipe.precision, fabric.device.type),
-            device=str(fabric.device),
-            processes=fabric.world_size,
-            begun_from=notes(network).begun_from,
-        )
-        self.builder = self._ways_to_step(loss, saved.state["execution"] if saved else {}, say)
+        self.record, self.directory, self.callbacks, self.progress = record, directory, callbacks, progress
+        self.builder = self._ways_to_step(graphs=objective.own is None)
         self.frozen = [*in_evaluation(network), *freeze_parameters(network, recipe.freeze)]
-        forward = next(iter(self.builder.forwards.values()))
-        objective, scaled = self._objective(loss, teacher), self.record.precision == "fp16"
-        options = {"objective": objective, "scaled": scaled, "ranges": ranges}
+        forward, scaled = next(iter(self.builder.forwards.values())), record.precision == "fp16"
+        options = {"objective": objective, "scaled": scaled}
         self.step = TrainingStep(network, forward, fabric.backward, recipe, fabric.device, **options)
         patience = recipe.patience if recipe.levels else max(1, recipe.early_stop)
         self.levels = LevelOff(patience, recipe.levels, recipe.min_delta)
         self.position = Position()
         self.saved: Position | None = None  # the position of the last checkpoint
         self.unsaved_best: dict[str, Tensor] = {}
-        self.epoch_end: dict[str, Tensor] = {}
         self.update: Callable[[Tensor, Tensor], None] | None = None
-        self.progress, self.per_epoch = Progress(), len(inputs.train)
+        self.per_epoch = len(inputs.train)
         self.saved_at = self.epoch_began = time.monotonic()
-        self.step_start: StepStart | None = None
         self.tested: Evaluation | LossEvaluation | None = None
         changes = [getattr(callback, "changes_until", None) for callback in callbacks]
         self.changes_until = max((epoch for epoch in changes if epoch is not None), default=0)
         self.may_change = None in changes  # a callback that tells nothing may change weights after any epoch
-        if saved:
-            self.restore(saved, say)
 
-    def _ways_to_step(self, loss: Loss | None, before: dict[str, Any], say: Callable[[str], None]) -> StepBuilder:
-        """The ways to run a step, of which the builder chooses one; a resumed run keeps what it did `before`."""
+    def _ways_to_step(self, *, graphs: bool) -> StepBuilder:
+        """The ways to run a step, of which the builder chooses one; a resumed run keeps what it did before."""
         alone = self.fabric.device.type == "cuda" and self.fabric.world_size == 1
-        graphs = self.how.cuda_graphs and alone and loss is None and not is_example(self.inputs.size)
-        running = running_network(self, graphs, say)
+        graphs = graphs and self.how.cuda_graphs and alone and not is_example(self.inputs.size)
+        running = running_network(self, graphs, self.progress.say)
         plain = self.recipe.quantize == "none" and not self.how.checkpoint_activations
         compile = resolved(
             "auto" if self.how.compile is None else self.how.compile,
             able=graphs and plain and not torch.are_deterministic_algorithms_enabled(),
-            before=before,
+            before=self.record.execution,
         )
         forwards: dict[str, nn.Module] = {}
         if compile is not True:
@@ -158,20 +134,7 @@ class Trainer:
             compiled: Any = torch.compile(running, dynamic=False, options={"fallback_random": True})
             # Fabric would take the compiler off and put it on again around its own wrapper.
             forwards[COMPILED] = self.fabric.setup_module(compiled, _reapply_compile=False)
-        return StepBuilder(forwards, graphs, say)
-
-    def _objective(self, loss: Loss | None, teacher: nn.Module | Trained | str | Path | None) -> Objective:
-        """The loss that the run minimises."""
-        weights = answers = None
-        data, size, device = self.inputs.data, self.inputs.size, self.fabric.device
-        if self.recipe.class_weights == "balanced":
-            weights = class_balance(data.train, len(data.classes)).to(device)
-        if teacher is not None:
-            if is_example(size):
-                raise LowRankError("a teacher takes one image, and this network has several inputs: leave it out.")
-            autocast, one = self.fabric.autocast, checked_size(size)
-            answers = make_teacher(teacher, data, self.inputs.preprocess, device, autocast, one)
-        return Objective(self.recipe, class_weights=weights, loss=loss, teacher=answers)
+        return StepBuilder(forwards, graphs, lambda line: self.progress.say(line))  # a moving line may replace it
 
     @property
     def iteration(self) -> int:
@@ -204,16 +167,14 @@ class Trainer:
         for images, targets in self.inputs.batches(self.position.epoch, self.position.batch):
             self.step.prepare(self._rate(self.iteration), self.iteration, epochs=self.iteration / self.per_epoch)
             self.update = self.update or self._build_update(images, targets)
-            if self.fabric.device.type == "cpu":
-                self.step_start = StepStart.of(self.network, self.step.sums)
-            self.update(images, targets)
-            self.step_start = None
+            on_cpu = self.fabric.device.type == "cpu"
+            with undone_if_stopped(self.network, self.step.sums) if on_cpu else contextlib.nullcontext():
+                self.update(images, targets)
             self.position.batch += 1
             self._look_around(stop)
 
     def _build_update(self, images: Tensor, labels: Tensor) -> Callable[[Tensor, Tensor], None]:
         """The step, run in the fastest way; the record names it."""
-        self.builder.say = self.progress.say
         left = self.recipe.epochs * self.per_epoch - self.iteration
         update, execution = self.builder.fastest(self.step, images, labels, steps_left=left)
         self.record.execution = asdict(execution)
@@ -240,8 +201,7 @@ class Trainer:
 
     def _finish_epoch(self) -> None:
         """Evaluate, decide on the learning rate, and move on to the next epoch."""
-        tally = self._tally()
-        self._check_finite(tally)
+        tally = self._checked_tally()
         # Each process has collected statistics of its own images. Those of the first are saved: all test by them.
         copy_from_first(self.fabric, self.step.statistics())
         seconds = time.monotonic() - self.epoch_began
@@ -266,8 +226,6 @@ class Trainer:
         self.position.epoch, self.position.batch, self.position.epoch_seconds = done, 0, 0.0
         self.epoch_began = time.monotonic()
         self.step.sums.zero_()
-        if not self.position.done(self.recipe.epochs):
-            self._hold_epoch()
 
     def _watch(self, done: int) -> Evaluation | LossEvaluation | None:
         """Evaluate on the watched images, if this epoch is to be evaluated, and remember the best weights."""
@@ -317,16 +275,13 @@ class Trainer:
             split=data.test if alone else None,  # only a process alone sees the images in their order
         )
 
-    def _tally(self) -> Tally:
-        return self.step.read_tally(partial(sum_over_processes, self.fabric))
-
-    def _check_finite(self, tally: Tally) -> None:
-        """If an update was refused or has spoilt the weights, run that batch again and name the layer."""
+    def _checked_tally(self) -> Tally:
+        """The sums of the epoch; if an update was refused or spoilt the weights, the error names the layer."""
+        tally = self.step.read_tally(partial(sum_over_processes, self.fabric))
         if not tally.halted and all_finite(self.step.weights.values()):
-            return
+            return tally
         epoch, batch = self.position.epoch, min(tally.steps, self.per_epoch - 1)
         images, _ = next(iter(self.inputs.batches(epoch, batch)))
-        self._save_epoch_end()
         place = f"epoch {epoch + 1}, batch {batch + 1}"
         if not all_finite(tensors_of(images)):
             raise NotFiniteError(f"an image of {place} has NaN or infinity in it: leave such images out.")
@@ -348,8 +303,6 @@ class Trainer:
             with stopping_within(self.network, stop):
                 yield
         except StoppedWithin as stopped:
-            if self.step_start:
-                self.step_start.restore()
             self.save()
             raise Interrupted(self._stop_message()) from stopped
 
@@ -363,40 +316,12 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of all processes. A state that is not finite never replaces one that is."""
         self.saved_at = time.monotonic()
-        if self.directory is not None:
-            self._check_finite(self._tally())
-            self.position.epoch_seconds = time.monotonic() - self.epoch_began
-            self._share_findings()
-            self._write(self.directory, self._tensors())
-
-    def _hold_epoch(self) -> None:
-        """Copy the state at the end of an epoch, for a run that fails before its next save.
-
-        Writing it each time would take too long. The copy stays on the device, and is made only if there is ample
-        memory.
-        """
         if self.directory is None:
             return
-        self.epoch_end = {}  # free the copy of the epoch before
+        self._checked_tally()
+        self.position.epoch_seconds = time.monotonic() - self.epoch_began
+        self._share_findings()
         tensors = self._tensors()
-        if self.fabric.is_global_zero and sum(t.nbytes for t in tensors.values()) < room(self.fabric.device) / 4:
-            try:
-                self.epoch_end = {name: t.detach().clone() for name, t in tensors.items()}
-            except RuntimeError as error:  # fragmented memory, for example: a run can do without the copy
-                if not is_out_of_memory(error):
-                    raise
-
-    def _save_epoch_end(self) -> None:
-        """Write the state at the end of the last epoch, which was finite, unless something newer is saved."""
-        if self.directory is None or self.saved is None or self.saved.epoch == self.position.epoch:
-            return
-        if self.fabric.is_global_zero and not self.epoch_end:  # there was no memory for it
-            return
-        self.position.batch, self.position.epoch_seconds = 0, 0.0
-        with contextlib.suppress(LowRankError):  # on a full disk, the checkpoint before stays the last
-            self._write(self.directory, self.epoch_end)
-
-    def _write(self, directory: RunDirectory, tensors: dict[str, Tensor]) -> None:
         self.update_record()
         if self.fabric.is_global_zero:
             state = {key: getattr(self.record, key) for key in (*ABOUT, "execution")}
@@ -408,14 +333,14 @@ class Trainer:
                 weights = {f"model.{name}": t for name, t in self.unsaved_best.items()}
                 best = Checkpoint(weights | preprocess | self.step.ranges, state)
                 at = self._steps(Position(self.position.best_epoch))
-                directory.store.save(best, at, kind="best", keep=1)
+                self.directory.save(best, at, kind="best", keep=1)
             splits = {"train": self.inputs.data.train, "test": self.inputs.data.test}
             # By these, a resumed run knows whether images were changed since.
             images = {
                 f"images.{name}.{key}": t for name, split in splits.items() for key, t in split.contents().items()
             }
-            directory.store.save(Checkpoint(tensors | preprocess | images, state), self.iteration)
-            directory.write_record(self.record)
+            self.directory.save(Checkpoint(tensors | preprocess | images, state), self.iteration)
+            self.directory.write_record(self.record)
         self.unsaved_best = {}
         self.saved = replace(self.position)
 
@@ -427,8 +352,9 @@ class Trainer:
             random |= {f"random.{rank}.{name}": t for rank, t in enumerate(gathered)}
         return self.step.tensors() | random | {"tally.sums": sum_over_processes(self.fabric, self.step.sums)}
 
-    def restore(self, checkpoint: Checkpoint, say: Callable[[str], None]) -> None:
+    def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint, with the generators of this process, and say which settings have changed."""
+        say = self.progress.say
         changes = recipe_changes(checkpoint.state["recipe"], self.recipe)
         before = checkpoint.state["conditions"]
         changes |= {
@@ -444,7 +370,7 @@ class Trainer:
         self.position = Position(**checkpoint.state["position"])
         self.levels.restore(checkpoint.state["levels"])
         self.saved = replace(self.position)
-        stored = self.directory and [self.directory.store.stems("best", end) for end in (".json", ".safetensors")]
+        stored = self.directory and [self.directory.stems("best", end) for end in (".json", ".safetensors")]
         if self.position.best_epoch and self.directory and stored and not all(stored):
             say(
                 f"The best weights, of epoch {self.position.best_epoch}, are gone from {self.directory.path}: "

@@ -31,19 +31,9 @@ _NEWTON_SCHULZ_STEPS = 5
 class Optimizer:
     """The update rule of a recipe over named parameters, with a learning rate for each group of them."""
 
-    def __init__(
-        self,
-        named: dict[str, nn.Parameter],
-        recipe: Recipe,
-        device: torch.device,
-        skip: Tensor,
-        *,
-        fast: Collection[str] = (),
-        whole: Collection[str] = (),
-    ) -> None:
-        """`fast` names the parameters that learn by `bias_rate` times the rate; `whole` is for `layer_of`."""
-        self.named, self.recipe = named, recipe
-        groups = parameter_groups(named, recipe, device, fast=fast, whole=whole)
+    def __init__(self, network: nn.Module, recipe: Recipe, device: torch.device, skip: Tensor) -> None:
+        self.named = dict(network.named_parameters())
+        groups = parameter_groups(network, recipe, device)
         self.rates = [(group["lr"], group.pop("factor")) for group in groups]
         self.rules = _rules(groups, recipe, skip)
         for rule in self.rules:
@@ -82,19 +72,13 @@ _CHECKPOINT_NAMES = {
 }
 
 
-def parameter_groups(
-    named: dict[str, nn.Parameter],
-    recipe: Recipe,
-    device: torch.device,
-    *,
-    fast: Collection[str] = (),
-    whole: Collection[str] = (),
-) -> list[dict[str, Any]]:
+def parameter_groups(network: nn.Module, recipe: Recipe, device: torch.device) -> list[dict[str, Any]]:
     """Parameters of one weight decay and one share of the learning rate together; frozen ones are left out.
 
-    Parameters that learn faster have a smaller weight decay, so that each step decays all by the same amount.
+    Biases of norms that learn faster have a smaller weight decay, so that each step decays all by the same amount.
     """
-    factors = layer_factors(named, recipe.layer_decay, whole)
+    named, fast = dict(network.named_parameters()), norm_biases(network) if recipe.bias_rate != 1 else set()
+    factors = layer_factors(named, recipe.layer_decay, whole_layers(network))
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in named.items():
         if parameter.requires_grad:

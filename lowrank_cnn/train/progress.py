@@ -1,11 +1,11 @@
-"""The progress of a run, as a moving bar or one line per epoch, and the loggers of its figures."""
+"""The progress of a run, as a moving line or one line per epoch, and the loggers of its figures."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
-import io
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lowrank_cnn.core.errors import LowRankError, first_line, nearest, require
 from lowrank_cnn.core.files import below, read_json, replacing, write_json
 from lowrank_cnn.core.numbers import ceil_div
-from lowrank_cnn.core.text import printable
+from lowrank_cnn.core.text import duration, printable
 from lowrank_cnn.train.run_folder import Epoch, Record
 from lowrank_cnn.train.step import Tally
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from lowrank_cnn.train.loop import Trainer
 
 REFRESH_SECONDS = 0.5
-_NOTEBOOK_WIDTH = 110
 PROJECT = "lowrank-cnn"
 IDENTITIES = ".loggers"
 _SHOWN = ("lr", "train_loss", "train_accuracy", "accuracy", "images_per_second")
@@ -88,92 +87,58 @@ class Lines(Progress):
         print(printable(line), flush=True)
 
 
-class Live(Progress):
-    """One line that moves: epoch, loss, accuracy, learning rate, images per second, time left."""
+class Live(Lines):
+    """One line that moves, above it those of epochs: figures of the epoch so far and the time left."""
 
     def __init__(self, total: int, per_epoch: int, start: int, *, processes: int = 1) -> None:
         super().__init__()
-        rich = require("rich.progress", extra="train", purpose="the progress line")
-        self.bar: Any = rich.Progress(
-            rich.TextColumn("{task.description}"),
-            rich.BarColumn(bar_width=12),
-            rich.TextColumn("{task.fields[figures]}"),
-            rich.TimeRemainingColumn(),
-            transient=True,
-        )
-        self.task = self.bar.add_task("starting", total=total, completed=start, figures="")
-        self.per_epoch, self.total, self.processes = per_epoch, total, processes
-        self.shown_at, self.shown_images = time.monotonic(), 0.0
-
-    def __enter__(self) -> Live:
-        self.bar.start()
-        return self
+        self.total, self.per_epoch, self.start, self.processes = total, per_epoch, start, processes
+        self.began = self.shown_at = time.monotonic()
+        self.shown_images, self.width = 0.0, 0
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        self.bar.stop()
+        self._draw("")
 
     def due(self) -> bool:
         return time.monotonic() - self.shown_at >= REFRESH_SECONDS
 
     def say(self, line: str) -> None:
-        self.bar.console.print(printable(line), highlight=False, markup=False)
+        self._draw("")
+        super().say(line)
 
     def step(self, tally: Tally, rate: float, iteration: int) -> None:
         now, images = time.monotonic(), max(tally.images, 1)
         speed = self.processes * (tally.images - self.shown_images) / (now - self.shown_at)
         self.shown_at, self.shown_images = now, tally.images
-        figures = (
+        left = (now - self.began) * (self.total - iteration) / max(iteration - self.start, 1)
+        self._draw(
+            f"epoch {ceil_div(iteration, self.per_epoch)}/{self.total // self.per_epoch}  "
             f"loss {tally.loss / images:.3f}  accuracy {tally.correct / images:.1%}  "
-            f"lr {rate:.2g}  {speed:,.0f} images/s"
+            f"lr {rate:.2g}  {speed:,.0f} images/s  {duration(left)} left"
         )
-        description = f"epoch {ceil_div(iteration, self.per_epoch)}/{self.total // self.per_epoch}"
-        self.bar.update(self.task, completed=iteration, description=description, figures=figures)
 
     def epoch(self, row: Epoch, epochs: int) -> None:
         self.shown_images = 0.0
-        self.bar.update(self.task, completed=row.epoch * self.per_epoch)
         super().epoch(row, epochs)
 
-
-class NotebookLine(Live):
-    """The same line in a notebook: one output of the cell that is replaced, which needs no widgets."""
-
-    def __enter__(self) -> NotebookLine:
-        display = require("IPython.display", extra="train", purpose="the progress line of a notebook").display
-        self.output = display({"text/plain": ""}, raw=True, display_id=True)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        Progress.__exit__(self, *error)
-        self.output.update({"text/plain": ""}, raw=True)
-
-    def say(self, line: str) -> None:
-        print(printable(line), flush=True)
-
-    def step(self, tally: Tally, rate: float, iteration: int) -> None:
-        super().step(tally, rate, iteration)
-        console = require("rich.console", extra="train", purpose="the progress line").Console
-        options = {"force_jupyter": False, "force_terminal": False, "no_color": True}
-        screen = console(file=io.StringIO(), width=_NOTEBOOK_WIDTH, **options)
-        screen.print(self.bar.get_renderable())
-        self.output.update({"text/plain": screen.file.getvalue().rstrip()}, raw=True)
+    def _draw(self, text: str) -> None:
+        text = text[: shutil.get_terminal_size().columns - 1]
+        print(f"\r{text.ljust(self.width)}", end="" if text else "\r", flush=True)
+        self.width = len(text)
 
 
-def moving_line() -> type[Live] | None:
-    """The class of the line that is rewritten in place: on a terminal or in a notebook; None elsewhere."""
-    if sys.stdout.isatty():
-        return Live
-    rich = require("rich.console", extra="train", purpose="the progress line")
-    return NotebookLine if rich.Console().is_jupyter else None
+def line_moves() -> bool:
+    """Whether a line can be overwritten: on a terminal, and in the output of a notebook."""
+    return sys.stdout.isatty() or type(sys.stdout).__module__.startswith("ipykernel")
 
 
 @contextlib.contextmanager
 def showing(show: Progress, trainer: Trainer, names: Sequence[str]) -> Iterator[Progress]:
     """The progress of a run, on a line that moves if there is a terminal, with these loggers."""
-    if isinstance(show, Lines) and (line := moving_line()):
+    if isinstance(show, Lines) and line_moves():
         total, processes = trainer.recipe.epochs * trainer.per_epoch, trainer.fabric.world_size
-        show = line(total, trainer.per_epoch, trainer.iteration, processes=processes)
+        show = Live(total, trainer.per_epoch, trainer.iteration, processes=processes)
     if names and trainer.fabric.is_global_zero:
         trainer.update_record()
         show.epochs_done = len(trainer.record.history)

@@ -219,61 +219,6 @@ class Position:
         return f"after {self.epoch} of {counted(epochs, 'epoch')}{rest}"
 
 
-@dataclass(frozen=True)
-class CheckpointStore:
-    """The checkpoints of one run, in one directory: those called "step", and the "best"."""
-
-    directory: Path
-
-    def save(self, checkpoint: Checkpoint, iteration: int, *, kind: str = "step", keep: int = KEEP) -> None:
-        """Write a checkpoint, and only then remove those that it replaces.
-
-        These are all but the last few complete pairs; also any beyond `iteration`, of a run that was taken back.
-        """
-        written = self.directory / f"{kind}-{iteration:08d}"
-        write_checkpoint(written, checkpoint)
-        complete = [stem for stem in self.stems(kind) if stem.name <= written.name]
-        for stem in sorted({*self.stems(kind), *self.stems(kind, ".safetensors")} - {*complete[-keep:]}):
-            # The manifest goes first: without it, what is left no longer counts as a checkpoint.
-            if delete(stem.with_suffix(".json")):
-                delete(stem.with_suffix(".safetensors"))
-
-    def latest(self, say: Callable[[str], None]) -> Checkpoint | None:
-        """The newest intact checkpoint; `say` gets a sentence about each damaged newer one."""
-        damages: list[str] = []
-        for stem in reversed(self.stems("step")):
-            try:
-                checkpoint = read_checkpoint(stem)
-            except DamagedCheckpointError as damage:
-                damages.append(str(damage))
-                continue
-            for damage in damages:
-                say(damage)
-            return checkpoint
-        if damages:
-            raise LowRankError(
-                f"every checkpoint in {self.directory} is damaged, and none can be used: "
-                "train anew, in another directory."
-            )
-        return None
-
-    def best(self) -> Checkpoint:
-        """The best weights; an error says whether they are damaged or missing."""
-        if not (found := self.stems("best")):
-            raise LowRankError(
-                f"{self.directory} has no best weights (best-*.json and best-*.safetensors): the last ones are "
-                "used without --best."
-            )
-        try:
-            return read_checkpoint(found[-1])
-        except DamagedCheckpointError as damage:
-            raise LowRankError(f"{damage} The last weights are used without --best.") from damage
-
-    def stems(self, kind: str, suffix: str = ".json") -> list[Path]:
-        """The paths of checkpoints, without suffix, the newest last."""
-        return sorted(path.with_suffix("") for path in self.directory.glob(f"{kind}-*{suffix}"))
-
-
 def write_checkpoint(stem: Path, checkpoint: Checkpoint) -> None:
     """Write the pair of files `stem.safetensors` and `stem.json`, in this order.
 
@@ -342,23 +287,23 @@ _MOST_LETTERS = 60
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The files of a run."""
+    """The files of a run: its record, its recipe, checkpoints called "step", and the "best"."""
 
     path: Path
 
-    @property
-    def store(self) -> CheckpointStore:
-        return CheckpointStore(self.path)
-
     @classmethod
     def open(cls, out: str | Path | None, data: object, *, resume: bool) -> RunDirectory | None:
-        """The directory of a run; None for a run that is not saved."""
+        """The directory of a run, not that of its images; None for a run that is not saved."""
         if out is None and resume:
             raise LowRankError("there is nothing to resume without the directory of a run: give --out.")
-        directory = None if out is None else cls(Path(out))
-        if directory and not resume and isinstance(data, str | Path):
-            directory.check_apart_from(data)
-        return directory
+        if out is None:
+            return None
+        path, images = Path(out), Path(data).resolve() if isinstance(data, str | Path) else None
+        if not resume and path.is_dir() and path.resolve() == images:
+            raise LowRankError(
+                f"{path} holds the images to train on: choose another directory for the run, such as runs/first."
+            )
+        return cls(path)
 
     def held(self) -> AbstractContextManager[None]:
         """Keep every other process out of the directory while the block lasts."""
@@ -390,10 +335,11 @@ class RunDirectory:
         if record.status != "finished" or recipe.epochs > epochs:
             return None
         damages: list[str] = []
-        last = self.store.latest(damages.append)
+        last = self.latest(damages.append)
         if damages:
             return None
-        if last and not _is_of_run(record, last):
+        ran = record.history == last.state["position"]["history"] if last else True
+        if last and (not ran or _differing(vars(record), last.state)):
             say(f"{self.path / RECORD} is not the record of the checkpoint beside it, which is used instead.")
             return None
         check_same_run(vars(record), about)
@@ -411,7 +357,7 @@ class RunDirectory:
         if not resume:
             self.check_free()
             return None
-        checkpoint = self.store.latest(lambda damage: say(f"{damage} The one before it is used."))
+        checkpoint = self.latest(lambda damage: say(f"{damage} The one before it is used."))
         if checkpoint:
             check_same_run(checkpoint.state, about)
             check_same_images(data, checkpoint, say)
@@ -423,29 +369,68 @@ class RunDirectory:
         say(f"There is nothing to resume in {self.path} yet: the run starts anew.")
         return None
 
-    def check_apart_from(self, data: str | Path) -> None:
-        """Refuse the folder of the images as the directory of the run, whose files would lie among them."""
-        if self.path.is_dir() and self.path.resolve() == Path(data).resolve():
-            raise LowRankError(
-                f"{self.path} holds the images to train on: choose another directory for the run, such as "
-                "runs/first."
-            )
-
     def begin(self, recipe: Recipe) -> None:
-        """Remove leftovers of a killed process, move obstacles aside, and write the resolved recipe."""
+        """Remove leftovers of a killed process, and write the resolved recipe.
+
+        A record that cannot be read, and whatever has the name of a run's file but is none, is renamed.
+        """
         clear_temporaries(self.path)
-        self._clear_the_way()
+        for name in (RECIPE, RECORD, "step-*.json", "step-*.safetensors", "best-*.json", "best-*.safetensors"):
+            for path in self.path.glob(name):
+                if not is_regular(path) or (name == RECORD and _status(path) is None):
+                    set_aside(path)
         write_json(self.path / RECIPE, recipe.to_dict())
 
     def write_record(self, record: Record) -> None:
         record.save(self.path / RECORD, parents=False)
 
-    def _clear_the_way(self) -> None:
-        """Rename a record that cannot be read, and whatever has the name of a run's file but is none."""
-        for name in (RECIPE, RECORD, "step-*.json", "step-*.safetensors", "best-*.json", "best-*.safetensors"):
-            for path in self.path.glob(name):
-                if not is_regular(path) or (name == RECORD and _status(path) is None):
-                    set_aside(path)
+    def save(self, checkpoint: Checkpoint, iteration: int, *, kind: str = "step", keep: int = KEEP) -> None:
+        """Write a checkpoint, and only then remove those that it replaces.
+
+        These are all but the last few complete pairs; also any beyond `iteration`, of a run that was taken back.
+        """
+        written = self.path / f"{kind}-{iteration:08d}"
+        write_checkpoint(written, checkpoint)
+        complete = [stem for stem in self.stems(kind) if stem.name <= written.name]
+        for stem in sorted({*self.stems(kind), *self.stems(kind, ".safetensors")} - {*complete[-keep:]}):
+            # The manifest goes first: without it, what is left no longer counts as a checkpoint.
+            if delete(stem.with_suffix(".json")):
+                delete(stem.with_suffix(".safetensors"))
+
+    def latest(self, say: Callable[[str], None]) -> Checkpoint | None:
+        """The newest intact checkpoint; `say` gets a sentence about each damaged newer one."""
+        damages: list[str] = []
+        for stem in reversed(self.stems("step")):
+            try:
+                checkpoint = read_checkpoint(stem)
+            except DamagedCheckpointError as damage:
+                damages.append(str(damage))
+                continue
+            for damage in damages:
+                say(damage)
+            return checkpoint
+        if damages:
+            raise LowRankError(
+                f"every checkpoint in {self.path} is damaged, and none can be used: "
+                "train anew, in another directory."
+            )
+        return None
+
+    def best(self) -> Checkpoint:
+        """The best weights; an error says whether they are damaged or missing."""
+        if not (found := self.stems("best")):
+            raise LowRankError(
+                f"{self.path} has no best weights (best-*.json and best-*.safetensors): the last ones are "
+                "used without --best."
+            )
+        try:
+            return read_checkpoint(found[-1])
+        except DamagedCheckpointError as damage:
+            raise LowRankError(f"{damage} The last weights are used without --best.") from damage
+
+    def stems(self, kind: str, suffix: str = ".json") -> list[Path]:
+        """The paths of checkpoints, without suffix, the newest last."""
+        return sorted(path.with_suffix("") for path in self.path.glob(f"{kind}-*{suffix}"))
 
 
 def _status(path: Path) -> str | None:
@@ -454,12 +439,6 @@ def _status(path: Path) -> str | None:
         return load_record(path).status
     except LowRankError:
         return None
-
-
-def _is_of_run(record: Record, checkpoint: Checkpoint) -> bool:
-    """Whether a record and a checkpoint are of one run: the same network, data and seed, and the same epochs."""
-    same = not _differing(vars(record), checkpoint.state)
-    return same and record.history == checkpoint.state["position"]["history"]
 
 
 def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

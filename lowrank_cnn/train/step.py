@@ -11,7 +11,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -27,8 +26,9 @@ from lowrank_cnn.kernels.autotune.choice import prepare
 from lowrank_cnn.kernels.cuda_graph import captured
 from lowrank_cnn.kernels.device import for_graphs
 from lowrank_cnn.train.distributed import generator_states, restore_generators
+from lowrank_cnn.train.int8 import range_states
 from lowrank_cnn.train.objective import Objective, hits
-from lowrank_cnn.train.optimizers import Optimizer, decay_at, look_ahead, norm_biases, whole_layers
+from lowrank_cnn.train.optimizers import Optimizer, decay_at, look_ahead
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recompute import recomputed
 
@@ -64,7 +64,6 @@ class TrainingStep:
         *,
         objective: Objective | None = None,
         scaled: bool = False,
-        ranges: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         self.forward, self.backward, self.recipe = forward, backward, recipe
         self.objective = objective or Objective(recipe)
@@ -72,14 +71,12 @@ class TrainingStep:
         self.scaler = LossScale(device) if scaled else None
         self.sums = torch.zeros(4, device=device)
         self.parameters = dict(network.named_parameters())
-        fast = norm_biases(network) if recipe.bias_rate != 1 else set()
-        whole = whole_layers(network)
-        self.optimizer = Optimizer(self.parameters, recipe, device, self.skipped, fast=fast, whole=whole)
+        self.optimizer = Optimizer(network, recipe, device, self.skipped)
         self.weights = {name: t.detach() for name, t in network.state_dict().items()}
         averaging = recipe.ema or recipe.lookahead
         self.averages = {name: t.clone() for name, t in self.weights.items()} if averaging else {}
         self.blend = torch.ones((), device=device)
-        self.ranges = {f"{_INT8}{name}": state for name, state in ranges.items()}
+        self.ranges = {f"{_INT8}{name}": state for name, state in range_states(network).items()}
 
     def __call__(self, images: Any, targets: Any) -> None:
         self.optimizer.zero_grad()
@@ -248,7 +245,6 @@ def put_back(tensors: dict[str, Tensor], device: torch.device) -> Iterator[None]
 
 Compile = bool | Literal["auto"]
 Update = Callable[[Tensor, Tensor], None]
-Say = Callable[[str], None]
 EAGER, COMPILED = "eager", "compiled"
 
 PAYS_AFTER = 600.0
@@ -267,10 +263,6 @@ class Execution:
     compiled: bool = False
     cuda_graph: bool = False
 
-    def __str__(self) -> str:
-        network = "compiled by torch" if self.compiled else "not compiled"
-        return f"{network}, {'replayed as a CUDA graph' if self.cuda_graph else 'launched kernel by kernel'}"
-
 
 Built = tuple[Update, Execution]
 
@@ -286,7 +278,7 @@ class StepBuilder:
 
     forwards: Mapping[str, nn.Module]
     graphs: bool
-    say: Say = print
+    say: Callable[[str], None] = print
 
     def fastest(self, step: TrainingStep, images: Tensor, labels: Tensor, *, steps_left: int) -> Built:
         """The fastest update for batches like this one, and how it executes."""
@@ -333,11 +325,11 @@ class StepBuilder:
         try:
             # Kernels are measured and compiled before torch traces, which can do neither.
             with for_graphs():
-                with put_back(step.tensors(), images.device):
+                stance = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+                with put_back(step.tensors(), images.device), stance:
+                    prepare(lambda: step.forward(images))
                     if compiled:
-                        _choose_kernels(self.forwards[COMPILED], step, images, labels)
-                    else:
-                        prepare(lambda: step.forward(images))
+                        step(images, labels)
                 return GraphedStep(step, images, labels), Execution(compiled, cuda_graph=True)
         except RuntimeError as error:
             if is_out_of_memory(error) or compiled:
@@ -353,13 +345,6 @@ class TimedSteps:
     seconds: float
     gradients: list[Tensor]
     noise: float
-
-
-def _choose_kernels(forward: nn.Module, step: TrainingStep, images: Tensor, labels: Tensor) -> None:
-    """One step without the compiler: layers choose their kernels by measuring, which a trace cannot."""
-    with torch.compiler.set_stance("force_eager"):
-        prepare(lambda: forward(images))
-        step(images, labels)
 
 
 def _time_steps(step: TrainingStep, update: Update, images: Tensor, labels: Tensor) -> TimedSteps:

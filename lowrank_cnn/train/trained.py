@@ -11,27 +11,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.core.environment import is_out_of_memory
-from lowrank_cnn.core.errors import LowRankError, first_line
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.modules import checked_size, is_example
 from lowrank_cnn.core.notes import TrainingCard, note, notes
-from lowrank_cnn.data import Augment, Data, Preprocess, Standardize, preprocess_from_dict
+from lowrank_cnn.data import Augment, Preprocess, Standardize, preprocess_from_dict
 from lowrank_cnn.data.preprocess import AsGiven
 from lowrank_cnn.data.streamed import frame
+from lowrank_cnn.graph.finalize_shapes import finalize_shapes, has_learned
 from lowrank_cnn.method.activations import evaluating
-from lowrank_cnn.method.finalize_shapes import has_learned, settle
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.build import entry_description, rebuild
 from lowrank_cnn.models.hub import resolve
-from lowrank_cnn.models.network_file import Stored, is_exported, read_card, read_pretrained, read_weights
-from lowrank_cnn.train.inputs import augmentation
+from lowrank_cnn.models.network_file import (
+    Stored,
+    check_weights,
+    is_exported,
+    read_header,
+    read_pretrained,
+    read_weights,
+)
+from lowrank_cnn.train.inputs import Inputs, augmentation, check_fits
 from lowrank_cnn.train.int8 import Ranges, ranges_of
 from lowrank_cnn.train.objective import class_scores
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.run_folder import (
     Checkpoint,
-    CheckpointStore,
     DamagedCheckpointError,
     Position,
+    RunDirectory,
     read_checkpoint,
     read_state,
 )
@@ -103,17 +110,6 @@ class Trained:
         return self
 
 
-def _first_difference(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
-    """The first tensor that is missing on one side, or has another shape."""
-
-    def shape(tensors: Mapping[str, Tensor], name: str) -> str:
-        return "x".join(map(str, tensors[name].shape)) or "one number" if name in tensors else "missing"
-
-    pairs = ((name, shape(weights, name), shape(wanted, name)) for name in {**wanted, **weights})
-    name, stored, own = next(pair for pair in pairs if pair[1] != pair[2])
-    return f"{name} is {stored} in the file and {own} in the network"
-
-
 def load_checkpoint(
     path: str | Path, *, best: bool = False, network: nn.Module | None = None, trusted: bool = False
 ) -> Trained:
@@ -135,24 +131,23 @@ def load_checkpoint(
     state = checkpoint.state
     network = rebuild(entry_description(state["model"]), into=network)
     weights = checkpoint.part("average") or checkpoint.part("model")
-    try:
-        network.load_state_dict(weights)
-    except RuntimeError as error:
-        differing = _first_difference(weights, network.state_dict())
-        raise LowRankError(f"the weights in {path} are not those of this network: {differing}.") from error
+    check_weights(path, {name: tensor.shape for name, tensor in weights.items()}, network)
+    network.load_state_dict(weights)
     note(network, begun_from=path.name)
     trained = _trained(
         network, checkpoint.part("preprocess"), {**state, "int8": ranges_of(checkpoint.part("int8"))}
     )
-    return replace(trained, network=settle(network, trained.input_size)) if has_learned(network) else trained
+    return (
+        replace(trained, network=finalize_shapes(network, trained.input_size)) if has_learned(network) else trained
+    )
 
 
 def classes_of(path: str | Path) -> tuple[str, ...] | None:
     """The classes that the weights of a run or an exported file are for; None where they do not say."""
     path = resolve(path)
     try:
-        stems = CheckpointStore(path).stems("step") if path.is_dir() else [path.with_suffix("")]
-        card = read_card(path) if is_exported(path) else read_state(stems[-1])
+        stems = RunDirectory(path).stems("step") if path.is_dir() else [path.with_suffix("")]
+        card = read_header(path).card if is_exported(path) else read_state(stems[-1])
         return tuple(card["data"]["classes"]) if card else None
     except (LowRankError, IndexError, KeyError, TypeError):  # loading them says what is wrong
         return None
@@ -166,7 +161,7 @@ def how_far(path: str | Path, *, best: bool = False) -> str | None:
     path = Path(path)
     best = best or path.name.startswith("best-")
     whole = path if path.is_dir() else path.parent  # whether a run came to its end, its newest state knows
-    stems = CheckpointStore(whole).stems("step") if path.is_dir() or best else [path.with_suffix("")]
+    stems = RunDirectory(whole).stems("step") if path.is_dir() or best else [path.with_suffix("")]
     try:
         state = read_state(stems[-1])
     except (IndexError, DamagedCheckpointError):  # an exported file; or the weights that were read are others
@@ -187,7 +182,7 @@ def load_pretrained(name: str, data: str) -> Trained:
     (('airplane', 'automobile'), (3, 32, 32))
     """
     found = read_pretrained(name, data)
-    return _trained(create_model(name, pretrained=data), found.preprocess, found.card)
+    return _trained(create_model(name, pretrained=data), found.preprocess(), found.card or {})
 
 
 def trained_of(stored: Stored) -> Trained | None:
@@ -241,9 +236,9 @@ def _read(path: Path, best: bool) -> Checkpoint:
             )
         return read_checkpoint(path.with_suffix(""))
     if best:
-        return CheckpointStore(path).best()
+        return RunDirectory(path).best()
     passed_over: list[str] = []
-    checkpoint = CheckpointStore(path).latest(passed_over.append)
+    checkpoint = RunDirectory(path).latest(passed_over.append)
     if checkpoint is None:
         raise LowRankError(f"{path} holds no checkpoint.")
     if passed_over:
@@ -251,18 +246,19 @@ def _read(path: Path, best: bool) -> Checkpoint:
     return checkpoint
 
 
+Teacher = nn.Module | Trained | str | Path
+
+
 def make_teacher(
-    teacher: nn.Module | Trained | str | Path,
-    data: Data,
-    preprocess: Preprocess,
-    device: torch.device,
-    autocast: Callable[[], AbstractContextManager],
-    size: Sequence[int],
+    teacher: Teacher, inputs: Inputs, device: torch.device, autocast: Callable[[], AbstractContextManager]
 ) -> Callable[[Tensor], Tensor]:
-    """The teacher as a function from images of the run, of this size, to its answers, without gradients.
+    """The teacher as a function from images of the run to its answers, without gradients.
 
     A teacher that carries its preparation gets the images so prepared; any other gets them as the student does.
     """
+    if is_example(inputs.size):
+        raise LowRankError("a teacher takes one image, and this network has several inputs: leave it out.")
+    size, classes, preprocess = checked_size(inputs.size), inputs.data.classes, inputs.preprocess
     trained = teacher if isinstance(teacher, Trained) else None
     if isinstance(teacher, str | Path):
         trained = load_checkpoint(teacher)
@@ -271,38 +267,25 @@ def make_teacher(
     network = trained.network if trained else teacher
     if not isinstance(network, nn.Module):
         raise LowRankError(f"a teacher is a network or the directory of a run, not a {type(teacher).__name__}.")
-    if trained and trained.classes != data.classes:
+    if trained and trained.classes != classes:
         raise LowRankError("the teacher knows other classes than the data: it must know the same, in one order.")
     if trained and trained.input_size[1:] != tuple(size[1:]):
         theirs, ours = ("x".join(map(str, one[1:])) for one in (trained.input_size, size))
         raise LowRankError(f"the teacher was trained on images of {theirs}, and those of this run have {ours}.")
     translate = _translation(preprocess, trained.preprocess if trained else preprocess, device)
-    network = network.to(device)
+    network, output = network.to(device), trained.recipe.output if trained else None
+    try:
+        check_fits(network, size, len(classes), device, output)
+    except LowRankError as error:
+        raise LowRankError(f"the teacher does not fit the data: {error}") from error
 
     @torch.no_grad()
     def answer(images: Tensor) -> Tensor:
         with autocast(), evaluating(network):
             outputs = network(translate(images))
-        return class_scores(outputs, trained.recipe.output if trained else None)
+        return class_scores(outputs, output)
 
-    _check_answers(answer, size, len(data.classes), device)
     return answer
-
-
-def _check_answers(
-    answer: Callable[[Tensor], Tensor], size: Sequence[int], classes: int, device: torch.device
-) -> None:
-    """Refuse a teacher that cannot take the images, or has other than one score for each class."""
-    try:
-        found = tuple(answer(torch.zeros(1, *size, device=device)).shape)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
-        shape = "x".join(map(str, size))
-        raise LowRankError(f"the teacher cannot take images of {shape}: {first_line(error)}.") from error
-    if classes and found != (1, classes):
-        told = "x".join(map(str, found[1:]))
-        raise LowRankError(f"the teacher gives {told} scores for an image, and the data has {classes} classes.")
 
 
 def _translation(ours: Preprocess, theirs: Preprocess, device: torch.device) -> Callable[[Tensor], Tensor]:

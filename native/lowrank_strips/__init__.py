@@ -1,6 +1,6 @@
 """Compiled convolutions with 1x3 and 3x1 filters, for `lowrank_cnn`.
 
-`lowrank_cnn` imports this package where it is installed, and does without it where it is not.
+`lowrank_cnn` imports this package if it is installed, and works without it.
 `onnxruntime_library` is the shared library that adds the operator lowrank::Strips to a session of ONNX Runtime:
 
     options = onnxruntime.SessionOptions()

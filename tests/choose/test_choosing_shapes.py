@@ -26,7 +26,7 @@ from lowrank_cnn.choose.shape_choice import (
 )
 from lowrank_cnn.core import clock
 from lowrank_cnn.core.clock import Sample
-from lowrank_cnn.method.channels import free_routes
+from lowrank_cnn.graph.channels import free_routes
 from lowrank_cnn.method.schemes import parse_scheme
 from lowrank_cnn.method.shaped_layers import GatedLinear, shaped_convs
 
@@ -211,7 +211,7 @@ def test_other_processes_do_not_change_times(monkeypatch):
     """A long run is interrupted in most turns, for longer than a short one takes."""
     turns = iter(range(1000))
 
-    def busy(run) -> float:
+    def busy(run, _) -> float:
         return run() + (4 if run() > 1 and next(turns) % 5 else 0)
 
     monkeypatch.setattr(learning, "measure", clock.measure)

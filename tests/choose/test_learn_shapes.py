@@ -16,7 +16,7 @@ import lowrank_cnn as lr
 from lowrank_cnn.choose import learn_shapes as learning
 from lowrank_cnn.choose.learn_shapes import COSTS, Learned, ShapeRun, time_costs
 from lowrank_cnn.data import Data, ResidentSplit
-from lowrank_cnn.method.finalize_shapes import has_learned
+from lowrank_cnn.graph.finalize_shapes import has_learned
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.schemes import parse_scheme
 from lowrank_cnn.train import Recipe

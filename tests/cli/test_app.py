@@ -49,7 +49,7 @@ def test_help_of_every_command_is_shown_without_torch():
     assert done.stdout.endswith("\n{0} 0 False False\n"), done.stdout[-300:] + done.stderr
 
 
-def test_help_flows_and_long_examples_can_be_copied():
+def test_help_flows_and_examples_stay_as_they_are():
     docstring = """Do it.
 
     A paragraph
@@ -57,16 +57,12 @@ def test_help_flows_and_long_examples_can_be_copied():
 
     Examples:
 
-      lowrank train nin --data photos --scheme "learned(kx1, 1xk, 1x1, kxk)" --macs 0.4 --out runs/shapes
+      lowrank train nin --data photos
       lowrank train nin
     """
     summary, paragraph, title, examples = app.help_text(docstring).split("\n\n")
     assert (summary, paragraph, title) == ("Do it.", "A paragraph in two lines.", "Examples:")
-    assert examples.splitlines() == [
-        '  lowrank train nin --data photos --scheme "learned(kx1, 1xk, 1x1, kxk)" \\',
-        "      --macs 0.4 --out runs/shapes",
-        "  lowrank train nin",
-    ]
+    assert examples.splitlines() == ["  lowrank train nin --data photos", "  lowrank train nin"]
 
 
 def test_alone_it_shows_what_it_can_do(capsys):
@@ -78,10 +74,11 @@ def test_alone_it_shows_what_it_can_do(capsys):
 @pytest.mark.parametrize("name", app.COMMANDS)
 def test_help_begins_with_the_line_of_the_list_and_has_examples(name: str):
     command = app.load_command(name)
-    first, *rest = inspect.cleandoc((command.help or "").replace(" \\\n", "")).splitlines()
+    first, *rest = inspect.cleandoc(command.help or "").splitlines()
     assert first == app.COMMANDS[name].summary
     assert sum(line.startswith(f"  lowrank {name}") for line in rest) >= 2
-    assert not any(line.startswith("  ") and not line.startswith(f"  lowrank {name}") for line in rest)
+    examples = [line for line in rest if line.startswith("  ")]
+    assert all(line.startswith(f"  lowrank {name}") and len(line) <= 76 for line in examples)
     assert all("-o" in option.opts for option in command.params if "--out" in option.opts)
 
 

@@ -131,7 +131,7 @@ def test_weights_that_were_fitted_are_trained_ones_and_fresh_ones_are_not(lowran
 def test_names_are_printed_as_they_are(lowrank, monkeypatch):
     answers = [[("[bold]cat", 0.75)], [(":dog:", 0.5)]]
     monkeypatch.setattr("lowrank_cnn.train.evaluate.predict", lambda *_, **__: answers)
-    shown = lowrank("predict", "run", "[/b]/c.jpg", "[a] x.jpg").output
+    shown = lowrank("predict", "nin", "[/b]/c.jpg", "[a] x.jpg", "--pretrained", "cifar10").output
     for text in ("[/b]/c.jpg", "[a] x.jpg", "[bold]cat 75.0%", ":dog: 50.0%"):
         assert text in shown
 

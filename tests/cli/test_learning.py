@@ -6,7 +6,7 @@ import json
 
 import lowrank_cnn as lr
 from lowrank_cnn.cli.app import run
-from lowrank_cnn.method.finalize_shapes import has_learned
+from lowrank_cnn.graph.finalize_shapes import has_learned
 from lowrank_cnn.train import load_record
 from lowrank_cnn.train.trained import load_checkpoint
 

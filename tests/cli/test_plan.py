@@ -10,7 +10,7 @@ from PIL import Image
 from torch import nn
 
 import lowrank_cnn as lr
-from lowrank_cnn.cli.plan import limit_threads
+from lowrank_cnn.cli.options import limit_threads
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.thin import thin_like
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import random
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +12,6 @@ import pytest
 import torch
 import typer
 from PIL import Image
-from safetensors.torch import load
 from torch import nn
 
 import lowrank_cnn as lr
@@ -78,7 +75,6 @@ def refused(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
         ("convert nin-c3-lr", "the network is low-rank already (4 of its layers), and nothing is left to convert"),
         ("decompose nin-c3-lr", "low-rank already (4 of its layers), and nothing is left to convert"),
         ("decompose nin --macs 0.6 --by accuracy", "--by accuracy is measured on images of a data set"),
-        ("decompose nin --macs 0.6 --by chance", "--by must be output or accuracy, not 'chance'."),
         ("time nin --repeats 1", "number of at least 3"),
         ("time nin --threads 0", "threads must be a number of at least 1"),
         ("time nin --device gpu", "no device 'gpu'"),
@@ -103,7 +99,7 @@ def refused(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
         (f"export {HERE}without_convs n.onnx --example two.py", "as path.py:function"),
         (f"export {HERE}without_convs n.onnx --example no.py:f", "no file no.py"),
         (f"export {HERE}without_convs n.onnx --example {HERE}nothing", "has no function 'nothing'"),
-        ("predict nowhere x.png", "neither a run's directory"),
+        ("predict nowhere x.png", "neither a checkpoint nor a network's name"),
         ("predict nowhere.onnx x.png", "nowhere.onnx does not exist"),
         ("predict nin-c3-lr x.png", "only guess: for trained ones give a run's directory or --pretrained"),
         ("predict nin-c3-lr x.png --pretrained cifar10 --top=-1", "at least 1, not -1"),
@@ -195,11 +191,7 @@ def ending_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 2, "memory"),
         (OSError(24, "Too many open files", "a.png"), 2, "too many files are open: use fewer --workers"),
         (RuntimeError("Too many open files. Communication with the workers is no longer possible."), 2, "ulimit"),
-        (raised_by(lambda: json.loads("[" * 100_000)), 2, "nested too deeply"),
-        (raised_by(lambda: tomllib.loads("a = " + "[" * 100_000)), 2, "nested too deeply"),
         (raised_by(lambda: "cat\ud800".encode()), 2, "'cat\\ud800' holds half of a surrogate pair"),
-        (raised_by(lambda: list(csv.reader(["a" * 200_000]))), 2, "a table cannot be read (field larger than"),
-        (raised_by(lambda: load(b"\xff" * 99)), 2, "a .safetensors file is damaged ("),
         (KeyboardInterrupt(), 130, ""),
         (typer.Exit(143), 143, ""),
     ],

@@ -15,7 +15,6 @@ import torch
 
 from lowrank_cnn.cli.app import run
 from lowrank_cnn.cli.train import (
-    FORMER,
     ImageOptions,
     NetworkOptions,
     TrainingOptions,
@@ -373,21 +372,24 @@ def test_bad_images_that_a_stream_finds_are_told_at_the_end(lowrank, tmp_path, m
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--precision", "bf16"], "--precision is now a setting: --set precision=bf16."),
-        (["--no-compile"], "--no-compile is now a setting: --set compile=false."),
-        (["--checkpoint-every=3"], "--checkpoint-every is now a setting: --set checkpoint_every=60."),
-        (["--tensorboard"], "--tensorboard is now --log tensorboard."),
+        (["--precision", "bf16"], "--precision is a setting: --set precision=VALUE."),
+        (["--no-compile"], "--no-compile is a setting: --set compile=false."),
+        (["--hold-gb=3"], "--hold-gb is a setting: --set hold_gb=VALUE."),
+        (["--name", "modern"], "No such option"),
         (["--widht", "2"], "No such option"),
     ],
 )
-def test_former_options_say_what_replaces_them(capsys, words, says):
+def test_a_setting_typed_as_an_option_is_explained(capsys, words, says):
     assert run(["train", "nin", "--data", "digits", *words]) == 2
     assert says in capsys.readouterr().err
 
 
-def test_every_former_option_is_a_setting_and_files_may_still_name_it():
-    settings = [f"{name.removeprefix('no-')}={value}" for name, value in FORMER.items()]
-    recipe, rare = TrainingOptions("modern", epochs=3, lr=0.02, settings=[*settings, "lr=0.1"]).read(
+SETTINGS = ("norm=batch", "stride=2", "precision=bf16", "quantize=int8", "decode=gpu", "compile=false")
+SETTINGS += ("checkpoint-every=60", "hold-gb=8", "channels=1", "bad=refuse", "lr=0.1")
+
+
+def test_a_setting_is_found_in_the_recipe_the_run_the_network_or_the_images():
+    recipe, rare = TrainingOptions("modern", epochs=3, lr=0.02, settings=[*SETTINGS]).read(
         {"epochs": 9, "batch_size": 32, "decode": "cpu"}
     )
     assert (recipe.epochs, recipe.batch_size, recipe.lr) == (3, 32, 0.1)

@@ -60,9 +60,6 @@ def test_a_missing_package_is_named_with_its_install(monkeypatch):
         ),
         (lambda v: errors.check_number("x", v, above=0, most=1), float("nan"), "above 0 and at most 1, not nan."),
         (lambda v: errors.check_number("x", v, below=2000), 2000, "a number below 2,000, not 2,000."),
-        (lambda v: errors.check_choice("bad", v, ("skip", "refuse")), "x", "bad must be skip or refuse, not 'x'."),
-        (lambda v: errors.check_choice("bad", v, ("skip", "refuse")), ["skip"], "not ['skip']."),
-        (lambda v: errors.check_choice("letter", v, ("alpha", *"bcde")), "alfa", "did you mean alpha?"),
         (errors.check_file, Path("absent"), "there is no file absent."),
     ],
 )
@@ -74,7 +71,6 @@ def test_the_validator_says_what_is_right(check, value, told):
 def test_what_is_valid_passes_and_all_names_are_told_if_none_is_near():
     errors.check_type("norm", None, str, type(None))
     errors.check_number("x", 1, least=0, most=1, whole=True)
-    errors.check_choice("scheme", "lr", {"lr": 1})
     errors.check_file(Path(__file__))
     assert nearest("zzz", ["b", "a"]) == "known are a, b."
 

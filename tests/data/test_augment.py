@@ -14,7 +14,6 @@ from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Augment, Standardize, Whiten
 from lowrank_cnn.data.augment import (
     OPERATIONS,
-    Moves,
     PixelAugment,
     alternating,
     apply_moves,
@@ -27,15 +26,16 @@ from lowrank_cnn.data.augment import (
 from lowrank_cnn.data.types import generator
 
 
-def slowly(images: Tensor, rows: Tensor, moves: Moves, window: tuple[int, int], cutout: int) -> Tensor:
+def slowly(images: Tensor, rows: Tensor, moves: Tensor, window: tuple[int, int], cutout: int) -> Tensor:
     """The same in loops over images and pixels."""
     out = torch.zeros(len(rows), *window, images.shape[3], dtype=images.dtype)
     for i, row in enumerate(rows.tolist()):
+        top, left, mirror, cut_y, cut_x = moves[:, i].tolist()
         for y in range(window[0]):
             for x in range(window[1]):
-                across = window[1] - 1 - x if moves.mirror[i] else x
-                value = images[row, int(moves.top[i]) + y, int(moves.left[i]) + across]
-                down, right = y - int(moves.cut_y[i]) + cutout // 2, x - int(moves.cut_x[i]) + cutout // 2
+                across = window[1] - 1 - x if mirror else x
+                value = images[row, top + y, left + across]
+                down, right = y - cut_y + cutout // 2, x - cut_x + cutout // 2
                 cut = 0 <= down < cutout and 0 <= right < cutout
                 out[i, y, x] = 0 if cut else value
     return out
@@ -63,18 +63,16 @@ def test_the_fused_pass_equals_loops(
 
 def test_moves_reach_every_place_and_both_sides() -> None:
     moves = draw_moves(4000, padded=(10, 9), window=(8, 8), mirror=True, draw=generator(1))
-    assert moves.top.unique().tolist() == [0, 1, 2]
-    assert moves.left.unique().tolist() == [0, 1]
-    assert 0.45 < moves.mirror.float().mean() < 0.55
-    assert moves.cut_y.unique().tolist() == list(range(8))
-    assert not draw_moves(100, padded=(8, 8), window=(8, 8), mirror=False, draw=generator(1)).mirror.any()
+    assert [found.unique().tolist() for found in moves] == [[0, 1, 2], [0, 1], [0, 1], [*range(8)], [*range(8)]]
+    assert 0.45 < moves[2].float().mean() < 0.55
+    assert not draw_moves(100, padded=(8, 8), window=(8, 8), mirror=False, draw=generator(1))[2].any()
 
 
 def test_cut_out_zeroes_one_square_in_place() -> None:
     images = torch.ones(2, 3, 6, 6)
     centres = torch.tensor([3, 0])
     still = torch.zeros(2, dtype=torch.long)
-    moves = Moves(still, still, still.bool(), centres, centres)
+    moves = torch.stack([still, still, still, centres, centres])
     cut = cut_out(images, moves, cutout=4)
     assert cut is images
     assert (cut[0] == 0).sum() == 3 * 16

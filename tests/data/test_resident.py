@@ -140,8 +140,7 @@ def test_each_kind_of_split_has_its_loader(shards: Path) -> None:
         assert type(make_loader(split, train=True, **options)) is kind
     alternate = {**options, "augment": Augment(alternate=True)}
     for split, wrong, says in (
-        ([], {}, "no loader is known for a list"),
-        (streamed, alternate, "mirrored in alternation"),
+        (streamed, alternate, "alternate_mirror is for sets that are held in memory"),
         (own, {"world": 2}, "trained on by one process"),
         (
             random_split(),
@@ -173,7 +172,7 @@ def test_problems_are_counted_once_and_the_first_named() -> None:
     other = Problems()
     other.add_all(problems.found)  # as one process tells another
     assert other.found == problems.found
-    with pytest.raises(LowRankError, match=r"x\.parquet:3: -1.*--bad skip"):
+    with pytest.raises(LowRankError, match=r"x\.parquet:3: -1.*bad='skip'"):
         problems.refuse()
 
 

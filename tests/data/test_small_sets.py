@@ -18,7 +18,7 @@ import torch
 from lowrank_cnn.core.errors import LowRankError, MissingExtra
 from lowrank_cnn.data import Data, ResidentSplit, open_data
 from lowrank_cnn.data import small_sets as cifar_binary
-from lowrank_cnn.data.small_sets import content_sum, open_archive, open_cifar_folder, read_digits
+from lowrank_cnn.data.small_sets import content_sum, open_cifar, read_digits
 
 NAMES = (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin")
 
@@ -50,7 +50,7 @@ def sums(files: dict[str, bytes]) -> dict[str, str]:
 
 def test_the_archive_is_read_in_place(tmp_path: Path, files: dict[str, bytes]) -> None:
     path = archive(tmp_path, files)
-    data = open_archive(path, md5=md5(path))
+    data = open_cifar(path, md5=md5(path))
     assert list(tmp_path.iterdir()) == [path]
     assert data.classes[3] == "cat"
     assert (len(data.train), len(data.test)) == (20, 4)
@@ -74,7 +74,7 @@ def test_extracted_files_are_checked_by_content(tmp_path: Path, files: dict[str,
     for name, content in files.items():
         (inner / name).write_bytes(content)
     for place in (tmp_path, inner):
-        assert len(open_cifar_folder(place, content_sums=sums(files)).train) == 20
+        assert len(open_cifar(place, content_sums=sums(files)).train) == 20
         with pytest.raises(LowRankError, match=r"train files .* do not hold the images of CIFAR-10"):
             open_data(place)
     (inner / NAMES[2]).unlink()
@@ -102,7 +102,7 @@ def test_impossible_archives_are_refused(tmp_path: Path, files: dict[str, bytes]
     content = files.pop(NAMES[5])
     path = archive(tmp_path, {**files, NAMES[5]: spoil(content)} if spoil else files)
     with pytest.raises(LowRankError, match=sentence):
-        open_archive(path, md5=md5(path))
+        open_cifar(path, md5=md5(path))
 
 
 def test_the_pickled_set_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from lowrank_cnn.data import (
     Standardize,
     StreamedSplit,
     Whiten,
-    decode_rate,
     make_loader,
     open_data,
 )
@@ -139,7 +138,6 @@ def test_type_layout_and_preprocessing(shards: Path, held: int) -> None:
     assert images.float().mean((0, 2, 3)).abs().max() < 0.02
     assert (images.float().std((0, 2, 3)) - 1).abs().max() < 0.02
     assert next(iter(loader(split, channels_last=False).epoch(0)))[0].is_contiguous()
-    assert held or decode_rate(split, 32, 0) > 0
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")

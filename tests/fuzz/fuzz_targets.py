@@ -26,7 +26,7 @@ from lowrank_cnn.data.types import fingerprint_of_files
 from lowrank_cnn.report import read_records
 from lowrank_cnn.train import get_recipe, load_record
 from lowrank_cnn.train.recipe import Recipe, parse_settings
-from lowrank_cnn.train.run_folder import CheckpointStore, RunDirectory, read_checkpoint
+from lowrank_cnn.train.run_folder import RunDirectory, read_checkpoint
 
 SHAPES = {"mean": (6,), "matrix": (6, 6)}
 
@@ -66,7 +66,7 @@ def report(place: Path, draw: random.Random) -> None:
 
 def checkpoint(place: Path, draw: random.Random) -> None:
     """One of the two files of a checkpoint, damaged."""
-    CheckpointStore(place).save(inputs.checkpoint(), 1)
+    RunDirectory(place).save(inputs.checkpoint(), 1)
     inputs.damage(place / f"step-00000001.{draw.choice(('json', 'safetensors'))}", draw)
     back = read_checkpoint(place / "step-00000001")
     if not torch.equal(back.tensors["model.weight"], inputs.checkpoint().tensors["model.weight"]):
@@ -75,10 +75,10 @@ def checkpoint(place: Path, draw: random.Random) -> None:
 
 def resumed(place: Path, draw: random.Random) -> None:
     """The newest checkpoint damaged: the one before it is used."""
-    CheckpointStore(place).save(inputs.checkpoint(1.0), 1)
-    CheckpointStore(place).save(inputs.checkpoint(2.0), 2)
+    RunDirectory(place).save(inputs.checkpoint(1.0), 1)
+    RunDirectory(place).save(inputs.checkpoint(2.0), 2)
     inputs.damage(place / f"step-00000002.{draw.choice(('json', 'safetensors'))}", draw)
-    found = CheckpointStore(place).latest(lambda _: None)
+    found = RunDirectory(place).latest(lambda _: None)
     if found is None or found.tensors["model.weight"].unique().item() not in (1.0, 2.0):
         raise Accepted
 
@@ -86,9 +86,9 @@ def resumed(place: Path, draw: random.Random) -> None:
 def whitening(place: Path, draw: random.Random) -> None:
     """A cache of tensors, damaged: it counts as empty."""
     made = {name: torch.ones(shape) for name, shape in SHAPES.items()}
-    cached_tensors("key", lambda: made, shapes=SHAPES, folder=place)
+    cached_tensors("key", lambda: made, folder=place)
     inputs.damage(place / "key.safetensors", draw)
-    found = cached_tensors("key", lambda: made, shapes=SHAPES, folder=place)
+    found = cached_tensors("key", lambda: made, folder=place)
     if not all(torch.equal(found[name], made[name]) for name in made):
         raise Accepted
 
@@ -204,10 +204,10 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "held.lock": lambda path: locked(path.parent).__enter__(),
     "recipe.json": lambda path: RunDirectory(path.parent).begin(get_recipe("modern")),
     "record.json": lambda path: inputs.record().save(path),
-    "step-00000001.json": lambda path: CheckpointStore(path.parent).save(inputs.checkpoint(), 1),
-    "step-00000001.safetensors": lambda path: CheckpointStore(path.parent).save(inputs.checkpoint(), 1),
+    "step-00000001.json": lambda path: RunDirectory(path.parent).save(inputs.checkpoint(), 1),
+    "step-00000001.safetensors": lambda path: RunDirectory(path.parent).save(inputs.checkpoint(), 1),
     "answers.bits": lambda path: Frontier(path.parent, {}, 8).add_answers(b"1"),
-    "key.safetensors": lambda path: cached_tensors("key", dict, shapes={}, folder=path.parent),
+    "key.safetensors": lambda path: cached_tensors("key", dict, folder=path.parent),
     "model.safetensors": lambda path: lr.save_pretrained(inputs.trained(), path.parent),
     "config.json": lambda path: lr.save_pretrained(inputs.trained(), path.parent),
     "README.md": lambda path: lr.save_pretrained(inputs.trained(), path.parent),

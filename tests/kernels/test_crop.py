@@ -24,10 +24,9 @@ def test_crops_are_those_of_indexing(padded, window, channels, cutout, dtype):
     moves = draw_moves(len(rows), padded=padded, window=window, mirror=True, draw=draw).to(DEVICE)
     with forced("off"):
         right = apply_moves(images, rows, moves, window=window, cutout=cutout)
-    places = (moves.top, moves.left, moves.mirror, moves.cut_y, moves.cut_x)
-    ours = launch_crop(images, rows, *places, window=window, cutout=cutout)
+    ours = launch_crop(images, rows, *moves, window=window, cutout=cutout)
     assert torch.equal(ours, right)
-    assert 0 < moves.mirror.sum() < len(rows)
+    assert 0 < moves[2].sum() < len(rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

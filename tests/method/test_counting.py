@@ -147,7 +147,7 @@ def test_double_precision_models_count_too():
         (lambda: count(nn.Conv2d(3, 4, 3), (3, 8)), "does not take an input of 3x8"),
         (lambda: count(nn.Conv2d(3, 4, 3), 32), "channels, height, width"),  # type: ignore[arg-type]
         (lambda: count(nn.Conv2d(3, 4, 3), "3x8x8"), "channels, height, width"),  # type: ignore[arg-type]
-        (lambda: count("net", (3, 8, 8)), "model must be of type Module"),  # type: ignore[arg-type]
+        (lambda: count("net", (3, 8, 8)), "a model is an nn.Module, not str"),  # type: ignore[arg-type]
         (lambda: count(nn.Conv2d(3, 4, 3), (3, 0, 8)), "channels, height, width"),
         (lambda: count(nn.Conv2d(3, 4, 3), (5, 8, 8)), "does not take an input of 5x8x8"),
         (
@@ -157,7 +157,7 @@ def test_double_precision_models_count_too():
         (lambda: count(nn.Conv2d(3, 4, 3), (3, 8, 8), convention="flops"), "convention is mac or paper"),
         (
             lambda: count(torch.jit.script(nn.Conv2d(3, 4, 3)), (3, 8, 8)),
-            "is scripted: count the module",
+            "is scripted: give the module",
         ),
         (lambda: count(nn.DataParallel(nn.Conv2d(3, 4, 3)), (3, 8, 8)), r"count its `\.module`"),
         (lambda: count(on_meta("vgg11"), (3, 64, 64)), "takes 224x224 images"),

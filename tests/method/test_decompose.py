@@ -25,8 +25,15 @@ from lowrank_cnn.method.activations import (
 from lowrank_cnn.method.budget import Budget, _time_ratio, schemes_of, within
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.count import count
-from lowrank_cnn.method.decompose import both_keeps, decompose, nearest_output
-from lowrank_cnn.method.ranks import curves_of, data_fitted, dearest, measured_keeps
+from lowrank_cnn.method.decompose import (
+    both_keeps,
+    curves_of,
+    data_fitted,
+    decompose,
+    max_useful_rank,
+    measured_keeps,
+    nearest_output,
+)
 from lowrank_cnn.method.rewrite import copy_with, replacement, rewrite
 from lowrank_cnn.method.schemes import FactoredConv2d, fit_layer, parse_scheme
 from lowrank_cnn.models import create_model
@@ -205,7 +212,7 @@ def test_frozen_layers_are_fitted_and_stay_frozen():
 
 def test_more_filters_than_a_fit_can_use_are_not_bought():
     net = trained()
-    assert dearest(net[0], parse_scheme("separable")) == 8
+    assert max_useful_rank(net[0], parse_scheme("separable")) == 8
     with torch.no_grad():
         net[2].weight[:, :, ::2, [0, 1, 3, 4]] = 0
     row = notes(decompose(net, "lr-join", where="2", energy=0.999)).decomposition[0]

@@ -40,7 +40,7 @@ def crossed(d: int, c: int) -> torch.Tensor:
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_pair_of_full_rank_is_the_dense_weight(lying: bool, groups: int):
     dense = weight(8, 3, 3, 5)
-    pair = separable_factors(dense, 40 * groups, lying_first=lying, groups=groups)
+    pair = separable_factors(dense, 40 * groups, horizontal_first=lying, groups=groups)
     torch.testing.assert_close(compose(*pair, groups=groups), dense)
 
 
@@ -48,15 +48,15 @@ def test_a_pair_of_full_rank_is_the_dense_weight(lying: bool, groups: int):
 @given(st.integers(1, 12), st.booleans(), st.integers(0, 5))
 def test_what_a_pair_keeps_is_what_the_singular_values_say(m: int, lying: bool, seed: int):
     dense = weight(6, 4, 3, 3, seed=seed)
-    first, second = separable_factors(dense, m, lying_first=lying)
+    first, second = separable_factors(dense, m, horizontal_first=lying)
     assert first.shape[0] == second.shape[1] == m
-    expected = separable_energy(dense, lying_first=lying)[m - 1]
+    expected = separable_energy(dense, horizontal_first=lying)[m - 1]
     assert kept_energy(dense, compose(first, second)) == pytest.approx(float(expected), abs=1e-10)
 
 
 def test_no_other_pair_of_the_same_rank_is_nearer():
     dense = weight(6, 4, 3, 3)
-    best = separable_factors(dense, 3, lying_first=True)
+    best = separable_factors(dense, 3, horizontal_first=True)
     kept = kept_energy(dense, compose(*best))
     first, second = (factor.clone().requires_grad_() for factor in best)
     loss = (compose(first, second) - dense).square().sum()

@@ -10,7 +10,7 @@ from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.method.schemes import FactoredConv2d
 from lowrank_cnn.models import create_model
-from lowrank_cnn.models.build import rewrite_again
+from lowrank_cnn.models.build import rebuild
 
 
 def small() -> nn.Sequential:
@@ -58,7 +58,7 @@ def test_a_conversion_can_be_made_in_steps_and_repeated_from_json():
     net = create_model("nin", width=0.1)
     new = convert(convert(net, "lr", where="features.conv1_1"), "lr-join(m=7)", where="features.conv2_1")
     stored = json.loads(json.dumps(notes(new).conversion.to_dict()))
-    again = rewrite_again(create_model("nin", width=0.1), stored)
+    again = rebuild({"conversion": stored}, into=create_model("nin", width=0.1))
     again.load_state_dict(new.state_dict())
     x = torch.randn(1, 3, 30, 30)
     torch.testing.assert_close(again.eval()(x), new.eval()(x))

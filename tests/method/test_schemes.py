@@ -57,9 +57,8 @@ def test_a_scheme_round_trips_through_its_string_and_its_dict(scheme: Scheme):
 
 
 def test_any_share_has_a_text_that_can_be_read_again():
-    scheme = Scheme(
-        "mixture", (("kx1", Fraction(123583440667049046007, 6179172033352452320)), ("kxk", Fraction(0.1)))
-    )
+    long = Fraction(123583440667049046007, 6179172033352452320)
+    scheme = Scheme("mixture", (("kx1", long), ("kxk", Fraction(0.1))))
     assert parse_scheme(str(scheme)) == scheme
     assert dict(scheme.shapes)["kxk"] == Fraction(1, 10)
 
@@ -147,7 +146,7 @@ def test_a_scheme_made_by_hand_is_checked():
         ("mixture(kx1, m=8)", "need a join"),
         ("lr(kx1", "cannot read the scheme"),
         ("lr(kx1, kx1)", "given twice"),
-        ("separable(kxk, 1xk)", "one upright and one lying"),
+        ("separable(kxk, 1xk)", "one vertical and one horizontal"),
         ("dense(kx1)", "takes no shapes"),
         ("embed(to=0)", "must be positive"),
         ("channel(kx1)", "takes m alone"),
@@ -161,7 +160,7 @@ def test_a_scheme_made_by_hand_is_checked():
         ("separable(channel_groups=2)", "takes m and shapes, not channel_groups"),
         ("mixture(kx1, m=4)", "need a join"),
         ("cp(kx1)", "takes m alone"),
-        ("separable(1xk, 1x5)", "one upright and one lying"),
+        ("separable(1xk, 1x5)", "one vertical and one horizontal"),
         (None, "a string, a dict or a Scheme"),
         ({"name": "mixture", "to": 0.5}, r"cannot join to 0\.5|takes branches, channel_groups, join, m"),
     ],

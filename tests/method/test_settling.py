@@ -10,8 +10,8 @@ import lowrank_cnn as lr
 from lowrank_cnn.choose.learn_shapes import mac_costs, shape_network
 from lowrank_cnn.choose.shape_choice import ShapeChooser
 from lowrank_cnn.core.notes import forget
-from lowrank_cnn.method.channels import free_routes
-from lowrank_cnn.method.finalize_shapes import LearnedShapes, has_learned, load_shapes, settle
+from lowrank_cnn.graph.channels import free_routes
+from lowrank_cnn.graph.finalize_shapes import LearnedShapes, finalize_shapes, has_learned, load_shapes
 from lowrank_cnn.method.schemes import parse_scheme
 from lowrank_cnn.models.build import dense_cost, rebuild, rebuild_options
 
@@ -42,7 +42,7 @@ def test_it_computes_the_same_within_the_budget(name, side, norm, scheme):
     x = torch.randn(2, *size)
     torch.testing.assert_close(shaped(x), net(x))
     ShapeChooser(shaped, free_routes(shaped, size), mac_costs(shaped, net, size)).choose(0.5)
-    plain = settle(shaped, size)  # compares both in float64
+    plain = finalize_shapes(shaped, size)  # compares both in float64
     assert not has_learned(plain)
     torch.testing.assert_close(plain(x), shaped(x), rtol=1e-4, atol=1e-4)
     assert lr.count(plain, size).macs <= 0.5 * lr.count(net, size).macs
@@ -56,7 +56,7 @@ def test_shapes_are_written_read_and_applied(tmp_path):
     net, size = trained_like("nin", 16, "batch"), (3, 16, 16)
     shaped = shape_network(net, parse_scheme(SCHEMES[1]), size)
     ShapeChooser(shaped, free_routes(shaped, size), mac_costs(shaped, net, size)).choose(0.5)
-    plain = settle(shaped, size)
+    plain = finalize_shapes(shaped, size)
     shapes = LearnedShapes.of(plain)
     read = load_shapes(shapes.save(tmp_path / "shapes.json"))
     assert read == shapes
@@ -78,7 +78,7 @@ def test_a_settled_network_can_be_exported_and_loaded(tmp_path):
     net, size = trained_like("vgg11-gmp", 32, "batch"), (3, 32, 32)
     shaped = shape_network(net, parse_scheme(SCHEMES[1]), size)
     ShapeChooser(shaped, free_routes(shaped, size), mac_costs(shaped, net, size)).choose(0.5)
-    plain = settle(shaped)
+    plain = finalize_shapes(shaped)
     lr.export(plain, tmp_path / "net.safetensors", input_size=size)
     x = torch.randn(1, *size)
     loaded = lr.load(tmp_path / "net.safetensors")
@@ -87,8 +87,8 @@ def test_a_settled_network_can_be_exported_and_loaded(tmp_path):
 
 def test_a_network_without_masks_is_returned_itself():
     net = nn.Sequential(nn.Conv2d(3, 4, 3))
-    assert settle(net) is net
+    assert finalize_shapes(net) is net
     shaped = shape_network(net, parse_scheme("learned"), (3, 8, 8))
     forget(shaped, "input_size")
     with pytest.raises(lr.LowRankError, match="size of the images"):
-        settle(shaped)
+        finalize_shapes(shaped)

@@ -14,7 +14,6 @@ from lowrank_cnn.report.charts import (
     DETAILS,
     LAYER_COLOURS,
     MOST_BARS,
-    NEEDED,
     best_measure,
     confusion_spec,
     curves_spec,
@@ -181,13 +180,13 @@ def test_the_answers_of_all_runs_of_a_network_are_one_chart(records: Records):
     assert shares == sorted(shares)
     assert chart["pairs"][0]["name"].endswith(f"taken for class {int(chart['pairs'][0]['name'].split()[1]) + 1}")
     assert chart["worst"][0]["image"] == "val/class 3/0007.png"
-    for specify in DETAILS.values():
+    for _, specify in DETAILS.values():
         assert not re.search(r"'{\w+}'", str(specify(chart)))
 
 
 def test_the_page_gets_complete_charts_and_of_many_classes_the_hardest(records: Records):
     for found in details_data(gather(records)):
-        assert list(found["charts"]) == list(NEEDED)
+        assert list(found["charts"]) == list(DETAILS)
         assert set(re.findall(r"'({\w+})'", str(found["charts"]))) == {"{colour}"}  # filled in by the theme
         assert set(found["colours"]) == {"light", "dark"}
     found = next(one for one in details_data(gather(records)) if one["network"] == "vgg11-gmp")

@@ -14,7 +14,7 @@ import lowrank_cnn as lr
 from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, SeedRun
 from lowrank_cnn.cli.app import build
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.method.finalize_shapes import LearnedShapes
+from lowrank_cnn.graph.finalize_shapes import LearnedShapes
 from lowrank_cnn.method.schemes import build_conv, parse_scheme
 from lowrank_cnn.models.filters import (
     dense_filters,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from record_examples import CONVERTED, RESULTS, RUN, TIMING, records_of, run_of
+from record_examples import CONVERTED, RUN, TIMING, records_of, run_of
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.files import sealed
@@ -20,9 +20,8 @@ from lowrank_cnn.report.records import (
     data_label,
     pool_answers,
     require_records,
-    shown_elsewhere,
 )
-from lowrank_cnn.train.evaluate import DetailsCollector, EvaluationDetails
+from lowrank_cnn.train.evaluate import EvaluationDetails, answers, details_of
 
 DEEP = json.loads('{"a":' * 900 + "1" + "}" * 900)
 PICTURE = "data:image/png;base64,iVBORw0KGgo="
@@ -39,10 +38,9 @@ def test_a_folder_is_read_at_any_depth_and_bad_files_are_listed(runs: Path):
 
 def test_a_frontier_is_shown_by_its_own_command(tmp_path: Path):
     (tmp_path / "frontier.json").write_text(json.dumps({"kind": "frontier", "family": "nin"}))
-    shown = f"{tmp_path / 'frontier.json'} is shown by `lowrank frontier nin --out {tmp_path}`"
     records = read_records([tmp_path])
-    assert (records.skipped, shown_elsewhere(records)) == ([], [shown])
-    with pytest.raises(LowRankError, match=r"no training run and no timing of a network; .*lowrank frontier nin"):
+    assert [file.reason for file in records.skipped] == [f"`lowrank frontier nin --out {tmp_path}` shows it."]
+    with pytest.raises(LowRankError, match=r"no record in .*lowrank frontier nin"):
         require_records([tmp_path], records)
 
 
@@ -79,7 +77,7 @@ def test_a_file_may_hold_several_records_and_is_read_once(tmp_path: Path):
         ({**RUN, "data": {"size": [3, None, 30]}}, "size must be a whole number"),
         ({**RUN, "result": {"details": {"per_class": [{"n": 1}], "confusion": [[1], [2]]}}}, "confusion matrix"),
         ({**RUN, "result": {"details": {"per_class": [{"n": 1}], "confusion": [[{}]]}}}, "confusion matrix"),
-        ({**RUN, "deep": DEEP}, "nested too deeply"),
+        ({**RUN, "seed": DEEP}, "seed must be a number"),
         *(({**RUN, "result": {"top1": value}}, "top1 must be a number") for value in (-1, 2.0, "0.9", True, [1])),
     ],
 )
@@ -152,7 +150,7 @@ def test_a_converted_network_is_read_with_what_it_was_before():
     assert run.dense == {"macs": 2000, "params": 150}
     config = {"name": "nin", "width": 0.5, "stride": 1}
     ours = run_of({**CONVERTED, "model": {**CONVERTED["model"], "name": "nin+lr", "config": config}})
-    assert (ours.network.label, ours.network.base, ours.dense) == ("nin+lr width 0.5", "nin", None)
+    assert (ours.network.label, ours.network.base) == ("nin+lr width 0.5", "nin")
     untold = {key: value for key, value in CONVERTED["result"].items() if key != "dense"}
     assert run_of({**CONVERTED, "result": untold}).dense is None
     plain = {"name": "Mine"}
@@ -203,27 +201,12 @@ def test_what_the_command_time_prints_is_read():
     assert (found[0].hardware, found[1].hardware) == ("a fast one", "GPU")
 
 
-def test_our_own_benchmarks_are_read():
-    records = read_records([RESULTS / f"{name}.json" for name in ("gpu_speed", "cpu_speed", "gpu_models")])
-    assert records.skipped == []
-    found = {(t.network.name, t.device, t.runtime, t.batch): t for t in records.timings}
-    assert {device for _, device, _, _ in found} == {"CPU", "GPU"}
-    timing = next(t for key, t in found.items() if key[:2] == ("vgg11-gmp-lr", "GPU") and t.network.image)
-    assert (timing.network.image, timing.hardware) == ((3, 224, 224), "NVIDIA H200")
-    assert 2.5e9 < (timing.macs or 0) < 2.53e9
-    low, dense = found["resnet18, lr", "GPU", "optimize", 256], found["resnet18", "GPU", "torch.compile", 256]
-    assert (low.network.base, low.dense, low.hardware) == ("resnet18", {"macs": dense.macs}, "NVIDIA H200")
-    assert low.ms < dense.ms
-    assert ("resnet18, thin as lr", "GPU", "optimize", 1) in found
-
-
 def evaluated(seed: int, images: int = 200) -> EvaluationDetails:
     draw = torch.Generator().manual_seed(seed)
-    collector = DetailsCollector(("cat", "dog", "cow"), torch.device("cpu"))
     logits = 3 * torch.randn(images, 3, generator=draw)
     labels = torch.randint(0, 3, (images,), generator=draw)
-    collector.add(logits, labels)
-    return collector.details(ResidentSplit.of(torch.zeros(images, 1, 4, 4, dtype=torch.uint8), labels))
+    split = ResidentSplit.of(torch.zeros(images, 1, 4, 4, dtype=torch.uint8), labels)
+    return details_of(answers(logits, labels), ("cat", "dog", "cow"), split)
 
 
 def answers_of(details: dict):

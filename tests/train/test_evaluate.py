@@ -26,8 +26,9 @@ from lowrank_cnn.report.records import read_details
 from lowrank_cnn.train.evaluate import (
     BINS,
     MOST_CLASSES,
-    DetailsCollector,
     EvaluationDetails,
+    answers,
+    details_of,
     score,
     score_by_loss,
 )
@@ -147,7 +148,7 @@ def test_a_run_of_a_network_of_others_is_loaded_into_it(data, tmp_path, scheme: 
         assert lr.evaluate(trained, data, device="cpu").loss == record.result["loss"]
     with pytest.raises(LowRankError, match=r"are not those of|has no layer"):
         lr.load(tmp_path, into=nn.Sequential(nn.Conv2d(1, 5, 3)))
-    with pytest.raises(LowRankError, match=r"4\.weight is 2x8 in the file and 5x8 in the network"):
+    with pytest.raises(LowRankError, match=r"4\.weight is \[2, 8\] in the file and \[5, 8\] in the network"):
         load_checkpoint(tmp_path, network=own(5))
 
 
@@ -325,10 +326,7 @@ def details() -> EvaluationDetails:
     logits, images = torch.zeros(7, 3), torch.zeros(7, 3, 8, 8, dtype=torch.uint8)
     logits[torch.arange(7), said] = torch.tensor([sure, sure, unsure, unsure, sure, unsure, sure])
     images[1] = 255
-    collector = DetailsCollector(CLASSES, CPU)
-    for part in (slice(0, 3), slice(3, 7)):
-        collector.add(logits[part], labels[part])
-    return collector.details(photos(images, labels))
+    return details_of(answers(logits, labels), CLASSES, photos(images, labels))
 
 
 def test_details_count_what_a_few_lines_of_python_count(details: EvaluationDetails) -> None:
@@ -345,7 +343,7 @@ def test_details_count_what_a_few_lines_of_python_count(details: EvaluationDetai
     assert len(details.most_confused(1)) == 1
     assert details.right is not None
     assert details.right.tolist() == [True, False, False, False, True, True, True]
-    assert DetailsCollector(CLASSES, CPU).details(None).right is None
+    assert details_of(torch.zeros(0, 4, dtype=torch.float64), CLASSES).right is None
     sure, unsure = (float(torch.tensor([0.0, x, 0.0], dtype=torch.float64).softmax(0)[1]) for x in (4.0, 1.0))
     expected = (abs(4 * sure - 3) + abs(3 * unsure - 1)) / 7  # all sure answers share a bin, and so do the others
     assert int(sure * BINS) != int(unsure * BINS)

@@ -18,7 +18,6 @@ from lowrank_cnn.train.failure import (
     lost_process_as_user_error,
     oom_as_user_error,
 )
-from lowrank_cnn.train.loop import Trainer
 
 
 def test_weights_in_a_list_belong_to_their_layer():
@@ -51,22 +50,6 @@ def diverge(driver, out, burns_at: int, **options) -> str:
     return str(caught.value)
 
 
-def test_a_quick_run_that_diverges_keeps_its_last_epoch_and_goes_on_as_if_nothing_had_been(driver, tmp_path):
-    says = diverge(driver, tmp_path, burns_at=13)
-    assert "epoch 3, batch 3" in says
-    assert "What is saved is the state after 2 of 3 epochs: go on from there with --resume" in says
-    assert driver.newest(tmp_path) == 10
-    assert [row["epoch"] for row in load_record(tmp_path).history] == [1, 2]
-    whole, again = driver.tiny_net(), driver.tiny_net()
-    for network in (whole, again):
-        network.insert(2, Fuse(burns_at=99))
-    options = {"progress": False, "device": "cpu"}
-    record = driver.fit(again, driver.tiny_data(), driver.PLAIN, out=tmp_path, resume=True, **options)
-    driver.fit(whole, driver.tiny_data(), driver.PLAIN, **options)
-    assert [row["epoch"] for row in record.history] == [1, 2, 3]
-    assert all(torch.equal(t, again.state_dict()[name]) for name, t in whole.state_dict().items())
-
-
 def test_a_run_that_diverges_says_how_far_what_was_saved_has_come(driver, tmp_path):
     assert "epoch 2, batch 3" in (says := diverge(driver, None, burns_at=8))
     assert "Nothing is saved: start anew" in says
@@ -78,18 +61,6 @@ def test_what_was_saved_within_an_epoch_is_not_taken_back_to_its_start(driver, t
     says = diverge(driver, tmp_path, burns_at=8, checkpoint_every=0.0)
     assert "the state after 1 of 3 epochs and 2 batches of the next" in says
     assert driver.newest(tmp_path) == 7
-
-
-def test_on_a_full_disk_what_was_saved_before_stands(driver, tmp_path, monkeypatch):
-    write = Trainer._write
-
-    def full(self, directory, tensors):
-        if self.epoch_end and tensors is self.epoch_end:
-            raise LowRankError("the disk is full")
-        write(self, directory, tensors)
-
-    monkeypatch.setattr(Trainer, "_write", full)
-    assert "Only the state before any training is saved" in diverge(driver, tmp_path, burns_at=8)
 
 
 class Fuse(nn.Module):

@@ -295,7 +295,7 @@ def test_showing_progress_draws_no_random_numbers_from_the_run(driver, tmp_path,
         random.random()
         torch.rand(3)
 
-    monkeypatch.setattr("lowrank_cnn.train.progress.moving_line", drawing_line)
+    monkeypatch.setattr("lowrank_cnn.train.progress.line_moves", drawing_line)
     drawing, _ = driver.train(tmp_path / "drawing", driver.PLAIN, progress=True)
     assert random.getstate() == quiet
     assert same_weights(whole, drawing)

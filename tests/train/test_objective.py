@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,6 +62,11 @@ def test_hits_of_class_numbers_of_blends_and_of_no_classes() -> None:
 CPU = torch.device("cpu")
 
 
+def given(data, preprocess):
+    """What a teacher asks of the inputs of a run."""
+    return SimpleNamespace(data=data, preprocess=preprocess, size=(1, 8, 8))
+
+
 def test_a_teacher_gets_images_as_it_was_trained_on(driver):
     """The student's images have another mean and deviation."""
     data = driver.tiny_data()
@@ -68,7 +74,7 @@ def test_a_teacher_gets_images_as_it_was_trained_on(driver):
     theirs = Standardize(torch.tensor([20.0]), torch.tensor([7.0]))
     means = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten())
     trained = Trained(means, theirs, Recipe(), data.classes, (1, 8, 8))
-    answer = make_teacher(trained, data, ours, CPU, contextlib.nullcontext, (1, 8, 8))
+    answer = make_teacher(trained, given(data, ours), CPU, contextlib.nullcontext)
     pixels = data.test.images[:4]
     torch.testing.assert_close(answer(ours(pixels)), means(theirs(pixels)), rtol=1e-5, atol=1e-5)
 
@@ -80,9 +86,13 @@ def test_a_teacher_gets_images_as_it_was_trained_on(driver):
         (
             nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()),
             (1, 8, 8),
-            "gives 1 scores for an image, .* 4 classes",
+            "the teacher does not fit the data: .* 1 output for an image, and the data 4 classes",
         ),
-        (nn.Conv2d(3, 4, 3), (1, 8, 8), "the teacher cannot take images of 1x8x8: Given groups=1"),
+        (
+            nn.Conv2d(3, 4, 3),
+            (1, 8, 8),
+            "does not fit the data: .* cannot take .*1x8x8: Given groups=1",
+        ),
     ],
 )
 def test_teachers_of_other_images_are_refused(
@@ -91,7 +101,7 @@ def test_teachers_of_other_images_are_refused(
     data, preprocess = driver.tiny_data(), Standardize(torch.zeros(1), torch.ones(1))
     trained = Trained(network, preprocess, Recipe(), data.classes, image)
     with pytest.raises(LowRankError, match=says):
-        make_teacher(trained, data, preprocess, CPU, contextlib.nullcontext, (1, 8, 8))
+        make_teacher(trained, given(data, preprocess), CPU, contextlib.nullcontext)
 
 
 def test_a_student_learns_from_a_run_without_labels(driver, tmp_path):
@@ -116,9 +126,9 @@ def test_teachers_of_other_classes_or_kinds_are_refused(driver):
     data, preprocess = driver.tiny_data(), Standardize(torch.zeros(1), torch.ones(1))
     other = Trained(nn.Identity(), preprocess, Recipe(), ("a", "b"), (1, 8, 8))
     with pytest.raises(LowRankError, match="other classes"):
-        make_teacher(other, data, preprocess, CPU, contextlib.nullcontext, (1, 8, 8))
+        make_teacher(other, given(data, preprocess), CPU, contextlib.nullcontext)
     with pytest.raises(LowRankError, match="not a int"):
-        make_teacher(3, data, preprocess, CPU, contextlib.nullcontext, (1, 8, 8))  # type: ignore[arg-type]
+        make_teacher(3, given(data, preprocess), CPU, contextlib.nullcontext)  # type: ignore[arg-type]
 
 
 def test_the_mode_of_a_teacher_stays(driver):

@@ -45,7 +45,7 @@ def net() -> nn.Sequential:
 
 
 def stepped(network: nn.Module, recipe: Recipe, steps: int = 3, skip: float = 0.0) -> Optimizer:
-    rule = Optimizer(dict(network.named_parameters()), recipe, CPU, torch.tensor(skip))
+    rule = Optimizer(network, recipe, CPU, torch.tensor(skip))
     rule.set_rate(recipe.lr)
     take_steps(network, rule, steps)
     return rule

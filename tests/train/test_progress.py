@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
-import re
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 
 from lowrank_cnn.core.errors import LowRankError, MissingExtra
 from lowrank_cnn.train import load_record
-from lowrank_cnn.train.progress import Live, NotebookLine
+from lowrank_cnn.train.progress import Live, line_moves
 from lowrank_cnn.train.run_folder import Epoch
 from lowrank_cnn.train.step import Tally
 
@@ -30,42 +28,40 @@ def test_one_line_per_epoch_where_there_is_no_terminal(driver, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_the_live_line_names_every_figure():
-    from rich.console import Console
-
-    screen = io.StringIO()
-    live = Live(total=100, per_epoch=10, start=0)
-    live.bar.live.console = Console(file=screen, force_terminal=True, width=120)
+def test_the_live_line_names_every_figure_and_the_time_left(capsys):
+    live = Live(total=100, per_epoch=10, start=5)
     with live:
+        live.began -= 10  # ten seconds for ten steps
         live.step(Tally(50.0, 25.0, 100.0, 5, False), 0.05, 15)
-        live.bar.refresh()
         live.epoch(ROW, 10)
-    shown = screen.getvalue()
-    for part in ("epoch 2/10", "loss 0.500", "accuracy 25.0%", "lr 0.05", "images/s", "62.50%"):
-        assert part in shown
+    moving, shown = capsys.readouterr().out.split("\r", 3)[1::2]
+    for part in ("epoch 2/10", "loss 0.500", "accuracy 25.0%", "lr 0.05", "images/s  85 s left"):
+        assert part in moving
+    assert shown.startswith("epoch 2/10  loss 1.2500  train 50.0%  accuracy 62.50%")
 
 
-def test_a_notebook_shows_one_output_with_the_time_left(monkeypatch, capsys):
-    display = pytest.importorskip("IPython.display")
-    shown = []
+def test_a_line_that_moves_leaves_nothing_behind(capsys):
+    with Live(total=20, per_epoch=10, start=0) as live:
+        live.step(Tally(5.0, 5.0, 10.0, 1, False), 0.1, 1)
+    _, line, blanks, _ = capsys.readouterr().out.split("\r")
+    assert len(line) == len(blanks)
+    assert not blanks.strip()
 
-    class Output:
-        def update(self, data, *, raw):
-            shown.append((data["text/plain"], raw))
 
-    monkeypatch.setattr(display, "display", lambda *_, **__: Output())
-    line = NotebookLine(total=100, per_epoch=10, start=0)
-    with line:
-        for iteration in (5, 10, 15):
-            line.step(Tally(50.0, 25.0, 100.0, 5, False), 0.05, iteration)
-        line.epoch(ROW, 10)
-    (*moving, last), raws = zip(*shown, strict=True)
-    assert all(raws)
-    assert last == ""
-    assert "epoch 2/10" in moving[-1]
-    assert "accuracy 25.0%" in moving[-1]
-    assert re.search(r" \d:\d\d:\d\d$", moving[-1])  # plain text, without codes for colours
-    assert capsys.readouterr().out.startswith("epoch 2/10  loss 1.2500")
+def test_the_last_step_belongs_to_the_last_epoch(capsys):
+    live = Live(total=20, per_epoch=10, start=0)
+    for iteration, epoch in ((1, 1), (10, 1), (11, 2), (20, 2)):
+        live.step(Tally(5.0, 5.0, 10.0, 1, False), 0.1, iteration)
+        assert capsys.readouterr().out.startswith(f"\repoch {epoch}/2")
+
+
+def test_the_line_moves_on_a_terminal_and_in_a_notebook(monkeypatch):
+    assert not line_moves()
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert line_moves()
+    stream = type("OutStream", (), {"__module__": "ipykernel.iostream", "isatty": lambda self: False})
+    monkeypatch.setattr("sys.stdout", stream())
+    assert line_moves()
 
 
 Calls = list[tuple[str, dict[str, Any]]]

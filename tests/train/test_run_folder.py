@@ -20,9 +20,9 @@ from lowrank_cnn.train.loop import ABOUT
 from lowrank_cnn.train.run_folder import (
     NOT_WRITTEN,
     Checkpoint,
-    CheckpointStore,
     DamagedCheckpointError,
     Position,
+    RunDirectory,
     read_checkpoint,
     recipe_changes,
     write_checkpoint,
@@ -48,9 +48,9 @@ def value_of(found: Checkpoint | None) -> float:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> CheckpointStore:
+def store(tmp_path: Path) -> RunDirectory:
     """Two checkpoints, of values 1 and 2."""
-    store = CheckpointStore(tmp_path)
+    store = RunDirectory(tmp_path)
     store.save(sample(1.0), 1)
     store.save(sample(2.0), 2)
     return store
@@ -84,7 +84,7 @@ def test_one_flipped_bit_is_noticed(tmp_path, suffix, where, bit):
 @given(kept=WHERE)
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_file_cut_short_is_noticed_and_the_one_before_used(tmp_path, suffix, kept):
-    store, said = CheckpointStore(tmp_path), []
+    store, said = RunDirectory(tmp_path), []
     store.save(sample(1.0), 1)
     store.save(sample(2.0), 2)
     path = tmp_path / f"step-00000002{suffix}"
@@ -96,7 +96,7 @@ def test_a_file_cut_short_is_noticed_and_the_one_before_used(tmp_path, suffix, k
 
 @pytest.mark.parametrize("kind", ["missing", "directory", "deep", "fifo", "bytes", "list", "pickle"])
 def test_a_newest_pair_of_any_kind_is_passed_over(store, kind):
-    manifest, tensors = (store.directory / f"step-00000002{suffix}" for suffix in (".json", ".safetensors"))
+    manifest, tensors = (store.path / f"step-00000002{suffix}" for suffix in (".json", ".safetensors"))
     said: list[str] = []
     (tensors if kind in ("missing", "pickle") else manifest).unlink()
     makers = {
@@ -118,7 +118,7 @@ def test_when_all_are_damaged_nothing_is_started_over(store, tmp_path):
         path.write_text("{}")
     with pytest.raises(LowRankError, match="every checkpoint"):
         store.latest(pytest.fail)
-    assert CheckpointStore(tmp_path / "empty").latest(pytest.fail) is None
+    assert RunDirectory(tmp_path / "empty").latest(pytest.fail) is None
 
 
 def stems(folder: Path) -> list[str]:
@@ -126,7 +126,7 @@ def stems(folder: Path) -> list[str]:
 
 
 def test_two_are_kept_and_one_best(tmp_path):
-    store = CheckpointStore(tmp_path)
+    store = RunDirectory(tmp_path)
     for iteration in (1, 5, 9):
         store.save(sample(), iteration)
         store.save(sample(), iteration, kind="best", keep=1)
@@ -135,7 +135,7 @@ def test_two_are_kept_and_one_best(tmp_path):
 
 
 def test_a_pair_that_is_not_whole_pushes_out_no_other(tmp_path):
-    store = CheckpointStore(tmp_path)
+    store = RunDirectory(tmp_path)
     store.save(sample(1.0), 1)
     (tmp_path / "step-00000002.safetensors").write_bytes(b"killed here")
     store.save(sample(2.0), 8)
@@ -156,12 +156,12 @@ def test_an_old_checkpoint_that_cannot_be_deleted_stops_nothing(store, monkeypat
         store.save(sample(3.0), 3)
     assert value_of(store.latest(pytest.fail)) == 3.0
     store.save(sample(4.0), 4)
-    assert len(list(store.directory.glob("step-*"))) == 4
+    assert len(list(store.path.glob("step-*"))) == 4
 
 
 def test_a_checkpoint_says_what_its_run_depends_on(driver, tmp_path):
     driver.train(tmp_path, driver.PLAIN, epochs=1)
-    found = CheckpointStore(tmp_path).latest(pytest.fail)
+    found = RunDirectory(tmp_path).latest(pytest.fail)
     assert found is not None
     assert set(ABOUT) <= found.state.keys()
     assert found.state["conditions"]["threads"] == torch.get_num_threads()

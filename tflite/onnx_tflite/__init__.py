@@ -16,7 +16,7 @@ __all__ = ["ConversionError", "write_tflite"]
 
 _WEIGHTED = ("CONV_2D", "DEPTHWISE_CONV_2D", "TRANSPOSE_CONV", "FULLY_CONNECTED")
 _COMPUTE_IN_HALF = {"reduced_precision_support": b"fp16accfp16"}
-"""The entry that lets XNNPACK compute in half precision, on processors that can."""
+"""The metadata entry that allows XNNPACK to compute in half precision."""
 
 
 def write_tflite(
@@ -33,12 +33,12 @@ def write_tflite(
     """Write an ONNX model of fixed sizes as a .tflite file.
 
     - `precision`: "fp32"; "fp16", with the weights of layers in half precision; or "int8".
-    - `calibration`: of int8, batches of images, an array for each input; they set the range of each tensor.
-    - `ranges`: of int8, known ranges of layers' inputs, in place of measured ones.
-    - `in_float`: of int8, layers that stay in float, by the first part of their nodes' names.
+    - `calibration`: for int8, batches of images, an array for each input; they set the range of each tensor.
+    - `ranges`: for int8, known ranges of layers' inputs, instead of measured ones.
+    - `in_float`: for int8, layers that stay in float, by the first part of their nodes' names.
     - `metadata`: entries to keep in the file, by name.
 
-    What LiteRT has no operation for raises a ConversionError.
+    A node that LiteRT cannot represent raises a ConversionError.
 
     >>> write_tflite("net.onnx", "net.tflite", precision="fp16")  # doctest: +SKIP
     """
@@ -55,7 +55,7 @@ def write_tflite(
 
 
 def _store_in_half(graph: Graph) -> None:
-    """Keep the weights of layers in half precision; an operation before each layer gives them in float32."""
+    """Store the weights of layers in half precision; an operation before each layer converts them to float32."""
     made: list[Operation] = []
     for operation in graph.operations:
         weight = operation.inputs[1] if operation.kind in _WEIGHTED else None

@@ -1,7 +1,7 @@
-"""The graph that a .tflite file holds, the ONNX graph it is made from, and the bytes by LiteRT's own schema.
+"""The graph of a .tflite file, the ONNX graph it is made from, and its bytes in LiteRT's schema.
 
 LiteRT's convs and pools take images as [N, H, W, C], ONNX's as [N, C, H, W]. A value may have a tensor in either
-layout. The other is made by one transposition, when an operation first asks for it.
+layout; the other is made by one transposition when an operation first needs it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ConversionError(ValueError):
 
 @dataclass(frozen=True)
 class Levels:
-    """Which values integers stand for, (integer - zero) * scale; several scales are those of an axis."""
+    """The values that integers represent: (integer - zero) * scale; several scales run along an axis."""
 
     scale: ndarray
     zero: ndarray
@@ -61,7 +61,7 @@ class Levels:
 
 @dataclass(eq=False)
 class Tensor:
-    """A tensor of the file. A constant has data; a tensor of integers that stand for values has levels."""
+    """A tensor of the file. A constant has data; a quantised tensor has levels."""
 
     name: str
     shape: tuple[int, ...]
@@ -82,7 +82,7 @@ class Operation:
 
     @property
     def version(self) -> int:
-        """The first version of this operation that does what is asked."""
+        """The first version of this operation that supports these types."""
         if self.output.dtype == "int8":
             return _INT8_VERSIONS.get(self.kind, 2)
         return _VERSIONS.get(self.kind, 1)
@@ -100,7 +100,7 @@ class Graph:
     def add(
         self, kind: str, inputs: Sequence[Tensor], shape: Sequence[int], dtype: str = "", **options: Any
     ) -> Tensor:
-        """Append an operation; the tensor that it gives, in the type of its first input unless told."""
+        """Append an operation and return its result, by default in the type of its first input."""
         name = f"{self.layer or inputs[0].name}/{kind.lower()}"
         result = Tensor(name, tuple(shape), dtype or inputs[0].dtype)
         self.operations.append(Operation(kind, list(inputs), result, options, self.layer))
@@ -113,7 +113,7 @@ class Graph:
         return self.add("RESHAPE", [tensor, integers(shape)], shape, newShape=list(shape))
 
     def transposed(self, tensor: Tensor, order: Sequence[int]) -> Tensor:
-        """A tensor with its axes in another order; by another shape where no value changes its place."""
+        """A tensor with its axes in another order; a reshape if no value moves."""
         if tensor.data is not None:
             return constant(tensor.data.transpose(order))
         shape = [tensor.shape[axis] for axis in order]
@@ -130,13 +130,13 @@ def constant(data: Any) -> Tensor:
 
 
 def integers(values: Sequence[int]) -> Tensor:
-    """Axes, sizes or places, as operations take them."""
+    """Axes, sizes or indices as a constant tensor."""
     return constant(numpy.array(values, numpy.int32))
 
 
 @dataclass(frozen=True)
 class OnnxNode:
-    """A node of the graph, named by its layer; `activation` is the one behind it that is computed with it."""
+    """A node of the graph, named by its layer; `activation` is the fused one after it."""
 
     kind: str
     layer: str
@@ -153,7 +153,7 @@ class OnnxNode:
 
 @dataclass
 class Translation:
-    """The values of an ONNX graph as tensors of LiteRT: `first` as they are, `last` with the channels last."""
+    """The values of an ONNX graph as LiteRT tensors: `first` in ONNX's layout, `last` channels-last."""
 
     shapes: dict[str, tuple[int, ...]]
     constants: dict[str, ndarray]
@@ -162,7 +162,7 @@ class Translation:
     last: dict[str, Tensor] = field(default_factory=dict)
 
     def plain(self, name: str) -> Tensor:
-        """A value as ONNX has it."""
+        """A value in ONNX's layout."""
         if name not in self.first:
             if name in self.constants:
                 self.first[name] = constant(self.constants[name])
@@ -177,14 +177,14 @@ class Translation:
         return self.last[name]
 
     def stored(self, name: str) -> tuple[Tensor, list[int]]:
-        """A value in the layout that it has, and the place there of each of ONNX's axes."""
+        """A value in its present layout, and the position there of each of ONNX's axes."""
         if name in self.last:
             return self.last[name], [CHANNELS_LAST.index(axis) for axis in range(4)]
         tensor = self.plain(name)
         return tensor, list(range(len(tensor.shape)))
 
     def put(self, name: str, tensor: Tensor, *, like: str) -> None:
-        """Keep a result in the layout in which another value is stored."""
+        """Store a result in the layout of another value."""
         (self.last if like in self.last else self.first)[name] = tensor
 
     def array(self, node: OnnxNode, place: int) -> Any:
@@ -195,7 +195,7 @@ class Translation:
         return self.constants[name]
 
     def numbers(self, node: OnnxNode, place: int) -> list[int] | None:
-        """Constant integers, such as axes; None where the node has no such input."""
+        """Constant integers, such as axes; None if the node has no such input."""
         if place >= len(node.inputs) or not node.inputs[place]:
             return None
         return [int(number) for number in self.array(node, place).reshape(-1)]
@@ -228,7 +228,7 @@ def read_onnx(model: onnx.ModelProto) -> tuple[Translation, list[OnnxNode], list
 def with_activations(
     nodes: Sequence[OnnxNode], outputs: Sequence[str], constants: dict[str, ndarray]
 ) -> list[OnnxNode]:
-    """The nodes without those activations that the nodes before them compute as well."""
+    """The nodes without the activations that are fused into the nodes before them."""
     uses = Counter(name for node in nodes for name in node.inputs) + Counter(outputs)
     makers: dict[str, int] = {}
     kept: list[OnnxNode] = []
@@ -266,7 +266,7 @@ def packed(graph: Graph, metadata: Mapping[str, bytes] | None = None, descriptio
 
 
 class _AlignedBuffer(schema.BufferT):
-    """A constant at a multiple of 16 bytes, which the schema demands and its Python classes do not do."""
+    """A constant at a multiple of 16 bytes, which the schema requires but its Python classes do not ensure."""
 
     def Pack(self, builder: Any) -> Any:  # noqa: N802, a name of the schema's
         builder.Prep(16, len(self.data))  # type: ignore[arg-type]
@@ -363,7 +363,7 @@ def _code(kind: str, version: int) -> Any:
 
 
 def _made(kind: Any, **values: Any) -> Any:
-    """An object of the schema; an attribute that its class lacks is a mistake of ours."""
+    """An object of the schema; an attribute that its class lacks is a bug here."""
     made = kind()
     for name, value in values.items():
         if not hasattr(made, name):

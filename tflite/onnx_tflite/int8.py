@@ -1,8 +1,8 @@
-"""int8 in .tflite files: weights by output channel, activations by tensor, biases in int32.
+"""int8 in .tflite files: weights per output channel, activations per tensor, biases in int32.
 
 The float graph runs in LiteRT on the calibration images, and the least and largest value of each tensor set its
-range. Average pools stay in float: LiteRT would give means the levels of the values, which are too coarse for
-them. A mean over whole maps has levels of its own, and is in int8 if a layer reads it.
+range. Average pools stay in float: LiteRT would round means to the levels of their inputs, which are too coarse. A
+global mean has its own levels, and is in int8 if a layer reads it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SAME_RANGE = (
     "SLICE",
     "STRIDED_SLICE",
 )
-"""Operations that hand values on: all of their tensors share one range, as LiteRT asks for."""
+"""Operations that only move values: all of their tensors share one range, as LiteRT requires."""
 _READERS = (*_CHANNEL_AXES, "MEAN", "AVERAGE_POOL_2D")
 """Operations whose input may have a given range."""
 _MOST_BIAS, _LEAST_STEP = 2.0**30, 2.0**-24
@@ -46,7 +46,7 @@ def quantize(
     layer_ranges: Mapping[str, tuple[float, float]],
     in_float: Sequence[str],
 ) -> Graph:
-    """The same graph with the operations in int8 that have it, except for the layers that stay in float."""
+    """The same graph in int8, except for unsupported operations and the layers that stay in float."""
     chosen = _chosen(graph, in_float)
     levels = _levels(graph, chosen, _measured(graph, calibration), _given(graph, layer_ranges))
     made = _Int8Graph(levels)
@@ -85,14 +85,14 @@ def _chosen(graph: Graph, in_float: Sequence[str]) -> set[Operation]:
 
 
 def _is_able(operation: Operation) -> bool:
-    """Whether LiteRT has an operation on these tensors in int8."""
+    """Whether LiteRT supports an operation on these tensors in int8."""
     computed = list(_activations(operation))
     if any(tensor.dtype != "float32" for tensor in (*computed, operation.output)) or not computed:
         return False
     if operation.kind in _CHANNEL_AXES:
         return len(computed) == 1
     if operation.kind in _OWN_RANGE:
-        # A square needs twice the bits: in int8 the variance of a quiet channel would be zero.
+        # A square needs twice the bits: in int8 the variance of a weak channel would be zero.
         return len({*computed}) == len(operation.inputs)
     return operation.kind in (*_SAME_RANGE, "MEAN")
 
@@ -138,7 +138,7 @@ def _given(graph: Graph, layer_ranges: Mapping[str, tuple[float, float]]) -> Ran
 
 
 def _widen(ranges: Ranges, tensor: Tensor, ends: tuple[float, float]) -> None:
-    """Enter a range; a tensor that several layers read has one range, which contains those of all."""
+    """Add a range; a tensor that several layers read gets the union of their ranges."""
     low, high = ranges.get(tensor, ends)
     ranges[tensor] = min(low, ends[0]), max(high, ends[1])
 
@@ -166,14 +166,14 @@ def _asymmetric(ranges: Iterable[tuple[float, float]]) -> Levels:
 
 
 class _Int8Graph:
-    """A graph in the making: each tensor in float, in int8, or in both where operations ask for both."""
+    """A graph under construction: each tensor in float, in int8, or in both if operations need both."""
 
     def __init__(self, levels: dict[Tensor, Levels]) -> None:
         self.levels = levels
         self.graph = Graph()
         self.small: dict[Tensor, Tensor] = {}
         self.made: set[Tensor] = set()
-        """Tensors that exist in float behind their int8 form."""
+        """Tensors that were dequantised to float."""
 
     def add_float(self, operation: Operation) -> None:
         inputs = [self.in_float(tensor) for tensor in operation.inputs]

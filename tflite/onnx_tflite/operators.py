@@ -138,7 +138,7 @@ def _operand(values: Translation, name: str, *, image: bool) -> Tensor:
 
 
 def _batch_norm(values: Translation, node: OnnxNode) -> None:
-    """One that no conv took in: a product and a sum for each channel."""
+    """A batch norm that is not folded into a conv: a product and a sum for each channel."""
     weight, bias, mean, variance = (values.array(node, place).astype("float64") for place in range(1, 5))
     scale = weight / (variance + node.attributes.get("epsilon", 1e-5)) ** 0.5
     image = len(values.shapes[node.inputs[0]]) == 4
@@ -155,7 +155,7 @@ def _reshape(values: Translation, node: OnnxNode) -> None:
     name, result = node.inputs[0], node.outputs[0]
     tensor, places = values.stored(name)
     long = [place for place in places if tensor.shape[place] > 1]
-    if long != sorted(long):  # the values stand in another order than ONNX's
+    if long != sorted(long):  # the values have another order than in ONNX
         tensor = values.plain(name)
     values.first[result] = values.graph.reshaped(tensor, values.shapes[result])
 
@@ -231,7 +231,7 @@ def _pad(values: Translation, node: OnnxNode) -> None:
 
 
 def _instance_norm(values: Translation, node: OnnxNode) -> None:
-    """Each channel of each image by its own mean and variance; a group norm comes with its groups as channels."""
+    """Normalise each channel of each image by its own mean and variance; a group norm's channels are groups."""
     name, graph = node.inputs[0], values.graph
     image = len(values.shapes[name]) == 4
     tensor = values.image(name) if image else values.plain(name)
@@ -371,4 +371,4 @@ OPERATORS: dict[str, Translator] = {
     "Transpose": _transpose,
     "Unsqueeze": _reshape,
 }
-"""By the name of an ONNX operation: the function that writes it for LiteRT."""
+"""The functions that write ONNX operations for LiteRT, by the operation's name."""

@@ -25,14 +25,14 @@ _KEEPING_SIGNS = (
     "CONCATENATION",
     "SLICE",
 )
-"""Operations that give no negative values where they are given none."""
+"""Operations that give no negative values for non-negative inputs."""
 Sides = Sequence[tuple[int, int]]
-"""For each axis, how much is appended before and after."""
+"""Padding before and after, for each axis."""
 
 
 @dataclass(frozen=True)
 class AxisWindow:
-    """Windows along one axis: `count` of them, each `step` behind the last, the first at `-before`."""
+    """Windows along one axis: `count` of them, `step` apart, the first at `-before`."""
 
     size: int
     count: int
@@ -44,17 +44,17 @@ class AxisWindow:
 
     @property
     def needed(self) -> int:
-        """What the last window reads behind the end."""
+        """How far the last window reads beyond the end."""
         return (self.count - 1) * self.step + self.dilation * (self.taps - 1) + 1 - self.size - self.before
 
     @property
     def is_same(self) -> bool:
-        """Whether LiteRT's SAME pads as these windows are padded."""
+        """Whether LiteRT's SAME padding equals that of these windows."""
         total = max(0, self.needed + self.before)
         return self.count == -(-self.size // self.step) and self.before == total // 2
 
     def divisors(self, *, padding: bool) -> list[int]:
-        """How many values an average divides by, at each window; `padding` says whether zeros count."""
+        """The divisor of an average at each window; `padding` says whether zeros count."""
         starts = [place * self.step - self.before for place in range(self.count)]
         if padding:
             return [min(start + self.taps, self.size + self.after) - start for start in starts]
@@ -62,7 +62,7 @@ class AxisWindow:
 
 
 def conv(values: Translation, node: OnnxNode) -> None:
-    """A conv, with as many groups of channels as it has."""
+    """A conv with its channel groups."""
     weight = values.array(node, 1)
     bias = values.array(node, 2) if len(node.inputs) > 2 else numpy.zeros(len(weight), weight.dtype)
     windows = _windows(values, node, weight.shape[2:])
@@ -82,7 +82,7 @@ def conv(values: Translation, node: OnnxNode) -> None:
 
 
 def max_pool(values: Translation, node: OnnxNode) -> None:
-    """A max-pool: behind a ReLU it is padded with zeros, else with the lowest value."""
+    """A max-pool: after a ReLU it is padded with zeros, else with the lowest value."""
     if any(step != 1 for step in node.attributes.get("dilations", ())) or len(node.outputs) > 1:
         raise node.refused("has dilations or gives places")
     windows = _windows(values, node, node.attributes["kernel_shape"])
@@ -93,7 +93,7 @@ def max_pool(values: Translation, node: OnnxNode) -> None:
 
 
 def average_pool(values: Translation, node: OnnxNode) -> None:
-    """An average pool; where LiteRT would divide by another number, a constant corrects it."""
+    """An average pool; if LiteRT would divide by another number, a constant corrects it."""
     kernel = node.attributes["kernel_shape"]
     if len(kernel) == 3:
         return _average_over_channels(values, node)
@@ -119,7 +119,7 @@ def _averages(graph: Graph, node: OnnxNode, tensor: Tensor, windows: Sequence[Ax
 
 
 def _average_over_channels(values: Translation, node: OnnxNode) -> None:
-    """That of torch's local response norm: over the channels of [N, 1, C, H, W], which stand as rows here."""
+    """The pool of torch's local response norm: over the channels of [N, 1, C, H, W], which are rows here."""
     name, result, attributes = node.inputs[0], node.outputs[0], node.attributes
     batch, one, channels, *size = values.shapes[name]
     taps, *flat = attributes["kernel_shape"]
@@ -167,7 +167,7 @@ def _padded(
     *,
     same: bool = True,
 ) -> tuple[Tensor, str]:
-    """What windows read, padded or cropped unless LiteRT's SAME or VALID does it, and which of the two is left."""
+    """The input, padded or cropped unless LiteRT's SAME or VALID does it, and the padding mode to use."""
     if same and all(window.is_same for window in windows):
         return tensor, "SAME"
     cut = [(max(0, -window.before), window.size, 1) for window in windows]
@@ -269,7 +269,7 @@ def transposed_conv(values: Translation, node: OnnxNode) -> None:
 
 
 def _whole(graph: Graph, tensor: Tensor, kernel: Any, bias: Any, steps: Sequence[int]) -> Tensor:
-    """Everything that a kernel of [in, out, height, width] makes of a tensor."""
+    """The full transposed conv of a tensor with a kernel of [in, out, height, width]."""
     sides = zip(tensor.shape[1:3], steps, kernel.shape[2:], strict=True)
     shape = (tensor.shape[0], *((n - 1) * step + taps for n, step, taps in sides), len(bias))
     parts = [integers(shape), constant(kernel.transpose(1, 2, 3, 0)), tensor, constant(bias)]
@@ -278,7 +278,7 @@ def _whole(graph: Graph, tensor: Tensor, kernel: Any, bias: Any, steps: Sequence
 
 
 def _spread(weight: Any, dilations: Sequence[int]) -> Any:
-    """A kernel with zeros between its taps, which computes what a dilated one does."""
+    """A kernel with zeros between its taps, equivalent to a dilated one."""
     sizes = [step * (taps - 1) + 1 for step, taps in zip(dilations, weight.shape[2:], strict=True)]
     wide = numpy.zeros((*weight.shape[:2], *sizes), weight.dtype)
     wide[:, :, :: dilations[0], :: dilations[1]] = weight
@@ -292,7 +292,7 @@ def _reaching(
     steps: Sequence[int],
     kernel: Sequence[int],
 ) -> Tensor:
-    """The input with zeros behind it where the result ends behind the last tap, as an output padding may."""
+    """The input with zeros appended if the result ends beyond the last tap, as with output padding."""
     axes = zip(bounds, steps, kernel, tensor.shape[1:3], strict=True)
     zeros = [(0, max(0, -(-(end - taps) // step) + 1 - size)) for (_, end, _), step, taps, size in axes]
     return fill(graph, tensor, [(0, 0), *zeros, (0, 0)])

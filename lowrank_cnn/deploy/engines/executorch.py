@@ -30,7 +30,7 @@ class ExecuTorchRunner(Runner):
     one_image = True
 
     def __init__(self, path: Path, *, threads: int = 0) -> None:
-        with quiet(), silent_process():  # it prints about the processor
+        with quiet(), silent_process():  # it prints details of the processor
             library: Any = _package("extension.pybindings.portable_lib", "running a .pte file")
             runtime: Any = _package("runtime", "running a .pte file")
             self._read_beside(path)
@@ -48,7 +48,8 @@ class ExecuTorchRunner(Runner):
         except RuntimeError as error:
             if "does not have a device" not in str(error):
                 raise
-            # The runtime misreads tensors of another torch than its own, which its package does not name.
+            # The runtime misreads tensors of a torch version other than its own, and its package does not name
+            # that version.
             raise LowRankError(
                 f"the installed executorch {version('executorch')} was built for another torch than "
                 f"{torch.__version__}: install versions of the two that belong together."
@@ -61,7 +62,7 @@ def write_executorch(path: Path, request: ExportRequest) -> None:
         raise LowRankError("ranges found in training go to .onnx, .xml and .tflite, but ExecuTorch sets its own.")
     example = tuple(request.one_image("executorch").tensors.values())
     apart = replace(request, network=groups_apart(request.network)).positional()
-    for parameter in apart.parameters():  # of a network trained in channels_last, which XNNPACK's passes refuse
+    for parameter in apart.parameters():  # XNNPACK's passes refuse the channels_last weights of a trained network
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
     with quiet(), silent_process():
         exir: Any = _package("exir", "writing a .pte file")

@@ -1,7 +1,7 @@
-"""LiteRT (TensorFlow Lite): write .tflite files by way of ONNX, and run them on the CPU through XNNPACK.
+"""LiteRT (TensorFlow Lite): write .tflite files from ONNX, and run them on the CPU through XNNPACK.
 
-LiteRT's own converter has no build for Linux on Arm, so the package `onnx_tflite` (in tflite/) writes the file. It
-holds the network for one image, which it takes as [1, C, H, W].
+LiteRT's own converter has no build for Linux on Arm, so the package `onnx_tflite` (in tflite/) writes the file. A
+file holds the network for one image, [1, C, H, W].
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _read_notes(content: bytes) -> bytes:
 
 
 def _prepared(request: ExportRequest) -> nn.Module:
-    """The network with its batch norms in the layers before them."""
+    """The network with its batch norms folded."""
     args, keywords = request.call.arguments
     norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in request.network.modules())
     network = request.network
@@ -109,7 +109,7 @@ def _prepared(request: ExportRequest) -> nn.Module:
 
 
 def _laid_out(tensor: Tensor) -> Tensor:
-    """A tensor as torch lays it out by default: of channels_last, torch.export writes strides into the graph."""
+    """A tensor in torch's default memory format: for channels_last, torch.export writes strides into the graph."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 

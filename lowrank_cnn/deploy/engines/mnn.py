@@ -1,4 +1,4 @@
-"""MNN: write .mnn files by way of ONNX, and run them on the CPU."""
+"""MNN: write .mnn files from ONNX, and run them on the CPU."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class MnnRunner(Runner):
                 runtime = self.mnn.nn.create_runtime_manager((config,))
                 file = str(regular(path))
                 self.loaded = self.mnn.nn.load_module_from_file(file, *names, runtime_manager=runtime)
-        except Exception as error:  # MNN says nothing about what is wrong with a file
+        except Exception as error:  # MNN does not say what is wrong with a file
             raise LowRankError(f"mnn cannot read {path}, or {path.name}.json beside it.") from error
 
     def _run(self, arrays: list[ndarray]) -> list[ndarray]:
         expr = self.mnn.expr
         results = self.loaded.forward([mnn_process.variable(expr, array) for array in arrays])
-        kept = [expr.convert(result, expr.NCHW) for result in results]  # an array shows memory that is theirs
+        kept = [expr.convert(result, expr.NCHW) for result in results]  # an array is a view of MNN's memory
         return [one.read().copy() for one in kept]
 
 

@@ -1,8 +1,8 @@
 """Convert an ONNX file with MNN and run it once, in a separate process.
 
-An operation that MNN lacks may end the process without a word: a batch norm without statistics of its own does so
-in the converter, a local response norm when it runs on a batch of another size. mnn.py loads this file there by
-its path, because an import of torch would take that process seconds.
+An operation that MNN lacks may end the process without an error: a batch norm without running statistics does so
+in the converter, a local response norm when it runs on another batch size. mnn.py loads this file by its path,
+because importing torch would take that process seconds.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from numpy import ndarray
 
 _TYPES = {"uint8": "uint8", "int32": "int"}
-"""What MNN calls types; any other array is one of float32."""
+"""MNN's names of types; any other array becomes float32."""
 
 
 def variable(expr: Any, array: ndarray) -> Any:
-    """An array as an input of MNN's."""
+    """An array as an input for MNN."""
     if str(array.dtype) == "int64":  # MNN computes with 32 bits, and its arrays cannot be written with more
         array = array.astype("int32")
     made = expr.placeholder(list(array.shape), expr.NCHW, getattr(expr, _TYPES.get(str(array.dtype), "float")))

@@ -1,6 +1,6 @@
-"""ncnn: write .param files through pnnx (the weights in a .bin beside), and run them on the CPU.
+"""ncnn: write .param files (and weights as .bin) with pnnx, and run them on the CPU.
 
-ncnn has no axis for a batch: a file holds the network for one image.
+ncnn has no batch axis: a file holds the network for one image.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class NcnnRunner(Runner):
 
 
 class _CeilAvgPool(nn.Module):
-    """An average pool whose last windows reach over the border, by operations on which ncnn and torch agree.
+    """An average pool whose last windows cross the border, by operations on which ncnn and torch agree.
 
     ncnn divides such a window by its whole size. Zeros are appended here, every window is divided by its whole
     size, and a constant corrects the windows at the border.
@@ -91,7 +91,7 @@ class _CeilAvgPool(nn.Module):
 
 
 def _exact_pools(network: nn.Module) -> nn.Module:
-    """A copy in which average pools of rounded-up size are written so that ncnn computes the same."""
+    """A copy in which average pools with ceil_mode are rewritten so that ncnn computes the same."""
     pools = [m for m in network.modules() if type(m) is nn.AvgPool2d and m.ceil_mode]
     return copy_with(network, {pool: _CeilAvgPool(pool) for pool in pools}) if pools else network
 
@@ -122,5 +122,5 @@ _USAGE = """import numpy, ncnn; {made}; net = ncnn.Net(){mode}
 net.load_param({file}); net.load_model({weights})
 run = net.create_extractor(); {fed}; logits = run.extract("out0")[1]"""
 _IN_SINGLE = "; net.opt.use_fp16_packed = net.opt.use_fp16_storage = net.opt.use_fp16_arithmetic = False"
-"""ncnn computes in half precision wherever it can, unless it is told not to."""
+"""By default ncnn computes in half precision wherever it can."""
 NCNN = Engine(".param", NcnnRunner, write_ncnn, _USAGE, "ncnn", modes=(_IN_SINGLE, ""), lowers=True)

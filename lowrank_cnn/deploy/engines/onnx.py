@@ -49,11 +49,11 @@ class OnnxRunner(Runner):
         try:
             file = str(regular(path))
             self.session: Any = runtime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-            # A name that is not UTF-8 fails only when it is asked for.
+            # A name that is not UTF-8 fails only when it is read.
             self.inputs = tuple(map(_port, self.session.get_inputs()))
             self.outputs = tuple(map(_port, self.session.get_outputs()))
             self.metadata = dict(self.session.get_modelmeta().custom_metadata_map)
-        except Exception as error:  # onnxruntime has its own family of errors, none of them public
+        except Exception as error:  # onnxruntime's own error classes are not public
             if f"{DOMAIN}:{OPERATOR}" in str(error):
                 library()  # its error names the package that is missing
             raise LowRankError(f"onnxruntime cannot read {path}: {first_line(error)}.") from error
@@ -76,7 +76,7 @@ def write_onnx(path: Path, request: ExportRequest) -> None:
     if request.opset is not None and not 0 < request.opset < 100:
         raise LowRankError(f"opset must be a number such as 18, not {request.opset}.")
     program = replace(request, network=groups_apart(request.network).eval()).program
-    # The optimiser folds batch norms of bfloat16 into weights of float32, which no engine takes beside bfloat16.
+    # The optimiser folds bfloat16 batch norms into float32 weights, and no engine mixes these with bfloat16.
     half = torch.bfloat16 in kinds
     opset = request.opset or (_BFLOAT16_OPSET if half else _FP16_OPSET if request.precision == "fp16" else None)
     names: Any = {"input_names": request.call.names, "output_names": request.outputs}
@@ -105,7 +105,7 @@ def write_onnx(path: Path, request: ExportRequest) -> None:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """The error that the others were raised from: the exporter's own gives general advice alone."""
+    """The original error: the exporter's own message only gives general advice."""
     return error if error.__cause__ is None else _first_cause(error.__cause__)
 
 
@@ -125,7 +125,7 @@ def _without_global_max_pools(program: torch.export.ExportedProgram) -> torch.ex
 
 
 def _name_axes(graph: Any, request: ExportRequest) -> None:
-    """Call free axes "batch" or "height" in place of the tracer's own symbols, in whatever depends on them too."""
+    """Rename the tracer's symbols of free axes to "batch" or "height", also in expressions of them."""
     words = {}
     for value in graph.inputs:
         for axis, word in request.axes[value.name].items():
@@ -141,13 +141,13 @@ def _name_axes(graph: Any, request: ExportRequest) -> None:
 
 
 def _name_nodes(graph: Any) -> None:
-    """Call nodes by their layers, and drop the lines of source, with paths, that the exporter wrote."""
+    """Name nodes after their layers, and drop the exporter's source lines, which contain paths."""
     taken: set[str] = set()
     given = (*graph.inputs, *graph.initializers.values())
     names = {value.name for value in (*given, *(output for node in graph for output in node.outputs))}
     for value in given:
         value.metadata_props.clear()
-        plain = value.name.removeprefix("network.")  # the module of ours around a network with other outputs
+        plain = value.name.removeprefix("network.")  # our wrapper around a network with other outputs
         if plain not in names:  # a buffer and the result of an operation may both be called "mean"
             value.name = plain
     for node in graph:
@@ -160,7 +160,7 @@ def _name_nodes(graph: Any) -> None:
 
 
 def _layer(scopes: str) -> str:
-    """The innermost layer and the operation in it, of a list of names from the outermost on."""
+    """The innermost layer and its operation, from a list of names that starts with the outermost."""
     try:
         *_, layer, operation = ast.literal_eval(scopes)
     except (ValueError, SyntaxError):  # a node that a rewriter has made
@@ -170,12 +170,12 @@ def _layer(scopes: str) -> str:
 
 
 def in_float32(path: Path) -> Path:
-    """Write the same graph beside it in float32, for engines that do not compute in bfloat16."""
+    """Also write the same graph in float32, for engines that do not compute in bfloat16."""
     onnx = require("onnx", extra="onnx", purpose="checking the written ONNX")
     half, whole = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
     model = onnx.load(str(path))
     try:
-        onnx.checker.check_model(model, full_check=True)  # an engine that takes bfloat16 checks it so
+        onnx.checker.check_model(model, full_check=True)  # checked as an engine with bfloat16 would
     except Exception as error:  # the checker has several errors of its own
         raise LowRankError(f"ONNX cannot hold this network in bfloat16: {first_line(error)}.") from error
     graph = model.graph
@@ -197,7 +197,7 @@ def in_float32(path: Path) -> Path:
 
 
 def node_macs(path: str | Path) -> dict[str, int]:
-    """The multiply-accumulates of each node of an .onnx file for one image, read off its graph."""
+    """The multiply-accumulates of each node of an .onnx file for one image, from its graph."""
     onnx = require("onnx", extra="onnx", purpose="reading an .onnx file")
     graph = onnx.shape_inference.infer_shapes(onnx.load(str(path))).graph
     weights = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
@@ -216,11 +216,11 @@ def node_macs(path: str | Path) -> dict[str, int]:
 # int8: static quantisation by ONNX Runtime's own tool, weights per channel.
 
 _AVERAGES = ("AveragePool", "GlobalAveragePool", "ReduceMean")
-"""They stay in float: the tool would give means the levels of the values, which are too coarse for them."""
+"""Operations that stay in float: the tool would round means to the coarse levels of their inputs."""
 _READERS = ("Conv", "Gemm", "MatMul", *_AVERAGES)
 """Operations whose input may have a range that training found."""
 _SAME_RANGE = ("MaxPool", "Reshape", "Flatten", "Squeeze", "Transpose")
-"""Operations whose output the tool gives the range of their input."""
+"""Operations whose output gets the range of their input from the tool."""
 
 
 def _quantize(path: Path, request: ExportRequest) -> None:
@@ -239,7 +239,7 @@ def _quantize(path: Path, request: ExportRequest) -> None:
     )
     target = path.with_name(f"int8-{path.name}")
     try:
-        with quiet():  # it advises to prepare the graph, which has nothing to prepare
+        with quiet():  # it advises to preprocess the graph, which needs no preprocessing
             tool.quantize_static(
                 str(path),
                 str(target),
@@ -275,16 +275,16 @@ def _ranges(nodes: list[Any], request: ExportRequest) -> dict[str, tuple[float, 
 
 # Convs with 1x3 and 3x1 filters of an ONNX graph as lowrank::Strips, the compiled operator of `lowrank_strips`.
 #
-# A node takes over the ReLU and the 2x2 max-pool behind its conv. Where two such nodes have one input and are
-# concatenated, one node does both and writes where their results belong. Engines other than ONNX Runtime do not
-# know the operator.
+# A node includes the ReLU and the 2x2 max-pool after its conv. If two such nodes have the same input and are
+# concatenated, one node computes both and writes the concatenated result. Other engines than ONNX Runtime do not
+# have the operator.
 
 DOMAIN, OPERATOR = "lowrank", "Strips"
 _PADS = {(1, 3): [0, 1, 0, 1], (3, 1): [1, 0, 1, 0]}
 
 
 def _use_strips(model: Any) -> None:
-    """Replace convs of a model of `onnx_ir`; one without such convs is an error."""
+    """Replace convs of an `onnx_ir` model; a model without such convs is an error."""
     library()
     ir: Any = require("onnx_ir", extra="onnx", purpose="writing ONNX")
     graph = model.graph
@@ -367,7 +367,7 @@ def _ints(options: Any, name: str, default: list[int]) -> list[int]:
 
 
 def _pool(node: Any) -> int:
-    """The attribute for a pool with windows of 2x2, side by side: 1, or 2 with ceil_mode; 0 for other pools."""
+    """The attribute for a pool with disjoint 2x2 windows: 1, or 2 with ceil_mode; 0 for other pools."""
     options = node.attributes
     sizes = [*_ints(options, "kernel_shape", []), *_ints(options, "strides", [1, 1])]
     plain = not any(_ints(options, "pads", [])) and set(_ints(options, "dilations", [1])) == {1}
@@ -396,9 +396,8 @@ logits = onnxruntime.InferenceSession({file}, options).run(None, {{{named}}})[0]
 def _in_single(part: nn.Module, strips: bool) -> bool:
     """Whether a layer of an fp16 file computes in float32.
 
-    On Arm ONNX Runtime 1.31 computes convs with groups of channels wrongly in half precision, unless they have as
-    many groups as channels before and after. A file with strips is for the CPU, where it multiplies matrices much
-    faster in float32.
+    On Arm, ONNX Runtime 1.31 computes convs with channel groups wrongly in half precision, unless they are
+    depthwise. Files with strips are for the CPU, where ONNX Runtime multiplies matrices much faster in float32.
     """
     if not isinstance(part, nn.Conv2d | CompositeConv2d):
         return strips and type(part) is nn.Linear

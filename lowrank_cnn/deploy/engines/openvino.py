@@ -1,4 +1,4 @@
-"""OpenVINO: write .xml files (the weights in a .bin beside), and run them on the CPU."""
+"""OpenVINO: write .xml files (and weights as .bin), and run them on the CPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OpenVinoRunner(Runner):
             if threads:
                 options["INFERENCE_NUM_THREADS"] = threads
             self.request = core.compile_model(model, "CPU", options).create_infer_request()
-        except Exception as error:  # openvino raises RuntimeError with a trace of its own sources
+        except Exception as error:  # openvino raises RuntimeError with a trace of its C++ sources
             raise LowRankError(f"openvino cannot read {path}: {first_line(error)}.") from error
         self.inputs = tuple(map(_port, model.inputs))
         self.outputs = tuple(map(_port, model.outputs))
@@ -53,7 +53,7 @@ class OpenVinoRunner(Runner):
 
 
 def write_openvino(path: Path, request: ExportRequest) -> None:
-    """Write an .xml and a .bin file by way of ONNX; int8 by NNCF's post-training quantisation."""
+    """Write an .xml and a .bin file from ONNX; int8 by NNCF's post-training quantisation."""
     openvino = require("openvino", extra="engines", purpose="writing OpenVINO's files")
     onnx = path.with_suffix(".onnx")
     write_onnx(onnx, replace(request, precision="fp32"))
@@ -75,12 +75,12 @@ def _quantized(model: Any, request: ExportRequest) -> Any:
     nncf = require("nncf", extra="engines", purpose="int8 in OpenVINO")
     images = [tuple(tensor.numpy() for tensor in sample) for sample in request.calibration]
     kept = list(filter(request.is_in_float, (node.get_friendly_name() for node in model.get_ops())))
-    with quiet(), redirect_stdout(StringIO()):  # its progress bars would stand in the output of --json
+    with quiet(), redirect_stdout(StringIO()):  # its progress bars would appear in the output of --json
         made = nncf.quantize(
             model,
             nncf.Dataset(images, list),
             subset_size=len(images),
-            preset=nncf.QuantizationPreset.MIXED,  # unsigned activations behind a ReLU
+            preset=nncf.QuantizationPreset.MIXED,  # unsigned activations after a ReLU
             ignored_scope=nncf.IgnoredScope(names=kept, validate=False),
             advanced_parameters=_as_trained(nncf) if request.ranges else None,
         )
@@ -89,7 +89,7 @@ def _quantized(model: Any, request: ExportRequest) -> Any:
 
 
 def _as_trained(nncf: Any) -> Any:
-    """For layers trained with rounding: biases stay as they are, and tensors between layers are not clipped."""
+    """For layers trained with rounding: biases are not corrected, and tensors between layers are not clipped."""
     whole = require("nncf.quantization.range_estimator", extra="engines").RangeEstimatorParametersSet.MINMAX
     return nncf.AdvancedQuantizationParameters(
         disable_bias_correction=True, activations_range_estimator_params=whole

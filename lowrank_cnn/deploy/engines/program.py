@@ -61,12 +61,12 @@ class ProgramRunner(Runner):
 def write_program(path: Path, request: ExportRequest) -> None:
     """Write a .pt2 program that is called as the network is."""
     content, program = io.BytesIO(), request.program
-    program.example_inputs = None  # a file for others does not hold the user's images
+    program.example_inputs = None  # the file must not contain the user's images
     with warnings.catch_warnings():
         # torch warns of channels-last weights, which it writes correctly: the file is compared with the network.
         warnings.filterwarnings("ignore", "No complete tensor found in the group")
         torch.export.save(program, content, extra_files={EXTRA: json.dumps(request.metadata)})
-    path.write_bytes(content.getvalue())  # by itself torch ends the process where a disk is full
+    path.write_bytes(content.getvalue())  # torch itself ends the process if the disk is full
 
 
 def _in_evaluation(program: torch.export.ExportedProgram) -> nn.Module:

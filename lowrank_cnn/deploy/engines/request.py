@@ -1,8 +1,8 @@
 """The request that an engine writes: a network, an example call with names for its tensors, and free axes.
 
 A network may take several inputs, by position or by keyword, and give a tensor, a tuple, a dictionary or a
-dataclass (as Hugging Face's do). Files know tensors with names alone: `Call` names what goes in, `named_tensors`
-what comes out. `request_for` makes a request of a network and the options of `export`.
+dataclass (as Hugging Face's do). Files hold only named tensors: `Call` names the inputs, `named_tensors` the
+outputs. `request_for` makes a request from a network and the options of `export`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lowrank_cnn.train.int8 import Ranges
 from lowrank_cnn.train.trained import Trained, trained_of
 
 _AXES = {3: ("length",), 4: ("height", "width"), 5: ("depth", "height", "width")}
-"""What the axes behind batch and channels are called, by the number of dimensions."""
+"""Names of the axes after batch and channels, by the number of dimensions."""
 _FREE = ("batch", "length", "depth", "height", "width")
 _BATCHES = (1, 3, *(n + more for n in (4, 8, 16, 32, 64, 128, 256, 512, 1024) for more in (0, 1)))
 _SCALES = (0.75, 1.25, 0.5, 1.5, 2.0, 0.25, 3.0, 4.0, 8.0, 32.0)
@@ -52,7 +52,7 @@ Precision = Literal["fp32", "fp16"]
 
 
 def named_tensors(result: Any) -> dict[str, Tensor]:
-    """The tensors of a result by name: keys, fields and places, joined by underscores; None is left out.
+    """The tensors of a result by name: keys, fields and indices, joined by underscores; None is left out.
 
     >>> list(named_tensors({"logits": torch.ones(1), "maps": (torch.ones(2), torch.ones(2))}))
     ['logits', 'maps_0', 'maps_1']
@@ -113,9 +113,9 @@ class Call:
 
     @classmethod
     def of(cls, network: nn.Module, example: Any, names: Sequence[str] | None = None) -> Call:
-        """From a tensor, a tuple (whose last entry may be a dictionary), or a dictionary of keywords."""
+        """The call of a tensor, a tuple (whose last entry may be a dictionary), or a dictionary of keywords."""
         args, kwargs = arguments_of(example)
-        order = [*_bound(network, args, kwargs), *kwargs]  # that of the forward, which torch.export keeps
+        order = [*_bound(network, args, kwargs), *kwargs]  # the forward's order, which torch.export keeps
         kwargs = {name: kwargs[name] for name in dict.fromkeys(order) if name in kwargs}
         leaves, structure = tree_flatten((args, kwargs))
         found = list(_input_names(network, args, kwargs))
@@ -170,7 +170,7 @@ class Call:
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """The content of a file. `network` is in evaluation, its layers are torch's own, and the call runs on it."""
+    """The content of a file. `network` is in evaluation, with torch's own layers, and runs the call."""
 
     network: nn.Module
     call: Call
@@ -183,20 +183,20 @@ class ExportRequest:
     in_float: tuple[str, ...] = ()
     """Layers that int8 leaves in float."""
     ranges: Ranges = field(default_factory=dict)
-    """Of int8: the range of a layer's input, where training found it; calibration sets all others."""
+    """For int8: the input ranges of layers that training found; calibration sets all others."""
     strips: bool = False
-    """Of .onnx: 1x3 and 3x1 convs by the operator of `lowrank_strips`."""
+    """For .onnx: 1x3 and 3x1 convs by the operator of `lowrank_strips`."""
     captured: list[torch.export.ExportedProgram] = field(default_factory=list)
-    """Programs of this network, also of the forms that a writer makes of it."""
+    """torch.export programs of this network, and of the forms that writers make of it."""
 
     @property
     def name(self) -> str:
-        """What the user calls the network."""
+        """The user's name of the network."""
         return name_of(self.network)
 
     @cached_property
     def traced_call(self) -> Call:
-        """The example with two of every free axis that has one: tracers take one for a constant."""
+        """The example with length two on free axes of length one: tracers treat one as a constant."""
         made = {}
         for name, tensor in self.call.copied().tensors.items():
             for axis in self.axes[name]:
@@ -222,14 +222,14 @@ class ExportRequest:
         args, kwargs = self.traced_call.arguments
         try:
             network = _capturable(self.network, self.call)
-            with quiet(), redirect_stderr(io.StringIO()):  # torch prints the graph of which it refuses a part
+            with quiet(), redirect_stderr(io.StringIO()):  # torch prints the graph if it refuses a part of it
                 program = torch.export.export(network, args, kwargs, dynamic_shapes=self._shapes(network))
         except LowRankError:
             raise
-        except Exception as error:  # whatever a forward does that cannot be traced
+        except Exception as error:  # a forward may fail to trace in any way
             free = f" with free {' and '.join(self.free)}" if self.free else ""
             raise LowRankError(f"torch.export cannot trace {self.name}{free}: {first_line(error)}") from error
-        for module in program.graph_module.modules():  # lines of source with their paths, which nobody else needs
+        for module in program.graph_module.modules():  # source lines with paths, which the file must not contain
             for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
                 node.meta.pop("stack_trace", None)
         self.captured.append(program)
@@ -239,9 +239,9 @@ class ExportRequest:
     def other_paths(self) -> list[dict[str, float]]:
         """Lengths, as in `tried_sizes`, at which the forward may take another path than for the example.
 
-        torch.export lists the comparisons of sizes that a capture has decided; this gives lengths that break one.
-        Its own are those with 1, and a program (.pt2) runs where they hold alone. Without such a list, a few
-        lengths below and above the example's are given.
+        torch.export lists the comparisons of sizes on which a capture branched; this returns lengths that violate
+        one. Comparisons with 1 are torch's own, and a program (.pt2) runs only where they hold. Without such a
+        list, it returns a few lengths below and above the example's.
         """
         inner = [word for word in self.free if word != "batch"]
         tried: list[dict[str, float]] = [{"batch": float(n)} for n in _BATCHES if "batch" in self.free]
@@ -273,7 +273,7 @@ class ExportRequest:
         return next(found, None)
 
     def one_image(self, engine: str) -> Call:
-        """The example as one image, for an engine whose files have one size."""
+        """The example reduced to one image, for an engine whose files have a fixed size."""
         named = (pair for free in self.axes.values() for pair in free.items())
         if other := [word for axis, word in named if axis or word != "batch"]:
             raise LowRankError(f"a file for {engine} has one size of image: leave {other[0]} out of dynamic.")
@@ -284,7 +284,7 @@ class ExportRequest:
         return _Positional(self.network, self.call).eval()
 
     def _shapes(self, network: nn.Module) -> Any:
-        """The free axes in the form of the arguments, by the names of the forward's parameters."""
+        """The free axes in the structure of the arguments, by the names of the forward's parameters."""
         free = iter([dict.fromkeys(self.axes[name], torch.export.Dim.DYNAMIC) for name in self.call.names])
         specs = [next(free) if isinstance(leaf, Tensor) else None for leaf in self.call.leaves]
         args, kwargs = tree_unflatten(specs, self.call.structure)
@@ -292,7 +292,7 @@ class ExportRequest:
 
 
 def _holds(guard: str, values: dict[str, Any]) -> bool:
-    """Whether a comparison that torch wrote, such as "L['x'].size()[0] <= 16", holds for these inputs."""
+    """Whether a comparison written by torch, such as "L['x'].size()[0] <= 16", holds for these inputs."""
     try:
         return bool(eval(guard, values))
     except Exception:  # a comparison of anything else
@@ -317,7 +317,7 @@ def _capturable(network: nn.Module, call: Call) -> nn.Module:
     # A part cannot have a name that torch's graphs use themselves, such as `meta`.
     taken = dir(torch.fx.GraphModule({}, torch.fx.Graph()))
     readable = {*network._modules, *network._parameters, *network._buffers}.isdisjoint(taken)
-    # It reads no `**named`: the signature names the keywords of this call.
+    # It does not support `**named`, so the signature names the keywords of this call.
     signature, keywords = inspect.signature(network.forward), call.arguments[1]
     known = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
     open_ended = bool(keywords) and len(known) < len(signature.parameters)
@@ -356,7 +356,7 @@ def free_axes(call: Call, dynamic: Sequence[str] | Mapping[str, Mapping[int, str
 
 
 def _axes_of(tensor: Tensor, words: Sequence[str], batch: int) -> dict[int, str]:
-    """The free axes of one input: the first if it is as long as the batch, and the last ones of images."""
+    """The free axes of one input: the first if it is as long as the batch, and the last ones for images."""
     found = {0: "batch"} if "batch" in words and tensor.dim() and len(tensor) == batch else {}
     inner = enumerate(_AXES.get(tensor.dim(), ()), start=2) if tensor.is_floating_point() else ()
     return found | {axis: word for axis, word in inner if word in words}
@@ -380,7 +380,7 @@ def _bound(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         raise LowRankError(f"the network is not called with these inputs: {first_line(error)}.") from error
 
 
-# Half precision for engines that compute in the precision of the graph they are given.
+# Half precision for engines that compute in the precision of the graph.
 
 
 class InSingle(nn.Module):
@@ -405,7 +405,7 @@ class InHalf(nn.Module):
         whole = copy.deepcopy(network).half()
         single = {part: InSingle(part) for part in whole.modules() if in_single(part)}
         self.network = copy_with(whole, single) if single else whole
-        note(self, name=name_of(network))  # refusals speak of the user's network
+        note(self, name=name_of(network))  # error messages name the user's network
 
     def forward(self, *tensors: Tensor) -> Any:
         return _cast(self.network(*_cast(tensors, torch.float32, torch.float16)), torch.float16, torch.float32)
@@ -423,7 +423,7 @@ def at_precision(request: ExportRequest, engine: Engine, precision: str) -> Expo
         raise LowRankError("fp16 is for networks whose inputs go by position: call model.half() and export that.")
     network = request.network
     if not engine.lowers:
-        # The groups of composites are taken apart first: a graph with casts in it is not captured again.
+        # Composites are split into their groups first: a graph with casts cannot be captured again.
         network = InHalf(groups_apart(network), lambda part: engine.in_single(part, request.strips)).eval()
     return replace(request, network=network, precision="fp16")
 
@@ -432,20 +432,20 @@ def _cast(values: Any, before: torch.dtype, after: torch.dtype) -> Any:
     return mapped(lambda x: x.to(after) if isinstance(x, Tensor) and x.dtype == before else x, values)
 
 
-# A request of a network and the options of `export`.
+# Make a request from a network and the options of `export`.
 
 
 class PreparedNetwork(nn.Module):
-    """A network that takes uint8 images of the size it sees, and prepares them itself; scaling stays outside.
+    """A network with preprocessing: it takes uint8 images of the network's input size.
 
-    Whitening is of whole images, so where images were whitened the crop behind it is inside too.
+    Whitening needs whole images, so if images were whitened, the graph also crops.
     """
 
     def __init__(self, trained: Trained, layout: str) -> None:
         super().__init__()
         self.network, self.prepare, self.layout = trained.network, trained.preprocess, layout
         self.window = trained.input_size[1:]
-        note(self, name=name_of(trained.network))  # refusals speak of the user's network
+        note(self, name=name_of(trained.network))  # error messages name the user's network
 
     def forward(self, image: Tensor) -> Any:
         pixels = image.permute(0, 3, 1, 2) if self.layout == "nhwc" else image
@@ -466,7 +466,7 @@ def request_for(
     """The network that the file is compared with, and the request for its writer, both on the CPU."""
     network = copy_with(stored.network).eval().cpu()
     if isinstance(network, Optimized):
-        network.forget()  # compiled code stays behind; it would be compiled anew for every size that is compared
+        network.forget()  # without compiled code, which would be compiled again for every size that is compared
     layout: Layout | None = "nchw" if preprocess is True else preprocess or None
     if layout:
         network, example = _prepared(replace(stored, network=network), layout, example)
@@ -485,7 +485,7 @@ def request_for(
 
 
 def _prepared(stored: Stored, layout: Layout, example: Any) -> tuple[nn.Module, Tensor]:
-    """A trained network that prepares its images itself, and uint8 images of the size that it then takes."""
+    """A trained network with preprocessing, and uint8 images of the size that it takes."""
     trained = trained_of(stored)
     if layout not in ("nchw", "nhwc"):
         raise LowRankError(f"preprocess is True, 'nchw' or 'nhwc', not {layout!r}.")
@@ -523,7 +523,7 @@ def _output_names(
 
 
 def _described(tensors: Mapping[str, Tensor], axes: Axes, *, fixed: bool = True) -> str:
-    """Names, shapes and types for formats that keep none; of results with free axes, no lengths."""
+    """Names, shapes and types for formats that store none; free axes have no length."""
     rows = []
     for name, tensor in tensors.items():
         shape = [axes[name].get(axis, size if fixed else None) for axis, size in enumerate(tensor.shape)]
@@ -543,7 +543,7 @@ def checked_outputs(network: nn.Module, call: Call) -> dict[str, Tensor]:
             found = named_tensors(call.copied().run(network))
     except LowRankError:
         raise
-    except Exception as error:  # whatever a forward makes of another size, dtype or device
+    except Exception as error:  # a forward may fail in any way on another size, dtype or device
         raise LowRankError(
             f"the network does not run on an input of {shapes_of(call)}: {first_line(error)}."
         ) from error

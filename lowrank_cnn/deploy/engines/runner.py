@@ -1,4 +1,4 @@
-"""The parts of an engine: a record of what it writes and supports, and a runner of its files."""
+"""The parts of an engine: a record of its formats and features, and a runner of its files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lowrank_cnn.deploy.engines.request import ExportRequest
 
 EXTRA = "lowrank_cnn.json"
-"""The part of a file of torch's that holds its metadata."""
+"""The part of a torch file that holds our metadata."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Port:
 
     @property
     def array_dtype(self) -> str:
-        """The dtype of its arrays: numpy has no bfloat16, so that goes in and out as float32."""
+        """The dtype of its arrays: numpy has no bfloat16, so float32 replaces it."""
         return "float32" if self.dtype == "bfloat16" else self.dtype
 
     def takes(self, array: ndarray) -> bool:
-        """Whether an array has the dimensions that are fixed here."""
+        """Whether an array has the fixed dimensions."""
         pairs = zip(array.shape, self.shape, strict=False)
         fits = all(not isinstance(wanted, int) or size == wanted for size, wanted in pairs)
         return array.ndim == len(self.shape) and fits
@@ -54,14 +54,14 @@ class Port:
 
 
 class Runner(ABC):
-    """A network's file in an engine, on the CPU. An engine fills the attributes, and runs checked arrays."""
+    """A network's file in an engine, on the CPU. A subclass sets the attributes, and runs checked arrays."""
 
     engine: str
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     metadata: dict[str, str]
     module: nn.Module | None = None
-    """The file as a module, of the formats that torch reads itself."""
+    """The file as a module, for formats that torch reads itself."""
     one_image = False
     """Whether a file holds the network for one image: the images of a batch then run one after the other."""
 
@@ -82,7 +82,7 @@ class Runner(ABC):
             return {port.name: result for port, result in zip(self.outputs, results, strict=True)}
         except LowRankError:
             raise
-        except Exception as error:  # each engine has its own family of errors
+        except Exception as error:  # each engine has its own error classes
             raise LowRankError(f"{self.engine} cannot run this file: {first_line(error)}.") from error
 
     def _one_by_one(self, arrays: list[ndarray]) -> list[ndarray]:
@@ -95,14 +95,14 @@ class Runner(ABC):
         return [numpy.concatenate(each) for each in zip(*results, strict=True)]
 
     def check_image(self, image: Any) -> None:
-        """Refuse one image (or its array) that does not fit the first input behind the batch."""
+        """Refuse one image (or its array) that does not fit the first input without the batch."""
         port = self.inputs[0]
         if not Port(port.name, port.shape[1:]).takes(image):
             given = "x".join(map(str, image.shape))
             raise LowRankError(f"this file takes {port.name} of {port}, not images of {given}.")
 
     def _check(self, inputs: Mapping[str, ndarray]) -> None:
-        """Refuse in a sentence what the engine would refuse in its own words."""
+        """Check the inputs, with clearer messages than the engine's."""
         names = [port.name for port in self.inputs]
         if set(names) != set(inputs):
             raise LowRankError(f"this file takes {', '.join(names)}, not {', '.join(inputs)}.")
@@ -115,7 +115,7 @@ class Runner(ABC):
                 raise LowRankError(f"this file takes {port.name} in {port.array_dtype}, not in {array.dtype}.")
 
     def _take(self, metadata: dict[str, str]) -> None:
-        """Keep the metadata of a file, with the inputs and outputs that it names."""
+        """Store the metadata of a file, with the inputs and outputs that it names."""
         self.metadata = metadata
         self.inputs, self.outputs = (ports_from(metadata.get(key)) for key in ("inputs", "outputs"))
 
@@ -131,24 +131,24 @@ class Runner(ABC):
 
 @dataclass(frozen=True)
 class Engine:
-    """A program that runs networks. `ENGINES` in `targets.py` has one for each name of `--to` and `--engine`."""
+    """An engine that runs networks. `ENGINES` in `targets.py` has one for each name of `--to` and `--engine`."""
 
     suffix: str
-    """Of its files."""
+    """The suffix of its files."""
     runner: type[Runner]
     write: Callable[[Path, ExportRequest], None]
-    """Writes what is asked for to a path; files that belong to it go beside it."""
+    """Writes a request to a path; other files that belong to it go into the same folder."""
     usage: str
     """Three lines of Python that run a file by itself: see `usage` in `targets.py` for what they may name."""
     package: str
-    """What must be installed to run its files."""
+    """The package that runs its files."""
     writer: str = ""
     """A second package, which writes them."""
     modes: tuple[str, str] = ("", "")
-    """What {mode} in `usage` stands for: in fp32, and in fp16."""
+    """The values of {mode} in `usage` for fp32 and for fp16."""
     int8: bool = False
     lowers: bool = False
-    """Whether it brings a float32 graph to half precision itself."""
+    """Whether it converts a float32 graph to half precision itself."""
     in_single: Callable[[nn.Module, bool], bool] = lambda part, strips: False
     """Whether a layer stays in float32 in an fp16 file, which may have compiled strips."""
     trusted: bool = False
@@ -164,7 +164,7 @@ class Engine:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what tools log and warn of about themselves; their errors say what is wrong."""
+    """Silence logs and warnings of tools; errors are still raised."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -177,7 +177,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def silent_process() -> Iterator[None]:
-    """Discard what compiled code prints: some engines print about themselves."""
+    """Discard the output of compiled code: some engines print messages."""
     sys.stdout.flush()
     kept = os.dup(1), os.dup(2)
     with open(os.devnull, "wb") as nowhere:  # noqa: PTH123, a descriptor is what is needed
@@ -192,12 +192,12 @@ def silent_process() -> Iterator[None]:
 
 
 def write_beside(path: Path, request: ExportRequest) -> None:
-    """Keep metadata and precision in a JSON file beside a file that has no place for them."""
+    """Write metadata and precision to a JSON file, for formats that have no place for them."""
     write_json(_beside(path), {**request.metadata, "precision": request.precision})
 
 
 def parse_metadata(text: str | bytes) -> dict[str, str]:
-    """Metadata that a file keeps as one piece of JSON; empty if it is missing or damaged."""
+    """Metadata that a file stores as JSON; empty if it is missing or damaged."""
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -206,7 +206,7 @@ def parse_metadata(text: str | bytes) -> dict[str, str]:
 
 
 def ports_from(text: str | None) -> tuple[Port, ...]:
-    """Inputs or outputs that a file keeps as JSON, if its format does not name them."""
+    """Inputs or outputs that a file stores as JSON, if its format does not name them."""
     try:
         return tuple(Port(row["name"], tuple(row["shape"]), row["dtype"]) for row in json.loads(text or ""))
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -214,12 +214,12 @@ def ports_from(text: str | None) -> tuple[Port, ...]:
 
 
 def as_tensor(port: Port, array: ndarray) -> Tensor:
-    """A copy of an array as a tensor: a program may change its inputs."""
+    """A copy of an array as a tensor, because a program may change its inputs."""
     return torch.from_numpy(array).to(getattr(torch, port.dtype), copy=True)
 
 
 def as_array(tensor: Tensor) -> ndarray:
-    """An output as numpy holds it."""
+    """An output as a numpy array."""
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 

@@ -1,4 +1,4 @@
-"""The engines by name: open a file in its engine, print three lines that run it, and write a card beside it."""
+"""The engines by name: open a file in its engine, print three lines that run it, and write its card."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ ENGINES: dict[str, Engine] = {
     "torchscript": TORCHSCRIPT,
     "onnx-strips": ONNX_STRIPS,
 }
-"""By the names that `--to` and `--engine` take. A file is opened by the first engine of its suffix."""
+"""The names that `--to` and `--engine` accept. A file is opened by the first engine with its suffix."""
 _ELSEWHERE = {
     "tensorrt": "TensorRT reads .onnx: export to onnx, then trtexec --onnx=net.onnx --saveEngine=net.plan.",
     "coreml": "Core ML reads TorchScript: export to torchscript, then coremltools.convert of it on a Mac.",
 }
-"""Engines whose converters do not run here, and how to reach them."""
+"""Engines whose converters do not run here, and how to convert for them."""
 
 
 def open_engine(path: str | Path, *, threads: int = 0, trusted: bool = False) -> Runner:
@@ -79,14 +79,14 @@ def is_engine_file(path: str | Path) -> bool:
 
 
 def target_of(name: str) -> Engine:
-    """An engine by name; for one that is reached through another, the error says how."""
+    """An engine by name; the error for an indirect target says how to convert."""
     if name in ENGINES:
         return ENGINES[name]
     raise LowRankError(_ELSEWHERE.get(name) or f"there is no target {name!r}; {nearest(name, ENGINES)}")
 
 
 def usage(runner: Runner, path: str | Path, *, precision: str = "fp32") -> str:
-    """Three lines of Python that run a file by itself, on random numbers in place of prepared images.
+    """Three lines of Python that run a file without this library, on random numbers instead of prepared images.
 
     An engine's lines may use these words. {made} makes the inputs. {given}, {named} and {called} are the inputs by
     position, as a dictionary, and as arguments of a call. {names} and {output} are names in the file.
@@ -131,7 +131,7 @@ def _quoted(text: str | Path) -> str:
 def write_export_card(
     path: Path, name: str, *, macs: int, error: float | None, precision: str, accuracy: str = ""
 ) -> Path:
-    """Write FILE.md beside an exported file: what it is, what it takes, how exact it is, and how to run it."""
+    """Write FILE.md next to an exported file: its network, inputs and error, and how to run it."""
     runner, version = open_engine(path, trusted=True), importlib.metadata.version(engine_of(path).package)
     card = path.with_name(f"{path.name}.md")
     lines = [f"# {name}, {precision}, for {runner.engine} {version}", ""]

@@ -23,9 +23,9 @@ from lowrank_cnn.deploy.engines.runner import EXTRA, Engine, Runner, as_array, a
 if TYPE_CHECKING:
     from numpy import ndarray
 
-# TorchScript traces: a network recorded on one call, and refused where one call does not show what it computes.
+# TorchScript traces: a network is recorded on one call, and refused if other calls may compute something else.
 #
-# A trace holds the path that the example took. If Python reads values of the inputs, as in
+# A trace holds the path of the example. If Python reads values of the inputs, as in
 # `if x.mean() > 0`, another image may take another path, and random images need not show that.
 
 _READS = ("__bool__", "__int__", "__float__", "__index__", "__complex__", "item", "tolist", "numpy", "equal")
@@ -34,7 +34,7 @@ _READS = ("__bool__", "__int__", "__float__", "__index__", "__complex__", "item"
 
 @torch.no_grad()
 def trace(network: nn.Module, example: Sequence[Tensor], name: str) -> Any:
-    """The network, of this name, as TorchScript."""
+    """The network as TorchScript; `name` is for error messages."""
     try:
         with unchanged(network):
             with _Following(example) as followed:
@@ -43,7 +43,7 @@ def trace(network: nn.Module, example: Sequence[Tensor], name: str) -> Any:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # torch deprecates TorchScript, and warns of Python numbers
                     return torch.jit.trace(network, copied(*example), check_trace=False)
-    except Exception as error:  # whatever a forward does that cannot be traced
+    except Exception as error:  # a forward may fail to trace in any way
         raise LowRankError(f"torch cannot trace {name}: {first_line(error)}.") from error
     raise LowRankError(
         f"torch cannot trace {name}: its forward reads values that depend on the input "
@@ -52,7 +52,7 @@ def trace(network: nn.Module, example: Sequence[Tensor], name: str) -> Any:
 
 
 class _Following(TorchFunctionMode):
-    """Follows what is computed from some tensors, and notes where Python reads the values of it."""
+    """Follows everything computed from some tensors, and notes where Python reads its values."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class _Following(TorchFunctionMode):
 
 
 class ScriptRunner(Runner):
-    """A .ts file in torch, with the threads that torch has; its inputs go in by position."""
+    """A .ts file in torch, on torch's threads; its inputs are positional."""
 
     engine = "torch"
     module: nn.Module
@@ -104,13 +104,13 @@ def write_script(path: Path, request: ExportRequest) -> None:
 
 
 def script_bytes(script: Any, extra: dict[str, str] | None = None) -> bytes:
-    """The content of a file. By itself torch ends the process where a disk is full."""
+    """The content of a file. Torch itself would end the process if the disk is full."""
     content = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates TorchScript
         try:
             torch.jit.save(script, content, _extra_files=extra or {})
-        except RuntimeError as error:  # a torch.autograd.Function of the user's own, say
+        except RuntimeError as error:  # for example the user's own torch.autograd.Function
             raise LowRankError(f"TorchScript cannot hold the network: {first_line(error)}.") from error
     return content.getvalue()
 

@@ -1,11 +1,11 @@
-"""Choose between the fused kernels and torch: by what is supported, and by times measured on this device.
+"""Choose between the fused kernels and torch, by support and by times measured on this device.
 
 In training there is a third path: all filter groups as one dense conv, with zeros around their taps. Fused or by
 torch, whichever is faster, it takes as long as the dense layer that the composite replaces.
 
 Each path has two times. The device's own time decides inside CUDA graphs. Elsewhere the time of a call from Python
-decides, in which launches of small kernels cost more than their work. Nothing is measured while a graph is
-captured or torch.compile traces: the stored choice applies then, or the default. A plan is never chosen unless its
+decides, in which launches of small kernels cost more than their work. During a graph capture or a trace of
+torch.compile nothing is measured: the stored choice applies, or the default. A plan is never chosen unless its
 results agree with torch's.
 """
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from lowrank_cnn.kernels.conv.plans import KernelPlan
 
 DENSE = "dense"
-"""In place of a plan's text: the layer runs as one dense conv, for which a choice of its own is made."""
+"""Used instead of a plan's text: the layer runs as one dense conv, which has its own choice."""
 DECISIVE_RATIO = 2
 """If torch without cuDNN's search takes this many times as long as another path, the search is skipped."""
 LARGE = 1e8
@@ -54,7 +54,7 @@ LARGE = 1e8
 
 @dataclass(frozen=True)
 class Choice:
-    """Which path a problem takes, and why: a fused plan, one dense conv, or torch."""
+    """The path of a problem, and why: a fused plan, one dense conv, or torch."""
 
     why: str
     plan: KernelPlan | None = None
@@ -91,7 +91,7 @@ def choose(
     need_input: bool = True,
     bias: torch.dtype | None = torch.float32,
 ) -> Choice:
-    """The path of a problem under the current mode; in training, `need_input` asks for the input's gradient."""
+    """The path of a problem under the current mode; in training, `need_input` asks for the input gradient."""
     request = Request(problem, device, training, need_input, bias)
     if by_torch():
         return Choice("mode dense: in training as one dense conv" if asked_for_dense() else "switched off")
@@ -121,7 +121,7 @@ def fastest(problem: Problem, device: torch.device, *, training: bool, need_inpu
 
 
 def explain(problem: Problem, device: torch.device | str = "cuda", *, training: bool = False) -> str:
-    """Which path a problem takes here and why, in one line; nothing is measured."""
+    """The path of a problem and why, in one line; nothing is measured."""
     request = Request(problem, torch.device(device), training, need_input=problem.channels > 4)
     if mode() != "auto" or refusal(request):
         choice = choose(problem, request.device, training=training, need_input=request.need_input)
@@ -154,7 +154,7 @@ def _measured(request: Request) -> Choice | None:
         builders["dense"] = lambda: _dense_path(request)
     taken, failed = _search(request, builders)
     torch_times = _by_torch(request, Times(*map(min, zip(FAILED, *taken.values(), strict=True))))
-    wrong = failed.get("fused") == WRONG  # which must not become the default
+    wrong = failed.get("fused") == WRONG  # a wrong plan must not become the default
     if torch_times in (None, FAILED) and taken.get("fused", FAILED) == FAILED and not wrong:
         return None
     entry: dict[str, Any] = {path: taken.get(path, FAILED)._asdict() for path in builders}
@@ -220,7 +220,7 @@ def _without_search() -> Iterator[None]:
 
 
 def _fastest(request: Request) -> tuple[KernelPlan, bool]:
-    """The fastest right one of the plans in question; and whether memory sufficed to try all of them."""
+    """The fastest correct candidate; and whether memory sufficed to try all of them."""
     plans = _candidates(request)
     if len(plans) == 1:
         return plans[0], True
@@ -233,7 +233,7 @@ def _fastest(request: Request) -> tuple[KernelPlan, bool]:
 
 
 def _candidates(request: Request) -> list[KernelPlan]:
-    """The plans to measure: while tuning all, else the default and what it may lose to."""
+    """The plans to measure: all while tuning, else the default and its likely rivals."""
     from lowrank_cnn.kernels.conv.plans import shortlist
 
     plans = list(plans_of(request.problem, request.device))
@@ -290,7 +290,7 @@ def surveyed(run: Callable[[], object]) -> list[Request]:
 
 
 def compile_kernels(asked: Iterable[Request]) -> None:
-    """Compile the kernels of every plan in question; a plan that fails to compile is left to its first use."""
+    """Compile the kernels of every candidate; a plan that fails to compile is left to its first use."""
     import triton
 
     if not hasattr(triton, "AsyncCompileMode"):  # since Triton 3.5

@@ -47,7 +47,7 @@ def times(request: Request, path: Path, *, repeats: int = 7) -> Times | None:
 
 
 def mismatch(request: Request, path: Path) -> str:
-    """Why a path does not give torch's results, in training also its gradients; empty if it does."""
+    """Why a path's results, in training also its gradients, differ from torch's; empty if they agree."""
     try:
         with torch.no_grad():
             trial = KernelTrial.random(request, training=False)
@@ -128,7 +128,7 @@ class KernelTrial:
         return y, codes, self._gradients(y, codes)
 
     def by_winners(self, codes: Tensor, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Torch's results at the winners that `codes` name, and their gradients."""
+        """Torch's results at the argmax positions in `codes`, and their gradients."""
         problem, inputs = self.problem, self._inputs()
         y = composite_by_torch(self.x, self.weights, self.bias, stride=problem.stride, padding=problem.padding)
         rows, columns = problem.result_size
@@ -159,9 +159,10 @@ class KernelTrial:
 
 
 def _gradients_agree(trial: KernelTrial, plan: Path) -> bool:
-    """With a pool, at the plan's own winners: rounded values tie, and either may win.
+    """With a pool, compare at the plan's own argmax positions: rounded values tie, and either may win.
 
-    The plan of a dense path was compared so when the dense conv chose it: left is where its weights are placed.
+    The plan of a dense path was compared like this when the dense conv chose it; here only the placement of its
+    weights is left.
     """
     if isinstance(plan, DensePath) and trial.problem.pool is not None:
         trial, plan = replace(trial, problem=replace(trial.problem, pool=None)), DensePath(None)

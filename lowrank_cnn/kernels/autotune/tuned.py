@@ -1,4 +1,4 @@
-"""What was measured on this device with these versions: a JSON file in the user's cache folder, and lookups.
+"""Measurements of this device with these versions: a JSON file in the user's cache folder, and lookups.
 
 An entry holds the times of the paths, the fused plan, and whether all plans were tried. Paths are "fused", "torch"
 and, for training with several filter groups, "dense": all of them as one conv. Nothing is measured here.
@@ -22,12 +22,12 @@ from lowrank_cnn.kernels.problem import Problem
 if TYPE_CHECKING:
     from lowrank_cnn.kernels.conv.plans import KernelPlan
 
-# What a choice between the fused kernels and torch is made for, and whether the kernels can run it.
+# Requests for a choice between the fused kernels and torch, and whether the kernels can run them.
 
 
 @dataclass(frozen=True)
 class Request:
-    """A problem on a device. In training, `need_input` asks for the input's gradient.
+    """A problem on a device. In training, `need_input` asks for the input gradient.
 
     `bias` is the type of the bias, None for none. It decides which kernels are compiled, not which path is chosen.
     """
@@ -141,7 +141,7 @@ def keep(request: Request, entry: dict[str, Any], *, lasting: bool) -> None:
 
 
 def entry_of(request: Request) -> dict[str, Any] | None:
-    """What was measured before; None if nothing was, or if the kernel no longer takes the problem."""
+    """The stored measurement; None if there is none, or if the kernel no longer supports the problem."""
     if request.device.type != "cuda":
         return None
     entry = entries().get(key_of(request)) or _this_run.get(key_of(request))

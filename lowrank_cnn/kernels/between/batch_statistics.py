@@ -255,7 +255,7 @@ def of_channels(
 
 @triton.jit
 def activated(z, slope, ACTIVATION: tl.constexpr):
-    """Apply an activation, named as in `kernels.activation`; NaN stays NaN."""
+    """Apply an activation, named as in `kernels.problem.ACTIVATIONS`; NaN stays NaN."""
     if ACTIVATION == "relu":
         z = tl.where(z < 0, 0.0, z)
     elif ACTIVATION == "leaky_relu":

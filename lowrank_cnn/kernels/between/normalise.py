@@ -1,4 +1,4 @@
-"""Batch norm in training with what follows it: y = act((x - mean) rstd weight + bias + residual).
+"""Batch norm in training with residual and activation: y = act((x - mean) rstd weight + bias + residual).
 
 With `add_last` the residual is added after the activation: y = act((x - mean) rstd weight + bias) + residual. Its
 gradient is then that of y, and the backward is that of a norm without a residual.

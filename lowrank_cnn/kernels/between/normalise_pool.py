@@ -1,4 +1,4 @@
-"""Batch norm in training with the ReLU and the max-pool behind it in one step, as in a ResNet's stem.
+"""Batch norm in training with its ReLU and max-pool in one step, as in a ResNet's stem.
 
 The maps between the first conv and the pool are the largest of such a network. Here only the pooled maps are
 written. Layout and blocks are those of `pool` and `normalise`.
@@ -34,7 +34,7 @@ VALUES = 1024
 MOST_PLACES = 25
 """Places of the largest window: loops over them are unrolled, so that all their loads run at the same time."""
 DEAD = tl.constexpr(255)
-"""The code of a window whose winner the ReLU cut."""
+"""The code of a window whose maximum the ReLU set to zero."""
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def normalise_pool(
     TOTAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr,
     PADDING: tl.constexpr, CODES: tl.constexpr, PIXELS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Normalise and pool a block of results for a block of channels. Of equals the first wins; NaN wins always."""
+    """Normalise and pool a block of results for a block of channels. Ties go to the first; NaN wins."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
     m, r, w, b = of_channels(mean, rstd, weight, bias, lane, TOTAL, WEIGHT, BIAS)

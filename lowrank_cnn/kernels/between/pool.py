@@ -60,7 +60,7 @@ def place_in_turn(
     tap, top, left, base, keep, height, width,
     TOTAL: tl.constexpr, KERNEL_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Compare the maximum so far with place `tap` of the window. Of equals the first wins; NaN wins always."""
+    """Compare the maximum so far with place `tap` of the window. Ties go to the first; NaN wins."""
     down, right = tap // KERNEL_WIDTH, tap % KERNEL_WIDTH
     row, column = top + down, left + right
     inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)

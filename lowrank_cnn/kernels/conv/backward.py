@@ -35,7 +35,7 @@ from lowrank_cnn.kernels.problem import (
     starts,
 )
 
-# How the gradients are divided for the kernels of `backward`: tiles, and per group what its tiles need.
+# How the gradients are divided for the kernels of `backward`: tiles, and the fields of each group.
 
 INPUT_TILES = (
     Tile(),
@@ -44,11 +44,11 @@ INPUT_TILES = (
     Tile(128, 64, 64, 4, 4),
     Tile(128, 64, 32, 4, 4),
 )
-"""Pixels, channels, filters per step, warps and stages worth measuring for the input's gradient."""
+"""Pixels, channels, filters per step, warps and stages worth measuring for the input gradient."""
 WEIGHT_TILES = (Tile(64, 128, 128, 4, 3), Tile(64, 128, 64, 4, 4))
-"""Pixels per step, filters, channels, warps and stages for the weights' gradient."""
+"""Pixels per step, filters, channels, warps and stages for the weight gradient."""
 NARROW = {128: 1.0, 64: 0.8, 32: 0.65}
-"""The share of the matrix unit's peak that a tile of this width reaches, roughly."""
+"""The rough share of the tensor cores' peak that a tile of this width reaches."""
 
 
 def turned(problem: Problem) -> Problem | None:
@@ -67,7 +67,7 @@ def turned(problem: Problem) -> Problem | None:
 
 
 def input_tile(problem: Problem) -> Tile:
-    """The default for the input's gradient: the widest tile, unless a narrower one wastes less."""
+    """The default for the input gradient: the widest tile, unless a narrower one wastes less."""
 
     def cost(tile: Tile) -> float:
         depth = sum(group.taps * round_up(group.filters, tile.depth) for group in problem.groups)
@@ -77,7 +77,7 @@ def input_tile(problem: Problem) -> Tile:
 
 
 def weight_tile(problem: Problem) -> Tile:
-    """The default for the weights' gradient, chosen in the same way."""
+    """The default for the weight gradient, chosen in the same way."""
 
     def cost(tile: Tile) -> float:
         filters = sum(group.taps * round_up(group.filters, tile.filters) for group in problem.groups)
@@ -126,7 +126,7 @@ def weight_rows(problem: Problem, filters: int, depth: int) -> tuple[tuple[tuple
 
 
 DEAD = 4
-"""The code of a result that the ReLU cut; 0 to 3 are the place of the winner in its 2x2 window."""
+"""The code of a result that the ReLU set to zero; 0 to 3 are the position of the maximum in its 2x2 window."""
 (IN_WEIGHT_ROW, IN_CHANNEL, IN_STEPS, IN_TAPS, IN_WIDTH, IN_TOP, IN_LEFT) = (
     tl.constexpr(index) for index in range(7)
 )
@@ -204,7 +204,7 @@ def undo_relu(
 def input_gradient_kernel(
     g,  # descriptor of the gradient [N, H', W', filters]
     w,  # descriptor of [taps * CHANNELS of all groups, filters], as `pack.pack_turned` lays it
-    dx,  # descriptor of the input's gradient [N, H, W, CHANNELS]
+    dx,  # descriptor of the input gradient [N, H, W, CHANNELS]
     row_boxes, column_boxes,
     GROUPS: tl.constexpr, TILES: tl.constexpr, CHANNELS: tl.constexpr, IMAGES: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, FILTERS: tl.constexpr, DEPTH: tl.constexpr,
@@ -223,7 +223,7 @@ def input_gradient_kernel(
         for step in range(GROUPS[i][IN_TAPS] * GROUPS[i][IN_STEPS]):
             tap = step // GROUPS[i][IN_STEPS]
             depth = step % GROUPS[i][IN_STEPS] * DEPTH
-            # An input pixel lies as far before the output pixel as the tap reads beyond it.
+            # The offset of an input pixel is minus the offset of the tap.
             down = GROUPS[i][IN_TOP] - tap // GROUPS[i][IN_WIDTH]
             right = GROUPS[i][IN_LEFT] - tap % GROUPS[i][IN_WIDTH]
             a = g.load([image, row + down, column + right, GROUPS[i][IN_CHANNEL] + depth])

@@ -1,4 +1,4 @@
-"""Equivalent problems for the kernels that exist: over blocks of pixels, with zeros around taps, parity by parity.
+"""Rewrite problems for existing kernels: over blocks of pixels, with zeros around taps, parity by parity.
 
 Blocks: a convolution of stride 2 is one of stride 1, over blocks of 2x2 pixels with 4 times the channels.
 
@@ -141,12 +141,12 @@ FOLDED = ForwardKernel(
 
 # Rewrite a problem for the Hopper kernels: groups of one length, or one group, with zeros around the taps.
 #
-# The Hopper kernels fetch the pixels of a run of taps once, and all runs of a launch have one length. A 3x3 and
-# a 1x1 group have none in common. With zeros above and below its tap the 1x1 becomes a 3x1: three products in
-# place of one, where a 3x3 would take nine. The results do not change. This serves the weights' gradient; in the
-# forward it never beat the plain kernel.
+# The Hopper kernels fetch the pixels of a run of taps once, and all runs of a launch have one length. A 3x3 and a
+# 1x1 group have none in common. With zeros above and below its tap the 1x1 becomes a 3x1: three products instead
+# of one (a 3x3 would take nine). The results do not change. The weight gradient uses this; in the forward it never
+# beat the plain kernel.
 #
-# A tile of filters lies within one group. Narrow groups make narrow tiles, which leave most of the matrix unit
+# A tile of filters lies within one group. Narrow groups make narrow tiles, which leave most of the tensor cores
 # idle. As one dense group with zeros around all taps, such a layer may be faster.
 
 MOST = 2

@@ -55,7 +55,7 @@ def run_with_statistics(plan: KernelPlan, problem: Problem, given: ConvTensors) 
     return y, launch_merge(launch_parts(y) if parts is None else parts)
 
 
-# Mean and variance per channel of a conv's results, for the batch norm behind it.
+# Mean and variance per channel of a conv's results, for the batch norm after it.
 #
 # The epilogues of `tiled` and `hopper` store parts: count, mean and sum of squared distances from that mean, for
 # the pixels of one box, as [3, parts, channels] in float32. Other kernels' results are read again, in parts of

@@ -1,12 +1,12 @@
-"""Kernels that gather pixels tap by tap: for first layers (`stem`), and for what no other kernel takes (`gather`).
+"""Kernels that gather pixels tap by tap: `stem` for first layers, `gather` where no other kernel works.
 
 Layout: maps are [N, H, W, C]. All groups share one matrix [VALUES, filters] over the union of their taps (see
 `pack.pack_union`), so the neighbourhood of a pixel is gathered once for all groups. A 2x2 pool that follows is the
 maximum of four products in registers; only pooled pixels are written.
 
-- `stem`, with its weight gradient, is for few input channels. Memory and instructions bound this layer, not the
-  matrix unit, and VALUES fit in one step of it. A program takes PIXELS result pixels and all filters; each thread
-  holds whole pixels, so a neighbour's value costs one addition, one predicate and one load.
+- `stem`, with its weight gradient, is for few input channels. Memory and instructions limit this layer, not the
+  tensor cores, and VALUES fit in one matrix instruction. A program takes PIXELS result pixels and all filters;
+  each thread holds whole pixels, so a neighbour's value costs one addition, one predicate and one load.
 - `gather` takes any stride and any number of channels and filters. A program takes PIXELS result pixels by FILTERS
   filters and loops over DEPTH gathered values at a time.
 """

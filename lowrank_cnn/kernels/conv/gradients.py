@@ -17,7 +17,7 @@ from lowrank_cnn.kernels.device import on_its_device
 from lowrank_cnn.kernels.problem import Problem, empty_maps, pixels_last
 
 OLDER_WEIGHTS = tiled.Tile(32, 64, 64, 4, 3)
-"""As `tiled.OLDER`, for the weights' gradient."""
+"""As `tiled.OLDER`, for the weight gradient."""
 
 
 @on_its_device
@@ -33,7 +33,7 @@ def compute_gradients(
 ) -> tuple[Tensor | None, list[Tensor], Tensor | None]:
     """Gradients of input, weights and bias, the latter two in float32; None for those not needed.
 
-    `seen` is what the forward kept: the codes of a fused pool, else the result of a ReLU.
+    `seen` is kept from the forward: the codes of a fused pool, else the result of a ReLU.
     """
     g, pixels, seen = pixels_last(grad), pixels_last(x), seen.contiguous()
     programs = 2 * gpu.multiprocessors(x.device)
@@ -99,7 +99,7 @@ def _strided_weight_gradients(problem: Problem, g: Tensor, pixels: Tensor) -> li
 
 
 def has_windows(problem: Problem, capability: tuple[int, int]) -> bool:
-    """Whether `window_gradient` takes a problem: it needs Hopper and a spare channel."""
+    """Whether `window_gradient` supports a problem: it needs Hopper and a spare channel."""
     spare = capability[0] == 9 and problem.channels < hopper_plan.PLACES
     return spare and hopper_plan.window_unsupported(problem) is None
 
@@ -146,11 +146,11 @@ def _input_tile(problem: Problem, device: torch.device) -> tiled.Tile | None:
 
 
 def _weight_tile(problem: Problem, capability: tuple[int, int]) -> tiled.Tile:
-    """The tile for the weights' gradient; on Hopper with one stage.
+    """The tile for the weight gradient; on Hopper with one stage.
 
-    The transposed gradient reaches the matrix unit through registers. If Triton 3.6 pipelines that for Hopper, it
+    The transposed gradient reaches the tensor cores through registers. If Triton 3.6 pipelines that for Hopper, it
     overwrites registers that running products still read, and a few values in a million are wrong. With one stage
-    every product is waited for.
+    the kernel waits for every product.
     """
     if (0, 0) < capability < (9, 0):
         return OLDER_WEIGHTS

@@ -196,7 +196,7 @@ def normal_below(x):
 
 @gluon.jit
 def activated(out, ACTIVATION: gl.constexpr, SLOPE: gl.constexpr):
-    """The activation of float32 values; `ACTIVATION` is a name of `kernels.activation`, "" for none."""
+    """The activation of float32 values; `ACTIVATION` is a name of `kernels.problem.ACTIVATIONS`, "" for none."""
     if ACTIVATION == "relu":
         out = gl.maximum(out, 0.0)
     elif ACTIVATION == "leaky_relu":
@@ -318,7 +318,7 @@ def store_parts(
     parts, plane, staged, out, turned, run, image, cross, batch, out_height, out_width,
     RUN: gl.constexpr, IMAGES: gl.constexpr, CROSS: gl.constexpr, WARPS: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """Count, mean and squared distances of a tile's pixels inside the image, per filter (see `result_statistics`).
+    """Count, mean and squared distances of a tile's pixels inside the image, per filter (see `forward`).
 
     Each of `WARPS` warps along the pixels sums its own pixels; the sums are combined in the results' shared
     memory. Squares are of the values themselves: in tiles this small, rounding to 16 bits loses more than
@@ -406,7 +406,7 @@ def composite_hopper(
     r_rows, r_columns,  # descriptors of the residual, like the result
     code_rows, code_columns,  # descriptors of the winners of a pool, uint8, like the result
     bias,  # [filters]
-    parts,  # [3, boxes, filters], float32: statistics of the results, see `result_statistics`
+    parts,  # [3, boxes, filters], float32: statistics of the results, see `forward`
     total, batch, filters, rows_x, rows_y, turned_x, turned_y, out_height, out_width,
     GROUPS: gl.constexpr, TILES: gl.constexpr, TAPS: gl.constexpr, RUN: gl.constexpr, IMAGES: gl.constexpr,
     CROSS: gl.constexpr, STEPS: gl.constexpr, STRIDE: gl.constexpr, CHANNELS: gl.constexpr,
@@ -489,7 +489,7 @@ def composite_hopper(
         if POOL:
             acc = pooled(acc, turned, run, cross, out_height, out_width, RUN, IMAGES, CROSS, WHOLE, CODES)
         if STATISTICS:
-            # Of the rounded values, which replace the others: registers have no room for both.
+            # Statistics of the rounded values, which replace the others: registers have no room for both.
             acc = biased(acc, bias, channel, HAS_BIAS, False)[0].to(w.dtype).to(gl.float32)
             acc = store_parts(
                 parts + index // TILES * filters + channel, total // TILES * filters, staged, acc,

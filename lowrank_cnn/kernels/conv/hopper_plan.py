@@ -98,8 +98,8 @@ def run_box(problem: Problem, tile: HopperTile) -> Box:
     """A tile's pixels as (run, images, cross): few wasted at the borders, then long runs.
 
     Images x cross fill whole 8-pixel atoms, so that a shift along the run keeps the swizzle's phase. If a pool
-    follows, two neighbours along the run must lie in one warp. The matrix unit deals pixels to warps in sixteens,
-    so neighbours must be one atom apart, or one round of all warps.
+    follows, two neighbours along the run must lie in one warp. The matrix instruction assigns pixels to warps in
+    sixteens, so neighbours must be one atom apart, or one round of all warps.
     """
     pool, pixels = problem.pool is not None, tile.pixels
     powers = [2**i for i in range(pixels.bit_length())]
@@ -250,7 +250,7 @@ HOPPER = ForwardKernel(
 )
 
 
-# How the weights' gradient is divided for the Hopper kernel: tiles of filters and channels, shares of pixels.
+# How the weight gradient is divided for the Hopper kernel: tiles of filters and channels, shares of pixels.
 
 RUNS = (1, 2, 3, 5)
 """Taps of a run. The gradients of all its taps stay in registers; a fetch brings 1, 2 or 4 pixels beyond a box."""
@@ -268,7 +268,7 @@ class WeightTile:
 
 
 def weights_unsupported(problem: Problem) -> str | None:
-    """Why the Hopper kernel cannot compute the weights' gradient of a problem, or None if it can."""
+    """Why the Hopper kernel cannot compute the weight gradient of a problem, or None if it can."""
     if problem.stride != (1, 1):
         return f"stride {problem.stride}"
     if problem.dtype not in (torch.bfloat16, torch.float16):
@@ -325,8 +325,8 @@ def weight_run_rows(problem: Problem, tile: WeightTile) -> tuple[tuple[tuple[int
 
 # How a pooled first layer is divided for `window`: tiles of windows, and weights for the places in a window.
 #
-# The four pixels of a 2x2 pool read one window of 4x4 pixels. With four channels per pixel a row of the window
-# is 16 values, which is one step of the matrix unit. Rows of neighbouring windows begin 16 bytes apart.
+# The four pixels of a 2x2 pool read one window of 4x4 pixels. With four channels per pixel a row of the window is
+# 16 values, the depth of one matrix instruction. Rows of neighbouring windows begin 16 bytes apart.
 
 WINDOWS = 64
 """Windows of a tile: as many as four warps multiply at once."""
@@ -436,9 +436,9 @@ WINDOW = ForwardKernel(
 # How a first layer of stride 2 is divided for `overlap`: strips of rows, tiles of columns, slabs of weights.
 #
 # With four channels per pixel, two pixels are 16 bytes: a *block*. At stride 2 the windows of neighbouring output
-# columns begin one block apart. So 64 consecutive blocks of an image's row are a [64, 8] factor of a product: the
-# first blocks of 64 windows. The 64 blocks that begin one block later are the second blocks of these windows.
-# Nothing is copied.
+# columns begin one block apart. Therefore 64 consecutive blocks of an image's row are a [64, 8] factor of a matrix
+# product: the first blocks of 64 windows. The 64 blocks that begin one block later are the second blocks of these
+# windows. Nothing is copied.
 #
 # A product takes 16 values of each window: a block of one row, and the same block of the row below. A *slab* of
 # the weights belongs to one such pair of a row offset and a block offset. The last few of the 64 windows lack

@@ -1,4 +1,4 @@
-"""The weights' gradient for Hopper: one fetch of pixels serves all taps of a run.
+"""The weight gradient for Hopper: one fetch of pixels serves all taps of a run.
 
 The gradient of a tap is a matrix product over pixels: the pixels that the tap reads, transposed, times the
 gradient of the output. A program computes one tile of one group: [DEPTH channels, FILTERS filters] for each of up

@@ -1,4 +1,4 @@
-"""A first layer of stride 2 for Hopper: the matrix unit reads overlapping windows in place in shared memory.
+"""A first layer of stride 2 for Hopper: the tensor cores read overlapping windows in place in shared memory.
 
 See `hopper_plan` for the idea. A strip is a few result rows of one image by up to 64 windows. The rows of the
 image that it reads are fetched unchanged, 64 blocks of each. Each row of the conv is one product per slab of

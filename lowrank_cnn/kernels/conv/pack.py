@@ -80,9 +80,9 @@ def union_taps(groups: Sequence[TapGroup]) -> list[tuple[int, int]]:
 def pack_union(weights: Sequence[Tensor], problem: Problem, dtype: torch.dtype) -> Tensor:
     """[values, filters]: all groups as one matrix over the union of their taps, zero for taps that a group lacks.
 
-    With few input channels the union fits one step of the matrix unit (3x1 and 1x3 over three channels: 5 taps x 3
-    = 15 of 16), and pixels are gathered once for all groups. The values are padded to a multiple of the kernels'
-    steps and of the matrix unit's size.
+    With few input channels the union fits one matrix instruction (3x1 and 1x3 over three channels: 5 taps x 3 = 15
+    of 16), and pixels are gathered once for all groups. The values are padded to a multiple of the kernels' steps
+    and of the instruction's depth.
     """
     taps = union_taps(problem.groups)
     used = len(taps) * problem.channels

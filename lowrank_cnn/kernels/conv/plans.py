@@ -75,7 +75,7 @@ def plans(problem: Problem, *, capability: tuple[int, int] = (0, 0)) -> list[Ker
 def shortlist(found: Sequence[KernelPlan]) -> list[KernelPlan]:
     """The plans that are measured without tuning: the default, or the first of each kernel.
 
-    The latter if a plan computes products with zeros: whether that pays is measured.
+    The latter if a plan multiplies by zeros, which pays only sometimes.
     """
     if "enclosed" not in {plan.kernel for plan in found}:
         return [found[0]]
@@ -96,7 +96,7 @@ def table() -> dict[str, dict[str, dict[str, str]]]:
 
 
 def preset(problem: Problem, capability: tuple[int, int], what: str = "forward") -> str | None:
-    """The stored plan of a shape as text, or None; `what` is "forward" or "input" for the input's gradient."""
+    """The stored plan of a shape as text, or None; `what` is "forward" or "input" for the input gradient."""
     if problem.batch < LEAST_BATCH or problem.dtype.itemsize != 2:
         return None
     return table().get(f"{capability[0]}.{capability[1]}", {}).get(shape_of(problem), {}).get(what)

@@ -58,7 +58,7 @@ def normal_below(x):
 
 @triton.jit
 def activated(out, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr):
-    """The activation of float32 values; `ACTIVATION` is a name of `kernels.activation`, "" for none."""
+    """The activation of float32 values; `ACTIVATION` is a name of `kernels.problem.ACTIVATIONS`, "" for none."""
     if ACTIVATION == "relu":
         out = tl.maximum(out, 0.0)
     elif ACTIVATION == "leaky_relu":
@@ -164,7 +164,7 @@ def store_parts(
     parts,  # [3, boxes, total] float32, written at this box and tile
     plane, out, rest, image, row, column, batch, height, width,
 ):  # fmt: skip
-    """Store count, mean and squared distances of a box's pixels in the image, as in `result_statistics`."""
+    """Store count, mean and squared distances of a box's pixels in the image, as in `forward`."""
     n = image + tl.arange(0, out.shape[0])[:, None, None, None]
     y = row + tl.arange(0, out.shape[1])[None, :, None, None]
     x = column + tl.arange(0, out.shape[2])[None, None, :, None]
@@ -191,7 +191,7 @@ def composite_tiled(
     residual,  # [N, H', W', total], where boxes are masked
     result,  # [N, H', W', total], where boxes are masked
     codes,  # [N, H', W', total], bytes: the winners of a pool
-    parts,  # [3, boxes, total], float32: statistics of the results, see `result_statistics`
+    parts,  # [3, boxes, total], float32: statistics of the results, see `forward`
     batch, row_boxes, column_boxes, out_height, out_width, height, width, total,
     GROUPS: tl.constexpr, TILES: tl.constexpr, IMAGES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     FILTERS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, STRIDE: tl.constexpr,

@@ -1,9 +1,9 @@
-"""A pooled first layer for Hopper: the matrix unit reads 4x4 windows in place, and nothing is gathered.
+"""A pooled first layer for Hopper: the tensor cores read 4x4 windows in place, and nothing is gathered.
 
 The four pixels of a 2x2 pool with 3x3 taps read one window of 4x4 pixels. With four channels per pixel, two pixels
-are 16 bytes, and the windows of neighbouring pools begin 16 bytes apart. The matrix unit wants eight rows of 16
-bytes that follow each other: the first halves of eight windows lie just so in a row of the image. The second
-halves are the same memory, 16 bytes on, so a tile takes two fetches per row of the image.
+are 16 bytes, and the windows of neighbouring pools begin 16 bytes apart. The tensor cores need eight consecutive
+rows of 16 bytes, and the first halves of eight windows are consecutive in a row of the image. The second halves
+are the same memory, 16 bytes on, so a tile takes two fetches per row of the image.
 
 A program is persistent over tiles of ROWS x COLUMNS windows, with STAGES tiles in flight. Per tile it computes one
 product for each of the four pixels of the pool; their maximum is the result.
@@ -183,7 +183,7 @@ def halves() -> Any:
     return gl.SharedLinearLayout(offset_bases=row, alignment=1024)
 
 
-# The weights' gradient of a pooled first layer for Hopper, over the 4x4 windows of `window`.
+# The weight gradient of a pooled first layer for Hopper, over the 4x4 windows of `window`.
 #
 # In each 2x2 pool one pixel has won, and only it gets the pool's gradient. A program stores the gradients of a
 # tile in shared memory four times, once per pixel of the pool, with zeros where another pixel won. The product
@@ -196,7 +196,7 @@ def halves() -> Any:
 # channel of ones, whose gradient at the middle tap is the bias gradient.
 
 FILTERS = 64
-"""Filters of a tile: the matrix unit takes 64 rows at once."""
+"""Filters of a tile: a matrix instruction takes 64 rows."""
 GRADIENT = plan.WindowTile(stages=2, residents=2)
 
 

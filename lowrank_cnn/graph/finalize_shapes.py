@@ -22,7 +22,7 @@ from lowrank_cnn.core.files import LARGEST_JSON, parse_json, read_regular, write
 from lowrank_cnn.core.modules import InputSize, checked_size
 from lowrank_cnn.core.notes import note, notes
 from lowrank_cnn.core.text import text_table
-from lowrank_cnn.method.channels import Route, free_routes
+from lowrank_cnn.graph.channels import Route, free_routes
 from lowrank_cnn.method.layers import weights_of
 from lowrank_cnn.method.rewrite import (
     Conversion,
@@ -62,7 +62,7 @@ class LearnedShapes:
 
     @classmethod
     def of(cls, model: nn.Module) -> LearnedShapes:
-        """The learned shapes of a settled network; empty for any other network."""
+        """The learned shapes of a network with final shapes; empty for any other network."""
         found = {change.name: parse_scheme(change.scheme) for change in changes_of(model)}
         return cls({name: scheme for name, scheme in found.items() if isinstance(scheme, Exact)})
 
@@ -105,14 +105,14 @@ def has_learned(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def settle(network: nn.Module, input_size: InputSize | None = None) -> nn.Module:
+def finalize_shapes(network: nn.Module, input_size: InputSize | None = None) -> nn.Module:
     """A copy of plain convs and composites that computes the same; the network itself if it has no masks."""
     if not has_learned(network):
         return network
     size = notes(network).input_size if input_size is None else checked_size(input_size)
     if size is None:
         raise LowRankError("give the size of the images (channels, height, width) that the network takes.")
-    layers = _settled(network, free_routes(network, size))
+    layers = _plain_layers(network, free_routes(network, size))
     new = copy_with(network, {network.get_submodule(name): layer for name, (layer, _) in layers.items()})
     dense = {change.name: change for change in changes_of(network)}
     changes = [row for row in changes_of(network) if not row.scheme.startswith("learned")]
@@ -135,7 +135,7 @@ def settle(network: nn.Module, input_size: InputSize | None = None) -> nn.Module
     return new
 
 
-def _settled(network: nn.Module, routes: Mapping[str, Route]) -> dict[str, tuple[nn.Module, Scheme]]:
+def _plain_layers(network: nn.Module, routes: Mapping[str, Route]) -> dict[str, tuple[nn.Module, Scheme]]:
     """The layers that change, each with its scheme."""
     convs = shaped_convs(network)
     orders = {name: _order(layer, free=name in routes) for name, layer in convs.items()}
@@ -147,7 +147,7 @@ def _settled(network: nn.Module, routes: Mapping[str, Route]) -> dict[str, tuple
     }
     found = {}
     for name, layer in convs.items():
-        found[name] = _settled_conv(layer, orders[name], arriving.get(name))
+        found[name] = _plain_conv(layer, orders[name], arriving.get(name))
         for norm in routes[name].norms if name in routes else ():
             found[norm] = _picked(network.get_submodule(norm), orders[name], dim=0)
     others = {name: features for name, features in arriving.items() if name not in convs}
@@ -163,7 +163,7 @@ def _order(layer: ShapedConv2d, *, free: bool) -> Tensor:
     return order[kept[order]]
 
 
-def _settled_conv(layer: ShapedConv2d, order: Tensor, arriving: Tensor | None) -> tuple[nn.Module, Scheme]:
+def _plain_conv(layer: ShapedConv2d, order: Tensor, arriving: Tensor | None) -> tuple[nn.Module, Scheme]:
     """A plain conv or composite, with the filters in their order and the inputs in theirs."""
     chosen = layer.choice.cpu()[order].tolist()
     groups: list[tuple[Pair, int]] = [(layer.starts[s], chosen.count(s)) for s in dict.fromkeys(chosen)]

@@ -2,8 +2,8 @@
 
 The channels of a conv are free if everything on their way treats each channel by itself (a batch norm,
 activations, pooling, dropout, flattening) until convs and linear layers read them. Then the filters can be sorted
-or removed, if the norms and the reading layers follow. Where channels meet others in a sum, a concatenation or a
-product, or reach the network's output, their order is fixed.
+or removed, if the norms and the reading layers follow. The order of channels is fixed if they meet others in a
+sum, a concatenation or a product, or reach the network's output.
 
 Functions are not looked up in a list. Each is tried on random channels, on the same channels permuted, and with
 one of them changed.
