@@ -3,6 +3,7 @@
 import functools
 import importlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,10 @@ settings.load_profile("repeatable")
 # The bits of a sum depend on the number of threads: pytest without `make`, and what tests start, have one as well.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+
+# A shell that starts the tests in the background ignores Ctrl-C for them, and so for what they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

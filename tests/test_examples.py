@@ -70,7 +70,8 @@ def test_a_lightning_module_trains_a_converted_network(plain_loop, monkeypatch, 
     assert "ms an image" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_several_processes_train_a_converted_network(kind: str):
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     assert "of the MACs" in run(*launch, str(ROOT / "examples" / "plain_loop.py"), "--parallel", kind, *SMALL)

@@ -58,6 +58,7 @@ def count_row(row: Published) -> Count:
     return count(model, (3, row.input or 224, row.input or 224), convention="paper")
 
 
+@cache
 def count_padded_googlenet(name: str) -> Count:
     """Count a GoogLeNet as the paper counted its low-rank ones.
 
@@ -286,6 +287,7 @@ def _check_cost(claim: CostClaim) -> Finding:
     return Finding("text", claim.text, "claim", stated, f"{value:.1f}%", verdict, note)
 
 
+@cache
 def _check_like_for_like() -> Finding:
     """The paper compares a padded low-rank GoogLeNet with an unpadded dense one: treat both alike."""
     claim = next(c for c in COST_CLAIMS if c.network == "googlenet-lr" and c.quantity == "macs")

@@ -72,9 +72,9 @@ def test_a_flat_folder_is_evaluated_on_the_images_that_training_held_out(lowrank
     assert json.loads(again.stdout)["n"] == n < 10
     assert json.loads(again.stdout)["top1"] == record.result["top1"]
     assert f"these are the {n} images held out of it" in again.stderr
-    for exported in (tmp_path / "net.safetensors", tmp_path / "net.onnx"):
-        assert lowrank("export", run, exported).exit_code == 0
-        assert json.loads(lowrank("evaluate", exported, "--data", photos, "--json").stdout)["n"] == n
+    exported = tmp_path / ("net.onnx" if limit else "net.safetensors")
+    assert lowrank("export", run, exported).exit_code == 0
+    assert json.loads(lowrank("evaluate", exported, "--data", photos, "--json").stdout)["n"] == n
     assert evaluate(run, photos, device="cpu", progress=False).n == n
     Image.new("L", (16, 16), 9).save(photos / "dark" / "new.png")  # now it is another set, used as a whole
     whole = lowrank("evaluate", run, "--data", photos, "--json")

@@ -346,17 +346,6 @@ def test_the_printed_warm_up_is_that_of_the_run():
     assert "warmup=5.0 " in f"{_told(get_recipe('modern', epochs=40))} "
 
 
-def test_a_network_for_other_classes_is_refused_before_images_are_decoded(lowrank, tmp_path, monkeypatch):
-    def decode():
-        raise AssertionError("images were decoded")
-
-    split = ResidentSplit(decode, (1, 16, 16))
-    data = Data("photos", ("cat", "dog", "owl"), split, split)
-    monkeypatch.setattr("lowrank_cnn.data.open_data", lambda *_, **__: data)
-    error = lowrank("train", f"{own_network(tmp_path)}:net", "--data", "photos", "--device", "cpu").exception
-    assert "2 outputs for an image, and the data 3 classes" in str(error)
-
-
 def test_one_class_is_refused_before_anything_is_printed(lowrank, monkeypatch):
     data = Data("photos", ("cat",), *(ResidentSplit(None, (1, 16, 16)) for _ in range(2)))  # type: ignore[arg-type]
     monkeypatch.setattr("lowrank_cnn.data.open_data", lambda *_, **__: data)

@@ -22,13 +22,10 @@ from lowrank_cnn.data.decode import (
     BadImageError,
     Framing,
     ScaledCrop,
-    cover_and_crop,
-    crop_at,
     decode_image,
     frame_image,
     image_header,
     plain_jpeg_size,
-    scale_shorter,
     thumbnail,
 )
 from lowrank_cnn.report.records import LARGEST_THUMBNAIL
@@ -73,11 +70,6 @@ def test_deep_grey_images_keep_their_range() -> None:
         image = decode_image(encoded(deep, format), channels=3)
         values = np.asarray(image)[0, :, 0].astype(int)
         assert np.abs(values - np.arange(16) * 17).max() <= 1
-
-
-def test_what_a_header_tells(photo) -> None:
-    assert image_header(photo(0, size=(12, 10))) == ((12, 10), False)
-    assert image_header(photo(0, size=(5, 7), mode="L", format="JPEG")) == ((5, 7), True)
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"])
@@ -125,25 +117,6 @@ def test_a_decompression_bomb_is_refused_by_its_header(photo, monkeypatch: pytes
 def test_other_files_are_not_images(data: bytes) -> None:
     with pytest.raises(BadImageError, match="not a known image format"):
         decode_image(data, channels=3)
-
-
-def test_fitting_scales_to_cover_and_keeps_the_centre() -> None:
-    plain = Image.new("RGB", (50, 30), (9, 8, 7))
-    assert scale_shorter(plain, 15).size == (25, 15)
-    assert scale_shorter(plain, 30) is cover_and_crop(plain, 30, 50) is plain
-    assert (np.asarray(cover_and_crop(plain, 64, 10)) == [9, 8, 7]).all()
-    image = Image.new("L", (30, 10))
-    image.paste(255, (10, 0, 20, 10))
-    assert np.asarray(cover_and_crop(image, 10, 10)).min() == 255
-
-
-def test_windows_beyond_the_image_are_filled() -> None:
-    image = Image.new("RGB", (4, 4), (1, 2, 3))
-    window = np.asarray(crop_at(image, -1, 2, 4, 4, fill=(7, 8, 9)))
-    assert (window[0] == [7, 8, 9]).all()
-    assert (window[1:, :2] == [1, 2, 3]).all()
-    assert (window[:, 2:] == [7, 8, 9]).all()
-    assert crop_at(Image.new("L", (4, 4)), -1, 0, 4, 4, fill=(7,)).getpixel((0, 0)) == 7
 
 
 def test_a_jpeg_may_come_smaller_but_not_too_small(photo) -> None:
@@ -355,18 +328,6 @@ def frame_at(data: bytes) -> int:
 
 def changed(data: bytes, at: int, *values: int) -> bytes:
     return data[:at] + bytes(values) + data[at + len(values) :]
-
-
-@pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
-def test_a_plain_photograph_tells_its_size(subsampling: str) -> None:
-    for height, width in ((20, 30), (300, 17), (1, 1)):
-        assert plain_jpeg_size(noise(height, width, subsampling=subsampling)) == (height, width)
-    thumbnail = noise(4, 4)
-    whole = noise(subsampling=subsampling, exif=b"Exif\0\0" + thumbnail, comment=b"\xff\xc2\xff\xda")
-    assert plain_jpeg_size(whole) == (20, 30)  # markers within other segments are not looked at
-    assert plain_jpeg_size(whole + b"\0\0") == (20, 30)
-    assert plain_jpeg_size(whole[:2] + b"\xff\xff" + whole[2:]) == (20, 30)  # filled up before a marker
-    assert plain_jpeg_size(with_segment(whole, 0xEE, b"Adobe\0\x64\0\0\0\0\x01")) == (20, 30)
 
 
 def test_what_is_odd_is_left_to_the_worker() -> None:

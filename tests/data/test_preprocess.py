@@ -1,5 +1,9 @@
+"""Preprocessing, and what is kept of a data set: decoded images and its fingerprint."""
+
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,15 +13,18 @@ from torch import Tensor
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import (
+    Data,
     ResidentSplit,
     Standardize,
     Whiten,
     fit_preprocess,
+    open_data,
     preprocess,
     preprocess_from_dict,
 )
+from lowrank_cnn.data import workers as decoded_cache
 from lowrank_cnn.data.preprocess import AsGiven, normalise_contrast
-from lowrank_cnn.data.types import generator
+from lowrank_cnn.data.types import fingerprint_of_files, generator
 
 
 @pytest.fixture(scope="module")
@@ -147,3 +154,130 @@ def test_clear_refusals(split: ResidentSplit) -> None:
     ):
         with pytest.raises(LowRankError, match=says):
             call()
+
+
+@pytest.fixture
+def photos(tmp_path: Path, write_folder, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LOWRANK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(decoded_cache, "WORTH_SECONDS", 0.0)
+    images = {f"{split}/ant/{n}.png": n for split in ("train", "val") for n in range(4)}
+    return write_folder(tmp_path / "photos", images | {"train/ant/bad.png": b"junk"})
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many images were decoded, each time that some were."""
+    counts: list[int] = []
+    decode = decoded_cache._decode
+
+    def counting(parts, *more):
+        counts.append(parts.lanes.shape[1])
+        return decode(parts, *more)
+
+    monkeypatch.setattr(decoded_cache, "_decode", counting)
+    return counts
+
+
+def train_of(path: Path, **options: object) -> ResidentSplit:
+    split = open_data(path, progress=False, **options).train
+    assert isinstance(split, ResidentSplit)
+    return split
+
+
+def test_a_second_start_decodes_nothing(photos: Path, decoded: list[int]) -> None:
+    first, second = train_of(photos), train_of(photos)
+    assert first.images.equal(second.images)
+    assert first.labels.equal(second.labels)
+    assert decoded == [5]
+    assert second.problems.counts == {"undecodable image": 1}
+    assert second.describe(0) == "train/ant/0.png"
+
+
+def test_other_files_sizes_and_rows_are_decoded(photos: Path, decoded: list[int], photo) -> None:
+    before = train_of(photos).images
+    train_of(photos, image_size=6).images  # noqa: B018
+    train_of(photos, limit=3).images  # noqa: B018
+    (photos / "train/ant/0.png").write_bytes(photo(99))
+    after = train_of(photos).images
+    assert decoded == [5, 5, 3, 5]
+    assert not before.equal(after)
+
+
+def test_damaged_entries_are_made_anew(photos: Path, decoded: list[int], tmp_path: Path) -> None:
+    before = train_of(photos).images
+    [entry] = (tmp_path / "cache" / "decoded").iterdir()
+    content = bytearray(entry.read_bytes())
+    content[-20] ^= 1
+    entry.write_bytes(bytes(content))
+    assert before.equal(train_of(photos).images)
+    assert decoded == [5, 5]
+
+
+def test_quick_and_huge_sets_are_not_kept(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoded_cache, "MOST_BYTES", 10)
+    train_of(photos).images  # noqa: B018
+    monkeypatch.setattr(decoded_cache, "MOST_BYTES", 2**30)
+    monkeypatch.setattr(decoded_cache, "WORTH_SECONDS", 100.0)
+    train_of(photos).images  # noqa: B018
+    assert not (tmp_path / "cache" / "decoded").exists()
+
+
+def test_old_entries_make_room(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoded_cache, "MOST_BYTES_OF_ALL", 1)
+    for size in (4, 6, 8):
+        train_of(photos, image_size=size).images  # noqa: B018
+    assert len(list((tmp_path / "cache" / "decoded").iterdir())) == 1
+
+
+def _photos(root: Path, write_folder, photo, *, first: int = 0) -> Path:
+    names = [f"{split}/{name}/{n}.png" for split in ("train", "val") for name in ("cat", "dog") for n in range(3)]
+    return write_folder(root, {name: photo(first + number, format="BMP") for number, name in enumerate(names)})
+
+
+def test_a_copy_elsewhere_is_the_same_set(tmp_path: Path, write_folder, photo) -> None:
+    one = _photos(tmp_path / "one", write_folder, photo)
+    shutil.copytree(one, tmp_path / "other")
+    streamed = open_data(tmp_path / "other", resident_bytes=0)
+    assert open_data(one).digest == open_data(tmp_path / "other", image_size=4).digest == streamed.digest
+
+
+def test_replaced_images_of_equal_file_size_are_another_set(tmp_path: Path, write_folder, photo) -> None:
+    before = open_data(_photos(tmp_path, write_folder, photo)).digest
+    sizes = sorted(path.stat().st_size for path in tmp_path.rglob("*.png"))
+    after = open_data(_photos(tmp_path, write_folder, photo, first=50)).digest
+    assert sizes == sorted(path.stat().st_size for path in tmp_path.rglob("*.png"))
+    assert before != after
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs")
+def test_an_image_that_turns_into_a_pipe_is_unreadable_and_does_not_hang(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"image")
+    before = fingerprint_of_files(tmp_path, [tmp_path / "a.png"])
+    (tmp_path / "a.png").unlink()
+    os.mkfifo(tmp_path / "a.png")
+    assert fingerprint_of_files(tmp_path, [tmp_path / "a.png"]) != before
+
+
+def test_names_classes_and_chosen_images_count(tmp_path: Path, write_folder, photo) -> None:
+    data = open_data(_photos(tmp_path / "photos", write_folder, photo), image_size=8)
+    others = {open_data(tmp_path / "photos", limit=4).digest, data.holdout(2, seed=0).digest}
+    (tmp_path / "photos/train/cat/0.png").rename(tmp_path / "photos/train/cat/zero.png")
+    others.add(open_data(tmp_path / "photos").digest)
+    assert len(others | {data.digest}) == 4
+
+
+def test_shards_have_a_fingerprint(shards: Path, tmp_path: Path, write_shards, photo) -> None:
+    before = open_data(shards).digest
+    assert before == open_data(shards, resident_bytes=0).digest
+    write_shards(shards, "test", [[(photo(200 + number), number % 3) for number in range(10)]])
+    assert before != open_data(shards).digest
+
+
+def test_tensors_are_known_by_their_pixels_and_labels() -> None:
+    def digest(pixel: int, label: int) -> str:
+        images, labels = torch.zeros(6, 1, 2, 2, dtype=torch.uint8), torch.zeros(6, dtype=torch.int64)
+        images[3, 0, 1, 1], labels[5] = pixel, label
+        return Data("set", ("a", "b"), split := ResidentSplit.of(images, labels), split).digest
+
+    assert digest(0, 0) == digest(0, 0)
+    assert len({digest(0, 0), digest(1, 0), digest(0, 1)}) == 3

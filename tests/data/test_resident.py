@@ -206,8 +206,3 @@ def test_holdout_parts_the_training_images() -> None:
             data.holdout(n, seed=0)
     with pytest.raises(LowRankError, match=r"class number 2, and 2 classes, numbered from 0 to 1"):
         dataclasses.replace(data, classes=("a", "b")).check_labels()
-
-
-def test_generators_of_neighbouring_keys_differ() -> None:
-    draws = {tuple(torch.rand(4, generator=generator("e", s, e)).tolist()) for s in range(5) for e in range(5)}
-    assert len(draws) == 25

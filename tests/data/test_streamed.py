@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -24,7 +22,7 @@ from lowrank_cnn.data import (
     make_loader,
     open_data,
 )
-from lowrank_cnn.data.streamed import WINDOW, epoch_lanes, lane_count, prefetch
+from lowrank_cnn.data.streamed import WINDOW, epoch_lanes, prefetch
 from lowrank_cnn.data.workers import loaded
 
 VARIED = Augment(crop=9, pad=1, mirror=True, cutout=2)
@@ -310,13 +308,6 @@ def test_a_resize_above_the_image_size_shows_the_pixels_of_a_set_in_memory(
     assert 255 * (seen[0] - seen[1]).abs().max() < 1.5
 
 
-@given(st.integers(1, 64), st.integers(1, 12), st.integers(0, 12))
-def test_lanes_divide_the_batch_and_the_processes(local: int, world: int, workers: int) -> None:
-    lanes = lane_count(local * world, world, workers)
-    assert (local * world % lanes, lanes % world) == (0, 0)
-    assert {lane_count(128, world, 16 // world) for world in (1, 2, 4, 8, 16)} == {16}
-
-
 @pytest.mark.parametrize(("lanes", "length"), [(1, 48), (8, 6), (3, 15)])
 def test_lanes_hold_every_row_once_within_its_window(numbered: Path, monkeypatch, lanes: int, length: int) -> None:
     store = streamed(numbered).store
@@ -354,16 +345,6 @@ def prefetching() -> int:
     return sum(thread.name.startswith("prefetch") for thread in threading.enumerate())
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 5])
-@pytest.mark.parametrize("depth", [1, 2, 4])
-def test_prefetched_batches_come_in_their_order_from_one_other_thread(n: int, depth: int) -> None:
-    batches = Numbers(n)
-    assert [told for told, _ in prefetch(batches(), None, depth=depth)] == list(range(n))
-    assert len(batches.threads) == min(n, 1)
-    assert threading.main_thread() not in batches.threads
-    assert (batches.closed, prefetching()) == (True, 0)
-
-
 def test_no_more_are_prefetched_than_asked_for_and_closing_ends_the_thread() -> None:
     batches = Numbers(100)
     made = prefetch(batches(), None, depth=2)
@@ -376,16 +357,6 @@ def test_no_more_are_prefetched_than_asked_for_and_closing_ends_the_thread() -> 
     for _ in prefetch(Numbers(100)(), None):
         break  # dropped, not closed
     assert prefetching() == 0
-
-
-@pytest.mark.parametrize("fails_at", [0, 1, 3])
-def test_an_error_comes_up_where_its_batch_would_have(fails_at: int) -> None:
-    batches = Numbers(5, fails_at)
-    made = prefetch(batches(), None)
-    assert [next(made)[0] for _ in range(fails_at)] == list(range(fails_at))
-    with pytest.raises(OSError, match="the disk is gone"):
-        next(made)
-    assert (batches.closed, prefetching()) == (True, 0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

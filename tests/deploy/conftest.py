@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Generator, Mapping
 from pathlib import Path
 
@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from lowrank_cnn.core.clock import Sample
 from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.deploy.optimize import optimize
 from lowrank_cnn.method.schemes import build_conv
-
-sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside the tests
 
 PINS = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
 PINNED = f"torch=={torch.__version__.partition('+')[0]}" in PINS
@@ -29,6 +28,12 @@ def pytest_runtest_call() -> Generator[None, object, object]:
         if PINNED or "built for another torch" not in str(error):
             raise
         pytest.skip(str(error))
+
+
+@pytest.fixture(autouse=True)
+def long_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`optimize` has ten minutes: on a busy machine it would leave forms out after its half minute."""
+    monkeypatch.setitem(inspect.unwrap(optimize).__kwdefaults__, "budget", 600.0)
 
 
 class LowRankResidual(nn.Module):

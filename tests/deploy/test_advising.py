@@ -241,13 +241,6 @@ def test_a_network_with_3d_convs_and_older_weight_norm_is_measured():
         design(model, EXAMPLE, macs=0.5, repeats=3)
 
 
-def test_the_random_generator_stays_where_it_is(monkeypatch):
-    clock(monkeypatch, lambda name, m: macs_of(m))
-    model, before = net(), torch.get_rng_state()
-    design(model, EXAMPLE, macs=0.5)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 # Layers and whole networks within a share of the MACs.
 
 SIZE = (3, 16, 16)

@@ -21,8 +21,7 @@ from lowrank_cnn.deploy.block_forms import (
     groups_apart,
     in_layers,
 )
-from lowrank_cnn.deploy.blocks import Block, BlockAsGiven, Epilogue, ForCalls, as_network, in_blocks, max_pool
-from lowrank_cnn.kernels.problem import activate
+from lowrank_cnn.deploy.blocks import Block, BlockAsGiven, Epilogue, ForCalls, as_network, in_blocks
 from lowrank_cnn.kernels.strips import available
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.schemes import build_conv
@@ -75,33 +74,6 @@ def test_a_network_captured_for_one_size_leaves_other_sizes_to_the_original():
     for x in (large, small):
         torch.testing.assert_close(whole(x), net(x))
         torch.testing.assert_close(whole(x, scale=3.0), net(x, scale=3.0))
-
-
-@pytest.mark.parametrize("size", [(8, 6), (7, 6), (9, 9)])
-@pytest.mark.parametrize(
-    "pool", [*POOLS[1:], nn.MaxPool2d((2, 2), (2, 2), padding=1), nn.MaxPool2d(2, dilation=2)]
-)
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_pools_are_torchs_own_to_the_bit(size: tuple[int, int], pool: nn.MaxPool2d, layout: torch.memory_format):
-    x = torch.randn(2, 3, *size).contiguous(memory_format=layout)
-    assert torch.equal(max_pool(x, pool), pool(x))
-    assert torch.equal(Epilogue("relu", pool)(x.clone()), pool(x.relu()))
-
-
-@pytest.mark.parametrize("name", ["relu", "leaky_relu", "silu", "gelu", "hardswish"])
-@pytest.mark.parametrize("pool", [None, nn.MaxPool2d(2)])
-@pytest.mark.parametrize("shape", [(2, 3, 8, 8), (1, 3, 1, 1)])
-@pytest.mark.parametrize("last", [False, True])
-def test_an_epilogue_adds_activates_and_pools_in_order(name: str, pool, shape: tuple[int, ...], last: bool):
-    y, residual = torch.randn(2, 3, 8, 8), torch.randn(shape)
-    expected = activate(y, name) + residual if last else activate(y + residual, name)
-    expected = expected if pool is None else pool(expected)
-    kept = residual.clone()
-    epilogue = Epilogue(name, pool, True, last)
-    assert str(epilogue).startswith(name if last else "add")
-    for finish in (epilogue, epilogue.in_order):
-        torch.testing.assert_close(finish(y.clone(), residual), expected)
-    assert torch.equal(residual, kept)
 
 
 @settings(max_examples=60)

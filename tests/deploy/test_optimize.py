@@ -65,7 +65,7 @@ def assert_same(ours: nn.Module, right: nn.Module, x: Tensor = IMAGE) -> None:
 
 def test_the_result_computes_the_same_and_says_how(network: nn.Module):
     said: list[str] = []
-    fast = optimize(network, IMAGE, **QUICKLY, budget=600, say=said.append)
+    fast = optimize(network, IMAGE, **QUICKLY, say=said.append)
     assert_same(fast, network)
     times = fast.report.times
     assert set(times) == {
@@ -109,7 +109,7 @@ def test_a_network_that_does_not_compile_is_left_as_it_is(network: nn.Module, mo
         raise RuntimeError("no compiler\nand more")
 
     monkeypatch.setattr(torch, "compile", broken)
-    fast = optimize(network, IMAGE, cache=False, repeats=3, budget=600)
+    fast = optimize(network, IMAGE, cache=False, repeats=3)
     assert set(fast.report.failed.values()) == {"no compiler"}
     assert_same(fast, network)
 
@@ -435,11 +435,11 @@ def test_no_form_is_begun_at_the_end_of_the_budget(on_gpu: FormSearch, monkeypat
 
 def test_a_form_that_is_not_ready_in_time_is_stopped(monkeypatch: pytest.MonkeyPatch):
     """A compiler cannot be asked to stop: `optimize(budget=30)` took 226 seconds."""
-    work = form_search(small(), budget=0.5, compile=False)
+    work = form_search(small(), budget=3.0, compile=False)
     monkeypatch.setattr(FormSearch, "_folded", lambda self, chains: time.sleep(600))
     report = work.fastest(3).report
     assert report.choice == "as given"
-    assert report.failed["folded, contiguous"] == "stopped: the budget of 0.5 s was used up"
+    assert report.failed["folded, contiguous"] == "stopped: the budget of 3 s was used up"
     assert "not tried" in report.failed["planned, channels_last"]
 
 

@@ -61,9 +61,10 @@ class Fault:
 
 
 def faults(count: int, seed: int = 0) -> Iterator[Fault]:
-    """This many faults, all kinds in turn, each as often as `KINDS` says."""
-    kinds = [kind for kind, (share, _) in KINDS.items() for _ in range(share)]
-    random.Random(seed).shuffle(kinds)
+    """This many faults: one of every kind first, then each as often as `KINDS` says."""
+    more = [kind for kind, (share, _) in KINDS.items() for _ in range(share - 1)]
+    random.Random(seed).shuffle(more)
+    kinds = [*KINDS, *more]
     for number in range(count):
         yield Fault(kinds[number % len(kinds)], seed * 1_000_000 + number)
 

@@ -44,7 +44,7 @@ RECIPE = Recipe(
 """Every kind of state: dropout, batch norm, moving average, level-off, random crops, a cached whitening matrix."""
 FINISHED, CRASHED, REFUSED, STOPPED = 0, 1, 3, 4
 TIMES = ("seconds", "images_per_second")
-PATIENCE = 60.0
+PATIENCE = 600.0
 """Seconds after which a process counts as hung; one run takes about two on an idle core."""
 
 

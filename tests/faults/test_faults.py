@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the harness forks")
 
-FAULTS = 36
+FAULTS = 20
 
 
 @pytest.mark.slow

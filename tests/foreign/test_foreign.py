@@ -19,9 +19,9 @@ FAST = tuple(step for step in STEPS if step != "exported")
         ("pytorchcv:resnet20_cifar10", FAST),
         ("transformers:ResNetForImageClassification", STEPS),
         ("transformers:Wav2Vec2ForSequenceClassification", FAST),
-        ("diffusers:UNet2DModel", FAST),
         ("diffusers:AutoencoderTiny", FAST),
-        ("monai:UNet 3-D", FAST),
+        pytest.param("diffusers:UNet2DModel", FAST, marks=pytest.mark.nightly),
+        pytest.param("monai:UNet 3-D", FAST, marks=pytest.mark.nightly),
     ],
 )
 def test_a_foreign_network_is_transformed_exactly_or_refused_in_a_sentence(name: str, steps: tuple[str, ...]):

@@ -10,14 +10,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.kernels.problem import activate, canonical, describe, is_monotone, pixels_last, pose
+from lowrank_cnn.kernels.problem import describe, pose
 from lowrank_cnn.kernels.reference import (
     compose,
     composite_by_torch,
     composite_reference,
     conv_on_sides,
     enclosed,
-    interleaved,
     pad_on_sides,
 )
 from lowrank_cnn.method.layers import CompositeConv2d
@@ -80,31 +79,6 @@ def test_what_cannot_be_posed(options, why):
         problem(**options)
 
 
-def test_pixels_are_copied_only_if_they_must_be():
-    x = torch.randn(2, 3, 4, 5)
-    last = x.contiguous(memory_format=torch.channels_last)
-    assert pixels_last(last).data_ptr() == last.data_ptr()
-    assert torch.equal(pixels_last(x), x.permute(0, 2, 3, 1))
-    assert pixels_last(torch.randn(1, 8, 1, 1)).stride() == (8, 8, 8, 1)
-
-
-@pytest.mark.parametrize(
-    ("given", "spelt"),
-    [(None, None), ("", None), ("leaky_relu", "leaky_relu:0.01"), ("leaky_relu:0.10", "leaky_relu:0.1")],
-)
-def test_an_activation_has_one_spelling(given, spelt):
-    assert canonical(given) == canonical(spelt) == spelt
-    assert canonical("relu", True) == canonical(None, True) == "relu"
-
-
-@pytest.mark.parametrize("name", ["relu", "leaky_relu:0.2", "leaky_relu:-0.2", "silu", "gelu", "hardswish", None])
-def test_a_monotone_activation_may_follow_a_pool(name):
-    x = torch.linspace(-6, 6, 97, dtype=torch.float64)
-    assert is_monotone(name) is not bool((activate(x, name).diff() < 0).any())
-    if name in ("silu", "gelu"):
-        assert torch.equal(activate(x, name), getattr(F, name)(x))
-
-
 @pytest.mark.parametrize("compute", [composite_reference, composite_by_torch])
 def test_groups_bias_residual_activation_and_pool(compute):
     x, residual, bias = torch.randn(2, 3, 6, 6), torch.randn(2, 5, 6, 6), torch.randn(5)
@@ -132,12 +106,6 @@ def test_sides_are_cropped_and_padded(sides, mode):
     if mode == "constant":
         found = conv_on_sides(x, weight, None, sides, (1, 1))
         assert torch.allclose(found, F.conv2d(expected, weight), atol=1e-5)
-
-
-def test_filters_of_a_channel_group_stay_together():
-    parts = [torch.tensor([[1, 1, 2, 2]]), torch.tensor([[10, 20]])]
-    assert interleaved(parts, 2, 1).tolist() == [[1, 1, 10, 2, 2, 20]]
-    assert interleaved(parts, 1, 1).tolist() == [[1, 1, 2, 2, 10, 20]]
 
 
 def test_engines_see_no_negative_pads_where_a_conv_without_padding_is_split():

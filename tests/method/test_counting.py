@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.models import create_model, list_models
+from lowrank_cnn.models import create_model
 
 PUBLISHED = {
     row["network"]: row
@@ -45,7 +45,10 @@ def fvcore_macs(net: nn.Module, size: tuple[int, ...]) -> int:
     return sum(n for op, n in analysis.by_operator().items() if op in ("conv", "linear", "matmul", "addmm", "bmm"))
 
 
-@pytest.mark.parametrize("name", list_models())
+@pytest.mark.parametrize(
+    "name",
+    ["nin", "nin-c3-lr", "vgg11", "vgg11-gmp-lr-join", "vgg11-gmp-sf", "googlenet-lr", "resnet18-lr", "airbench"],
+)
 def test_our_networks_agree_with_fvcore(name: str):
     net = create_model(name, width=1.0 if name.startswith("nin") else 0.125)
     assert count(net, net.input_size).macs == fvcore_macs(net, net.input_size)
@@ -101,18 +104,6 @@ def test_what_a_container_computes_itself_is_booked_on_it():
 
     (layer,) = count(nn.Sequential(Product()), (1, 4, 6)).layers
     assert (layer.name, layer.macs) == ("0", 4 * 4 * 6)
-
-
-def test_the_model_is_left_as_it_was():
-    net = create_model("googlenet", width=0.1, norm="batch").train()
-    net.classifier.eval()
-    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    count(net, (3, 64, 64), convention="paper")
-    assert net.training
-    assert not net.classifier.training
-    assert not any(module._forward_hooks for module in net.modules())
-    for name, tensor in net.state_dict().items():
-        assert torch.equal(tensor, before[name])
 
 
 def test_shared_layers_cost_twice_and_weigh_once():

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.method.geometry import enclosing_padding, offsets, pair, recentred, symmetric
+from lowrank_cnn.method.geometry import enclosing_padding, offsets, pair, recentred
 from lowrank_cnn.method.spec import FilterGroup
 
 X = torch.randn(1, 2, 9, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -32,12 +32,6 @@ def test_a_kernel_within_a_larger_one_keeps_its_output_grid(kernel: tuple[int, i
     (up, down), (before, after) = recentred(((1, 1), (1, 1)), kernel, enclosing, (1, 1))
     wide = F.conv2d(F.pad(X, (before, after, up, down)), larger)
     torch.testing.assert_close(wide, F.conv2d(F.pad(X, (1, 1, 1, 1)), weight))
-
-
-def test_symmetric_padding_has_equal_sides_and_crops_nothing():
-    assert symmetric(((1, 1), (2, 2)))
-    assert not symmetric(((1, 2), (2, 2)))
-    assert not symmetric(((-1, -1), (0, 0)))
 
 
 @pytest.mark.parametrize(

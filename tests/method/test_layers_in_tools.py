@@ -14,9 +14,10 @@ from lowrank_cnn.method.branches import BranchedConv2d
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.schemes import FactoredConv2d, build_conv
-from lowrank_cnn.models import create_model, list_models
+from lowrank_cnn.models import create_model
 
 SCHEMES = ["lr", "lr-join", "separable", "mixture", "mixture(kx1=3, 1xk=3, kxk=2, join)"]
+SCRIPTED = ["nin-c3-lr", "vgg11-gmp-lr-join", "vgg11-gmp-sf", "vgg11", "resnet18-small-lr", "airbench-lr"]
 BRANCHED = ["lr(branches)", "lr-join(branches)", "dense(branches)"]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -42,8 +43,11 @@ def image() -> torch.Tensor:
     return torch.randn(2, 16, 16, 17, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("scheme", [*SCHEMES, *BRANCHED])
-@pytest.mark.parametrize("tool", ["script", "symbolic_trace", "compile", "trace", "export"])
+QUICK = [(scheme, tool) for scheme in (*SCHEMES, *BRANCHED) for tool in ("script", "symbolic_trace", "trace")]
+SLOW = [(scheme, tool) for scheme in ("lr-join", "mixture", "lr(branches)") for tool in ("compile", "export")]
+
+
+@pytest.mark.parametrize(("scheme", "tool"), QUICK + SLOW)
 def test_a_converted_network_passes_through(scheme: str, tool: str, image: torch.Tensor):
     torch.manual_seed(0)
     net = convert(network(), scheme, allow_costlier=True).eval()
@@ -68,7 +72,7 @@ def test_a_scripted_layer_trains_and_takes_an_image_without_its_batch(scheme: st
     assert all(p.grad is not None for p in layer.parameters())
 
 
-@pytest.mark.parametrize("scheme", [*SCHEMES, *BRANCHED])
+@pytest.mark.parametrize("scheme", ["lr", "separable", "mixture(kx1=3, 1xk=3, kxk=2, join)", "lr-join(branches)"])
 def test_fx_quantisation_reaches_the_filters(scheme: str, image: torch.Tensor):
     torch.manual_seed(0)
     engine = torch.backends.quantized.engine
@@ -91,14 +95,11 @@ def test_fx_quantisation_reaches_the_filters(scheme: str, image: torch.Tensor):
     assert len(convs) + sum("conv2d" in name for name in called) >= 2
 
 
-@pytest.mark.parametrize("name", list_models())
+@pytest.mark.parametrize("name", [*SCRIPTED, "googlenet-lr"])
 def test_our_networks_are_traced_by_fx(name: str):
     net = create_model(name, width=0.05, num_classes=4, image_size=64).eval()
     x = torch.randn(1, 3, 64, 64)
     torch.testing.assert_close(torch.fx.symbolic_trace(net)(x), net(x))
-
-
-SCRIPTED = ["nin-c3-lr", "vgg11-gmp-lr-join", "vgg11-gmp-sf", "vgg11", "resnet18-small-lr", "airbench-lr"]
 
 
 @pytest.mark.parametrize("name", SCRIPTED)

@@ -19,7 +19,6 @@ from lowrank_cnn.models.network_file import (
     is_exported,
     read_header,
     read_weights,
-    without_storage,
     write_network_file,
     write_weights,
 )
@@ -49,14 +48,6 @@ def test_size_card_and_preparation_come_back(path: Path):
     assert (found.input_size, notes(found.network).input_size, found.card) == ((1, 14, 14), (1, 14, 14), CARD)
     assert torch.equal(found.preprocess["mean"], mean)
     assert found.network.state_dict().keys() == net.state_dict().keys()
-
-
-def test_what_is_not_known_is_left_out(path: Path):
-    net = nn.Sequential(nn.Conv2d(1, 2, 3))
-    write_weights(path, Stored(net))
-    found = read_weights(path, into=net)
-    assert (found.input_size, found.card, found.preprocess) == (None, None, {})
-    assert not hasattr(found.network, "input_size")
 
 
 class Tied(nn.Module):
@@ -155,14 +146,6 @@ def test_a_large_conversion_of_a_foreign_network_is_refused_before_it_is_built(p
     change_header(path, {"conversion": {"changed": [{"name": "0", "scheme": "lr-join(m=999999999)"}]}})
     with pytest.raises(LowRankError, match="missing or unknown"):
         read_weights(path, into=net)
-
-
-def test_a_network_can_be_copied_without_storage():
-    net = Tied()
-    light = without_storage(net)
-    assert all(p.is_meta for p in light.parameters())
-    assert light.first.weight is light.second.weight
-    assert not any(p.is_meta for p in net.parameters())
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*")

@@ -54,12 +54,14 @@ def test_both_layouts_are_streamed_and_trained_on(layout, request, tmp_path):
     data = open_data(source)
     assert isinstance(data.train, StreamedSplit)
     assert (len(data.train), len(data.test), len(data.classes)) == (60, 21, 3)
-    table = alone(source, tmp_path / "out", networks=(LR, GOOGLENET))
-    assert [row.network for row in table.rows] == [LR, GOOGLENET]
+    networks = [LR, GOOGLENET][: 1 if layout == "folders" else 2]
+    table = alone(source, tmp_path / "out", networks=networks)
+    assert [row.network for row in table.rows] == networks
     assert table.rows[0].published == 0.67608
     record = load_record(tmp_path / "out" / "paper" / f"{LR}-seed1")
     assert (record.watched, record.result["n"], record.data["name"]) == ("holdout", 21, layout)
-    assert load_record(tmp_path / "out" / "paper" / f"{GOOGLENET}-seed1").recipe["schedule"] == "poly"
+    if GOOGLENET in networks:
+        assert load_record(tmp_path / "out" / "paper" / f"{GOOGLENET}-seed1").recipe["schedule"] == "poly"
 
 
 def test_places_has_its_own_table_and_stride(folders, tmp_path):

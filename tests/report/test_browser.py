@@ -74,6 +74,7 @@ def open_records(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
 def opened(browser: Any, address: str, width: int, scheme: str) -> Iterator[Any]:
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    context.set_default_timeout(300_000)  # a busy machine draws slowly
     found = context.new_page()
     complaints: list[str] = []
     requests: list[str] = []

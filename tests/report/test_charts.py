@@ -4,12 +4,9 @@ import itertools
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lowrank_cnn.paper.published import rows
 from lowrank_cnn.report import Records
@@ -27,13 +24,11 @@ from lowrank_cnn.report.charts import (
     training_curves,
 )
 from lowrank_cnn.report.results import gather
-from lowrank_cnn.report.style import COOL, WARM, kind_colours, label_rows, network_looks, save_charts
+from lowrank_cnn.report.style import COOL, WARM, kind_colours, label_rows, network_looks
 from lowrank_cnn.report.trade import (
     DENSE,
     LEAST_SPAN,
     LOW_RANK,
-    least_span,
-    pareto_front,
     published_point,
     trade_chart,
     trade_charts,
@@ -126,47 +121,10 @@ def test_fronts_arrows_and_intervals_are_of_the_right_points(records: Records):
         assert (0 < height < 0.02) if point["kind"] in places else height == 0
 
 
-def test_a_front_never_goes_back(records: Records):
-    """Costs that are shown alike may differ: the front is drawn by what they are."""
-    alike = [
-        replace(run, top1=0.9, params=118_900 if "c3" in run.network.name else 119_400) for run in records.runs
-    ]
-    for chart in trade_of(Records(alike)):
-        for front in {corner["front"] for corner in chart["fronts"]}:
-            costs = [corner["x"] for corner in chart["fronts"] if corner["front"] == front]
-            assert costs == sorted(costs)
-
-
-SMALL = st.integers(0, 6).map(float)
-
-
-@given(st.lists(st.tuples(SMALL, SMALL), max_size=12))
-def test_the_front_is_what_nothing_dominates(points: list[tuple[float, float]]):
-    def dominated(point: tuple[float, float], by: tuple[float, float]) -> bool:
-        return by != point and by[0] <= point[0] and by[1] >= point[1]
-
-    front = pareto_front(points)
-    assert sorted(front) == [i for i, p in enumerate(points) if not any(dominated(p, q) for q in points)]
-    assert [points[i] for i in front] == sorted(points[i] for i in front)
-
-
 def test_several_crops_cost_several_times_as_much():
     points = [published_point(row) for row in rows() if row.crops > 1]
     chart = trade_chart(points, "macs", "top5", error=True)
     assert sorted(mark["x"] for mark in chart["points"]) == [10 * 1591056680, 144 * 1591056680]
-
-
-@pytest.mark.parametrize(
-    ("measured", "span"),
-    [
-        ([], LEAST_SPAN),
-        ([(0.9, None)], LEAST_SPAN),
-        ([(0.98, 1000), (0.981, 1000)], 6 * math.sqrt(0.98 * 0.02 / 1000)),
-        ([(0.5, 4)], 1.0),
-    ],
-)
-def test_an_axis_of_accuracies_is_as_wide_as_chance(measured: list, span: float):
-    assert least_span(measured) == pytest.approx(span)
 
 
 def test_an_axis_spans_two_points_and_stays_within_shares():
@@ -238,17 +196,6 @@ def test_the_page_gets_complete_charts_and_of_many_classes_the_hardest(records: 
     assert found["charts"]["confusion"]["encoding"]["x"]["axis"]["labels"] is False
 
 
-def test_networks_without_details_have_no_charts(records: Records):
-    plain = [replace(run, details=None) for run in records.runs]
-    assert details_charts(gather(Records(plain))) == []
-    few = [
-        replace(run, details=replace(run.details, confusion=torch.zeros(0), bins=torch.zeros(0, 3)))
-        for run in records.runs
-        if run.details
-    ]
-    assert list(details_data(gather(Records(few)))[0]["charts"]) == ["classes", "pairs"]
-
-
 def test_layers_of_both_devices_stand_in_one_chart_each_with_its_own_share(records: Records):
     charts = {chart["title"]: chart for chart in layer_charts(records.timings)}
     ours = charts["nin-c3-lr, measured here"]
@@ -262,17 +209,6 @@ def test_layers_of_both_devices_stand_in_one_chart_each_with_its_own_share(recor
     assert layers_spec(ours)["height"] == ours["height"] > 300
 
 
-def test_the_legend_names_only_devices_that_were_timed(records: Records):
-    timing = next(timing for timing in records.timings if timing.device == "CPU")
-    chart, published = layer_charts([timing])
-    scale = layers_spec(chart)["layer"][0]["encoding"]["color"]["scale"]
-    assert scale["domain"] == ["MACs", "CPU time"]
-    assert len(scale["range"]) == 2
-    assert layer_charts([replace(timing, layers=timing.layers[:1])]) == [published]
-    assert len({bar["layer"] for bar in published["layers"]}) == 16
-    assert "CPU r = 0.94, GPU r = 0.82" in published["note"]
-
-
 def test_labels_keep_clear_of_points_and_lines():
     crowd = [{"x": i, "y": i, "label": str(i)} for i in range(100)]
     assert label_rows(crowd, []) == []
@@ -284,10 +220,3 @@ def test_labels_keep_clear_of_points_and_lines():
     places = [row["t"] for row in found if row["label"] == "\N{BULLET}"]
     assert len(places) == 60
     assert [b - a for a, b in itertools.pairwise(places)] == pytest.approx([1 / 60] * 59)
-
-
-def test_charts_stand_below_each_other(tmp_path: Path):
-    pytest.importorskip("vl_convert", reason="charts are drawn by vl-convert")
-    spec = {"width": 80, "height": 50, "data": {"values": [{"a": 1}]}, "mark": "point", "encoding": {}}
-    one, two = (save_charts([spec] * n, tmp_path / f"{n}.svg").read_text() for n in (1, 2))
-    assert (one.count("<svg"), two.count("<svg")) == (1, 3)

@@ -1,4 +1,3 @@
-import errno
 import json
 import re
 from dataclasses import replace
@@ -144,22 +143,6 @@ def test_an_empty_folder_says_what_to_run_first(tmp_path: Path):
         write_report([tmp_path], tmp_path / "report.html")
     assert len(str(error.value).splitlines()) == 1
     assert not (tmp_path / "report.html").exists()
-
-
-def test_a_full_disk_leaves_the_page_that_was_there(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    page = tmp_path / "report.html"
-    page.write_text("the page of yesterday")
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(LowRankError, match="disk is full"):
-        write_report([runs], page)
-    assert page.read_text() == "the page of yesterday"
-    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
-    with pytest.raises(LowRankError, match="is a folder"):
-        write_report([runs], tmp_path)
 
 
 def test_a_table_without_top5_has_no_such_column(records: Records):

@@ -15,7 +15,7 @@ from lowrank_cnn.models.build import dense_cost, run_entry
 from lowrank_cnn.paper.published import rows
 from lowrank_cnn.report import read_records
 from lowrank_cnn.report.page import cards, certainty, headline, summary_table
-from lowrank_cnn.report.records import NetworkId, Run
+from lowrank_cnn.report.records import Run
 from lowrank_cnn.report.results import (
     RECIPES,
     NetworkResult,
@@ -23,7 +23,6 @@ from lowrank_cnn.report.results import (
     comparable,
     gather,
     is_twin,
-    twin_id,
     twin_known,
 )
 from lowrank_cnn.report.trade import our_point, trade_chart
@@ -289,14 +288,6 @@ def test_a_timing_of_a_converted_network_is_not_that_of_its_twin():
     expected = {"macs": share(low_rank, own()), "CPU": 0.4}
     assert alone["Sequential, converted"].ratios == pytest.approx(expected)
     assert is_twin(alone["Sequential"])
-
-
-@pytest.mark.parametrize(
-    ("name", "twin"),
-    [("vgg11-gmp-lr-join", "vgg11-gmp"), ("nin-c3-lr", "nin"), ("googlenet-lr-conv1", "googlenet"), ("x", "x")],
-)
-def test_dense_twins(name: str, twin: str):
-    assert twin_id(NetworkId(name, scheme="lr", width=0.5)) == NetworkId(twin, width=0.5)
 
 
 def test_cards_tell_the_most_accurate_and_the_cheapest_comparable_network():

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-import random
 import signal
 import sys
-import time
-from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -86,33 +83,6 @@ def newest(directory: Path) -> int:
     return max((int(path.stem[5:]) for path in directory.glob("step-*.json")), default=-1)
 
 
-def start_child(out: Path, **options: float) -> int:
-    """Fork a run that goes on in `out`; forking spares the seconds that importing takes."""
-    child = os.fork()
-    if child:
-        return child
-    try:
-        train(out, resume=True, **options)
-    finally:
-        os._exit(0)
-
-
-def kill_and_resume(out: Path, kills: int, seed: int) -> None:
-    """Kill the run at random moments, some of them while it writes, and start it again each time."""
-    import_module("lightning_fabric")  # once, here, not in every child
-    draw = random.Random(seed)
-    for _ in range(kills):
-        child = start_child(out, checkpoint_every=0.0)
-        wanted = newest(out) + draw.randint(0, 6)
-        while newest(out) < wanted:
-            time.sleep(0.001)
-        time.sleep(draw.uniform(0, 0.02))
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        print("killed" if os.WIFSIGNALED(status) else "finished", newest(out), flush=True)
-    os.waitpid(start_child(out), 0)
-
-
 def train_as_one_of_many(out: Path, dies_at: int | None) -> None:
     """One process of a run of several; the second may die at an iteration."""
     look_around = Trainer._look_around
@@ -152,9 +122,7 @@ def train_until_stuck(out: Path) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     command, out = sys.argv[1], Path(sys.argv[2])
-    if command == "kill":
-        kill_and_resume(out, kills=int(sys.argv[3]), seed=int(sys.argv[4]))
-    elif command == "processes":
+    if command == "processes":
         dies_at = int(sys.argv[3]) if len(sys.argv) > 3 else None
         train_as_one_of_many(out, dies_at)
     elif command == "statistics":

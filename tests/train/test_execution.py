@@ -128,11 +128,14 @@ def low_rank_network(name: str) -> nn.Module:
     return nn.Sequential(*blocks, nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(8, 5))
 
 
-LARGE = [pytest.param(name, marks=pytest.mark.nightly) for name in ("vgg11-gmp-lr-join", "googlenet-lr")]
+LARGE = [
+    pytest.param(name, fused, marks=pytest.mark.nightly)
+    for name in ("vgg11-gmp-lr-join", "googlenet-lr")
+    for fused in (False, True)
+]
 
 
-@pytest.mark.parametrize("name", ["nin-c3-lr", "chains", *LARGE])
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("name", "fused"), [("nin-c3-lr", True), ("chains", False), *LARGE])
 def test_our_layers_have_no_graph_break(name, fused):
     from lowrank_cnn.graph.fuse import fuse
 

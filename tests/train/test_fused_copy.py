@@ -112,8 +112,11 @@ def whole_run(name: str, monkeypatch: pytest.MonkeyPatch, *, fused: bool, **opti
     return network, record
 
 
-@pytest.mark.parametrize("options", [{}, {"checkpoint_activations": True}], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("name", ["nin-c3-lr", "googlenet-lr", "vgg11-gmp-lr-join"])
+RUNS = [("nin-c3-lr", {}), ("googlenet-lr", {}), ("vgg11-gmp-lr-join", {})]
+RUNS.append(("nin-c3-lr", {"checkpoint_activations": True}))
+
+
+@pytest.mark.parametrize(("name", "options"), RUNS)
 def test_a_run_with_fused_layers_is_the_run_without(name, options, monkeypatch):
     plain, one = whole_run(name, monkeypatch, fused=False)
     fused, other = whole_run(name, monkeypatch, fused=True, **options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -45,13 +44,6 @@ def test_gradients_and_statistics_are_equal(name: str, norm: str | None):
         assert torch.equal(right[parameter], ours[parameter]), parameter
     for (place, one), (_, other) in zip(plain.named_buffers(), twin.named_buffers(), strict=True):
         assert torch.equal(one, other), place
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_no_stage_of_ours_draws_random_numbers(name: str):
-    """A CUDA graph could not draw them twice."""
-    twin = recomputed(build(name))
-    assert not any(module.random for module in twin.modules() if isinstance(module, Recomputed))
 
 
 def test_the_kernels_are_run_twice_too():
@@ -104,29 +96,6 @@ def test_less_is_kept_for_the_backward_pass(name: str):
     network = build(name)
     images = torch.randn(2, 3, 64, 64)
     assert kept(recomputed(network).train(), images) < 0.4 * kept(network, images)
-
-
-class Remembers(nn.Module):
-    """How kernels were chosen each time it ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.seen = nn.Conv2d(3, 4, 1), []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append((mode.mode(), mode.is_for_graphs()))
-        return self.conv(x)
-
-
-def test_kernels_are_chosen_as_the_first_time():
-    """On a GPU the backward pass runs in threads of autograd's, outside of any block around it."""
-    stage = Remembers()
-    with mode.forced("off"), mode.for_graphs():
-        loss = Recomputed(stage)(torch.randn(2, 3, 4, 4)).sum()
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
-    assert stage.seen == [("off", True)] * 2
 
 
 class Branches(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import gc
 import math
@@ -64,21 +63,6 @@ def test_steps_are_those_of_plain_sgd(nesterov):
         torch.testing.assert_close(value, theirs.state_dict()[name], rtol=1e-4, atol=1e-6)
 
 
-def test_the_tally_counts_loss_hits_and_images():
-    net = network()
-    step = make_step(net, Recipe())
-    images, labels = batch()
-    reference = copy.deepcopy(net)
-    logits = reference(images)
-    step.prepare(0.0, 0)
-    step(images, labels)
-    step(images, labels)
-    tally = step.read_tally()
-    assert (tally.images, tally.steps, tally.halted) == (16, 2, False)
-    assert tally.loss == pytest.approx(16 * F.cross_entropy(logits, labels).item(), rel=1e-5)
-    assert tally.correct == 2 * (logits.argmax(1) == labels).sum().item()
-
-
 def test_the_average_follows_the_weights():
     net = network()
     step = make_step(net, Recipe(ema=0.5))
@@ -95,14 +79,6 @@ def test_the_average_follows_the_weights():
             torch.testing.assert_close(value, expected[name])
     for name, value in net.state_dict().items():
         assert torch.equal(value, own[name])
-
-
-def test_the_average_begins_quickly():
-    step = make_step(network(), Recipe(ema=0.999))
-    step.prepare(0.1, 0)
-    assert step.blend.item() == pytest.approx(0.9)
-    step.prepare(0.1, 10**6)
-    assert step.blend.item() == pytest.approx(0.001)
 
 
 def test_clipping_bounds_the_step():
@@ -251,10 +227,3 @@ def test_a_run_in_fp16_resumes_exactly_and_after_another_precision(driver, tmp_p
     _, record = driver.train(tmp_path / "fp32", recipe, precision="fp16", resume=True)
     assert record.status == "finished"
     assert math.isfinite(record.result["loss"])
-
-
-def test_statistics_are_the_buffers_and_their_averages():
-    net = network()
-    found = make_step(net, Recipe(ema=0.9)).statistics()
-    assert len(found) == 2 * len(list(net.buffers())) == 6
-    assert {t.data_ptr() for t in net.buffers()} < {t.data_ptr() for t in found}

@@ -57,21 +57,6 @@ def locked_elsewhere(directory: Path):
     process.wait()
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the driver forks")
-def test_killed_at_eight_moments_it_ends_with_the_same_bits(driver, program, tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    driver.train(whole)
-    process = program("kill", killed, 8, 7)
-    said, complaints = process.communicate(timeout=6000)
-    assert process.returncode == 0, complaints
-    assert said.count("killed") == 8, said
-    assert_same_weights(driver.last_weights(whole), driver.last_weights(killed))
-    assert same_history(load_record(whole), load_record(killed))
-    assert load_record(killed).status == "finished"
-    assert not list(killed.glob(".tmp-*"))
-
-
 _look_around = Trainer._look_around
 
 

@@ -22,11 +22,9 @@ from lowrank_cnn.kernels.conv.plans import KernelPlan
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import pose
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PADDING = (((1, 1), (0, 0)), ((0, 0), (1, 1)))
 PLAN = KernelPlan("tiled", Tile(pixels=32, filters=16, depth=16))
 OTHER = KernelPlan("tiled", Tile(pixels=64, filters=16, depth=16))
-NO_ROOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
 
 
 def problem(channels=8, pool=None, stride=(1, 1)):
@@ -315,24 +313,6 @@ def test_a_stored_plan_serves_training_and_inference_while_its_kernel_takes_it(b
 
 # What the fused kernels can run, and why not.
 
-CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    ("posed", "training", "why"),
-    [
-        (problem(), True, None),
-        (replace(problem(), dtype=torch.float64), False, "float64 is not"),
-        (replace(problem(), residual=True), False, None),
-        (replace(problem(), residual=True), True, "no gradient for a residual"),
-        (replace(problem(), activation="silu"), True, "no gradient for a residual or for this activation"),
-        (replace(problem(pool="floor"), activation="silu"), False, "no kernel takes"),
-    ],
-)
-def test_reasons(posed, training, why):
-    found = tuned.unsupported(posed, CPU, training=training)
-    assert found == why if why is None else why in found
-
 
 def test_an_old_gpu_and_exact_float32_are_refused(monkeypatch):
     cuda = torch.device("cuda:7")
@@ -341,14 +321,3 @@ def test_an_old_gpu_and_exact_float32_are_refused(monkeypatch):
     assert "older" in tuned.refusal(Request(problem(), cuda))
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     assert tuned.refusal(Request(problem(), cuda)) == "float32 without TF32"
-
-
-def test_the_input_of_a_first_layer_needs_no_gradient():
-    first = problem(3, stride=(3, 3))
-    assert tuned.unsupported(first, CPU, training=True, need_input=False) is None
-    assert "no gradient for" in tuned.unsupported(first, CPU, training=True)
-
-
-def test_plans_have_a_default():
-    assert tuned.plans_of(problem(3), CPU)[0].kernel == "stem"
-    assert tuned.plans_of(problem(64), CPU)[0].kernel == "tiled"

@@ -96,8 +96,12 @@ def test_the_kernels_that_take_a_layer(name):
     assert {kernel for kernel in KERNELS if refusal(kernel, problem) is None} == set(kernels.split())
 
 
+GATHERED = ("odd size, ragged groups", "five taps, clipped pool", "stride 3", "cropped", "ragged filters", "grey")
+COMPUTED = [(name, kernel) for name, case in CASES.items() for kernel in case[3].split()]
+
+
 @pytest.mark.parametrize(
-    ("name", "kernel"), [(name, kernel) for name, case in CASES.items() for kernel in case[3].split()]
+    ("name", "kernel"), [pair for pair in COMPUTED if pair[1] != "gather" or pair[0] in GATHERED]
 )
 def test_each_of_them_computes_it(request, monkeypatch, name, kernel):
     size, groups, options, _ = CASES[name]

@@ -88,7 +88,7 @@ GROUPS = st.lists(
 
 
 @given(SIZES, st.sampled_from([(2, 2), (2, 1), (1, 2), (3, 2)]), GROUPS)
-@settings(max_examples=4)
+@settings(max_examples=2)
 def test_any_groups_at_any_stride_without_copies(size, stride, groups):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(equivalent, "fold_pixels", None)

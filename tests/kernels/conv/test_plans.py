@@ -28,7 +28,6 @@ from lowrank_cnn.kernels.problem import (
     empty_result,
     pixels_last,
     pose,
-    shares,
 )
 from tests.kernels.helpers import DEVICE, assert_close, posed, same
 
@@ -174,17 +173,6 @@ def test_tiles_of_hopper_fit_and_cover_the_output():
         assert covered >= layer.batch * layer.out_height * layer.out_width
     assert not hopper_plan.fits(problem(), HopperTile(256, 64, 64, 4, 8, 3, 1, 4))
     assert not hopper_plan.fits(problem(), HopperTile(128, 64, 64, 4, 2, 8))  # more slabs than boxes allow
-
-
-@pytest.mark.parametrize(("tiles", "boxes"), [(36, 12544), (8, 12544), (144, 3136), (1, 3), (1000, 1), (264, 100)])
-def test_shares_leave_few_programs_idle(tiles, boxes):
-    count, programs = shares(tiles, boxes, 264), 264
-    assert 1 <= count <= boxes
-    rounds = -(-tiles * count // programs)
-    if boxes > 1000:
-        assert rounds * -(-boxes // count) < 1.06 * tiles * boxes / programs
-    elif tiles > 1:
-        assert count == 1  # little work is not divided
 
 
 def test_a_stored_plan_comes_first_where_it_was_measured(monkeypatch):

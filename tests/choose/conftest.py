@@ -1,0 +1,61 @@
+"""A frontier of two designs with made-up answers, small images to train on, and a clock that counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowrank_cnn.choose import learn_shapes as learning
+from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, SeedRun, pack
+from lowrank_cnn.data import Data, ResidentSplit
+from tests.choose.driver import counted_times
+
+IMAGES = 1003
+
+
+@pytest.fixture(autouse=True)
+def counting_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learned shapes count products: measured times differ from run to run."""
+    monkeypatch.setattr(learning, "measure", counted_times)
+
+
+@pytest.fixture
+def squares() -> Data:
+    """Two kinds of grey squares of 12 pixels."""
+
+    def split(n: int) -> ResidentSplit:
+        labels = torch.arange(n) % 2
+        images = torch.randint(0, 90, (n, 1, 12, 12), generator=torch.Generator().manual_seed(n))
+        return ResidentSplit.of((images + 150 * labels[:, None, None, None]).to(torch.uint8), labels)
+
+    return Data("squares", ("dark", "bright"), split(64), split(20))
+
+
+@pytest.fixture
+def make_frontier(tmp_path: Path) -> Callable[..., Frontier]:
+    """A record of designs by name, each with a share of right answers, a time and a number of runs."""
+
+    def make(rows: dict[str, tuple[float, float, int]], family: str = "airbench") -> Frontier:
+        about = {"family": family, "network": {"base": 1.0}, "recipe": {}, "data": {"name": "cifar10"}}
+        about |= {"precision": "fp32", "device": "cpu", "teacher": None}
+        found = Frontier(tmp_path / "frontier", about, IMAGES)
+        found.folder.mkdir()
+        draw = torch.Generator().manual_seed(0)
+        hard = torch.rand(IMAGES, generator=draw)
+        for name, (share, ratio, runs) in rows.items():
+            scheme = "dense" if name.startswith("dense") else "lr"
+            scheme += "(branches)" if "branches" in name else ""
+            row = DesignRow({"name": name, "scheme": scheme, "width": 1.0}, int(1e6 * ratio), int(1e5 * ratio))
+            row.timing = DesignTime(ratio, ratio, ratio, 1.0, 256, "folded")
+            found.rows.append(row)
+            for seed in range(1, runs + 1):
+                right = hard + 0.05 * torch.randn(IMAGES, generator=draw) < share
+                place, checksum = found.add_answers(pack(right))
+                row.runs.append(SeedRun(seed, int(right.sum()), place, checksum, 3.0, 4.0, 1e4, 0.9, found.here()))
+        found.save()
+        return found
+
+    return make

@@ -1,0 +1,225 @@
+"""Shapes are chosen within the budget, where they lose and cost least, and the same every time."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import lowrank_cnn as lr
+from lowrank_cnn.choose import learn_shapes as learning
+from lowrank_cnn.choose.learn_shapes import mac_costs, shape_network, time_costs
+from lowrank_cnn.choose.shape_choice import (
+    Damage,
+    ShapeChooser,
+    damage_by_weights,
+    measure_damage,
+    pick_units,
+    worth,
+)
+from lowrank_cnn.core import clock
+from lowrank_cnn.core.clock import Sample
+from lowrank_cnn.graph.channels import free_routes
+from lowrank_cnn.method.schemes import parse_scheme
+from lowrank_cnn.method.shaped_layers import GatedLinear, shaped_convs
+
+SIZE = (3, 12, 12)
+
+
+def two_convs() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 5),
+    )  # fmt: skip
+
+
+def shaped_net(scheme: str = "learned(kx1, 1xk, kxk, none)", net: nn.Module | None = None) -> nn.Module:
+    return shape_network(net or two_convs(), parse_scheme(scheme), SIZE)
+
+
+def chooser_of(shaped: nn.Module, dense: nn.Module | None = None, size=SIZE) -> ShapeChooser:
+    return ShapeChooser(shaped, free_routes(shaped, size), mac_costs(shaped, dense or two_convs(), size))
+
+
+def damage_of(shaped: nn.Module, loss=F.cross_entropy, images: torch.Tensor | None = None) -> dict[str, Damage]:
+    images = torch.randn(16, *SIZE) if images is None else images
+    return measure_damage(shaped, free_routes(shaped, SIZE), [(images, torch.arange(16) % 2)] * 2, loss)
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 999), st.floats(0, 0.3))
+def test_no_change_of_one_unit_would_be_better(seed, price):
+    draw = torch.Generator().manual_seed(seed)
+    kept = torch.rand(5, 3, 5, generator=draw).double() * (torch.rand(3, 5, generator=draw) > 0.4) + 1e-3
+    whole, prices = kept.amax(1).sum(0), price * torch.arange(3.0).double()
+
+    def value(choice: list[int]) -> float:
+        return float(worth(kept[torch.arange(5), choice].sum(0), whole).log() - prices[choice].sum())
+
+    chosen, found = pick_units(kept, whole, prices)
+    assert found == pytest.approx(value(chosen.tolist()))
+    for unit, shape in product(range(5), range(3)):
+        assert value([*chosen[:unit].tolist(), shape, *chosen[unit + 1 :].tolist()]) <= found + 1e-8
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.3])
+@pytest.mark.parametrize("scheme", ["learned", "learned(kx1, 1xk, kxk, none)", "learned(5x1, 1x1, kxk)"])
+def test_the_budget_is_kept_and_nearly_spent(share, scheme):
+    shaped = shaped_net(scheme)
+    twin = copy.deepcopy(shaped)
+    assert share - 0.12 <= chooser_of(shaped).choose(share) <= share
+    chooser_of(twin).choose(share)
+    for name, layer in shaped_convs(shaped).items():
+        assert torch.equal(layer.choice, twin.get_submodule(name).choice)
+
+
+def test_filters_take_the_shape_that_holds_their_weights_in_units():
+    net = two_convs()
+    with torch.no_grad():
+        net[3].weight[:8, :, :, 0] = net[3].weight[:8, :, :, 2] = 0  # vertical: 3x1
+        net[3].weight[8:16, :, 0] = net[3].weight[8:16, :, 2] = 0  # horizontal: 1x3
+        net[3].weight[16:] *= torch.tensor([[0, 0, 0], [0, 1, 0], [0, 0, 0]])  # in the centre alone
+        net[3].weight[16:] *= 3  # so that all filters have about the same energy
+    shaped = shaped_net("learned(kx1, 1xk, 1x1)", net)
+    chooser_of(shaped, net).choose(0.25)
+    assert shaped.get_submodule("3").choice.tolist() == [0] * 8 + [1] * 8 + [2] * 16
+    assert (torch.bincount(shaped.get_submodule("0").choice) % 4 == 0).all()  # 8 would leave too few units
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_a_layer_has_fewer_shapes_if_each_costs_more(free):
+    shaped = shaped_net("learned(multiple=1)")
+    plain = chooser_of(shaped)
+    split = 0.1 * plain.costs.dense
+    dear = replace(plain.costs, splits={"0": split, "3": split})
+    cost = ShapeChooser(shaped, plain.routes if free else {}, dear).choose(0.6)
+    layers = shaped_convs(shaped)
+    groups = [len(layer.choice.unique()) for layer in layers.values()]
+    alone = [float(torch.tensor(dear.filters[name])[layer.choice].sum()) for name, layer in layers.items()]
+    spent = dear.rest + sum(alone) + split * (sum(groups) - len(groups))
+    assert cost == pytest.approx(spent / dear.dense, rel=1e-5)
+    assert 0.35 <= cost <= 0.6  # by one price alone the cost would jump from 1 to 0.19
+    plain.choose(0.6)
+    assert sum(groups) <= min(3, sum(len(layer.choice.unique()) for layer in layers.values()))
+
+
+def test_filters_that_nobody_reads_are_removed_first():
+    net = two_convs()
+    with torch.no_grad():
+        net[3].weight[:, 8:] = 0
+    shaped = shaped_net("learned(kxk, none)", net)
+    damage = damage_of(shaped)
+    assert bool((damage["0"].removal[:8] > damage["0"].removal[8:].max()).all())
+    plain = chooser_of(shaped, net)
+    ShapeChooser(shaped, plain.routes, plain.costs, damage).choose(0.55)
+    first, second = shaped.get_submodule("0"), shaped.get_submodule("3")
+    assert first.kept[:8].all()
+    assert not first.kept[8:].all()
+    assert torch.equal(second.inputs, first.kept)
+
+
+@pytest.mark.parametrize(("name", "share"), [("nin", 0.4), ("vgg11-gmp", 0.3), ("resnet18-small", 0.4)])
+def test_no_layer_collapses_if_filters_may_go(name, share):
+    torch.manual_seed(0)
+    net = lr.create_model(name, width=0.25, image_size=32, num_classes=10)
+    shaped = shape_network(net, parse_scheme("learned(kx1, 1xk, 1x1, kxk, none)"), (3, 32, 32))
+    assert 0.9 * share < chooser_of(shaped, net, (3, 32, 32)).choose(share) <= share
+    assert min(float(layer.kept.float().mean()) for layer in shaped_convs(shaped).values()) > 0.2
+
+
+def test_the_loss_tells_which_taps_matter_and_the_network_is_left_as_it_was():
+    shaped = shaped_net().train()
+    shaped.get_submodule("3").weight.requires_grad_(False)
+    before = {name: tensor.clone() for name, tensor in shaped.state_dict().items()}
+    state = torch.get_rng_state()
+    images = torch.randn(16, *SIZE, generator=torch.Generator().manual_seed(0))
+    for damage in damage_of(shaped, images=images).values():
+        assert (damage.shapes >= 0).all()
+        assert (damage.shapes <= damage.removal[:, None] + 1e-12).all()
+        assert damage.shapes[:, 2].max() < 1e-12 * damage.whole  # kxk loses nothing
+        assert damage.shapes[:, :2].sum() > 0
+    assert shaped.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not shaped.get_submodule("3").weight.requires_grad
+    assert all(torch.equal(before[name], tensor) for name, tensor in shaped.state_dict().items())
+    assert all(p.grad is None for p in shaped.parameters())
+
+
+def test_a_layer_without_gradients_is_judged_by_its_weights():
+    shaped = shaped_net()
+    with torch.no_grad():
+        shaped.get_submodule("0").weight.zero_()[:, :, :, 1] = 1  # vertical filters
+    found = damage_of(shaped, lambda *given: 1e-20 * F.cross_entropy(*given))["0"]  # too small to compare
+    assert torch.equal(found.views, damage_by_weights(shaped.get_submodule("0")).views)  # type: ignore[arg-type]
+    torch.testing.assert_close(found.shapes[:, 0], torch.zeros(16).double())
+    torch.testing.assert_close(found.shapes[:, 1], found.removal * 2 / 3)
+    assert found.whole == pytest.approx(1)
+    # Vertical shapes keep all rows and the middle column, horizontal ones the middle row and all columns.
+    vertical, horizontal, whole = found.views.sum(2).T
+    torch.testing.assert_close(vertical, whole)
+    torch.testing.assert_close(horizontal, whole * (1 / 6 + 1 / 2))
+
+
+def net_with_groups() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2),
+        nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(256, 2),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("scheme", "convs", "linear"), [("learned", ["0", "6"], 0), ("learned(kxk, none)", ["0", "2", "6"], 1)]
+)
+def test_only_spatial_convs_learn_unless_filters_may_go(scheme, convs, linear):
+    shaped, x = shaped_net(scheme, net_with_groups()), torch.randn(2, *SIZE)
+    assert list(shaped_convs(shaped)) == convs
+    assert sum(isinstance(module, GatedLinear) for module in shaped.modules()) == linear
+    torch.testing.assert_close(shaped(x), net_with_groups()(x))
+
+
+def test_macs_by_shape_add_up_to_the_dense_network():
+    dense = net_with_groups()
+    costs = mac_costs(shaped_net("learned(kx1, 1x1, kxk)", dense), dense, SIZE)
+    assert costs.filters["0"] == (3 * 3 * 144, 3 * 144, 9 * 3 * 144)
+    assert costs.rest + 8 * costs.filters["0"][-1] + 4 * costs.filters["6"][-1] == costs.dense
+    assert costs.dense == lr.count(dense, SIZE).macs
+
+
+def test_several_shapes_cost_what_a_conv_of_all_of_them_takes(monkeypatch):
+    times = {(3, 1): 1.0, (1, 3): 2.0, (3, 3): 4.0, None: 5.0, "": 20.0}
+    monkeypatch.setattr(
+        learning,
+        "measure",
+        lambda runs, **_: {name: Sample(times[name], 0, 0, 3) for name, run in runs.items() if run() is not None},
+    )
+    costs = time_costs(shaped_net("learned(kx1, 1xk)"), two_convs(), torch.randn(1, *SIZE))
+    assert costs.filters["0"] == (1 / 16, 2 / 16)
+    assert costs.splits["0"] == 5 - 1.5  # half of the filters have either shape
+    assert costs.rest == 20 - 2 * 4
+
+
+def test_other_processes_do_not_change_times(monkeypatch):
+    """A long run is interrupted in most turns, for longer than a short one takes."""
+    turns = iter(range(1000))
+
+    def busy(run, _) -> float:
+        return run() + (4 if run() > 1 and next(turns) % 5 else 0)
+
+    monkeypatch.setattr(learning, "measure", clock.measure)
+    monkeypatch.setattr(clock, "_clock", busy)
+    times = learning._measured({"short": lambda: 1.0, "long": lambda: 3.0}, torch.zeros(1))
+    assert times["short"] / times["long"] == pytest.approx(1 / 3)
+
+
+def test_a_network_is_refused_that_has_grouped_convs_alone():
+    with pytest.raises(lr.LowRankError, match="without channel groups"):
+        shape_network(nn.Sequential(nn.Conv2d(4, 4, 3, groups=2)), parse_scheme("learned"), (4, 8, 8))

@@ -1,0 +1,303 @@
+"""The tables of the documentation, on made-up records: which runs they show, and what they say without any."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, SeedRun
+from lowrank_cnn.choose.verdict import EARLY
+from lowrank_cnn.method.count import count
+from lowrank_cnn.models import create_model
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {"gpu": None, "cpu": "some cores", "torch": "9.9", "commit": "abc", "timm": "1", "torchvision": "2"}
+
+Put = Callable[[str, dict[str, Any]], None]
+"""Writes a record to where the tables look for it."""
+
+
+def cells(text: str, start: str) -> list[str]:
+    """The cells of the line that begins with this one."""
+    line = next(line for line in text.splitlines() if line.startswith(f"| {start} |"))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+@pytest.fixture(scope="module")
+def blocks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("blocks", ROOT / "docs" / "blocks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def put(blocks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Put:
+    """Write a record to where the tables look for them, which is empty at first."""
+    monkeypatch.setattr("tables.form.RESULTS", tmp_path)
+
+    def write(name: str, record: dict[str, Any]) -> None:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"environment": ENVIRONMENT, **record}))
+
+    return write
+
+
+TO_COME = (
+    "learned-shapes",
+    "initialisations",
+    "decompose",
+    "decompose-aware",
+    "depth-flow",
+    "frontier",
+    "full-run",
+    "input-pipeline",
+    "loaders",
+    "memory",
+    "tiny-imagenet",
+    "zoo",
+)
+
+
+@pytest.mark.parametrize("name", TO_COME)
+def test_a_table_without_its_record_says_so(blocks: ModuleType, put: Put, name: str):
+    assert blocks.TABLES[name]() == "No runs recorded yet.\n"
+
+
+def test_every_table_stands_on_a_page(blocks: ModuleType):
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    shown = {match[1] for page in pages for match in blocks.BLOCK.findall(page.read_text())}
+    assert shown == set(blocks.TABLES)
+
+
+def pipeline(**changes: Any) -> dict[str, Any]:
+    rate = {"images_per_second": 100.0, "lowest": 90.0, "highest": 110.0}
+    kind = {"bytes": 5e4, "decode": {"Pillow": rate}, "frame": {"chosen here": rate}, "worker": rate, "loader": {}}
+    fast = kind | {"worker": {**rate, "images_per_second": 400.0}}
+    setting = {"size": [500, 375], "repeats": 5, "photographs": 8, "libraries": {"pillow": "1"}}
+    machine = {"rows": {"upscaled": kind, "mosaic": kind, "shrunk": fast}, "setting": setting, "idle": {}}
+    return {**machine, "environment": ENVIRONMENT, **changes}
+
+
+def test_a_full_run_is_bound_by_its_slowest_part(blocks: ModuleType, put: Put):
+    on_a_gpu = pipeline(environment={**ENVIRONMENT, "cpu": "other cores", "gpu": "a GPU"})
+    put("input_pipeline.json", {"machines": [pipeline(), on_a_gpu]})
+    ways = {"vgg11-gmp|training|256|graph": {"ms": 128.0}, "vgg11-gmp|training|256|ours": {"ms": 64.0}}
+    ways |= {"vgg11-gmp|training|1|ours": {"ms": 0.001}, "vgg11-gmp|inference|256|ours": {"ms": 1.0}}
+    ways |= {"vgg11-gmp-lr|training|256|fused": {"failed": "out of memory"}}
+    before = {"vgg11-gmp|training|256|graph": {"ms": 32.0}}  # an older run, though it was faster
+    after = {"nin|training|256|graph": {"ms": 1.0}}
+    environment = {**ENVIRONMENT, "gpu": "a GPU"}
+    runs = [{"ways": each, "rows": [], "environment": environment} for each in (before, ways, after)]
+    put("gpu_speed.json", {"runs": runs})
+    text = blocks.TABLES["full-run"]()
+    lines = [cells(line, "ilsvrc") for line in text.splitlines() if line.startswith("| ilsvrc | `vgg11-gmp` |")]
+    assert [line[2] for line in lines] == ["1", "8", "64"]
+    compute, decode, shrunk, _, hours, bound, hours_shrunk, bound_shrunk = lines[0][3:]
+    steps = 90 * (round(0.98 * 1_281_167) // 256)
+    assert float(compute) == pytest.approx(steps * 0.064 / 3600, abs=0.05)  # the faster of the two ways
+    assert float(decode) == pytest.approx(steps * 256 / 1600 / 3600, abs=0.05)
+    assert float(shrunk) == pytest.approx(float(decode) / 4, abs=0.05)
+    assert (hours, bound, hours_shrunk, bound_shrunk) == (f"**{decode}**", "decode", f"**{compute}**", "compute")
+    for unmeasured in (
+        "| ilsvrc | `vgg11-gmp-lr` | 1 | not measured yet |",
+        "| places | `vgg11-gmp` | 8 | not measured yet |",
+    ):
+        assert unmeasured in text
+    assert "`vgg11-gmp` on ilsvrc 4,000" in text
+    assert "other cores, 100 images/s each" in text
+
+
+def test_a_full_run_invents_no_rate(blocks: ModuleType, put: Put):
+    put("input_pipeline.json", {"machines": [pipeline()]})
+    put("gpu_speed.json", {"runs": []})
+    text = blocks.TABLES["full-run"]()
+    assert "no training rate at 224x224 is recorded" in text
+    assert all(
+        "not measured yet" in line for line in text.splitlines() if line.startswith(("| ilsvrc", "| places"))
+    )
+
+
+def empty_frontier(folder: Path, family: str) -> Frontier:
+    """A record of runs on CIFAR-10 without any runs, where the tables look for it."""
+    place = folder / "frontier" / "cifar10"
+    place.mkdir(parents=True)
+    about: dict[str, Any] = dict.fromkeys(("recipe", "precision", "device", "teacher"), "")
+    about["network"] = {"base": 1.0}
+    found = Frontier(place, {**about, "family": family, "data": {"name": "cifar10"}}, 1000)
+    found.environments.append(ENVIRONMENT)
+    return found
+
+
+def add(found: Frontier, name: str, ms: float, correct: int, seeds: int = 4) -> None:
+    """A design called SCHEME or SCHEME@WIDTH, with its time and runs of so many right answers."""
+    scheme, _, width = name.partition("@")
+    design = {"name": name, "scheme": scheme, "width": float(width or 1), "matched": ""}
+    runs = [SeedRun(seed, correct + seed, 0, "", 3.0, 4.0, 1.0, 1.0, 0) for seed in range(1, seeds + 1)]
+    found.rows.append(DesignRow(design, 10**6, 10**5, DesignTime(ms, ms, ms, 2.0, 256, "folded"), runs=runs))
+
+
+def test_a_frontier_shows_its_networks_by_time_and_its_verdicts(blocks: ModuleType, put: Put, tmp_path: Path):
+    found = empty_frontier(tmp_path, "airbench")
+    for name, ms in (("dense", 2.0), ("lr", 1.0)):
+        add(found, name, ms, 900, seeds=2)
+    judged = {
+        "question": "better",
+        "design": "lr",
+        "control": "dense",
+        "margin": 0.2,
+        "time": 0.5,
+        "verdict": "no",
+    }
+    judged |= {"gap": -1.0, "low": -2.0, "high": 0.0, "p": 1.0, "corrected": 1.0, "runs": [2, 2]}
+    found.answers = [judged, judged | {"question": "faster", "verdict": EARLY}]
+    found.save()
+    text = blocks.TABLES["frontier"]()
+    assert text.index("`lr`") < text.index("`dense`")
+    assert cells(text, "`lr`")[1:] == ["1.00M", "100k", "1.000", "0.50", "90.15 (89.51 to 90.79)", "2", "3.0"]
+    assert cells(text, "`lr` better by +0.2")[-1] == "no"
+    assert "`lr` faster" not in text
+    assert "One more question has too few runs for a verdict." in text
+    assert "record: `benchmarks/results/frontier/cifar10/frontier.json`" in text
+
+
+def test_of_two_runs_the_one_with_the_stronger_thin_network_is_shown(blocks: ModuleType, put: Put):
+    runs = []
+    for compiler, thin in ((2.0, "thin"), (2.5, "thin in 64s"), (3.0, "thin in 64s")):
+        ways = {"dense, torch.compile": compiler, "low-rank, optimize": 1.0, f"{thin}, optimize": 1.5}
+        row = {"row": "torchvision:resnet18/lr", "macs": {"dense": 100, "low-rank": 33, thin: 40}}
+        row["inference"] = {"ms": {way: {"ms": ms} for way, ms in ways.items()}}
+        runs.append({"environment": ENVIRONMENT, "rows": [row]})
+    put("gpu_models.json", {"runs": runs})
+    expected = ["2.50 (1.00)", "not measured", "1.50 (0.60) in 64s", "1.00 (0.40)"]
+    assert cells(blocks.TABLES["gpu-models"](), "`resnet18`, `lr`")[2:] == expected
+
+
+def test_the_first_screen_shows_times_of_networks_that_were_not_trained(blocks: ModuleType, put: Put):
+    times = {"dense, torch.compile": 3.0, "dense, optimize": 2.0, "low-rank, optimize": 1.0, "thin, optimize": 1.9}
+    times["thin in 64s, optimize"] = 1.5
+    macs = {"dense": 7 * 10**9, "low-rank": 2 * 10**9, "thin": 3 * 10**9, "thin in 64s": 2 * 10**9}
+    row = {"row": "lowrank:vgg11-gmp/lr", "macs": macs}
+    row["inference"] = {"ms": {way: {"ms": ms} for way, ms in times.items()}}
+    put("gpu_models.json", {"runs": [{"environment": ENVIRONMENT, "rows": [row]}]})
+    speed = {"network": "vgg11-gmp-lr", "batch": 256, "ms": 3.0, "dense_ms": 9.0, "tricks_ratio": 0.5}
+    put("gpu_speed.json", {"runs": [{"environment": ENVIRONMENT, "rows": [{**speed, "mode": "training"}]}]})
+    text = blocks.TABLES["headline"]()
+    # Dense through our kernels, thin in the widths that are fastest.
+    assert cells(text, "`vgg11-gmp`")[1:] == ["2.00 ms, step 6.0 ms", "1.00 ms, step 3.0 ms", "1.50 ms"]
+    assert "%" not in text
+    assert "gpu_models.json" in text
+
+
+@pytest.mark.parametrize("verdict", ["yes", "undecided"])
+def test_the_first_screen_takes_three_networks_of_a_frontier(
+    blocks: ModuleType, put: Put, tmp_path: Path, verdict: str
+):
+    found = empty_frontier(tmp_path, "nin")
+    found.about["recipe"] = {"crop": 32}
+    for name, ms, correct in (
+        ("dense", 2.0, 897),
+        ("lr", 1.0, 888),
+        ("lr-join", 1.9, 897),
+        ("dense@0.5", 1.1, 878),
+    ):
+        add(found, name, ms, correct)
+    found.answers = [{"question": "better", "design": "lr", "verdict": verdict}]
+    found.save()
+    text = blocks.TABLES["headline"]()
+    low_rank = "89.0% in 1.00 ms" if verdict == "undecided" else "**89.0% in 1.00 ms**"
+    row = ["90.0% in 2.00 ms", f"`lr`: {low_rank}", "88.0% in 1.10 ms", "4"]
+    assert cells(text, "`nin` on cifar10, 32 px")[1:] == row
+    assert "`lr-join`" not in text  # no thin network takes as long
+
+
+def speed_run(commit: str, dense_ms: float, mode: str = "inference", **networks: float) -> dict[str, Any]:
+    """A run of a dense network by two ways and ours, and of low-rank networks beside it, by their milliseconds."""
+    place = f"{mode}|256|"
+    times = {f"dense|{place}compile": dense_ms, f"dense|{place}cudnn": 2 * dense_ms, f"dense|{place}ours": 1.0}
+    times |= {f"{name}|{place}fused": ms for name, ms in networks.items()}
+    row = {"mode": mode, "batch": 256, "way": "fused", "dense": "dense", "dense_way": "compile", "mac_ratio": 0.3}
+    row |= {"dense_ms": dense_ms, "tricks_way": "ours", "tricks_ms": 1.0, "tflops": 400.0, "floor_ms": 0.5}
+    ratios = {name: {"ratio": ms / dense_ms, "tricks_ratio": ms / 1.0} for name, ms in networks.items()}
+    return {
+        "environment": {**ENVIRONMENT, "gpu": "a GPU", "commit": commit, "date": commit},
+        "undone": [f"dense|{place}max-autotune", "other|inference|256|max-autotune"],
+        "limits": {"tflops": 800.0, "tb_per_s": 4.0},
+        "ways": {k: {"ms": ms, "least": 0.9 * ms, "most": 1.1 * ms, "repeats": 21} for k, ms in times.items()},
+        "rows": [{"network": name, "ms": ms, **row, **ratios[name]} for name, ms in networks.items()],
+    }
+
+
+def test_the_newest_run_of_a_network_is_shown_with_the_dense_one_beside_it(blocks: ModuleType, put: Put):
+    put("gpu_speed.json", {"runs": [speed_run("1old", 10.0, a=5.0, b=4.0), speed_run("2new", 20.0, a=6.0)]})
+    text = blocks.TABLES["gpu-speed"]()
+    shown = ["0.300", "**0.300**", "6.000", "6.00 (5.40 to 6.60)", "20.00 (18.00 to 22.00) compile"]
+    assert cells(text, "`a`")[1:6] == shown
+    shown = ["0.300", "**0.400**", "4.000", "4.00 (3.60 to 4.40)", "10.00 (9.00 to 11.00) compile"]
+    assert cells(text, "`b`")[1:6] == shown
+    assert "commits 1old, 2new" in text
+    assert "Not measured: `dense` with max-autotune." in text
+
+
+def test_runs_that_are_not_shown_are_not_named(blocks: ModuleType, put: Put):
+    runs = [
+        speed_run("1old", 10.0, a=5.0),
+        speed_run("2new", 20.0, a=6.0),
+        speed_run("3train", 9.0, "training", a=3.0),
+    ]
+    runs[0]["note"], runs[1]["note"] = "The old note.", "The new note."
+    put("gpu_speed.json", {"runs": runs})
+    text = blocks.TABLES["gpu-speed"]()
+    assert "commit 2new" in text
+    assert "1old" not in text
+    assert "The new note." in text
+    assert "The old note." not in text
+    assert cells(blocks.TABLES["gpu-training"](), "`a`")[2] == "**0.333**"
+
+
+def test_every_recorded_row_is_made_of_its_own_run():
+    """The dense time is that of the fastest way without our kernels, in the run that measured ours."""
+    for run in json.loads((ROOT / "benchmarks" / "results" / "gpu_speed.json").read_text())["runs"]:
+        assert not [name for name, way in run["ways"].items() if "skipped" in way]
+        for row in run["rows"]:
+            start = f"{row['dense']}|{row['mode']}|{row['batch']}|"
+            dense = {
+                name.removeprefix(start): way["ms"] for name, way in run["ways"].items() if name.startswith(start)
+            }
+            rivals = {way: ms for way, ms in dense.items() if "ours" not in way}
+            assert row["dense_way"] == min(rivals, key=rivals.__getitem__)
+            assert row["dense_ms"] == rivals[row["dense_way"]]
+            ours = run["ways"][f"{row['network']}|{row['mode']}|{row['batch']}|{row['way']}"]["ms"]
+            assert row["ms"] == ours
+            assert row["ratio"] == pytest.approx(ours / row["dense_ms"])
+            assert ("tricks_ratio" in row) == ("ours" in dense)
+            if "ours" in dense:
+                assert row["tricks_ratio"] == pytest.approx(ours / dense["ours"])
+
+
+@pytest.mark.usefixtures("blocks")
+def test_networks_are_timed_at_the_size_that_the_pages_name():
+    """The record tells operations per second, and so the MACs of the network that was timed."""
+    sizes = importlib.import_module("tables.gpu").SIZES
+    side = int(re.findall(r"NiN (\d+)x", sizes)[0])
+    macs = count(create_model("nin-c3-lr"), (3, side, side)).macs
+    rows = [
+        row
+        for run in json.loads((ROOT / "benchmarks/results/gpu_speed.json").read_text())["runs"]
+        for row in run["rows"]
+    ]
+    timed = [row for row in rows if (row["network"], row["mode"]) == ("nin-c3-lr", "inference")]
+    assert timed
+    for row in timed:
+        assert row["tflops"] * 1e9 * row["ms"] / row["batch"] / 2 == pytest.approx(macs, rel=1e-3)

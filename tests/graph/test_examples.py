@@ -1,0 +1,68 @@
+"""The input on which a transformed network is compared: the user's, the size that is known, or one that runs."""
+
+import pytest
+import torch
+from torch import nn
+
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import note
+from lowrank_cnn.deploy.optimize import optimize
+from lowrank_cnn.deploy.plan import plan
+from lowrank_cnn.graph.examples import check_runs, example_for
+from lowrank_cnn.method.schemes import build_conv
+
+
+def test_the_users_example_comes_first_and_must_run():
+    x, net = torch.randn(2, 3, 8, 8), nn.Conv2d(3, 4, 3)
+    (example,), given = example_for(net, x)
+    assert given
+    assert torch.equal(example, x)
+    with pytest.raises(LowRankError, match="does not run on an input of 1x4x8x8, float32"):
+        example_for(net, torch.randn(1, 4, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("net", "shape"),
+    [
+        (nn.Sequential(nn.Conv2d(3, 4, 3)), (2, 3, 32, 32)),
+        (nn.Sequential(build_conv(5, 4, 3, "lr")), (2, 5, 32, 32)),
+        (nn.Sequential(nn.Conv2d(3, 4, 40)), (2, 3, 64, 64)),
+        (nn.Sequential(nn.Conv3d(3, 4, 3)), (2, 3, 16, 16, 16)),
+        (nn.Sequential(nn.Linear(7, 2)), (2, 7)),
+    ],
+)
+def test_a_size_is_found_that_the_network_takes(net: nn.Module, shape: tuple[int, ...]):
+    (x,), given = example_for(net.double(), None)
+    assert (tuple(x.shape), x.dtype, given) == (shape, torch.float64, False)
+
+
+def test_a_known_size_is_the_only_guess():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3))
+    note(net, input_size=(3, 11, 13))
+    assert example_for(net, None)[0][0].shape == (2, 3, 11, 13)
+    note(net, input_size=(3, 2, 2))
+    assert example_for(net, None) == (None, False)
+    assert example_for(nn.Identity(), None) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [("x", "a tensor, not str"), (torch.zeros(0, 3), "is empty"), (torch.tensor(float("nan")), "NaN or infinite")],
+)
+def test_what_cannot_be_compared_is_refused(value: object, says: str):
+    with pytest.raises(LowRankError, match=says):
+        check_runs(nn.Identity(), value)
+
+
+@pytest.mark.parametrize("transform", [plan, optimize])
+def test_too_few_repeats_are_refused_before_anything_runs(transform):
+    with pytest.raises(
+        LowRankError, match=r"^repeats, .*, must be a number of at least 3 and at most .*, not 2\.$"
+    ):
+        transform(nn.Conv2d(3, 4, 3).eval(), torch.randn(2, 3, 8, 8), repeats=2)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 0.0, float("nan")])
+def test_a_budget_without_time_is_refused(seconds: float):
+    with pytest.raises(LowRankError, match=rf"^budget, in seconds, must be a number above 0, not {seconds}\.$"):
+        optimize(nn.Conv2d(3, 4, 3).eval(), torch.randn(2, 3, 8, 8), budget=seconds)
