@@ -126,7 +126,7 @@ def test_every_tensor_keeps_its_precision(tmp_path):
         ({"model": {"num_classes": 10**6}}, r"bias is \[10\] in the file and \[1000000\] in the"),
         ({"model": {"name": "vgg11", "image_size": 10**5, "width": 64.0}}, "missing or unknown"),
         ({"conversion": {"changed": [{"name": "features.conv1_1", "scheme": "lr-join(m=999999999)"}]}}, "missing"),
-        ({"model": {"name": ["nin"]}}, "are not those of a network"),
+        ({"model": {"name": ["nin"]}}, "there is no network"),
         ({"model": {"colour": 1}}, "not those of a network"),
         ({"model": {"width": "1"}}, "width must be a number above 0"),
     ],
