@@ -11,6 +11,7 @@ import contextlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +300,7 @@ def rectified_between(network: nn.Module) -> nn.Module:
 def width_of_macs(builder: Builder, design: Design, target: float) -> float:
     """The width, a multiple of `STEP` up to 4, at which a design costs nearest to this many MACs, by bisection."""
 
+    @cache
     def macs(steps: int) -> int:
         return builder.count(at_width(design, steps * STEP)).macs
 
