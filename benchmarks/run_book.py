@@ -22,7 +22,7 @@ from benchmarks.common import write_record
 from lowrank_cnn.choose.frontier import pack, unpack
 from lowrank_cnn.choose.runs import WorkerPool
 from lowrank_cnn.choose.trace import BudgetSpent
-from lowrank_cnn.choose.verdict import EARLY, NO, OPEN, RESAMPLES, YES, compare
+from lowrank_cnn.choose.verdict import EARLY, NO, OPEN, YES, compare
 from lowrank_cnn.core.environment import environment
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.numbers import holm
@@ -228,15 +228,14 @@ def paired_answers(
     margin: float,
     alpha: float,
     least_runs: int = 1,
-    resamples: int = RESAMPLES,
 ) -> list[dict[str, Any]]:
-    """For each pair (ours, theirs): is ours better by the margin? Intervals resample seeds and images.
+    """For each pair (ours, theirs): is ours better by the margin? Intervals are over seeds and images.
 
     Verdicts use Holm's correction over all pairs: yes if p is below alpha, no if the interval lies below the
     margin. With fewer than `least_runs` of either there is no verdict.
     """
     both = [(a, b) for a, b in pairs if runs.get(a) and runs.get(b)]
-    how = {"margin": margin, "alpha": alpha, "resamples": resamples}
+    how = {"margin": margin, "alpha": alpha}
     gaps = [compare(answers_of(runs[a]), answers_of(runs[b]), **how) for a, b in both]
     found = []
     for (ours, theirs), gap, p in zip(both, gaps, holm([gap.p for gap in gaps]), strict=True):

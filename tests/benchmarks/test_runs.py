@@ -89,13 +89,13 @@ def test_pairs_are_judged_together(run_book):
     draw = torch.Generator().manual_seed(0)
     runs = {
         name: [run_book.kept_answers(torch.rand(2000, generator=draw) < share) for _ in range(4)]
-        for name, share in {"best": 0.9, "good": 0.8, "poor": 0.5}.items()
+        for name, share in {"best": 0.9, "good": 0.8, "poor": 0.5, "as good": 0.8}.items()
     }
     assert run_book.answers_of(json.loads(json.dumps(runs["good"]))).shape == (4, 2000)
-    pairs = [("best", "good"), ("good", "best"), ("best", "absent"), ("good", "good")]
-    better, worse, same = run_book.paired_answers(pairs, runs, margin=0.5, alpha=0.01, resamples=2000)
+    pairs = [("best", "good"), ("good", "best"), ("best", "absent"), ("good", "as good")]
+    better, worse, same = run_book.paired_answers(pairs, runs, margin=0.5, alpha=0.01)
     assert (better["verdict"], worse["verdict"], same["verdict"]) == ("yes", "no", "undecided")
-    early = run_book.paired_answers(pairs, runs, margin=0.5, alpha=0.01, least_runs=5, resamples=100)
+    early = run_book.paired_answers(pairs, runs, margin=0.5, alpha=0.01, least_runs=5)
     assert {one["verdict"] for one in early} == {"too few runs"}
     assert better["corrected"] == pytest.approx(3 * better["p"])
     assert better["low"] < better["gap"] < better["high"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowrank_cnn.choose import learn_shapes as learning
-from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, SeedRun, pack
+from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, RateTry, SeedRun, pack
 from lowrank_cnn.data import Data, ResidentSplit
 from tests.choose.driver import counted_times
 
@@ -50,6 +50,7 @@ def make_frontier(tmp_path: Path) -> Callable[..., Frontier]:
             scheme += "(branches)" if "branches" in name else ""
             row = DesignRow({"name": name, "scheme": scheme, "width": 1.0}, int(1e6 * ratio), int(1e5 * ratio))
             row.timing = DesignTime(ratio, ratio, ratio, 1.0, 256, "folded")
+            row.tries = [RateTry(1.0, [share])]
             found.rows.append(row)
             for seed in range(1, runs + 1):
                 right = hard + 0.05 * torch.randn(IMAGES, generator=draw) < share
