@@ -26,7 +26,7 @@ from lowrank_cnn.choose.candidates import Builder, Design, find_design, find_fam
 from lowrank_cnn.choose.runs import WorkerPool
 from lowrank_cnn.core.clock import measure
 from lowrank_cnn.core.environment import environment
-from lowrank_cnn.core.files import write_json
+from lowrank_cnn.core.files import read_json, write_json
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.deploy.engines.targets import open_engine
 from lowrank_cnn.train.recipe import Recipe
@@ -78,12 +78,12 @@ def train(options: argparse.Namespace) -> None:
 
 
 def accuracies(options: argparse.Namespace) -> None:
-    """Add a row for each file and engine that the record lacks: the accuracy in float32 and in int8."""
+    """Add a row for each file and engine that the record lacks: the accuracy after training, and in int8."""
     from benchmarks.cpu_engines import recorded  # these need psutil and the engines, which `train` does not
     from benchmarks.int8_accuracy import BATCH, correct
 
     data = open_data(options.data, progress=False, limit=options.limit)
-    for run in sorted(path.parent for path in options.out.glob("*/record.json")):
+    for run in (options.out / f"{name}-{seed}" for seed in options.seeds for name in options.designs):
         name, _, seed = run.name.rpartition("-")
         trained = load_checkpoint(run, best=True, network=built(name))  # the last weights: tested once, at the end
         for engine in options.engines:
@@ -93,11 +93,11 @@ def accuracies(options: argparse.Namespace) -> None:
             file = options.out / engine / f"{run.name}{SUFFIXES[engine]}"
             file.parent.mkdir(exist_ok=True)
             lr.quantize(trained, data, file, test=BATCH, overwrite=True)
-            right = [correct(net, trained, data) for net in (trained.network.eval(), lr.load(file))]
+            right = correct(lr.load(file), trained, data)
             counted = lr.count(trained.network, SIZE)
-            share = [round(100 * one.double().mean().item(), 2) for one in right]
+            share = [read_json(run / "record.json")["result"]["top1"], right.double().mean().item()]
             costs = {"macs": counted.macs, "params": counted.params}
-            row = {**key, **costs, "float": share[0], "int8": share[1], "images": len(right[0])}
+            row = {**key, **costs, "float": share[0], "int8": share[1], "images": len(right)}
             add(options.results, row)
             print(row, flush=True)
 
