@@ -17,9 +17,9 @@ from lowrank_cnn.core.numbers import holm, student_p, student_t
 
 # How certain a difference of two designs is.
 #
-# A run is drawn from all runs that other seeds would give, and a test image from all images that could have been
-# taken: a model of two crossed random effects, and of the noise by which single runs differ on single images. Both
-# designs are tested on the same images, so an image counts by the difference of the two designs on it.
+# Other seeds would give other runs, and other test images other answers. So runs and images are two crossed random
+# effects; what neither explains is noise. Both designs are tested on the same images, so an image counts by the
+# difference of the two designs on it.
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ def compare(ours: Tensor, theirs: Tensor, *, margin: float, alpha: float) -> Pai
     sides = [side.double() for side in (ours, theirs)]
     by_image = sides[0].mean(0) - sides[1].mean(0)
     points, images = 100 * by_image.mean().item(), len(by_image)
+    if images < 2:
+        return PairedGap(points, -100.0, 100.0, 1.0)
     variance = by_image.var().item() / images
     uncertainty = variance**2 / (images - 1)
     for runs, freedom in ((side, len(side) - 1) for side in sides if len(side) > 1):

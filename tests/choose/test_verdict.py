@@ -160,6 +160,11 @@ def test_the_spread_of_seeds_is_that_of_students_t():
     assert (gap.high - gap.low) / 2 == pytest.approx(reach, rel=0.01)
 
 
+def test_one_image_decides_nothing():
+    ours, theirs = torch.ones(3, 1), torch.zeros(3, 1)
+    assert compare(ours, theirs, margin=0.2, alpha=0.01) == PairedGap(100.0, -100.0, 100.0, 1.0)
+
+
 def test_runs_that_all_gave_the_same_answers_have_no_interval():
     ours = answers(1, 0.9, 1).expand(3, -1)
     assert compare(ours, ours, margin=0.2, alpha=0.01) == PairedGap(0.0, 0.0, 0.0, 1.0)
