@@ -27,7 +27,7 @@ LEAST_RUNS = 4
 """Fewest runs of a network in the table."""
 NOTE = """
 Thin dense: the same network with fewer filters, as fast as the low-rank one, and trained in the same way. Bold:
-better than that thin network by our pre-registered margin. Against a searched rival, with 3x3 filters, NiN is level
+better than that thin network by our pre-registered margin. Against a searched rival with 3x3 filters NiN is level
 (below). Branches: training-only convs, folded into the layers afterwards (RepVGG style). Teacher: all networks are
 distilled from a dense one. A batch of 256 images on one NVIDIA H200 in bf16, each network in its fastest form.
 """
