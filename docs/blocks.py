@@ -93,6 +93,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tiny-imagenet": tiny_imagenet.tiny_imagenet,
     "train-speed": gpu.train_speed,
     "training-profile": profile.training_profile,
+    "verdicts": frontier.verdicts,
     "weights": networks.weights,
     "zoo": zoo.zoo,
 }

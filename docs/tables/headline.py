@@ -74,7 +74,7 @@ class Trio:
         return any((one["question"], one["design"], one["verdict"]) == asked for one in self.found.answers)
 
     def top1(self, kind: str) -> float:
-        return _mean(self.found, self.rows[kind])
+        return self.found.top1(self.rows[kind])
 
     def ms(self, kind: str) -> float:
         return self.found.ms(self.rows[kind]) or 0.0
@@ -125,12 +125,8 @@ def _trio(found: Frontier, branched: bool) -> Trio | None:
     ]
     if not pairs:
         return None
-    best, rival = max(pairs, key=lambda pair: _mean(found, pair[0]) - _mean(found, pair[1]))
+    best, rival = max(pairs, key=lambda pair: found.top1(pair[0]) - found.top1(pair[1]))
     return Trio(found, ({DENSE: dense} if dense else {}) | {LOW_RANK: best, THIN: rival})
-
-
-def _mean(found: Frontier, row: DesignRow) -> float:
-    return 100 * sum(run.correct for run in row.runs) / len(row.runs) / found.images
 
 
 def _timed(name: str, sources: Sources) -> list[object]:

@@ -66,6 +66,7 @@ TO_COME = (
     "loaders",
     "memory",
     "tiny-imagenet",
+    "verdicts",
     "zoo",
 )
 
@@ -160,16 +161,50 @@ def test_a_frontier_shows_its_networks_by_time_and_its_verdicts(blocks: ModuleTy
         "time": 0.5,
         "verdict": "no",
     }
-    judged |= {"gap": -1.0, "low": -2.0, "high": 0.0, "p": 1.0, "corrected": 1.0, "runs": [2, 2]}
+    judged |= {"gap": -1.0, "low": -2.0, "high": -0.1, "p": 1.0, "corrected": 1.0, "runs": [2, 2], "params": 0.4}
+    judged["notes"] = ["the rate is at the edge"]
     found.answers = [judged, judged | {"question": "faster", "verdict": EARLY}]
     found.save()
     text = blocks.TABLES["frontier"]()
     assert text.index("`lr`") < text.index("`dense`")
     assert cells(text, "`lr`")[1:] == ["1.00M", "100k", "1.000", "0.50", "90.15 (89.51 to 90.79)", "2", "3.0"]
-    assert cells(text, "`lr` better by +0.2")[-1] == "no"
-    assert "`lr` faster" not in text
-    assert "One more question has too few runs for a verdict." in text
     assert "record: `benchmarks/results/frontier/cifar10/frontier.json`" in text
+    text = blocks.TABLES["verdicts"]()
+    shown = [
+        "better",
+        "`dense`",
+        "+0.20",
+        "-1.00",
+        "-2.00",
+        "-0.10",
+        "0.50",
+        "0.40",
+        "2",
+        "1.0000",
+        "**loses** (1)",
+    ]
+    assert cells(text, "`lr`")[1:] == shown
+    assert "(1) the rate is at the edge." in text
+    assert "faster" not in text
+    assert "1 more question has too few runs for a verdict." in text
+    assert "`lowrank frontier airbench --out benchmarks/results/frontier/cifar10`" in text
+
+
+@pytest.mark.parametrize(
+    ("verdict", "low", "high", "word"),
+    [
+        ("yes", 0.3, 0.9, "wins"),
+        ("no", -0.1, 0.1, "level"),
+        ("no", -0.9, -0.1, "loses"),
+        ("no", -0.9, 0.1, "does not win"),
+        ("undecided", -0.1, 0.4, "undecided"),
+        ("not tuned", 0.3, 0.9, "not tuned"),
+    ],
+)
+@pytest.mark.usefixtures("blocks")
+def test_a_verdict_is_one_word(verdict: str, low: float, high: float, word: str):
+    chip = importlib.import_module("tables.frontier").chip
+    assert chip({"verdict": verdict, "low": low, "high": high, "margin": 0.2}) == word
 
 
 def test_of_two_runs_the_one_with_the_stronger_thin_network_is_shown(blocks: ModuleType, put: Put):
