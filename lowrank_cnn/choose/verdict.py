@@ -57,7 +57,8 @@ def compare(ours: Tensor, theirs: Tensor, *, margin: float, alpha: float) -> Pai
         return PairedGap(points, points, points, float(points <= margin))
     freedom, error = max(1.0, variance**2 / uncertainty), 100 * variance**0.5
     reach = student_t(1 - alpha / 2, freedom) * error
-    return PairedGap(points, points - reach, points + reach, student_p((margin - points) / error, freedom))
+    low, high = max(-100.0, points - reach), min(100.0, points + reach)
+    return PairedGap(points, low, high, student_p((margin - points) / error, freedom))
 
 
 QUESTIONS = Path(__file__).with_name("questions.json")

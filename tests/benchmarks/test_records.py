@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks import initialisation, shape_verdicts
+from benchmarks.run_book import RunBook
 from lowrank_cnn.choose.frontier import ANSWERS, load_frontier
 from lowrank_cnn.choose.verdict import answer
 
@@ -19,11 +21,28 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 @pytest.mark.parametrize("folder", sorted(path.parent.name for path in RESULTS.glob(f"frontier/*/{ANSWERS}")))
 def test_every_verdict_follows_from_its_record(folder: str):
     found = load_frontier(RESULTS / "frontier" / folder)
-    told = json.loads(json.dumps([asdict(one) for one in answer(found)]))
-    exact = ("question", "design", "control", "verdict", "notes", "runs", "time")
-    for again, kept in zip(told, found.answers, strict=True):
-        assert {name: again.pop(name) for name in exact} == {name: kept.pop(name) for name in exact}
-        assert again == pytest.approx(kept, rel=1e-6)
+    assert_equal(json.loads(json.dumps([asdict(one) for one in answer(found)])), found.answers)
+
+
+@pytest.mark.parametrize("pattern", ["initialisation_*.json", "learned_shapes_*.json"])
+def test_so_do_verdicts_on_initialisations_and_learned_shapes(pattern: str):
+    for path in RESULTS.glob(pattern):
+        kept = json.loads(path.read_text())
+        book = RunBook(path, kept["kind"], kept["about"])
+        learned = "way" in book.rows[0]
+        told = shape_verdicts.judged(book) if learned else {"answers": initialisation.judged(book)}
+        for name, answers in told.items():
+            assert_equal(answers, kept[name])
+
+
+def assert_equal(told: list[dict[str, Any]], kept: list[dict[str, Any]]) -> None:
+    """The same words, and the same numbers up to rounding."""
+    for again, before in zip(told, kept, strict=True):
+        numbers = {name for name, value in before.items() if isinstance(value, float)}
+        assert {k: v for k, v in again.items() if k not in numbers} == {
+            k: v for k, v in before.items() if k not in numbers
+        }
+        assert [again[name] for name in numbers] == pytest.approx([before[name] for name in numbers], rel=1e-6)
 
 
 KNOWN = {

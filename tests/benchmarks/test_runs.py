@@ -17,7 +17,7 @@ import torch
 from benchmarks.run_book import kept_answers
 from lowrank_cnn.choose.runs import WorkerPool
 from lowrank_cnn.choose.trace import BudgetSpent
-from lowrank_cnn.choose.verdict import DIVERGED, EARLY, NO, OPEN, YES
+from lowrank_cnn.choose.verdict import DIVERGED, EARLY, NO, OPEN, UNTUNED, YES
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import open_data
 from lowrank_cnn.method.convert import convert
@@ -236,6 +236,7 @@ def book(benchmark_module, tmp_path):
         for seed in range(seeds):
             row: dict[str, Any] = {"way": way, "phase": "full", "rate": 1.0, "seed": seed, "macs": 0.5, **kept}
             found.rows.append(row if seed or ms is None else {**row, "ms": {"ours": ms, "dense": dense}})
+        found.rows.append({"way": way, "phase": "try", "rate": 1.0, "seed": 100, "top1": accuracy})
 
     found.runs = add
     return found
@@ -277,6 +278,14 @@ def test_a_size_is_proposed_where_times_differ(shape_verdicts, book):
     book.runs("proximal", 0.7, 2.0)
     told = shape_verdicts.shown(book, shape_verdicts.judged(book))
     assert "thin takes 0.80 of the time of proximal: --ways thin:0.625 may take as long." in told
+
+
+def test_ways_at_one_learning_rate_are_not_judged(shape_verdicts, book):
+    book.runs("thin", 0.6, 2.0)
+    book.runs("proximal", 0.8, 2.0)
+    book.rows = book.of("full")
+    found = shape_verdicts.judged(book)
+    assert {one["verdict"] for one in (*found["answers"], *found["equal_time"])} == {UNTUNED}
 
 
 def test_a_way_that_diverged_once_is_not_judged_by_its_other_runs(shape_verdicts, book):
