@@ -88,6 +88,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "networks": networks.networks,
     "recipes": reference.recipes,
     "records": records.records,
+    "speed-verdicts": gpu_models.speed_verdicts,
     "strips": engines.strips,
     "tensor-fits": decompose.tensor_fits,
     "tiny-imagenet": tiny_imagenet.tiny_imagenet,

@@ -66,6 +66,7 @@ TO_COME = (
     "loaders",
     "memory",
     "tiny-imagenet",
+    "speed-verdicts",
     "verdicts",
     "zoo",
 )
@@ -217,6 +218,16 @@ def test_of_two_runs_the_one_with_the_stronger_thin_network_is_shown(blocks: Mod
     put("gpu_models.json", {"runs": runs})
     expected = ["2.50 (1.00)", "not measured", "1.50 (0.60) in 64s", "1.00 (0.40)"]
     assert cells(blocks.TABLES["gpu-models"](), "`resnet18`, `lr`")[2:] == expected
+    judged = ["1", "2.5", "1.5", "**wins**", "**wins**"]
+    assert cells(blocks.TABLES["speed-verdicts"](), "`resnet18`")[3:] == judged
+
+
+@pytest.mark.parametrize(
+    ("ours", "word"), [(0.9, "**wins**"), (0.94, "undecided"), (1.06, "undecided"), (1.1, "**loses**")]
+)
+@pytest.mark.usefixtures("blocks")
+def test_times_that_differ_less_than_they_repeat_decide_nothing(ours: float, word: str):
+    assert importlib.import_module("tables.gpu_models")._faster(ours, 1.0) == word
 
 
 def test_the_first_screen_shows_times_of_networks_that_were_not_trained(blocks: ModuleType, put: Put):
