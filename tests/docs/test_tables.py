@@ -268,6 +268,18 @@ def test_the_first_screen_takes_three_networks_of_a_frontier(
     assert "`lr-join`" not in text  # no thin network takes as long
 
 
+def test_without_the_full_network_the_widest_dense_one_is_named(blocks: ModuleType, put: Put, tmp_path: Path):
+    found = empty_frontier(tmp_path, "nin")
+    found.about["recipe"] = {"crop": 32}
+    for name, ms, correct in (("lr", 1.0, 888), ("dense@0.5", 1.1, 878), ("dense@0.75", 1.6, 890)):
+        add(found, name, ms, correct)
+        found.rows[-1].design["scheme"] += "(branches)"
+    found.rows[-1].macs *= 2
+    found.save()
+    row = ["`dense@0.75`: 89.2% in 1.60 ms", "`lr`: 89.0% in 1.00 ms", "88.0% in 1.10 ms", "4"]
+    assert cells(blocks.TABLES["headline"](), "`nin` on cifar10, 32 px, with branches")[1:] == row
+
+
 def speed_run(commit: str, dense_ms: float, mode: str = "inference", **networks: float) -> dict[str, Any]:
     """A run of a dense network by two ways and ours, and of low-rank networks beside it, by their milliseconds."""
     place = f"{mode}|256|"
