@@ -655,7 +655,7 @@ def _value(key: str, given: str) -> bool | int | float:
     """The value of an option. An integer m is a number of filters (m=96), any other a share of d (m=0.5)."""
     if key in ("join", "branches"):
         if given:
-            raise LowRankError(f"{key} stands alone in a scheme: leave out ={given[:40]}.")
+            raise LowRankError(f"{key} takes no value in a scheme: write {key} alone.")
         return True
     number, whole = _fraction(given), bool(re.fullmatch(r"-?\d+", given))
     if not whole and key not in ("m", "to"):
