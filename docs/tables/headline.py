@@ -14,7 +14,6 @@ from typing import Any
 from tables import form, frontier, gpu_models
 from tables.form import ROOT, markdown, record
 
-from lowrank_cnn.choose.candidates import DENSE_BRANCHES
 from lowrank_cnn.choose.frontier import DENSE_NAME, RECORD, DesignRow, Frontier, load_frontier
 from lowrank_cnn.choose.verdict import BETTER, YES, control_of, read_questions
 
@@ -23,7 +22,7 @@ KEYS = {DENSE: "dense", LOW_RANK: "low-rank", THIN: "thin"}
 """The names of the three kinds in `gpu_models.json`."""
 TIMED = {"lowrank:vgg11-gmp/lr": "`vgg11-gmp`", "torchvision:resnet18/lr": "torchvision's `resnet18`"}
 """Networks of `gpu_models.json`, and their names in the table."""
-FULL = (DENSE_NAME, DENSE_BRANCHES.name)
+FULL = (DENSE_NAME, "dense-branches")
 LEAST_RUNS = 4
 """Fewest runs of a network in the table."""
 NOTE = """

@@ -13,7 +13,7 @@ from torch import Tensor
 from lowrank_cnn.choose.candidates import LEARNED, base_name
 from lowrank_cnn.choose.frontier import DENSE_NAME, RECORD, DesignRow, Frontier, load_frontier, shared_settings
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.core.files import UnreadableError, read_json
+from lowrank_cnn.core.files import read_json
 from lowrank_cnn.core.numbers import holm, student_p, student_t
 
 # How certain a difference of two designs is.
@@ -61,7 +61,6 @@ def compare(ours: Tensor, theirs: Tensor, *, margin: float, alpha: float) -> Pai
     return PairedGap(points, low, high, student_p((margin - points) / error, freedom))
 
 
-QUESTIONS = Path(__file__).with_name("questions.json")
 BETTER, FASTER, SEARCHED = "better", "faster", "better than a searched rival"
 YES, NO, OPEN, EARLY, UNEQUAL = "yes", "no", "undecided", "too few runs", "tuned unequally"
 UNTUNED, DIVERGED = "not tuned", "some runs diverged"
@@ -92,12 +91,9 @@ class Answer:
     notes: tuple[str, ...]
 
 
-def read_questions(path: Path = QUESTIONS) -> dict[str, Any]:
-    """The questions of the package, or of another file of the same form."""
-    try:
-        return read_json(path)
-    except UnreadableError as error:
-        raise LowRankError(f"{path} holds no questions: {error}.") from error
+def read_questions() -> dict[str, Any]:
+    """The questions that were written down before the runs."""
+    return read_json(Path(__file__).with_name("questions.json"))
 
 
 def question_set(found: Frontier, questions: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -106,7 +102,7 @@ def question_set(found: Frontier, questions: Mapping[str, Any]) -> dict[str, Any
     return next((one for one in questions["sets"] if one["family"] == family and one["data"] in data), None)
 
 
-def answer(found: Frontier, questions: Mapping[str, Any] | None = None) -> list[Answer]:
+def answer(found: Frontier) -> list[Answer]:
     """Every question that a record can answer, corrected for all on the same network and images together.
 
     Records in folders beside this one count, too: their questions are those of their last answers.
@@ -116,7 +112,7 @@ def answer(found: Frontier, questions: Mapping[str, Any] | None = None) -> list[
     the design is. The controls are dense networks of the record: the largest of those that take no longer than one
     of equal time. A design that trains with branches has controls that do, too.
     """
-    questions = questions or read_questions()
+    questions = read_questions()
     asked = question_set(found, questions)
     if asked is None:
         return []
@@ -142,8 +138,8 @@ def _pairs(
 ) -> Iterator[tuple[str, float, DesignRow, DesignRow]]:
     """Each question with its margin, the design and the control; a searched rival was timed before the record."""
     factors = {BETTER: 1 - questions["timing"]["tolerance"], FASTER: 1 / questions["time_share"]}
-    searched = questions.get("searched", {})
-    about_this = all(searched.get(what) == asked[what] for what in ("family", "data"))
+    searched = questions["searched"]
+    about_this = all(searched[what] == asked[what] for what in ("family", "data"))
     for row in (row for row in found.rows if row.runs and not row.dense):
         listed = base_name(row.name) in questions["designs"] or row.name.startswith(f"{LEARNED}-")
         if listed and row.timing:

@@ -289,7 +289,7 @@ def test_layers_are_selected_by_stage():
     assert found == stages(net)
     changed = notes(convert(net, "lr", where=found[2])).conversion.changed
     assert [row.name for row in changed] == ["features.conv3_1", "features.conv3_2"]
-    with pytest.raises(LowRankError, match="size of its images"):
+    with pytest.raises(LowRankError, match="size of the images"):
         stages(small())
 
 

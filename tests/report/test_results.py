@@ -36,7 +36,7 @@ def run(name: str, top1: float, *, macs: int = 100, seed: int = 0, recipe: dict 
         "kind": "training",
         "model": {"name": name, "num_classes": 10, **model},
         "recipe": {"name": "r", **(recipe or {})},
-        "data": {"name": "cifar10", "size": SIZE},
+        "data": {"name": "cifar10", "image": SIZE},
         "seed": seed,
         "result": {"top1": top1, "macs": macs, "params": 10 * macs, "seconds": 5.0},
         "status": "finished",
@@ -152,7 +152,7 @@ def test_runs_with_other_settings_are_kept_apart_and_say_so(values: list[dict], 
 
 
 def test_the_page_opens_with_data_that_show_a_gain_and_the_best_recipe():
-    other = {**run("nin-c3-lr", 0.5), "data": {"name": "a few photographs", "size": SIZE}}
+    other = {**run("nin-c3-lr", 0.5), "data": {"name": "a few photographs", "image": SIZE}}
     found = gathered(other, run("nin", 0.9, macs=200), run("nin-c3-lr", 0.88, macs=108))
     assert [entry.data for entry in found] == ["cifar10", "cifar10", "a few photographs"]
     ablation = [
