@@ -3,7 +3,6 @@
 What cannot run here is preceded by `<!-- not run: REASON -->`, and there is little of it.
 """
 
-import importlib.util
 import os
 import re
 import shlex
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -28,8 +26,8 @@ from lowrank_cnn.cli.app import COMMANDS, load_command, run
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.deploy.timing import time_model
 from lowrank_cnn.models import list_models
+from tests.support import ROOT, load_file
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MOST_NOT_RUN = 16
 
@@ -178,18 +176,9 @@ def test_all_is_found_and_little_is_left_out():
         assert text.count("<!-- not run") == len(re.findall(r"<!-- not run: \S", text)), page
 
 
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
-
-
 @pytest.mark.parametrize("script", ["blocks", "notebooks"])
 def test_tables_are_those_of_the_records_and_notebooks_those_of_their_pages(script: str):
-    assert load_script(script).stale() == [], f"write them by `python docs/{script}.py`"
+    assert load_file(f"docs/{script}.py").stale() == [], f"write them by `python docs/{script}.py`"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

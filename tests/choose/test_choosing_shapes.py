@@ -24,7 +24,6 @@ from lowrank_cnn.choose.shape_choice import (
     pick_units,
     worth,
 )
-from lowrank_cnn.core import clock
 from lowrank_cnn.core.clock import Sample
 from lowrank_cnn.graph.channels import free_routes
 from lowrank_cnn.method.schemes import parse_scheme
@@ -205,19 +204,6 @@ def test_several_shapes_cost_what_a_conv_of_all_of_them_takes(monkeypatch):
     assert costs.filters["0"] == (1 / 16, 2 / 16)
     assert costs.splits["0"] == 5 - 1.5  # half of the filters have either shape
     assert costs.rest == 20 - 2 * 4
-
-
-def test_other_processes_do_not_change_times(monkeypatch):
-    """A long run is interrupted in most turns, for longer than a short one takes."""
-    turns = iter(range(1000))
-
-    def busy(run, _) -> float:
-        return run() + (4 if run() > 1 and next(turns) % 5 else 0)
-
-    monkeypatch.setattr(learning, "measure", clock.measure)
-    monkeypatch.setattr(clock, "_clock", busy)
-    times = learning._measured({"short": lambda: 1.0, "long": lambda: 3.0}, torch.zeros(1))
-    assert times["short"] / times["long"] == pytest.approx(1 / 3)
 
 
 def test_a_network_is_refused_that_has_grouped_convs_alone():

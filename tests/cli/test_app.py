@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import inspect
-import io
 import json
 import os
 import signal
@@ -47,22 +45,6 @@ def test_help_of_every_command_is_shown_without_torch():
         [sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=False
     )
     assert done.stdout.endswith("\n{0} 0 False False\n"), done.stdout[-300:] + done.stderr
-
-
-def test_help_flows_and_examples_stay_as_they_are():
-    docstring = """Do it.
-
-    A paragraph
-    in two lines.
-
-    Examples:
-
-      lowrank train nin --data photos
-      lowrank train nin
-    """
-    summary, paragraph, title, examples = app.help_text(docstring).split("\n\n")
-    assert (summary, paragraph, title) == ("Do it.", "A paragraph in two lines.", "Examples:")
-    assert examples.splitlines() == ["  lowrank train nin --data photos", "  lowrank train nin"]
 
 
 def test_alone_it_shows_what_it_can_do(capsys):
@@ -193,18 +175,6 @@ def test_training_outlives_its_reader_and_ends_by_signals_without_a_traceback(tm
     if code == 143:
         assert "--resume" in complaints
         assert load_record(tmp_path).status == "interrupted"
-
-
-@pytest.mark.parametrize("code", [errno.EPIPE, errno.ENOSPC])
-def test_a_stream_drops_what_cannot_be_written_and_remembers_why_but_for_a_closed_pipe(code):
-    class Broken(io.StringIO):
-        def write(self, _: str) -> int:
-            raise OSError(code, "broken")
-
-    stream = app.LastingStream(Broken())
-    assert [stream.write("abc"), stream.write("d")] == [3, 1]
-    stream.flush()
-    assert getattr(stream.error, "errno", None) == (code if code == errno.ENOSPC else None)
 
 
 def test_streams_are_put_back_and_warnings_printed_once_without_a_place(capsys):

@@ -21,7 +21,6 @@ from lowrank_cnn.train.run_folder import (
     NOT_WRITTEN,
     Checkpoint,
     DamagedCheckpointError,
-    Position,
     RunDirectory,
     read_checkpoint,
     recipe_changes,
@@ -180,22 +179,6 @@ def test_best_weights_that_were_deleted_are_told_and_those_to_come_are_kept(driv
     assert "are gone from" in capsys.readouterr().out
     assert load_record(tmp_path).result["best_epoch"] == 3
     assert driver.load_best(tmp_path).classes == ("nw", "ne", "sw", "se")
-
-
-@pytest.mark.parametrize(
-    ("position", "told"),
-    [
-        (Position(), "before any training"),
-        (Position(batch=1), "after 1 batch of the first of 10 epochs"),
-        (Position(epoch=3), "after 3 of 10 epochs"),
-        (Position(epoch=3, batch=2), "after 3 of 10 epochs and 2 batches of the next"),
-    ],
-)
-def test_a_position_in_words(position, told):
-    assert position.told(10) == told
-    assert not position.done(10)
-    assert dataclasses.replace(position, stopped=True).done(10)
-    assert dataclasses.replace(position, epoch=10).done(10)
 
 
 RECIPE = lr.get_recipe("modern", ema=0.0)
