@@ -1,6 +1,11 @@
 """What tests of several rooms use."""
 
 import importlib.util
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -16,3 +21,61 @@ def load_file(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+class Forked:
+    """A function in a process of its own, with its output in pipes: a new Python would first import torch."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        for slow in ("lightning_fabric", "torch._dynamo"):  # else imported by every process that trains
+            importlib.import_module(slow)
+        (out, to_out), (errors, to_errors) = os.pipe(), os.pipe()
+        self.number, self.code = os.fork(), None
+        if not self.number:
+            os.dup2(to_out, 1)
+            os.dup2(to_errors, 2)
+            for pipe in (out, to_out, errors, to_errors):
+                os.close(pipe)
+            _call_and_exit(function)
+        os.close(to_out)
+        os.close(to_errors)
+        self.stdout, self.stderr = os.fdopen(out), os.fdopen(errors)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.number, number)
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        if self.code is None:
+            number, status = os.waitpid(self.number, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if number else None
+        return self.code
+
+    def wait(self) -> int:
+        if self.code is None:
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.number, 0)[1])
+        return self.code
+
+    def close(self) -> None:
+        if self.poll() is None:
+            self.send_signal(signal.SIGKILL)
+            self.wait()
+        self.stdout.close()
+        self.stderr.close()
+
+
+def _call_and_exit(function: Callable[[], object]) -> None:
+    code: object = 1
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        function()
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))

@@ -35,9 +35,10 @@ SMALLER = {
     "demo": "--epochs 1 --limit 64",
     "train": "--epochs 1 --batch-size 8 --limit 16",
     "evaluate": "--limit 16",
-    "frontier": "--limit 64 --set epochs=1 --set batch_size=32 --set crop=12 --batch 0 --seeds 1 --no-compile",
+    "frontier": "--limit 64 --set epochs=1 --set batch_size=32 --set crop=12 --batch 0 --seeds 1"
+    " --match none --no-compile",
     "time": "--repeats 3 --threads 1",
-    "plan": "--threads 1",
+    "plan": "--threads 1 --repeats 3",
 }
 """What is appended to a command to make it quick: of an option given twice, the last one counts."""
 
@@ -114,15 +115,21 @@ def run_ours(words: tuple[str, ...]) -> None:
 
 
 def run_processes(words: tuple[str, ...]) -> None:
-    """Start our command in several processes; of a script it is enough that it exists, as its page has run it."""
-    launch = torch.distributed.run.parse_args(list(words[1:]))
-    if not launch.module:
-        assert Path(launch.training_script).exists(), words
-        return
+    """Start our command in several processes."""
     command = [sys.executable, "-m", "torch.distributed.run", *smaller(words)[1:]]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{shlex.join(words)}: {done.stderr}"
+
+
+def check_processes(words: tuple[str, ...]) -> None:
+    """Parse all words: processes of their own import torch for longer than all else takes, and run by night."""
+    launch = torch.distributed.run.parse_args(list(words[1:]))
+    if launch.module:
+        name, *rest = launch.training_script_args
+        assert load_command(name).make_context(name, rest).args == [], words
+    else:
+        assert Path(launch.training_script).exists(), words
 
 
 def check_target(words: tuple[str, ...]) -> None:
@@ -138,7 +145,7 @@ def check_extras(words: tuple[str, ...]) -> None:
 
 PROGRAMS: dict[str, Callable[[tuple[str, ...]], None]] = {
     "lowrank": run_ours,
-    "torchrun": run_processes,
+    "torchrun": check_processes,
     "make": check_target,
     "pip": check_extras,
 }
@@ -162,6 +169,15 @@ def test_what_a_page_shows_runs_from_top_to_bottom(page: Path, folder: Path):
         elif "/" not in item.command[0]:  # else a listing of files
             assert item.command[0] in PROGRAMS, item.command
             PROGRAMS[item.command[0]](item.command)
+
+
+@pytest.mark.nightly
+def test_a_command_of_several_processes_runs(folder: Path):
+    found = [item.command for page in PAGES for item in shown(page) if not item.reason]
+    commands = [words for words in found if words[:1] == ("torchrun",) and "lowrank_cnn" in words]
+    assert commands
+    for words in commands:
+        run_processes(words)
 
 
 def test_all_is_found_and_little_is_left_out():

@@ -34,6 +34,7 @@ def test_rows_are_added_and_replaced(tmp_path):
     assert cpu_engines.best(rows, network="thin") is None
 
 
+@pytest.mark.nightly
 def test_the_thin_network_has_the_macs_of_the_low_rank_one():
     size = cpu_engines.size_of("nin")
     macs = {way: lr.count(cpu_engines.network("nin", way), size).macs for way in cpu_engines.WAYS}
@@ -92,6 +93,7 @@ def test_a_way_that_this_machine_lacks_is_named_with_the_reason(measured):
     assert "needs a CUDA device" in measured["machines"][1]["not_measured"]["decoded by the GPU"]
 
 
+@pytest.mark.nightly
 def test_a_step_is_the_sum_of_its_kernels():
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
     found = training_profile.profiled(net, 4, size=(3, 8, 8), steps=2, classes=3)
@@ -141,6 +143,7 @@ def memory_record(monkeypatch, out, *words):
     return json.loads(out.read_text())
 
 
+@pytest.mark.nightly
 def test_less_memory_is_kept_where_stages_are_computed_again(tmp_path, monkeypatch):
     words = ["--networks", "vgg11-gmp", "--images", "32"]
     record = memory_record(monkeypatch, tmp_path / "memory.json", *words)
@@ -154,6 +157,7 @@ def test_less_memory_is_kept_where_stages_are_computed_again(tmp_path, monkeypat
     assert again == pytest.approx(4 * 3 * 32**2 + 4 * sum(ends) + 4 * 512 * 2**2 + head, rel=0.02)
 
 
+@pytest.mark.nightly
 def test_a_record_keeps_what_other_processors_gave(write_shards, photo, tmp_path, monkeypatch):
     rows = [(photo(number, size=(64, 64)), 0) for number in range(48)]
     write_shards(tmp_path, "train", [rows[:2]])

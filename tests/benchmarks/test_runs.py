@@ -6,7 +6,6 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,17 +13,13 @@ import torch
 from benchmarks import (
     common,
     decompose,
-    fewest_operations,
-    initialisation,
     learned_shapes,
     run_book,
-    shape_verdicts,
 )
 from lowrank_cnn.choose.runs import WorkerPool
 from lowrank_cnn.choose.trace import BudgetSpent
-from lowrank_cnn.choose.verdict import DIVERGED, EARLY, NO, OPEN, YES
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.train import get_recipe, load_record
+from lowrank_cnn.train import load_record
 from lowrank_cnn.train.failure import NotFiniteError
 
 
@@ -155,6 +150,7 @@ SMALL = shlex.split(
 )
 
 
+@pytest.mark.nightly
 def test_ways_are_trained_in_turn_and_judged(tmp_path: Path, capsys):
     out = tmp_path / "shapes.json"
     common = [*SMALL, "--out", str(out)]
@@ -172,108 +168,6 @@ def test_ways_are_trained_in_turn_and_judged(tmp_path: Path, capsys):
     }  # fmt: skip
     assert all(one["margin"] == 0.5 for one in record["answers"])
     assert record["mechanisms"] == []
-
-
-@pytest.fixture
-def book(tmp_path):
-    found = run_book.RunBook(tmp_path / "record.json", "learned-shapes", {})
-
-    def add(way: str, accuracy: float, ms: float | None, seeds: int = 4, dense: float = 4.0) -> None:
-        """Runs of one way, of which one in so many images is right, in the same order for all ways."""
-        kept = run_book.kept_answers(torch.arange(2000) < round(2000 * accuracy))
-        for seed in range(seeds):
-            row: dict[str, Any] = {"way": way, "phase": "full", "rate": 1.0, "seed": seed, "macs": 0.5, **kept}
-            found.rows.append(row if seed or ms is None else {**row, "ms": {"ours": ms, "dense": dense}})
-
-    found.runs = add
-    return found
-
-
-@pytest.mark.parametrize(
-    ("accuracy", "ms", "seeds", "verdict"),
-    [
-        (0.60, 2.0, 4, YES),
-        (0.60, 2.5, 4, YES),  # the rival has more time and is worse
-        (0.60, 1.9, 4, OPEN),  # and it might win with as much time
-        (0.80, 2.0, 4, NO),
-        (0.80, 1.5, 4, NO),
-        (0.80, 2.1, 4, OPEN),
-        (0.60, 2.0, 3, EARLY),
-    ],
-)
-def test_verdicts_depend_on_time(book, accuracy, ms, seeds, verdict):
-    book.runs("thin", accuracy, ms, seeds)
-    book.runs("proximal", 0.7, 3.0, dense=6.0)  # a slower run: times are shares of the dense network's
-    (one,) = shape_verdicts.judged(book)["equal_time"]
-    assert (one["ours"], one["theirs"], one["verdict"]) == ("proximal", "thin", verdict)
-    assert one["time"] == pytest.approx(ms / 2)
-
-
-def test_a_way_that_diverged_once_is_not_judged_by_its_other_runs(book):
-    book.runs("thin", 0.6, 2.0)
-    book.runs("proximal", 0.7, 2.0)
-    book.rows.append({"way": "proximal", "phase": "full", "rate": 1.0, "seed": 4, "top1": None, "diverged": True})
-    found = shape_verdicts.judged(book)
-    assert {one["verdict"] for one in (*found["answers"], *found["equal_time"])} == {DIVERGED}
-
-
-def arguments(out: Path, *more: str) -> list[str]:
-    made = ["--data", "digits", "--limit", "40", "--width", "0.25", "--device", "cpu", "--out", str(out)]
-    for setting in ("batch_size=16", "crop=12", "test_shift=0"):
-        made += ["--set", setting]
-    return [*made, "--tries", "1", "--seeds", "2", *more]
-
-
-@pytest.mark.nightly
-def test_the_cheapest_way_of_each_side_that_reaches_the_target_is_trained(tmp_path, capsys):
-    out = tmp_path / "products.json"
-    ways = ["--ways", "dense 2", "dense 1", "mixture 2", "mixture 1 lr=0.5"]
-    fewest_operations.main(arguments(out, *ways, "--target", "0"))
-    record = json.loads(out.read_text())
-    tries = [row["way"] for row in record["rows"] if row["phase"] == "try"]
-    assert tries == ["dense 2", "dense 1", "mixture 2", "mixture 1 lr=0.5"]
-    assert {row["images"] for row in record["rows"] if row["phase"] == "try"} == {4}  # held out
-    full = [row for row in record["rows"] if row["phase"] == "full"]
-    assert [(row["way"], row["images"]) for row in full] == [("dense 1", 40), ("mixture 1 lr=0.5", 40)] * 2
-    assert all(row["seconds"] > 0 for row in full)
-    found = {row["way"]: row for row in record["summary"]}
-    assert found["dense 2"]["petaflop"] == pytest.approx(2 * found["dense 1"]["petaflop"])
-    assert found["mixture 2"]["petaflop"] < found["dense 2"]["petaflop"]
-    assert found["mixture 1 lr=0.5"]["runs"] == 2
-    fewest_operations.main(arguments(out, *ways, "--target", "0"))
-    assert json.loads(out.read_text())["rows"] == record["rows"]  # nothing is trained again
-    assert "dense 1" in capsys.readouterr().out
-
-
-def test_the_warm_up_keeps_its_share_of_a_shorter_run():
-    way = fewest_operations.parse_way("mixture 6 lr=0.5 optimizer=muon", get_recipe("cifar10-fast"))
-    assert (way.recipe.epochs, way.recipe.warmup, way.recipe.lr) == (6, pytest.approx(1.2), 0.5)
-    assert way.recipe.optimizer == "muon"
-    assert way.design.name == "mixture"
-
-
-def test_rates_are_tried_on_held_out_images_and_full_runs_follow(tmp_path: Path, capsys):
-    out = tmp_path / "init.json"
-    common = ["--data", "digits", "--limit", "40", "--network", "nin-c3-lr", "--width", "0.05"]
-    common += ["--recipe", "digits"]
-    common += ["--set", "batch_size=16", "--set", "crop=12", "--set", "norm=none", "--device", "cpu"]
-    common += ["--out", str(out)]
-    common += ["--epochs", "2", "--inits", "composite", "normal", "--rates", "0.01", "1e8", "--tries", "1"]
-    initialisation.main([*common, "--seeds", "1"])
-    record = json.loads(out.read_text())
-    tries = [(row["init"], row["rate"]) for row in record["rows"] if row["phase"] == "try"]
-    assert tries == [(init, rate) for rate in (0.01, 1e8) for init in ("composite", "normal")]
-    assert next(row["images"] for row in record["rows"] if row["top1"] is not None) == 4  # held out
-    assert all(row["diverged"] for row in record["rows"] if row["rate"] == 1e8)
-    full = [row for row in record["rows"] if row["phase"] == "full"]
-    assert [(row["init"], row["rate"], row["images"]) for row in full] == [
-        ("composite", 0.01, 40), ("normal", 0.01, 40),
-    ]  # fmt: skip
-    assert all(row["diverged_try"] >= 1 for row in record["summary"])
-    assert [one["margin"] for one in record["answers"]] == [0.2, 0.2]
-    initialisation.main([*common, "--seeds", "1"])
-    assert json.loads(out.read_text())["rows"] == record["rows"]  # nothing is trained again
-    assert "composite over normal by 0.2" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from lowrank_cnn import cli
 from lowrank_cnn.cli import app
 from lowrank_cnn.cli.show import console, continued_by_same_command, print_json, print_table
 from lowrank_cnn.core.errors import LowRankWarning
@@ -158,19 +159,23 @@ def test_output_that_cannot_be_written_is_said():
 
 
 @pytest.mark.parametrize(("signals", "code"), [([signal.SIGTERM], 143), ([signal.SIGINT, signal.SIGINT], 130)])
-def test_training_outlives_its_reader_and_ends_by_signals_without_a_traceback(tmp_path, signals, code):
-    process = start(*TRAIN, "--epochs", 1000, "--limit", 128, "--set", "checkpoint_every=0.1", "--out", tmp_path)
-    assert process.stdout is not None
+def test_training_outlives_its_reader_and_ends_by_signals_without_a_traceback(
+    tmp_path, monkeypatch, forked, signals, code
+):
+    more = ("--epochs", 1000, "--limit", 128, "--set", "checkpoint_every=0.1", "--out", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lowrank", *map(str, (*TRAIN, *more))])
+    monkeypatch.setattr(cli, "CTRL_C", cli.CtrlC())
+    process = forked(cli.main)
     process.stdout.readline()
     process.stdout.close()
     while not (tmp_path / "record.json").exists() or len(load_record(tmp_path).history) < 2:
-        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        assert process.poll() is None, process.stderr.read()
         time.sleep(0.1)
     for number in signals:
         process.send_signal(number)
         time.sleep(0.05)
-    complaints = process.stderr.read() if process.stderr else ""
-    assert process.wait(600) == code, complaints
+    complaints = process.stderr.read()
+    assert process.wait() == code, complaints
     assert "Traceback" not in complaints
     if code == 143:
         assert "--resume" in complaints
