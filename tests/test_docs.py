@@ -26,7 +26,7 @@ from lowrank_cnn.cli.app import COMMANDS, load_command, run
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.deploy.timing import time_model
 from lowrank_cnn.models import list_models
-from tests.support import ROOT, load_file
+from tests.support import ROOT, called_here, load_file
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MOST_NOT_RUN = 16
@@ -89,6 +89,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for cache in ("XDG_CACHE_HOME", "LOWRANK_CACHE"):
         monkeypatch.setenv(cache, str(tmp_path / "cache"))
     monkeypatch.setattr("lowrank_cnn.deploy.timing.time_model", partial(time_model, repeats=3))
+    monkeypatch.setattr("lowrank_cnn.deploy.choose_engine.apart", called_here)
     monkeypatch.setattr("lowrank_cnn.cli.demo.WIDTH", 0.05)
     monkeypatch.setattr("lowrank_cnn.models.filters.PIXELS", 160**2)
     monkeypatch.setattr("lowrank_cnn.open_data", open_few)

@@ -303,13 +303,13 @@ def test_export(net: nn.Module):
 
 def test_the_networks_drawn_are_folded_planned_and_refused(last_wins: None):
     folded, used, refused = 0, 0, 0
-    for seed in range(30):
+    for seed in range(60):
         merged = merge(network(seed), chains=True, example_input=EXAMPLE)
         folded += any(row.error is not None for row in notes(merged).merging)
         planned = notes(plan(network(seed), EXAMPLE, cache=False)).plan
         used += planned.used and any(row.choice != "as given" for row in planned.decisions)
         refused += bool(planned.reason)
-    assert min(folded, used, 2 * refused) >= 2, (folded, used, refused)
+    assert min(folded, used, 2 * refused) >= 5, (folded, used, refused)
 
 
 class Remembers(nn.Module):

@@ -114,7 +114,7 @@ def committed(tabs: Callable[..., Tab], committed_address: str) -> Iterator[Any]
 
 @pytest.fixture
 def open_tab(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Opens a page for one test alone, which may leave it as it likes."""
+    """Open a page for one test alone: the test need not undo its changes."""
     opened: list[Tab] = []
 
     def page_of(address: str, width: int = 1200) -> Any:
