@@ -19,10 +19,8 @@ from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train import Recipe, fit
-from lowrank_cnn.train.evaluate import LossEvaluation
 from lowrank_cnn.train.inputs import patch_covariance, whitening_filters
 from lowrank_cnn.train.optimizers import (
-    LevelOff,
     Optimizer,
     freeze_parameters,
     layer_factors,
@@ -249,13 +247,6 @@ def test_warm_up_rises_linearly_and_the_cosine_starts_after_it():
     assert rates[9] == rates[10] == pytest.approx(0.4)
     assert rates[30] == pytest.approx(0.2)
     assert all(a > b for a, b in pairwise(rates[10:]))
-
-
-def test_a_loss_that_is_nan_comes_last():
-    rule = LevelOff(patience=1, levels=0)
-    ranks = [LossEvaluation(loss, 1).rank for loss in (float("nan"), 2.0, float("nan"))]
-    assert [rule.update(rank, epoch) for epoch, rank in enumerate(ranks, 1)] == ["go", "go", "stop"]
-    assert rule.best == -2.0
 
 
 def network() -> nn.Sequential:
