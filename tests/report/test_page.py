@@ -14,7 +14,6 @@ from lowrank_cnn.report.page import (
     audit_table,
     environment_table,
     render,
-    runs_in_words,
     summary_table,
 )
 from lowrank_cnn.report.results import gather
@@ -144,12 +143,6 @@ def test_an_empty_folder_says_what_to_run_first(tmp_path: Path):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_table_without_top5_has_no_such_column(records: Records):
-    few = [replace(run, top5=None) for run in records.runs]
-    assert "top-5" not in summary_table(gather(Records(few))).rows[0]
-    assert "top-5" in summary_table(gather(records)).rows[0]
-
-
 def test_runs_that_shared_a_device_have_no_comparable_time(records: Records):
     for days, shared in ((28, False), (1, True)):
         runs = [
@@ -158,13 +151,6 @@ def test_runs_that_shared_a_device_have_no_comparable_time(records: Records):
         ]
         for row in summary_table(gather(Records(runs))).rows:
             assert (row["training"].small == "shared device", row["training"].value is None) == (shared, shared)
-
-
-def test_repeated_seeds_are_told(records: Records):
-    twice = [run for run in records.runs if run.network.name == "nin" and run.seed == 0] * 2
-    (result,) = gather(Records(twice))
-    assert runs_in_words(result) == "2 runs of 1 seed"
-    assert summary_table([result]).rows[0]["top-1"].small == ""
 
 
 def test_the_other_tables_of_the_page(records: Records):
