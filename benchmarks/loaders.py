@@ -7,7 +7,6 @@ photographs (amplitude falls as 1/frequency). They lie in class folders, a few o
 sees crops of 160 pixels from a shorter side of 183. The ways are:
 
 - full size: the JPEGs are read, decoded and scaled in every epoch;
-- decoded by the GPU: the same, if a GPU can decode them;
 - shrunk once: the same from JPEGs that `lowrank shrink` stored with a shorter side of 183;
 - held as bytes: all images are decoded before the first epoch and stay on the device, one byte for each value;
 - held as floats: the same, preprocessed once, which takes two or four times as much memory.
@@ -102,9 +101,9 @@ def loader_of(split: Split, arguments: argparse.Namespace, *, resize: int | None
 def ways(full: Path, shrunk: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Loader]]]:
     """Each way with the function that makes its loader; making it is what happens before the first epoch."""
 
-    def streamed(folder: Path, **options: Any) -> Loader:
+    def streamed(folder: Path) -> Loader:
         split = open_data(folder, resident_bytes=0, progress=False).train
-        return loader_of(split, arguments, resize=SIDE, workers=arguments.workers, **options)
+        return loader_of(split, arguments, resize=SIDE, workers=arguments.workers)
 
     def shrunk_once() -> Loader:
         shrink(full, shrunk, side=SIDE, workers=arguments.workers, per_shard=1024)
@@ -117,7 +116,6 @@ def ways(full: Path, shrunk: Path, arguments: argparse.Namespace) -> Iterator[tu
             return loader_of(split, arguments)
 
     yield "full size", lambda: streamed(full)
-    yield "decoded by the GPU", lambda: streamed(full, decode="gpu")
     yield "shrunk once", shrunk_once
     yield "held as bytes", lambda: held(0)
     yield "held as floats", lambda: held(float("inf"))

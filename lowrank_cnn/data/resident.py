@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ from lowrank_cnn.data.augment import (
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, to_unit
 from lowrank_cnn.data.store import ImageStore
 from lowrank_cnn.data.types import (
-    Decode,
     Decoded,
     Problems,
     Size,
@@ -174,12 +173,9 @@ class Loader(ABC):
     dtype: torch.dtype = torch.float32
     channels_last: bool = True
     workers: int = 0
-    decode: Decode = "cpu"
 
     def __post_init__(self) -> None:
         check_workers(self.workers)
-        if self.decode not in get_args(Decode):
-            raise LowRankError(f"images are decoded by cpu or gpu, not {self.decode}.")
         if self.augment.alternate and self.train and not isinstance(self.split, ResidentSplit):
             raise LowRankError("alternate_mirror is for sets that are held in memory: set alternate_mirror=false.")
         images, batch = len(self.split), self.batch_size
@@ -215,8 +211,6 @@ class ResidentLoader(Loader):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.decode == "gpu":
-            raise LowRankError("decode='gpu' is for streamed sets: this one is held in memory, decoded.")
         split, augment = self.split, self.augment
         self._window = augment.window(*split.size[1:], train=self.train)
         self._pad = augment.pad if self.train else 0

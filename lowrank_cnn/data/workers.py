@@ -1,7 +1,4 @@
-"""Worker processes: they read parts of batches and decode, crop and mirror the images, as uint8.
-
-If a GPU decodes, a worker passes plain colour JPEGs on as they are, and frames all other images itself.
-"""
+"""Worker processes: they read parts of batches and decode, crop and mirror the images, as uint8."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +24,6 @@ from lowrank_cnn.data.decode import (
     UNDECODABLE,
     BadImageError,
     Framing,
-    ScaledCrop,
     decode_image,
     frame_image,
     stack,
@@ -55,38 +51,16 @@ Found = list[tuple[str, str]]
 """Problems, each as (kind, where)."""
 
 
-class BatchImage(NamedTuple):
-    """The pixels of one image, or a JPEG and the crop to make of it; its row, and its number in the batch."""
-
-    data: bytes
-    crop: ScaledCrop | None
-    row: int
-    number: int
-
-
 class BatchPart(NamedTuple):
     """Images [n, h, w, C], their rows and the problems found.
 
     `digests` are those of images that were read for the first time or whose files were written since, by row.
-    If a GPU decodes, `images` holds only those that a worker framed, and `encoded` the JPEGs, joined.
-    `crops` and `numbers` then describe all images of the part; an image that a worker framed has no crop.
     """
 
     images: Tensor
     rows: list[int]
     found: Found
     digests: dict[int, int]
-    encoded: Tensor | None = None
-    lengths: Sequence[int] = ()
-    crops: Sequence[ScaledCrop | None] = ()
-    numbers: Sequence[int] = ()
-
-    def jpegs(self) -> list[tuple[Tensor, ScaledCrop]]:
-        """Every JPEG with its crop; no byte is copied."""
-        crops = [crop for crop in self.crops if crop]
-        if self.encoded is None or not crops:
-            return []
-        return list(zip(self.encoded.split(list(self.lengths)), crops, strict=True))
 
 
 @dataclass(frozen=True)
@@ -95,8 +69,8 @@ class EpochParts(Dataset):
 
     Every batch takes `per_lane` rows from each lane. This process reads the lanes in `mine`, in `parts` parts for
     its workers. `draw` seeds the crops of training; it is None in evaluation, which leaves bad images out. In
-    training another row replaces a bad one, so that every batch keeps its size. With `encoded`, plain JPEGs stay
-    encoded. With `one_size`, an image of another size than the framing's is a problem.
+    training another row replaces a bad one, so that every batch keeps its size. With `one_size`, an
+    image of another size than the framing's is a problem.
     """
 
     store: ImageStore
@@ -107,7 +81,6 @@ class EpochParts(Dataset):
     channels: int
     framing: Framing
     draw: tuple[str | int, ...] | None = None
-    encoded: bool = False
     one_size: bool = False
 
     @property
@@ -121,22 +94,8 @@ class EpochParts(Dataset):
         draws = self._draws(batch)
         made = (self._first_good(batch, number, draws, found, fresh) for number in self._numbers(batch, part))
         images = [image for image in made if image]
-        framed = stack([image.data for image in images if not image.crop], *self.framing.window, self.channels)
-        read = BatchPart(framed, [image.row for image in images], found, fresh)
-        if not self.encoded:
-            return read
-        jpegs = [image.data for image in images if image.crop]
-        joined = bytearray().join(jpegs)
-        return read._replace(
-            encoded=torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8),
-            lengths=[len(jpeg) for jpeg in jpegs],
-            crops=[image.crop for image in images],
-            numbers=[image.number for image in images],
-        )
-
-    def framed(self, batch: int, number: int, found: Found) -> BatchImage | None:
-        """One image of a batch again, framed on the CPU: for an image that the GPU could not decode."""
-        return replace(self, encoded=False)._first_good(batch, number, self._draws(batch), found, {})
+        pixels = stack([data for data, _ in images], *self.framing.window, self.channels)
+        return BatchPart(pixels, [row for _, row in images], found, fresh)
 
     def _numbers(self, batch: int, part: int) -> Iterator[int]:
         """The numbers in the global batch of the images of a part."""
@@ -153,16 +112,14 @@ class EpochParts(Dataset):
 
     def _first_good(
         self, batch: int, number: int, draws: list[list[float]] | None, found: Found, fresh: dict[int, int]
-    ) -> BatchImage | None:
-        """The image of this number, or in training that of another row that can be decoded."""
+    ) -> tuple[bytes, int] | None:
+        """The pixels and the row of the image of this number, or in training of another that can be decoded."""
         lane, place = number // self.per_lane, batch * self.per_lane + number % self.per_lane
         own = draws[number] if draws else None
         for row in self._candidates(lane, place) if draws else [int(self.lanes[lane, place])]:
             try:
                 data = self.store.read_watched(row, fresh)
-                if self.encoded and (crop := self.framing.scaled_crop(data, own)):
-                    return BatchImage(data, crop, row, number)
-                return BatchImage(self._frame(data, row, own, found), None, row, number)
+                return self._frame(data, row, own, found), row
             except BadImageError as error:
                 found.append((UNDECODABLE, f"{self.store.where(row)}: {error}"))
         return None

@@ -219,9 +219,8 @@ def _record(
     saved: Checkpoint | None,
 ) -> Record:
     """The record of a run that is about to start or to go on."""
-    decoded = {} if how.decode == "cpu" else {"decode": how.decode}
     return Record(
-        **{**identity, "data": identity["data"] | decoded},
+        **identity,
         recipe=recipe.to_dict(),
         watched=inputs.watched,
         precision=resolve_precision(recipe.precision, fabric.device.type),

@@ -83,10 +83,7 @@ class Inputs:
 def make_inputs(
     fabric: Fabric, data: Data, recipe: Recipe, how: RunSettings, *, seed: int, saved: dict[str, Tensor] | None
 ) -> Inputs:
-    """Hold out the recipe's share, fit the preprocessing to the rest (or take the saved one), make loaders.
-
-    A GPU decodes images to train on alone: accuracy is always that on the pixels of the CPU's decoder.
-    """
+    """Hold out the recipe's share, fit the preprocessing to the rest (or take the saved one), make loaders."""
     device, rank, world = fabric.device, fabric.global_rank, fabric.world_size
     # The first conv would round its images to bf16 anyway; on a GPU it then reads half the bytes.
     half = _HALVES.get(resolve_precision(recipe.precision, device.type)) if device.type == "cuda" else None
@@ -113,7 +110,6 @@ def make_inputs(
             world=world,
             train=train,
             workers=how.workers,
-            decode="gpu" if train and how.decode == "gpu" else "cpu",
             dtype=half or torch.float32,
         )
 

@@ -101,10 +101,6 @@ def test_every_way_has_its_rate_and_idle_share(measured):
         assert 0 <= row["idle"] < 1
 
 
-def test_a_way_that_this_machine_lacks_is_named_with_the_reason(measured):
-    assert "needs a CUDA device" in measured["machines"][1]["not_measured"]["decoded by the GPU"]
-
-
 def test_photographs_have_the_size_and_the_bytes_of_ilsvrc(benchmark_module):
     from PIL import Image
 
