@@ -38,7 +38,6 @@ from benchmarks.common import parser, rates, write_record
 from lowrank_cnn.core.environment import environment
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Augment, Loader, Split, Standardize, StreamedLoader, make_loader, open_data, resident
-from lowrank_cnn.data import workers as decoded_cache
 from lowrank_cnn.data.shrink import shrink
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train.recipe import Recipe
@@ -110,8 +109,7 @@ def ways(full: Path, shrunk: Path, arguments: argparse.Namespace) -> Iterator[tu
         return streamed(shrunk)
 
     def held(most_prepared: float) -> Loader:
-        uncached = mock.patch.object(decoded_cache, "MOST_BYTES", 0)
-        with uncached, mock.patch.object(resident, "MOST_PREPARED_BYTES", most_prepared):
+        with mock.patch.object(resident, "MOST_PREPARED_BYTES", most_prepared):
             split = open_data(full, image_size=SIDE, resident_bytes=2**40, progress=False).train
             return loader_of(split, arguments)
 

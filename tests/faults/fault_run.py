@@ -41,7 +41,7 @@ RECIPE = Recipe(
     pad=1,
     mirror=False,
 )
-"""Every kind of state: dropout, batch norm, moving average, level-off, random crops, a cached whitening matrix."""
+"""Every kind of state: dropout, batch norm, moving average, level-off, random crops, whitening."""
 FINISHED, CRASHED, REFUSED, STOPPED = 0, 1, 3, 4
 TIMES = ("seconds", "images_per_second")
 PATIENCE = 600.0
