@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from lowrank_cnn.core.compare import unchanged
 from lowrank_cnn.core.errors import LowRankError
@@ -19,10 +17,8 @@ from lowrank_cnn.core.modules import (
     blank,
     call,
     checked_size,
-    first_input,
     in_words,
     is_example,
-    upstream,
 )
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.core.text import counted
@@ -36,8 +32,6 @@ from lowrank_cnn.train.distributed import resolve_precision
 from lowrank_cnn.train.inputs import Inputs, augmentation, input_size
 from lowrank_cnn.train.recipe import Recipe, RunSettings
 
-Dropout = nn.modules.dropout._DropoutNd
-BatchNorm = nn.modules.batchnorm._BatchNorm
 FEW_STEPS = 40
 """Shorter runs learn little: batch norm alone needs some thirty steps to know its statistics."""
 SMALL_BATCH = 16
@@ -100,85 +94,6 @@ def remarks(model: nn.Module, recipe: Recipe, inputs: Inputs, device: torch.devi
         each = f"{counted(batches, 'batch')} of {counted(recipe.batch_size, 'image')} in an epoch"
         told = f"This run has {counted(batches * recipe.epochs, 'step')}, {each}"
         yield f"{told}: a smaller --batch-size or more --epochs gives more."
-    if found := dropout_before_batch_norm(model, inputs.size, rate=recipe.dropout):
-        dropout, norm = found[0]
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        yield (
-            f"Dropout {dropout!r} is before batch norm {norm!r}{more}: the norm evaluates with other statistics "
-            "than it was trained with, which costs accuracy. Set dropout to 0 (--set dropout=0), or move it."
-        )
-    if recipe.quantize != "none" and calls_pools_as_functions(model, inputs.size):
-        yield (
-            "The network calls F.avg_pool2d or F.adaptive_avg_pool2d: an int8 file rounds what they read, and "
-            "training does not. Use nn.AvgPool2d or nn.AdaptiveAvgPool2d."
-        )
-
-
-def dropout_before_batch_norm(
-    model: nn.Module, size: InputSize, *, rate: float | None = None
-) -> list[tuple[str, str]]:
-    """Names of each dropout whose output reaches a batch norm, and of the first norm it reaches.
-
-    `rate` replaces the rates of all dropout layers. Two images pass through the network in training mode, and
-    the autograd graph says what depends on what.
-    """
-    named = dict(model.named_modules())
-    dropouts = [m for m in named.values() if isinstance(m, Dropout) and (m.p if rate is None else rate) > 0]
-    norms = [m for m in named.values() if isinstance(m, BatchNorm)]
-    if not dropouts or not norms:
-        return []
-    names = {module: name for name, module in named.items()}
-    outputs: dict[Any, str] = {}  # the graph node of a dropout's output, and that dropout's name
-    inputs: list[tuple[Any, str]] = []  # the graph node of a norm's input, and that norm's name
-
-    def leaves(module: nn.Module, _: object, output: Tensor) -> None:
-        outputs[output.grad_fn] = names[module]
-
-    def enters(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs.append((first_input(args, kwargs).grad_fn, names[module]))
-
-    try:
-        with contextlib.ExitStack() as hooks, unchanged(model), torch.enable_grad():
-            for dropout in dropouts:
-                hooks.enter_context(dropout.register_forward_hook(leaves))
-            for norm in norms:
-                hooks.enter_context(norm.register_forward_pre_hook(enters, with_kwargs=True))
-            # Noise: black images would make batch norms divide by nothing.
-            images = blank(size, next(model.parameters()).device, batch=2)
-            call(model.train(), images if is_example(size) else torch.rand_like(images, requires_grad=True))
-    except (RuntimeError, TypeError, ValueError):  # training says what is wrong with a network that cannot run
-        return []
-    found: dict[str, str] = {}
-    for node, norm in inputs:
-        for dropout in (outputs[past] for past in upstream([node]) if past in outputs):
-            found.setdefault(dropout, norm)
-    return list(found.items())
-
-
-def calls_pools_as_functions(model: nn.Module, size: InputSize) -> bool:
-    """Whether a network averages by functions, whose inputs training in int8 does not see."""
-    calls, by_module = _PoolCalls(), []
-    try:
-        with contextlib.ExitStack() as hooks, unchanged(model, evaluating=True), torch.no_grad(), calls:
-            for pool in model.modules():
-                if isinstance(pool, nn.AvgPool2d | nn.AdaptiveAvgPool2d):
-                    hooks.enter_context(pool.register_forward_hook(lambda pool, *_: by_module.append(pool)))
-            call(model, blank(size, next(model.parameters()).device, batch=2))
-    except (RuntimeError, ValueError):  # training says what is wrong with a network that cannot run
-        return False
-    return calls.number > len(by_module)
-
-
-class _PoolCalls(TorchFunctionMode):
-    """Counts calls of average pools, by modules and by functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += func in (functional.avg_pool2d, functional.adaptive_avg_pool2d)
-        return func(*args, **(kwargs or {}))
 
 
 _CGROUP = Path("/sys/fs/cgroup")

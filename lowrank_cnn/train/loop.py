@@ -38,8 +38,6 @@ from lowrank_cnn.train.failure import (
     StopRequest,
     all_finite,
     first_not_finite,
-    resume_hint,
-    stop_message,
     stopping_within,
     undone_if_stopped,
 )
@@ -286,10 +284,11 @@ class Trainer:
             raise NotFiniteError(f"an image of {place} has NaN or infinity in it: leave such images out.")
         with self.fabric.autocast():
             where = first_not_finite(self.network, images)
-        raise NotFiniteError(
-            f"the loss is not finite at {place}; the first thing that is not: {where}. "
-            f"{resume_hint(self.saved, self.recipe.epochs)}"
-        )
+        hint = "Nothing is saved: start anew with a smaller --lr."
+        if self.saved:
+            told = self.saved.told(self.recipe.epochs)
+            hint = f"The state {told} is saved: go on from there with --resume and a smaller --lr."
+        raise NotFiniteError(f"the loss is not finite at {place}; the first thing that is not: {where}. {hint}")
 
     @contextlib.contextmanager
     def _stoppable(self, stop: StopRequest) -> Iterator[None]:
@@ -297,7 +296,6 @@ class Trainer:
         if self.fabric.device.type != "cpu" or self.fabric.world_size > 1:
             yield
             return
-        stop.stop_message = self._stop_message_if_saved
         try:
             with stopping_within(self.network, stop):
                 yield
@@ -306,11 +304,11 @@ class Trainer:
             raise Interrupted(self._stop_message()) from stopped
 
     def _stop_message(self) -> str:
-        return stop_message(self.position, self.directory and self.directory.path)
-
-    def _stop_message_if_saved(self) -> str | None:
-        """The last words, if all steps that are done are on disk; an evaluation since then can be repeated."""
-        return self._stop_message() if self.saved and self._steps(self.saved) == self.iteration else None
+        """The position of a run that was asked to stop, and how to resume it."""
+        where = f"Stopped in epoch {self.position.epoch + 1}, after batch {self.position.batch}"
+        if self.directory is None:
+            return f"{where}; nothing is saved, since no directory was given."
+        return f"{where}; all is saved in {self.directory.path}. Go on with the same command and --resume."
 
     def save(self) -> None:
         """Write a checkpoint of all processes. A state that is not finite never replaces one that is."""
