@@ -41,7 +41,7 @@ from lowrank_cnn.data import Augment, Loader, Split, Standardize, StreamedLoader
 from lowrank_cnn.data.shrink import shrink
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.step import EAGER, StepBuilder, TrainingStep, fused_to_train
+from lowrank_cnn.train.step import TrainingStep, build_update, fused_to_train
 
 WIDTH, HEIGHT, QUALITY = 500, 375, 90
 CROP, SIDE = 160, 183
@@ -154,7 +154,7 @@ def training_step(arguments: argparse.Namespace) -> tuple[Step, float]:
     images = images.to(torch.bfloat16 if on_gpu else torch.float32, memory_format=torch.channels_last)
     labels = torch.arange(arguments.batch, device=device) % CLASSES
     step.prepare(1e-4, 0)
-    update, _ = StepBuilder({EAGER: forward}, graphs=on_gpu).fastest(step, images, labels, steps_left=1)
+    update, _ = build_update(step, images, labels, graphs=on_gpu)
     return update, alone_rate(update, images, labels, arguments.seconds)
 
 

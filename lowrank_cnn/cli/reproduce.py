@@ -39,9 +39,7 @@ def reproduce_command(
     seeds: Annotated[int | None, option("Runs of each network; by default as in the experiment.", min=1)] = None,
     settings: Settings = None,
     device: Device = "auto",
-    compile_: Annotated[
-        bool | None, option("Train through torch.compile; by default where faster.", "--compile/--no-compile")
-    ] = None,
+    compile_: Annotated[bool | None, option("Train through torch.compile.", "--compile/--no-compile")] = None,
     recompute: Annotated[
         bool, option("Save memory: recompute activations in the backward pass.", "--checkpoint-activations")
     ] = False,
