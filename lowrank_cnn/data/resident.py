@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -214,8 +215,10 @@ class ResidentLoader(Loader):
         split, augment = self.split, self.augment
         self._window = augment.window(*split.size[1:], train=self.train)
         self._pad = augment.pad if self.train else 0
-        as_bytes = holds_bytes(split, self.preprocess, augment, self.dtype)
-        self._scale = self._byte_scale() if as_bytes else None
+        # A large set is held as bytes if its pixels are preprocessed one by one.
+        pixelwise = self.preprocess is None or isinstance(self.preprocess, Standardize)
+        large = len(split) * prod(split.size) * self.dtype.itemsize > MOST_PREPARED_BYTES
+        self._scale = self._byte_scale() if large and pixelwise and augment.resize is None else None
         self._images = self._hold(split.images)
         self._labels = split.labels.to(self._device)
 
@@ -285,13 +288,3 @@ class ResidentLoader(Loader):
         """Images per pass: whole batches, and the whole epoch if it is small."""
         per_image = self._window[0] * self._window[1] * self._images.shape[3] * self.dtype.itemsize
         return max(1, _CHUNK_BYTES // (per_image * local)) * local
-
-
-def holds_bytes(
-    split: ResidentSplit, preprocess: Preprocess | None, augment: Augment, dtype: torch.dtype = torch.float32
-) -> bool:
-    """Whether a loader holds these images as bytes: a large set whose pixels are preprocessed one by one."""
-    channels, height, width = split.size
-    prepared = len(split) * channels * height * width * dtype.itemsize
-    pixelwise = preprocess is None or isinstance(preprocess, Standardize)
-    return prepared > MOST_PREPARED_BYTES and pixelwise and augment.resize is None

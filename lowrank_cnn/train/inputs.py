@@ -277,9 +277,10 @@ def as_network_wants(
     if channels in (1, 3) and channels != images.test.channels:
         wanted["channels"] = channels
     free = not sized and recipe.crop is None and recipe.resize is None
-    if free and size and tuned and any(split.size != tuple(size) for split in (images.train, images.test)):
+    sizes = images.train.size, images.test.size
+    if free and size and tuned and any(s != tuple(size) for s in sizes):
         wanted["image_size"] = tuple(size[1:])
-    elif free and size and any(_is_large(split.size) for split in (images.train, images.test)):
+    elif free and size and any(s is None or min(s[1:]) > LARGE_SIDE for s in sizes):
         wanted["default_size"] = tuple(size[1:])
     return reading(**wanted) if wanted else images
 
@@ -292,34 +293,6 @@ def check_classes(data: Data) -> None:
             f"{data.name} has fewer than two classes ({names}): give the folder that has a folder of images for "
             "each class, or a loss of your own for another task (fit(..., loss=...))."
         )
-
-
-def check_network(network: nn.Module, data: Data, recipe: Recipe, *, output: str | None = None) -> None:
-    """Refuse a network for another number of classes, before images are decoded, which may take long.
-
-    `output` replaces that of the recipe: the one of several outputs that has the class scores. A network that
-    fails here may still work on the device that trains: `check_fits` decides there.
-    """
-    outputs = outputs_here(network, input_size(data.test, augmentation(recipe)))
-    if outputs is not None:
-        _check_scores(outputs, len(data.classes), output or recipe.output)
-
-
-@torch.no_grad()
-def outputs_here(network: nn.Module, size: InputSize) -> Any:
-    """The outputs of a network for one image, on the device that it is on; None if it fails there.
-
-    A network whose weights are made by its first forward is not run: they depend on the seed.
-    """
-    weights = [*network.parameters(), *network.buffers()]
-    if any(map(is_lazy, weights)):
-        return None
-    device = weights[0].device if weights else torch.device("cpu")
-    try:
-        with unchanged(network, evaluating=True):
-            return call(network, blank(size, device))
-    except Exception:
-        return None
 
 
 @torch.no_grad()
@@ -344,11 +317,8 @@ def check_fits(
         wrong = not is_example(size) and one[0] > 3 >= one[-1]
         first = " Channels come first, as in 3x32x32." if wrong else ""
         raise LowRankError(f"the network cannot take {in_words(size)}: {first_line(error)}.{first}") from error
-    if classes is not None:
-        _check_scores(outputs, classes, output)
-
-
-def _check_scores(outputs: Any, classes: int, output: str | None) -> None:
+    if classes is None:
+        return
     logits = class_scores(outputs, output)
     if logits.ndim != 2:
         given = "x".join(map(str, logits.shape[1:])) or "one number"
@@ -369,15 +339,14 @@ def channels_of(network: nn.Module) -> int | None:
     return next((conv.in_channels for conv in convs), None)
 
 
-def _is_large(size: tuple[int, int, int] | None) -> bool:
-    return size is None or min(size[1:]) > LARGE_SIDE
-
-
 def _outputs(network: nn.Module, size: InputSize, recipe: Recipe) -> int:
     """The number of class scores; of a network that does not run here, the channels of its last layer."""
-    with contextlib.suppress(LowRankError):
-        scores = class_scores(outputs_here(network, size), recipe.output)
-        return scores.shape[1] if scores.ndim > 1 else 0
+    weights = [*network.parameters(), *network.buffers()]
+    if not any(map(is_lazy, weights)):  # the first forward makes lazy weights, which depend on the seed
+        with contextlib.suppress(Exception), torch.no_grad(), unchanged(network, evaluating=True):
+            outputs = call(network, blank(size, weights[0].device if weights else "cpu"))
+            scores = class_scores(outputs, recipe.output)
+            return scores.shape[1] if scores.ndim > 1 else 0
     found = 0
     for module in network.modules():
         found = getattr(module, "out_features", getattr(module, "out_channels", found))

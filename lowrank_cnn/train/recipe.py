@@ -67,7 +67,7 @@ class RunSettings(Checked):
 
     - `workers`: processes that decode streamed images.
     - `compile`: true trains through torch.compile. By default a resumed run does what it did before, and a new one
-      does not: our kernels in a CUDA graph were faster in every record.
+      does not: without it, `fit` was faster in every record.
     - `cuda_graphs`: false launches the kernels of a step one by one.
     - `checkpoint_activations`: saves memory; stages are computed again in the backward pass.
     - `checkpoint_every`: seconds between checkpoints.

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,9 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lowrank_cnn as lr
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.data import Data, ResidentSplit
-from lowrank_cnn.train import Interrupted, Recipe, checks, inputs, load_record
-from lowrank_cnn.train.checks import check_memory, free_memory, map_bytes
+from lowrank_cnn.train import Interrupted, load_record
 from lowrank_cnn.train.failure import StopRequest
 from lowrank_cnn.train.loop import Trainer
 
@@ -328,43 +325,3 @@ def test_it_is_said_if_a_network_is_not_what_the_recipe_is_for(driver, capsys):
         lr.fit(network, driver.tiny_data(), recipe, device="cpu")
         lines = [line for line in capsys.readouterr().out.splitlines() if "is for networks with" in line]
         assert [words in line for words, line in zip(wanted, lines, strict=True)] == [True] * len(wanted)
-
-
-def photographs(n: int, side: int) -> Data:
-    split = ResidentSplit.of(torch.zeros(n, 3, side, side, dtype=torch.uint8), torch.arange(n) % 2)
-    return Data("photos", ("a", "b"), split, split)
-
-
-def net() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)
-    )
-
-
-def test_a_run_that_cannot_fit_is_refused_before_it_takes_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert map_bytes(net(), (3, 16, 16)) == 4 * (2 * 8 * 16 * 16 + 8 + 8 + 2)
-    assert map_bytes(net(), (3, 512, 512)) == 16 * map_bytes(net(), (3, 128, 128))
-    monkeypatch.setattr(checks, "free_memory", lambda _: 2**20)
-    monkeypatch.setattr(inputs, "fit_preprocess", lambda *_, **__: pytest.fail("prepared"))
-    with pytest.raises(LowRankError, match=r"images of 3x64x64 take about .* GiB are free: .*--image-size 64"):
-        lr.fit(net(), photographs(16, 64), Recipe(batch_size=16, epochs=1), **QUIET)
-    check_memory(net(), photographs(16, 8), Recipe(batch_size=16), CPU)
-    monkeypatch.setattr(checks, "free_memory", lambda _: 16 * map_bytes(net(), (3, 64, 64)))
-    with pytest.raises(LowRankError, match="for a batch of 32"):
-        check_memory(net(), photographs(2, 64), Recipe(batch_size=32), CPU)
-    check_memory(net(), photographs(2, 64), Recipe(batch_size=32, accumulate=4), CPU)
-
-
-def test_the_smaller_of_system_and_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    2000 kB\n")
-    monkeypatch.setattr(checks, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(checks, "_CGROUP", tmp_path)
-    assert free_memory(CPU) == 2000 * 1024
-    (tmp_path / "memory.current").write_text("100\n")
-    for limit, free in (("max", 2000 * 1024), ("1100", 1000)):
-        (tmp_path / "memory.max").write_text(f"{limit}\n")
-        assert free_memory(CPU) == free
-    monkeypatch.setattr(checks, "_MEMINFO", tmp_path / "none")
-    monkeypatch.setattr(checks, "_CGROUP", tmp_path / "none")
-    assert free_memory(CPU) is None
-    check_memory(net(), photographs(2, 64), Recipe(), CPU)
