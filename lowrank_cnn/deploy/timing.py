@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lowrank_cnn.core.clock import Marks, Sample, measure, torch_threads
-from lowrank_cnn.core.compare import unchanged
-from lowrank_cnn.core.errors import LowRankError, check_number, first_line
+from lowrank_cnn.core.compare import tensors_of, unchanged
+from lowrank_cnn.core.errors import LowRankError, check_number
 from lowrank_cnn.core.files import as_path, read_json
 from lowrank_cnn.core.modules import InputSize, arguments, checked_size, is_example
 from lowrank_cnn.core.notes import AsDict, notes
@@ -30,6 +30,7 @@ from lowrank_cnn.deploy.engines.runner import as_array
 from lowrank_cnn.deploy.engines.targets import Port, open_engine
 from lowrank_cnn.deploy.export import export
 from lowrank_cnn.deploy.optimize import LAST, laid_out
+from lowrank_cnn.graph.examples import answer
 from lowrank_cnn.method.branches import fold_branches
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.layers import CompositeConv2d
@@ -57,17 +58,8 @@ class TorchRunner:
         args, kwargs = arguments(inputs, device=device, dtype=None)
         self.args = laid_out(LAST, *args)
         self.kwargs = dict(zip(kwargs, laid_out(LAST, *kwargs.values()), strict=True))
-        self._check()
+        answer(self.run, tensors_of((self.args, self.kwargs)))
         self.clock = Marks(cuda=device.startswith("cuda"))
-
-    def _check(self) -> None:
-        try:
-            self.run()
-        except LowRankError:
-            raise
-        except Exception as error:  # whatever the forward makes of other inputs
-            told = " and ".join("x".join(map(str, shape)) for shape in self.shapes)
-            raise LowRankError(f"the network does not run on an input of {told}: {first_line(error)}.") from error
 
     def run(self) -> object:
         return self.network(*self.args, **self.kwargs)

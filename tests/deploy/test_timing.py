@@ -91,7 +91,7 @@ def test_an_example_is_run_with_its_own_values_and_batch(kind, by_keyword: bool,
 
 
 def test_inputs_that_the_network_does_not_take_are_refused_in_a_sentence(tmp_path: Path):
-    with pytest.raises(LowRankError, match="does not run on an input of 2x3x8x8 and 2x3"):
+    with pytest.raises(LowRankError, match="does not run on an input of 2x3x8x8, float32 and 2x3"):
         TorchRunner(TwoInputs(), (INPUTS[0], torch.zeros(2, 3)), 1, "cpu", tmp_path)
 
 

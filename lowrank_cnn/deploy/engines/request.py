@@ -31,7 +31,7 @@ from lowrank_cnn.deploy.block_forms import groups_apart, in_layers
 from lowrank_cnn.deploy.engines.runner import Engine, quiet
 from lowrank_cnn.deploy.metadata import metadata_of
 from lowrank_cnn.deploy.optimize import Optimized
-from lowrank_cnn.graph.examples import arguments_of
+from lowrank_cnn.graph.examples import answer, arguments_of
 from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.models.build import name_of
 from lowrank_cnn.models.network_file import Stored, dtype_of
@@ -536,15 +536,8 @@ def shapes_of(call: Call) -> str:
 
 def checked_outputs(network: nn.Module, call: Call) -> dict[str, Tensor]:
     """The outputs of a network for a call, by name. Refuse a network that fails or gives NaN."""
-    try:
-        with torch.no_grad(), unchanged(network):
-            found = named_tensors(call.copied().run(network))
-    except LowRankError:
-        raise
-    except Exception as error:  # a forward may fail in any way on another size, dtype or device
-        raise LowRankError(
-            f"the network does not run on an input of {shapes_of(call)}: {first_line(error)}."
-        ) from error
+    with torch.no_grad(), unchanged(network):
+        found = named_tensors(answer(lambda: call.copied().run(network), call.tensors.values()))
     if not is_finite(list(found.values())):
         raise LowRankError("the network gives NaN or infinite values on random images: nothing was written.")
     return found
