@@ -9,7 +9,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from lowrank_cnn.core.errors import LowRankError, check_number, nearest
+from lowrank_cnn.core.errors import LowRankError, check_choice, check_number
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.data.types import Split
 
@@ -162,11 +162,10 @@ def fit_preprocess(
     epsilon: float = 0.1,
 ) -> Preprocess:
     """The preprocessing of this name, computed from a training split; the later options are of whitening."""
+    check_choice("preprocess", name, ("standardize", "whiten"))
     if name == "standardize":
         return Standardize.fit(split).to(device)
-    if name == "whiten":
-        return Whiten.fit(split, scale=scale, epsilon=epsilon, device=device)
-    raise LowRankError(f"no preprocessing is called {name}: {nearest(name, ('standardize', 'whiten'))}")
+    return Whiten.fit(split, scale=scale, epsilon=epsilon, device=device)
 
 
 def preprocess_from_dict(tensors: Mapping[str, Tensor]) -> Preprocess:

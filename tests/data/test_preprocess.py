@@ -112,7 +112,7 @@ def test_clear_refusals(split: ResidentSplit) -> None:
     large = ResidentSplit.of(torch.zeros(1, 3, 128, 128, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64))
     image = torch.zeros(1, 1, 2, 2, dtype=torch.uint8)
     for call, says in (
-        (lambda: fit_preprocess("whitten", split), "did you mean whiten"),
+        (lambda: fit_preprocess("whitten", split), "preprocess must be standardize or whiten, not 'whitten'"),
         (lambda: Whiten.fit(split, epsilon=-1.0), "epsilon must be a number of at least 0"),
         (lambda: Whiten.fit(split, scale=0.0), "scale must be a number above 0"),
         (lambda: Whiten.fit(large), "values of an image must be a number at most 16,384, not 49,152"),
