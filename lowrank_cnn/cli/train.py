@@ -276,7 +276,7 @@ def train_command(
     """
     from lowrank_cnn.cli.source import build_for, check_model, is_weights
     from lowrank_cnn.train.distributed import seed_generators
-    from lowrank_cnn.train.inputs import as_network_wants, check_classes
+    from lowrank_cnn.train.inputs import as_network_wants, check_classes, check_network
 
     recipe, rare = training.read(config)
     scheme, train = network.training()
@@ -291,6 +291,7 @@ def train_command(
     wish = {"input_size": source.input_size, "sized": images.image_size is not None, "tuned": is_weights(model)}
     wanted = as_network_wants(found, source.network, recipe, reading, **wish)
     check_classes(wanted)
+    check_network(source.network, wanted, recipe)
     if first_process() and not as_json:
         _print_start(wanted, recipe, run.out, source.remark, tuned=wanted is not found and is_weights(model))
     told = _problems_of(wanted)

@@ -37,6 +37,7 @@ from lowrank_cnn.train.distributed import resolve_device
 from lowrank_cnn.train.failure import lost_process_as_user_error
 from lowrank_cnn.train.inputs import (
     check_fits,
+    check_network,
     evaluation_batch,
     input_size,
     open_for,
@@ -339,6 +340,7 @@ def evaluate(
     source, data = data, _opened(data, network, known, recipe or Recipe())
     if known is None or (network is model and (preprocess or recipe)):
         recipe = recipe or Recipe()
+        check_network(network, data, recipe, output=output)
         fitted = preprocess or preprocessing(data.train if len(data.train) else data.test, recipe)
         known = Trained(network, fitted, recipe, data.classes, data.test.size or ())
     trained = known.with_output(output)

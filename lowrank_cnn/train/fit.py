@@ -38,10 +38,9 @@ from lowrank_cnn.train.evaluate import Evaluation, LossEvaluation
 from lowrank_cnn.train.failure import lost_process_as_user_error, oom_as_user_error
 from lowrank_cnn.train.inputs import (
     Inputs,
-    augmentation,
     check_classes,
     check_fits,
-    input_size,
+    check_network,
     make_inputs,
     open_for,
     whiten_first_layer,
@@ -131,7 +130,7 @@ def fit(
     if loss is None:
         data = for_classes(data)
         check_classes(data)
-    size = input_size(data.test, augmentation(recipe))
+        check_network(model, data, recipe)
     fabric = launch(device, recipe.precision)
     show = Lines() if progress and fabric.is_global_zero else Progress()
     identity = about(model, data, seed)  # now: later the layers of the model are replaced by faster ones
@@ -147,9 +146,8 @@ def fit(
         seed_generators(seed, fabric.global_rank)
         model.to(fabric.device)
         with batch_norm_over_all(fabric, model, show.say):
-            # Before images are decoded, which may take long.
-            check_fits(model, size, None if loss else len(data.classes), fabric.device, recipe.output)
             inputs = make_inputs(fabric, data, recipe, how, seed=seed, saved=saved and saved.part("preprocess"))
+            check_fits(model, inputs.size, None if loss else len(data.classes), fabric.device, recipe.output)
             if recipe.whiten_first:
                 whiten_first_layer(model, inputs.train, add_up=partial(sum_over_processes, fabric))
             for sentence in remarks(model, recipe, inputs, fabric.device):
@@ -161,7 +159,7 @@ def fit(
                     inputs,
                     recipe,
                     how,
-                    _record(fabric, model, inputs, recipe, how, identity, saved),
+                    _record(fabric, model, inputs, recipe, identity, saved),
                     objective=_objective(fabric, inputs, recipe, loss, teacher),
                     directory=directory,
                     callbacks=tuple(callbacks),
@@ -282,7 +280,6 @@ def _record(
     model: nn.Module,
     inputs: Inputs,
     recipe: Recipe,
-    how: RunSettings,
     identity: Mapping[str, Any],
     saved: Checkpoint | None,
 ) -> Record:

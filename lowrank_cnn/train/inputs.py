@@ -295,6 +295,34 @@ def check_classes(data: Data) -> None:
         )
 
 
+def check_network(network: nn.Module, data: Data, recipe: Recipe, *, output: str | None = None) -> None:
+    """Refuse a network for another number of classes, before images are decoded, which may take long.
+
+    `output` replaces that of the recipe: the one of several outputs that has the class scores. A network that
+    fails here may still work on the device that trains: `check_fits` decides there.
+    """
+    outputs = outputs_here(network, input_size(data.test, augmentation(recipe)))
+    if outputs is not None:
+        _check_scores(outputs, len(data.classes), output or recipe.output)
+
+
+@torch.no_grad()
+def outputs_here(network: nn.Module, size: InputSize) -> Any:
+    """The outputs of a network for one image, on the device that it is on; None if it fails there.
+
+    A network whose weights are made by its first forward is not run: they depend on the seed.
+    """
+    weights = [*network.parameters(), *network.buffers()]
+    if any(map(is_lazy, weights)):
+        return None
+    device = weights[0].device if weights else torch.device("cpu")
+    try:
+        with unchanged(network, evaluating=True):
+            return call(network, blank(size, device))
+    except Exception:
+        return None
+
+
 @torch.no_grad()
 def check_fits(
     network: nn.Module,
@@ -317,8 +345,11 @@ def check_fits(
         wrong = not is_example(size) and one[0] > 3 >= one[-1]
         first = " Channels come first, as in 3x32x32." if wrong else ""
         raise LowRankError(f"the network cannot take {in_words(size)}: {first_line(error)}.{first}") from error
-    if classes is None:
-        return
+    if classes is not None:
+        _check_scores(outputs, classes, output)
+
+
+def _check_scores(outputs: Any, classes: int, output: str | None) -> None:
     logits = class_scores(outputs, output)
     if logits.ndim != 2:
         given = "x".join(map(str, logits.shape[1:])) or "one number"
@@ -341,12 +372,9 @@ def channels_of(network: nn.Module) -> int | None:
 
 def _outputs(network: nn.Module, size: InputSize, recipe: Recipe) -> int:
     """The number of class scores; of a network that does not run here, the channels of its last layer."""
-    weights = [*network.parameters(), *network.buffers()]
-    if not any(map(is_lazy, weights)):  # the first forward makes lazy weights, which depend on the seed
-        with contextlib.suppress(Exception), torch.no_grad(), unchanged(network, evaluating=True):
-            outputs = call(network, blank(size, weights[0].device if weights else "cpu"))
-            scores = class_scores(outputs, recipe.output)
-            return scores.shape[1] if scores.ndim > 1 else 0
+    with contextlib.suppress(LowRankError):
+        scores = class_scores(outputs_here(network, size), recipe.output)
+        return scores.shape[1] if scores.ndim > 1 else 0
     found = 0
     for module in network.modules():
         found = getattr(module, "out_features", getattr(module, "out_channels", found))
