@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -96,17 +96,6 @@ def example_for(model: nn.Module, given: Tensor | tuple[Any, ...] | None) -> tup
     return next((example for example in _guesses(model) if _runs(model, *example)), None), False
 
 
-def answer(run: Callable[[], Any], inputs: Iterable[Tensor]) -> Any:
-    """The result of a forward; if it fails, an error with the sizes and types of its inputs."""
-    try:
-        return run()
-    except LowRankError:
-        raise
-    except Exception as error:  # a forward may fail in any way on another size, dtype or device
-        told = " and ".join(f"{_shape(value)}, {str(value.dtype).removeprefix('torch.')}" for value in inputs)
-        raise LowRankError(f"the network does not run on an input of {told}: {first_line(error)}.") from error
-
-
 def check_runs(model: nn.Module, *example: Any) -> None:
     """Refuse, in a sentence, inputs on which the network fails or gives NaN or infinite values."""
     if not example:
@@ -116,8 +105,14 @@ def check_runs(model: nn.Module, *example: Any) -> None:
             raise LowRankError(f"an example input is a tensor, not {type(value).__name__}.")
         if value.numel() == 0:
             raise LowRankError(f"an example input of {_shape(value)} is empty.")
-    with torch.no_grad(), unchanged(model):
-        result = answer(lambda: model(*copied(*example)), example)
+    try:
+        with torch.no_grad(), unchanged(model):
+            result = model(*copied(*example))
+    except LowRankError:
+        raise
+    except Exception as error:  # a forward may fail in any way on another size, dtype or device
+        shapes = " and ".join(f"{_shape(value)}, {str(value.dtype).removeprefix('torch.')}" for value in example)
+        raise LowRankError(f"the network does not run on an input of {shapes}: {first_line(error)}") from error
     if not is_finite(result):
         raise LowRankError(
             "the network gives NaN or infinite values for the example input, so nothing can be compared with it: "

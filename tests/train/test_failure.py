@@ -14,21 +14,9 @@ from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.train import Interrupted, NotFiniteError, OutOfMemoryError, fit, load_record
 from lowrank_cnn.train.failure import (
     StopRequest,
-    first_not_finite,
     lost_process_as_user_error,
     oom_as_user_error,
 )
-
-
-def test_weights_in_a_list_belong_to_their_layer():
-    from lowrank_cnn.method.layers import CompositeConv2d
-    from lowrank_cnn.method.spec import FilterGroup
-
-    composite = CompositeConv2d(1, (FilterGroup(3, 1, 2), FilterGroup(1, 3, 2)))
-    with torch.no_grad():
-        composite.weights[1].fill_(float("inf"))
-    network = nn.Sequential(nn.Conv2d(1, 1, 1), composite)
-    assert first_not_finite(network, torch.ones(1, 1, 4, 4)) == "the weights of layer '1' (CompositeConv2d)"
 
 
 def test_a_run_that_diverges_names_the_layer_and_keeps_its_last_good_state(driver, tmp_path):
