@@ -84,7 +84,6 @@ def test_the_same_seed_gives_the_same_weights():
         ("vgg11-gmp", "mixture(kx1, 1xk, kxk=2, join)"),
         ("nin", "separable(m=0.5)"),
         ("googlenet", "lr-join(m=0.5)"),
-        ("vgg11-gmp", {"name": "lr-join", "m": 0.5}),
         *(("airbench", scheme) for scheme in SCHEMES),
     ],
 )

@@ -423,6 +423,8 @@ def test_the_layers_of_the_paper_can_be_chosen_and_each_bar_has_its_own_share(pa
     assert layers.locator(".bars_marks path").count() == 48
     assert layers.locator(".shares_marks text").count() == 48
     assert "CPU r = 0.94, GPU r = 0.82" in layers.inner_text()
+    layers.scroll_into_view_if_needed()
+    page.wait_for_timeout(100)  # scrolling hides the tip
     layers.locator(".bars_marks path").first.hover()
     assert "14.5M MACs" in shown_tip(page)
 
