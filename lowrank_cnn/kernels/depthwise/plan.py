@@ -1,0 +1,169 @@
+"""What a depthwise launch computes, and how it is divided among programs.
+
+A *band* is a run of channels whose filters have one shape; a band without taps passes its channels on. All bands of a
+layer run in one launch, so that each pixel is read from memory once: programs that work on the same pixels, whatever
+their band, have neighbouring numbers and find them in the cache.
+
+A program takes some channels of one band, `lanes`, and some *blocks* of output pixels, each of `rows` x `columns`
+pixels that one thread computes. A thread then reads a pixel once for all taps that need it: a row of 7 results of a
+1x11 filter takes 17 reads, not 77.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from lowrank_cnn.core.numbers import ceil_div
+
+Pair = tuple[int, int]
+WARPS = 4
+LANES = {64: 1.0, 32: 1.1, 16: 1.25}
+"""Channels of a program, with what a channel costs."""
+
+
+class Band(NamedTuple):
+    """Channels with filters of one shape: their number, the filters' sides (0 x 0: none) and the padding before."""
+
+    channels: int
+    height: int
+    width: int
+    top: int
+    left: int
+
+    @property
+    def taps(self) -> int:
+        return self.height * self.width
+
+
+class Layer(NamedTuple):
+    """A depthwise layer on maps of given sizes: bands, stride, dilation, images, input and output pixels."""
+
+    bands: tuple[Band, ...]
+    stride: Pair
+    dilation: Pair
+    batch: int
+    input: Pair
+    output: Pair
+
+    @property
+    def channels(self) -> int:
+        return sum(band.channels for band in self.bands)
+
+    @property
+    def taps(self) -> int:
+        """Weights of all filters."""
+        return sum(band.taps * band.channels for band in self.bands)
+
+
+class Share(NamedTuple):
+    """A band's part of a launch, as the kernels read it: constants of the compiled code."""
+
+    FIRST: int  # its first channel
+    CHANNELS: int
+    HEIGHT: int
+    WIDTH: int
+    TOP: int
+    LEFT: int
+    WEIGHTS: int  # where its weights begin
+    ROWS: int  # of a block
+    COLUMNS: int
+    LANES: int
+    BLOCKS: int  # of a program
+    SLOT: int  # its first program in a turn
+    SLOTS: int  # its programs in a turn
+    TURNS: int = 1  # of one program, where it sums over pixels
+
+
+class Division(NamedTuple):
+    """Programs come in turns; in each, a band has as many as its work takes."""
+
+    shares: tuple[Share, ...]
+    slots: int
+    turns: int
+
+
+@lru_cache(maxsize=1024)
+def divided(layer: Layer, size: Pair, values: int, *, back: bool = False) -> Division:
+    """Divide results of `size`, with `values` of them to a thread at a time."""
+    shares, programs = _shares(layer, size, values, layer.stride if back else (1, 1))
+    slots = [max(1, round(number / min(programs))) for number in programs]
+    return Division(_placed(shares, slots), sum(slots), max(map(ceil_div, programs, slots)))
+
+
+@lru_cache(maxsize=1024)
+def divided_sums(layer: Layer, values: int, bias: bool, programs: int) -> Division:
+    """Divide the sums over pixels among about so many programs; a turn has one for each part of the channels.
+
+    Bands without taps have nothing to sum unless there is a bias.
+    """
+    shares, tiles = _shares(layer, layer.output, values, (1, 1))
+    found = [(share, number) for share, number in zip(shares, tiles, strict=True) if share.HEIGHT or bias]
+    parts = [ceil_div(share.CHANNELS, share.LANES) for share, _ in found]
+    counts = [number // own for (_, number), own in zip(found, parts, strict=True)]
+    turns = min(max(counts), max(1, programs // sum(parts)))
+    placed = _placed([share for share, _ in found], parts)
+    # Few different numbers of turns, so that a batch of another size seldom needs another kernel.
+    own = [_rounded(ceil_div(number, turns)) for number in counts]
+    return Division(tuple(map(lambda s, n: s._replace(TURNS=n), placed, own)), sum(parts), turns)
+
+
+def _rounded(number: int) -> int:
+    """The next number of three binary digits."""
+    unit = 1 << max(0, number.bit_length() - 3)
+    return ceil_div(number, unit) * unit
+
+
+def _placed(shares: Sequence[Share], slots: Sequence[int]) -> tuple[Share, ...]:
+    return tuple(s._replace(SLOT=sum(slots[:place]), SLOTS=slots[place]) for place, s in enumerate(shares))
+
+
+def _shares(layer: Layer, size: Pair, values: int, unit: Pair) -> tuple[list[Share], list[int]]:
+    """Each band's share, and how many programs it takes."""
+    shares: list[Share] = []
+    programs: list[int] = []
+    first = weights = 0
+    for band in layer.bands:
+        rows, columns = block_of(band, size, unit)
+        lanes = lanes_of(band.channels)
+        blocks = max(1, 32 * WARPS * values // lanes)
+        number = layer.batch * ceil_div(size[0], rows) * ceil_div(size[1], columns)
+        shares.append(Share(first, *band, weights, rows, columns, lanes, blocks, 0, 0))
+        programs.append(ceil_div(number, blocks) * ceil_div(band.channels, lanes))
+        first, weights = first + band.channels, weights + band.taps * band.channels
+    return shares, programs
+
+
+def block_of(band: Band, size: Pair, unit: Pair = (1, 1)) -> Pair:
+    """Rows and columns of a block: along a strip, or two rows of a square; in units of the stride where asked."""
+    height, width = band.height > 1, band.width > 1
+    rows = 2 if height and width else _run(size[0], unit[0]) if height else unit[0]
+    columns = 1 if height and not width else _run(size[1], unit[1])
+    return _up(rows, unit[0]), _up(columns, unit[1])
+
+
+def _run(length: int, unit: int) -> int:
+    """The number of pixels in a row that wastes the fewest at the end, among 4 to 8; at a tie the largest."""
+    if length < 4:
+        return _up(length, unit)
+    return min((n for n in range(8, 3, -1) if n % unit == 0), key=lambda n: ceil_div(length, n) * n)
+
+
+def _up(value: int, unit: int) -> int:
+    return ceil_div(value, unit) * unit
+
+
+def lanes_of(channels: int) -> int:
+    """Channels of a program: a power of two that leaves few lanes idle; narrow ones read memory in smaller pieces."""
+    sizes = [size for size in LANES if size < 2 * channels] or [min(LANES)]
+    return min(sizes, key=lambda size: ceil_div(channels, size) * size * LANES[size])
+
+
+def described(
+    shape: Sequence[int], bands: Sequence[int], stride: Sequence[int], dilation: Sequence[int], size: Sequence[int]
+) -> Layer:
+    """The layer that an operator's plain numbers describe: input [N, C, H, W], five numbers per band, output."""
+    found = tuple(Band(*bands[place : place + 5]) for place in range(0, len(bands), 5))
+    pairs: list[Any] = [tuple(map(int, values)) for values in (stride, dilation, shape[2:], size)]
+    return Layer(found, pairs[0], pairs[1], int(shape[0]), pairs[2], pairs[3])
