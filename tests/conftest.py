@@ -6,13 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.onnx
 from hypothesis import settings
+
+from tests.support import Forked
 
 # A change passes or fails by itself, not by the draw: `make test` draws the same examples, `make fuzz` new ones.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -50,6 +52,22 @@ def quick_onnx_exports() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.onnx, "export", prepared)
         yield
+
+
+@pytest.fixture
+def forked() -> Iterator[Callable[[Callable[[], object]], Forked]]:
+    """Start a function in a process of its own, which is killed with the test."""
+    if not hasattr(os, "fork"):
+        pytest.skip("no fork")
+    started: list[Forked] = []
+
+    def start(function: Callable[[], object]) -> Forked:
+        started.append(Forked(function))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.close()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 What cannot run here is preceded by `<!-- not run: REASON -->`, and there is little of it.
 """
 
-import importlib.util
 import os
 import re
 import shlex
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -28,8 +26,8 @@ from lowrank_cnn.cli.app import COMMANDS, load_command, run
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.deploy.timing import time_model
 from lowrank_cnn.models import list_models
+from tests.support import ROOT, called_here, load_file
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MOST_NOT_RUN = 16
 
@@ -37,9 +35,10 @@ SMALLER = {
     "demo": "--epochs 1 --limit 64",
     "train": "--epochs 1 --batch-size 8 --limit 16",
     "evaluate": "--limit 16",
-    "frontier": "--limit 64 --set epochs=1 --set batch_size=32 --set crop=12 --batch 0 --seeds 1 --no-compile",
+    "frontier": "--limit 64 --set epochs=1 --set batch_size=32 --set crop=12 --batch 0 --seeds 1"
+    " --match none --no-compile",
     "time": "--repeats 3 --threads 1",
-    "plan": "--threads 1",
+    "plan": "--threads 1 --repeats 3",
 }
 """What is appended to a command to make it quick: of an option given twice, the last one counts."""
 
@@ -90,6 +89,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for cache in ("XDG_CACHE_HOME", "LOWRANK_CACHE"):
         monkeypatch.setenv(cache, str(tmp_path / "cache"))
     monkeypatch.setattr("lowrank_cnn.deploy.timing.time_model", partial(time_model, repeats=3))
+    monkeypatch.setattr("lowrank_cnn.deploy.choose_engine.apart", called_here)
     monkeypatch.setattr("lowrank_cnn.cli.demo.WIDTH", 0.05)
     monkeypatch.setattr("lowrank_cnn.models.filters.PIXELS", 160**2)
     monkeypatch.setattr("lowrank_cnn.open_data", open_few)
@@ -116,15 +116,21 @@ def run_ours(words: tuple[str, ...]) -> None:
 
 
 def run_processes(words: tuple[str, ...]) -> None:
-    """Start our command in several processes; of a script it is enough that it exists, as its page has run it."""
-    launch = torch.distributed.run.parse_args(list(words[1:]))
-    if not launch.module:
-        assert Path(launch.training_script).exists(), words
-        return
+    """Start our command in several processes."""
     command = [sys.executable, "-m", "torch.distributed.run", *smaller(words)[1:]]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{shlex.join(words)}: {done.stderr}"
+
+
+def check_processes(words: tuple[str, ...]) -> None:
+    """Parse all words: processes of their own import torch for longer than all else takes, and run by night."""
+    launch = torch.distributed.run.parse_args(list(words[1:]))
+    if launch.module:
+        name, *rest = launch.training_script_args
+        assert load_command(name).make_context(name, rest).args == [], words
+    else:
+        assert Path(launch.training_script).exists(), words
 
 
 def check_target(words: tuple[str, ...]) -> None:
@@ -140,7 +146,7 @@ def check_extras(words: tuple[str, ...]) -> None:
 
 PROGRAMS: dict[str, Callable[[tuple[str, ...]], None]] = {
     "lowrank": run_ours,
-    "torchrun": run_processes,
+    "torchrun": check_processes,
     "make": check_target,
     "pip": check_extras,
 }
@@ -166,6 +172,15 @@ def test_what_a_page_shows_runs_from_top_to_bottom(page: Path, folder: Path):
             PROGRAMS[item.command[0]](item.command)
 
 
+@pytest.mark.nightly
+def test_a_command_of_several_processes_runs(folder: Path):
+    found = [item.command for page in PAGES for item in shown(page) if not item.reason]
+    commands = [words for words in found if words[:1] == ("torchrun",) and "lowrank_cnn" in words]
+    assert commands
+    for words in commands:
+        run_processes(words)
+
+
 def test_all_is_found_and_little_is_left_out():
     found = {page: list(shown(page)) for page in PAGES}
     left_out = [item for items in found.values() for item in items if item.reason]
@@ -178,18 +193,9 @@ def test_all_is_found_and_little_is_left_out():
         assert text.count("<!-- not run") == len(re.findall(r"<!-- not run: \S", text)), page
 
 
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
-
-
 @pytest.mark.parametrize("script", ["blocks", "notebooks"])
 def test_tables_are_those_of_the_records_and_notebooks_those_of_their_pages(script: str):
-    assert load_script(script).stale() == [], f"write them by `python docs/{script}.py`"
+    assert load_file(f"docs/{script}.py").stale() == [], f"write them by `python docs/{script}.py`"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 import lowrank_cnn as lr
+from tests.support import ROOT, load_file
 
-ROOT = Path(__file__).resolve().parent.parent
 SMALL = ("--epochs", "1", "--limit", "128")
 
 
@@ -30,11 +28,7 @@ def run(*command: str) -> str:
 def plain_loop(monkeypatch: pytest.MonkeyPatch):
     """The example as a module."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    spec = importlib.util.spec_from_file_location("plain_loop", ROOT / "examples" / "plain_loop.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_file("examples/plain_loop.py")
     monkeypatch.setitem(sys.modules, "plain_loop", module)
     return module
 
@@ -61,12 +55,7 @@ def test_a_converted_network_trains_in_bfloat16(plain_loop):
 def test_a_lightning_module_trains_a_converted_network(plain_loop, monkeypatch, capsys):
     pytest.importorskip("pytorch_lightning")
     monkeypatch.setattr(sys, "argv", ["lightning_loop.py", *SMALL])
-    spec = importlib.util.spec_from_file_location("lightning_loop", ROOT / "examples" / "lightning_loop.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.main()
+    load_file("examples/lightning_loop.py").main()
     assert "ms an image" in capsys.readouterr().out
 
 

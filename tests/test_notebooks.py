@@ -10,9 +10,7 @@ import pytest
 from torch import nn
 
 import lowrank_cnn as lr
-from lowrank_cnn.core.clock import Sample
 from lowrank_cnn.core.text import html_table
-from lowrank_cnn.deploy.plan import Decision, NetworkPlan
 from lowrank_cnn.train.run_folder import Record
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,14 +29,6 @@ def test_a_count_and_a_conversion_show_their_layers():
     shown = lr.notes(lr.convert(model, "lr")).conversion._repr_html_()
     assert "3x1,4 + 1x3,4" in shown
     assert "Left as they were" in shown
-
-
-def test_a_plan_shows_every_way_or_why_there_is_none():
-    sample = Sample(2.0, 1.9, 2.1, 5)
-    rows = (Decision("conv1", "relu", 10**6, {"as given": 2.0, "merged": 1.0}, "merged"),)
-    shown = NetworkPlan((1, 3, 8, 8), "cpu", rows, sample, sample, used=True)._repr_html_()
-    assert all(word in shown for word in ("conv1", "1.00M", "merged", "2.000"))
-    assert "not planned: no" in NetworkPlan((1,), "cpu", (), sample, sample, used=False, reason="no")._repr_html_()
 
 
 def test_a_record_shows_its_result_and_its_last_epochs():

@@ -24,9 +24,6 @@ run, in which low rank took b. Compiler: torch.compile with freezing as a CUDA g
 medians of calls in turns; training: steps of the fastest epoch of three. If there are several runs, the table
 prefers one with thin networks in multiples of 64, and then the one with the fastest compiler.
 """
-ONLY_SIXTEENS = """**Thin networks are measured only in multiples of 16 so far.** If they take longer than the
-dense network, other widths would be faster, and the comparison favours low rank.
-"""
 
 
 def gpu_models() -> str:
@@ -36,9 +33,7 @@ def gpu_models() -> str:
     parts = [
         f"### {title[0].upper()}{title[1:]}\n\n{table}" for mode, title in MODES.items() if (table := _table(mode))
     ]
-    rows = [row for run in record(FILE)["runs"] for row in run["rows"]]
-    note = NOTE if any("thin in 64s" in row["macs"] for row in rows) else NOTE + ONLY_SIXTEENS
-    return "\n".join(["## Networks of torchvision and timm on a GPU\n", *parts, note]) if parts else ""
+    return "\n".join(["## Networks of torchvision and timm on a GPU\n", *parts, NOTE]) if parts else ""
 
 
 def _table(mode: str) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 from tables import form, frontier, gpu_models
 from tables.form import ROOT, markdown, record
 
-from lowrank_cnn.choose.candidates import DENSE_BRANCHES
 from lowrank_cnn.choose.frontier import DENSE_NAME, RECORD, DesignRow, Frontier, load_frontier
 from lowrank_cnn.choose.verdict import BETTER, YES, control_of, read_questions
 
@@ -115,7 +114,7 @@ def trios() -> list[Trio]:
 def _trio(found: Frontier, branched: bool) -> Trio | None:
     """The networks that trained with branches, or those without."""
     rows = [row for row in found.rows if row.branched is branched and len(row.runs) >= LEAST_RUNS and row.timing]
-    dense = next((row for row in rows if row.name in (DENSE_NAME, DENSE_BRANCHES.name)), None)
+    dense = next((row for row in rows if row.name in (DENSE_NAME, "dense-branches")), None)
     within = 1 - read_questions()["timing"]["tolerance"]
     pairs = [
         (row, rival)

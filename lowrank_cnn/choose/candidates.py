@@ -110,15 +110,19 @@ class Design:
 
 DENSE = Design("dense")
 """The family's own network, which all times are compared with."""
-DENSE_64S = Design("dense-64s", multiple=COARSE)
-"""Thin networks that a GPU runs fast: at a width of 1 it is `dense` itself."""
-DENSE_BRANCHES = Design("dense-branches", "dense(branches)")
-DENSE_64S_BRANCHES = Design("dense-64s-branches", "dense(branches)", multiple=COARSE)
-"""The rivals of designs with branches: branches help squares too (Ding et al. 2021)."""
-DENSE_32S, DENSE_3X3 = Design("dense-32s", multiple=32), Design("dense-3x3", SMALL_SQUARES)
-DENSE_2X = Design("dense-2x", last=2.0)
-_DENSE = (DENSE, DENSE_64S, DENSE_32S, DENSE_3X3, DENSE_BRANCHES, DENSE_64S_BRANCHES, DENSE_2X)
-CONTROLS = {design.name: design for design in _DENSE}
+CONTROLS = {
+    design.name: design
+    for design in (
+        DENSE,
+        Design("dense-64s", multiple=COARSE),  # thin networks that a GPU runs fast; at a width of 1 `dense` itself
+        Design("dense-32s", multiple=32),
+        Design("dense-3x3", SMALL_SQUARES),
+        # the rivals of designs with branches: branches help squares too (Ding et al. 2021)
+        Design("dense-branches", "dense(branches)"),
+        Design("dense-64s-branches", "dense(branches)", multiple=COARSE),
+        Design("dense-2x", last=2.0),
+    )
+}
 """Dense networks: thin ones are these at a width."""
 CANDIDATES: dict[str, Design] = {
     design.name: design
@@ -199,9 +203,7 @@ def _width(text: str) -> float:
 
 def control_for(scheme: str, *, in_64s: bool = False) -> Design:
     """The dense network that is made thin to be compared with a design of this scheme."""
-    if is_branched(scheme):
-        return DENSE_64S_BRANCHES if in_64s else DENSE_BRANCHES
-    return DENSE_64S if in_64s else DENSE
+    return CONTROLS[f"dense{'-64s' * in_64s}{'-branches' * is_branched(scheme)}"]
 
 
 def base_name(name: str) -> str:

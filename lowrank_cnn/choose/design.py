@@ -25,17 +25,15 @@ from lowrank_cnn.choose.learn_shapes import cross_entropy, layer_inputs, shape_n
 from lowrank_cnn.choose.shape_choice import Damage, measure_damage
 from lowrank_cnn.core.clock import Sample, measure
 from lowrank_cnn.core.compare import copied, unchanged
-from lowrank_cnn.core.errors import LowRankError, first_line, nearest
+from lowrank_cnn.core.errors import LowRankError, check_choice, explained
 from lowrank_cnn.core.numbers import round_up
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.text import text_table
 from lowrank_cnn.deploy.block_forms import has_strips
-from lowrank_cnn.deploy.choose_engine import engine_for
+from lowrank_cnn.deploy.choose_engine import engine_for, write_to_time
 from lowrank_cnn.deploy.engines.targets import ENGINES as FILE_ENGINES
 from lowrank_cnn.deploy.engines.targets import open_engine
-from lowrank_cnn.deploy.export import export
 from lowrank_cnn.deploy.optimize import optimize
-from lowrank_cnn.deploy.quantize import quantize
 from lowrank_cnn.graph.channels import free_routes
 from lowrank_cnn.method.budget import Budget
 from lowrank_cnn.method.count import count
@@ -117,12 +115,8 @@ def measured_damage(
     if not batches or not all(isinstance(batch, tuple | list) and len(batch) == 2 for batch in batches):
         raise LowRankError("data has a few batches, each of (images, targets).")
     shaped = shape_network(model, parse_scheme("learned(kx1, 1xk, none)"), size)
-    try:
+    with explained("the loss cannot be computed on data"):
         return measure_damage(shaped, free_routes(shaped, size), batches, loss or cross_entropy)
-    except LowRankError:
-        raise
-    except Exception as error:  # a loss of the user's own may fail in any way
-        raise LowRankError(f"the loss cannot be computed on data: {first_line(error)}.") from error
 
 
 DENSE = "dense"
@@ -217,8 +211,7 @@ def design(
     budget = Budget.of(macs=macs, latency=latency)
     if budget is None or budget.share == 1:
         raise LowRankError("design needs a budget below 1: macs=0.4 or latency=0.5, as a share of the network's.")
-    if engine not in ENGINES:
-        raise LowRankError(f"there is no engine {engine!r}; {nearest(engine, ENGINES)}")
+    check_choice("engine", engine, ENGINES)
     if not isinstance(example, Tensor) or example.dim() != 4 or not example.is_floating_point():
         raise LowRankError("the example is a batch of images in floating point, [N, channels, height, width].")
     (example,) = copied(example)
@@ -242,12 +235,9 @@ def _checked(model: nn.Module, example: Tensor) -> nn.Module:
     if any(tensor.is_meta for tensor in (example, *model.parameters())):
         raise LowRankError("on the meta device nothing takes time: put network and example on a real one.")
     placed = copy_with(model).to(example.device, example.dtype).eval()
-    try:
-        with torch.no_grad(), unchanged(placed):
-            placed(*copied(example))
-    except Exception as error:  # a forward may fail in any way of its own
-        size = "x".join(map(str, example.shape))
-        raise LowRankError(f"the network does not take an example of {size}: {first_line(error)}.") from error
+    size = "x".join(map(str, example.shape))
+    with explained(f"the network does not take an example of {size}"), torch.no_grad(), unchanged(placed):
+        placed(*copied(example))
     return placed
 
 
@@ -289,13 +279,8 @@ class AdviceBench:
         if self.engine == "optimize":
             return optimize(placed, example, compile=False, cache=False, repeats=3)
         with tempfile.TemporaryDirectory() as scratch:
-            target = FILE_ENGINES[self.engine]
-            path = Path(scratch) / f"net{target.suffix}"
-            if self.precision == "int8":
-                quantize(placed, example, path, dynamic=())
-            else:
-                how: Any = {"precision": self.precision, "strips": target.strips and has_strips(placed)}
-                export(placed, path, input_size=tuple(example.shape[1:]), **how)
+            strips = FILE_ENGINES[self.engine].strips and has_strips(placed)
+            path = write_to_time(placed, self.engine, self.precision, example, Path(scratch), strips=strips)
             runner = open_engine(path, threads=torch.get_num_threads(), trusted=True)
         array = example.contiguous().numpy()
         return lambda _: runner(array)

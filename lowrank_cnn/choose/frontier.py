@@ -31,7 +31,7 @@ from lowrank_cnn.core.files import (
     unsealed,
     write_json,
 )
-from lowrank_cnn.core.numbers import ceil_div, round_up
+from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.train.recipe import Recipe
 
@@ -240,17 +240,16 @@ class Frontier:
 
 def pack(right: Tensor) -> bytes:
     """Booleans as bits, the first in the highest bit of the first byte."""
-    bits = torch.zeros(round_up(len(right), 8), dtype=torch.uint8)
-    bits[: len(right)] = right.to(torch.uint8).cpu()
-    powers = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
-    return bytes((bits.view(-1, 8) * powers).sum(1).to(torch.uint8).tolist())
+    import numpy
+
+    return numpy.packbits(right.bool().cpu().numpy()).tobytes()
 
 
 def unpack(packed: bytes, images: int) -> Tensor:
     """The inverse of `pack`."""
-    values = torch.tensor(list(packed), dtype=torch.uint8)
-    shifts = torch.arange(7, -1, -1, dtype=torch.uint8)
-    return ((values[:, None] >> shifts) & 1).flatten()[:images].bool()
+    import numpy
+
+    return torch.from_numpy(numpy.unpackbits(numpy.frombuffer(packed, numpy.uint8), count=images)).bool()
 
 
 def load_frontier(folder: str | Path) -> Frontier:

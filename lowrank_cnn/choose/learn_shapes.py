@@ -24,7 +24,7 @@ from lowrank_cnn.core.clock import Key, measure
 from lowrank_cnn.core.compare import copied, unchanged
 from lowrank_cnn.core.errors import LowRankError, check_number
 from lowrank_cnn.core.files import UnreadableError, read_json, write_json
-from lowrank_cnn.core.modules import first_input
+from lowrank_cnn.core.modules import watched
 from lowrank_cnn.core.notes import note
 from lowrank_cnn.core.processes import first_process
 from lowrank_cnn.data import Data, make_loader
@@ -269,18 +269,8 @@ def _is_pointwise(layer: nn.Module) -> bool:
 def layer_inputs(network: nn.Module, names: Sequence[str], image: Tensor) -> dict[str, Tensor]:
     """The input of each layer when the network runs on an image; layers that do not run are left out."""
     seen: dict[str, Tensor] = {}
-
-    def keep(name: str) -> Any:
-        return lambda _, args, kwargs: seen.update({name: first_input(args, kwargs)})
-
-    layers = {name: network.get_submodule(name) for name in names}
-    hooks = [layer.register_forward_pre_hook(keep(name), with_kwargs=True) for name, layer in layers.items()]
-    try:
-        with unchanged(network):
-            network(*copied(image))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with watched({name: network.get_submodule(name) for name in names}, seen.__setitem__), unchanged(network):
+        network(*copied(image))
     return seen
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lowrank_cnn.choose.candidates import LEARNED, base_name
 from lowrank_cnn.choose.frontier import DesignRow, Frontier
-from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.core.files import UnreadableError, read_json
+from lowrank_cnn.core.files import read_json
 from lowrank_cnn.core.numbers import holm, student_p, student_t
 
 # How certain a difference of two designs is.
@@ -59,7 +58,6 @@ def compare(ours: Tensor, theirs: Tensor, *, margin: float, alpha: float) -> Pai
     return PairedGap(points, points - reach, points + reach, student_p((margin - points) / error, freedom))
 
 
-QUESTIONS = Path(__file__).with_name("questions.json")
 BETTER, FASTER = "better", "faster"
 YES, NO, OPEN, EARLY, UNEQUAL = "yes", "no", "undecided", "too few runs", "tuned unequally"
 UNTUNED, DIVERGED = "not tuned", "some runs diverged"
@@ -87,12 +85,9 @@ class Answer:
     runs: tuple[int, int]
 
 
-def read_questions(path: Path = QUESTIONS) -> dict[str, Any]:
-    """The questions of the package, or of another file of the same form."""
-    try:
-        return read_json(path)
-    except UnreadableError as error:
-        raise LowRankError(f"{path} holds no questions: {error}.") from error
+def read_questions() -> dict[str, Any]:
+    """The questions that were written down before the runs."""
+    return read_json(Path(__file__).with_name("questions.json"))
 
 
 def question_set(found: Frontier, questions: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -101,7 +96,7 @@ def question_set(found: Frontier, questions: Mapping[str, Any]) -> dict[str, Any
     return next((one for one in questions["sets"] if one["family"] == family and one["data"] in data), None)
 
 
-def answer(found: Frontier, questions: Mapping[str, Any] | None = None) -> list[Answer]:
+def answer(found: Frontier) -> list[Answer]:
     """Every question that a record can answer, corrected for all of them together.
 
     A verdict is yes where the corrected p is below alpha, no where the interval lies below the margin, and
@@ -110,7 +105,7 @@ def answer(found: Frontier, questions: Mapping[str, Any] | None = None) -> list[
     the design is. The controls are dense networks of the record: the largest of those that take no longer than one
     of equal time. A design that trains with branches has controls that do, too.
     """
-    questions = questions or read_questions()
+    questions = read_questions()
     asked = question_set(found, questions)
     if asked is None:
         return []

@@ -43,13 +43,14 @@ def audit_command(runs: Runs = None, as_json: Json = False) -> None:
         return print_json([finding.to_dict() for finding in findings])
     claims = [finding for finding in findings if finding.table == "text"]
     disagree = (CONTRADICTED, UNREPRODUCIBLE, MISSED)
-    _print_claims("Claims of the text that disagree", [f for f in claims if f.verdict in disagree])
+    _print_findings("Claims of the text that disagree", [f for f in claims if f.verdict in disagree])
     for table, rows in groupby(findings, key=lambda finding: finding.table):
         if table != "text":
             _print_counts(_TITLES[table], list(rows))
     console.print(" = : the code counts the published figure exactly. A number: what it counts instead.\n")
-    _print_accuracies([f for f in findings if f.quantity.startswith("top") and f.computed])
-    _print_claims("Other claims", [f for f in claims if f.verdict not in disagree])
+    trained = [f for f in findings if f.quantity.startswith("top") and f.computed]
+    _print_findings("Accuracies, trained", trained)
+    _print_findings("Other claims", [f for f in claims if f.verdict not in disagree])
     notes = [(f.subject, f.note) for f in findings if f.note and f.quantity in ("macs", "params")]
     print_table("Notes", ("network", "<"), notes)
     print_table("In sum", ("verdict", "figures and claims"), list(summary(findings).items()))
@@ -83,24 +84,17 @@ def _print_counts(title: str, findings: list[Finding]) -> None:
     print_table(title, ("network", "MACs", "here", "parameters", "here"), rows)
 
 
-def _print_accuracies(findings: list[Finding]) -> None:
-    """The published accuracies beside those of the runs."""
-    if findings:
-        rows = [(f.subject, f.quantity, f.published, f.computed, _short(f.verdict), f.note) for f in findings]
-        print_table("Accuracies, trained", ("network", "<", "published", "here", "<verdict", "<note"), rows)
-
-
 def _ours(finding: Finding) -> str:
     from lowrank_cnn.paper.audit import REPRODUCED
 
     return "=" if finding.verdict == REPRODUCED else finding.computed
 
 
-def _print_claims(title: str, findings: list[Finding]) -> None:
-    rows = [(f.subject, f.published, f.computed, _short(f.verdict), f.note) for f in findings]
-    print_table(title, ("claim", "stated", "here", "<verdict", "<note"), rows)
-
-
-def _short(verdict: str) -> str:
-    """A verdict without its reason: `not reached by the runs here` -> `not reached`."""
-    return re.split(r" by | from |:", verdict)[0]
+def _print_findings(title: str, findings: list[Finding]) -> None:
+    """Claims, or accuracies, each with its verdict without the reason: "not reached by the runs here" is cut."""
+    rows = []
+    for f in findings:
+        name = f.subject if f.quantity == "claim" else f"{f.subject}, {f.quantity}"
+        rows.append((name, f.published, f.computed, re.split(r" by | from |:", f.verdict)[0], f.note))
+    if rows:
+        print_table(title, ("claim", "published", "here", "<verdict", "<note"), rows)

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -50,6 +51,7 @@ def commit() -> str | None:
     return head + ("+" if _printed("git", "status", "--porcelain", "--untracked-files=no", folder=root) else "")
 
 
+@cache
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -64,6 +66,7 @@ def _cpu() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+@cache  # a process stays on its machine, and has loaded its code
 def _printed(*command: str, folder: Path | None = None) -> str | None:
     """The output of a program; None if it is not installed, fails or takes longer than ten seconds."""
     try:

@@ -12,7 +12,8 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
 from operator import ge, gt, le, lt
@@ -187,3 +188,22 @@ def first_line(error: BaseException) -> str:
     """The first line of an error without colours and full stop; its type if the message is empty."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     return plain.strip().partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+@contextmanager
+def explained(sentence: str) -> Iterator[None]:
+    """Turn any error of foreign code into one sentence.
+
+    A user's forward, an engine or a tool may fail in any way of its own. A `LowRankError` passes unchanged.
+
+    >>> with explained("the network does not run"):
+    ...     1 / 0
+    Traceback (most recent call last):
+    lowrank_cnn.core.errors.LowRankError: the network does not run: division by zero.
+    """
+    try:
+        yield
+    except LowRankError:
+        raise
+    except Exception as error:
+        raise LowRankError(f"{sentence}: {first_line(error)}.") from error

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ InputSize = Sequence[int] | Tensor | tuple[Any, ...] | Mapping[str, Any]
 """(channels, height, width) of one image, or (channels, ...) with any number of axes; or an example input; or a
 tuple (or a dictionary by keyword) of the arguments that the forward takes, with at least one tensor among them."""
 _LARGEST_SIDE = 2**20
+Key = TypeVar("Key")
 
 
 def checked_size(inputs: object) -> tuple[int, ...]:
@@ -83,11 +85,11 @@ def in_words(inputs: InputSize) -> str:
     return f"{'inputs' if tensors else 'images'} of {' and '.join(sizes)}"
 
 
-def known_inputs(model: nn.Module, inputs: InputSize | None) -> InputSize:
-    """The inputs to measure a budget on: those given, or the size that the network is known to take."""
+def known_inputs(model: nn.Module, inputs: InputSize | None, purpose: str = "a budget") -> InputSize:
+    """The inputs to run a network on: those given, or the size that the network is known to take."""
     found = notes(model).input_size if inputs is None else inputs
     if found is None:
-        raise LowRankError("a budget needs the size of the images (channels, height, width): give input_size.")
+        raise LowRankError(f"{purpose} needs the size of the images (channels, height, width): give input_size.")
     checked_size(found)
     return found
 
@@ -118,6 +120,22 @@ def upstream(nodes: Iterable[Any], *, until: Container[Any] = ()) -> Iterator[An
 def first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """A layer's first argument, by position or keyword (`conv(input=x)`); for hooks registered `with_kwargs`."""
     return next(iter((*args, *kwargs.values())))
+
+
+@contextmanager
+def watched(layers: Mapping[Key, nn.Module], see: Callable[[Key, Any], None]) -> Iterator[None]:
+    """Within the block, call `see` with the key and the first input of a layer before each of its calls."""
+    hooks = [
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs, key=key: see(key, first_input(args, kwargs)), with_kwargs=True
+        )
+        for key, layer in layers.items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def is_part_of(name: str, parent: str) -> bool:

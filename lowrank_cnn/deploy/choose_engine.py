@@ -177,17 +177,23 @@ def engine_for(
 
 def _write(model: nn.Module | Trained, run: EngineRun, image: torch.Tensor, place: Path) -> Path | None:
     """The file of a network for an engine; None if the engine has no such precision, or the network no strips."""
-    target = target_of(run.engine)
-    network = model.network if isinstance(model, Trained) else model
+    target, network = target_of(run.engine), model.network if isinstance(model, Trained) else model
     if (target.strips and not has_strips(network)) or (run.precision == "int8" and not target.int8):
         return None
     place.mkdir()
-    path = place / f"net{target.suffix}"
-    if run.precision == "int8":
-        quantize(model, image, path, dynamic=())
+    return write_to_time(model, run.engine, run.precision, image, place, strips=target.strips)
+
+
+def write_to_time(
+    model: nn.Module | Trained, engine: str, precision: str, images: torch.Tensor, place: Path, *, strips: bool
+) -> Path:
+    """The file of a network for an engine, in a folder; in int8 with ranges of these images."""
+    path = place / f"net{target_of(engine).suffix}"
+    if precision == "int8":
+        quantize(model, images, path, dynamic=())
     else:
-        how: Any = {"precision": run.precision, "strips": target.strips}
-        export(model, path, input_size=image.shape[1:], **how)
+        how: Any = {"precision": precision, "strips": strips}
+        export(model, path, input_size=images.shape[1:], **how)
     return path
 
 

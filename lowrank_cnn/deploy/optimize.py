@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lowrank_cnn.core.clock import OutOfTime, Sample, check_budget, check_repeats, measure
 from lowrank_cnn.core.compare import copied, unchanged
 from lowrank_cnn.core.errors import LostDeviceError, LowRankError
-from lowrank_cnn.core.modules import first_input, has_hooks
+from lowrank_cnn.core.modules import has_hooks, watched
 from lowrank_cnn.core.notes import AsDict, note, notes
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.search import RESERVED, Search
@@ -242,20 +242,14 @@ def layer_calls(network: nn.Module, *inputs: Any) -> list[tuple[nn.Module, Tenso
     shared: dict[Any, Tensor] = {}
     calls: list[tuple[nn.Module, Tensor]] = []
 
-    def note_call(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = first_input(args, kwargs)
+    def note_call(layer: nn.Module, x: Tensor) -> None:
         kind = (x.shape, x.dtype, x.stride())
         if kind not in shared:
             shared[kind] = torch.zeros_like(x)
         calls.append((layer, shared[kind]))
 
-    hooks = [layer.register_forward_pre_hook(note_call, with_kwargs=True) for layer in _outermost(network)]
-    try:
-        with torch.no_grad():
-            network(*inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with watched({layer: layer for layer in _outermost(network)}, note_call), torch.no_grad():
+        network(*inputs)
     return calls
 
 
@@ -526,7 +520,7 @@ def optimize(
     return _finished(best, model, inputs)
 
 
-def reoptimize(model: nn.Module, chosen: Mapping[str, Any], example_input: Tensor | None = None) -> Optimized:
+def reoptimize(model: nn.Module, chosen: Mapping[str, Any]) -> Optimized:
     """Rebuild the form that `optimize` found before, without measuring; `chosen` is that of an `Optimized`.
 
     It is compared with `model` on this machine. If it fails or differs, the network runs as given, and
@@ -535,7 +529,7 @@ def reoptimize(model: nn.Module, chosen: Mapping[str, Any], example_input: Tenso
     try:
         name, ways = str(chosen["choice"]), {str(block): str(way) for block, way in chosen["ways"].items()}
         times = {str(form): Sample(float(ms), float(ms), float(ms), 0) for form, ms in chosen["times"].items()}
-        x = _example(model, chosen) if example_input is None else example_input
+        x = _example(model, chosen)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise LowRankError("the stored form of the optimised network is damaged: optimise it again.") from error
     check_ready(model, x)

@@ -30,7 +30,7 @@ from lowrank_cnn.core.errors import LostDeviceError, LowRankError
 from lowrank_cnn.core.notes import AsDict, note, notes
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.search import Search
-from lowrank_cnn.core.text import html_table, si, text_table
+from lowrank_cnn.core.text import si, text_table
 from lowrank_cnn.deploy.block_forms import CANDIDATES, Candidate, fused
 from lowrank_cnn.deploy.blocks import Block, BlockAsGiven, as_network, in_blocks
 from lowrank_cnn.graph.capture import CaptureError, NetworkGraph
@@ -92,22 +92,6 @@ class NetworkPlan(AsDict):
         """The decision table: for each block its MACs, the milliseconds of each way, and the one chosen."""
         if self.reason:
             return f"not planned: {self.reason}"
-        table = text_table(*self._table())
-        verdict = "the plan is used" if self.used else "nothing gained: as given"
-        whole = f"whole network: {self.before.ms:.3f} ms before, {self.after.ms:.3f} after; {verdict}"
-        notes = [f"{row.name}, {way}: {why}" for row in self.decisions for way, why in row.failed.items()]
-        return "\n".join([table, *notes, whole])
-
-    def _repr_html_(self) -> str:
-        """The decision table that notebooks show."""
-        if self.reason:
-            return html_table(("plan",), [(f"not planned: {self.reason}",)])
-        whole = (
-            f"Milliseconds on {self.device}. Whole network: {self.before.ms:.3f} before, {self.after.ms:.3f} after"
-        )
-        return html_table(*self._table(), whole)
-
-    def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         ways = list(dict.fromkeys(way for row in self.decisions for way in row.times))
         rows = [
             (
@@ -118,7 +102,11 @@ class NetworkPlan(AsDict):
             )
             for row in self.decisions
         ]
-        return ("block", ">MACs", *(f">{way}" for way in ways), "chosen"), rows
+        table = text_table(("block", ">MACs", *(f">{way}" for way in ways), "chosen"), rows)
+        verdict = "the plan is used" if self.used else "nothing gained: as given"
+        whole = f"whole network: {self.before.ms:.3f} ms before, {self.after.ms:.3f} after; {verdict}"
+        notes = [f"{row.name}, {way}: {why}" for row in self.decisions for way, why in row.failed.items()]
+        return "\n".join([table, *notes, whole])
 
 
 # Measured times on disk, keyed by everything that they depend on.

@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from lowrank_cnn.core.clock import Marks, Sample, measure, torch_threads
 from lowrank_cnn.core.compare import unchanged
-from lowrank_cnn.core.errors import LowRankError, check_number, first_line
+from lowrank_cnn.core.errors import LowRankError, check_number, explained
 from lowrank_cnn.core.files import as_path, read_json
-from lowrank_cnn.core.modules import InputSize, arguments, checked_size, is_example
-from lowrank_cnn.core.notes import AsDict, notes
+from lowrank_cnn.core.modules import InputSize, arguments, checked_size, is_example, known_inputs
+from lowrank_cnn.core.notes import AsDict
 from lowrank_cnn.core.numbers import pearson
 from lowrank_cnn.deploy.engines.onnx import OnnxRunner, node_macs
 from lowrank_cnn.deploy.engines.request import Call
@@ -57,17 +57,10 @@ class TorchRunner:
         args, kwargs = arguments(inputs, device=device, dtype=None)
         self.args = laid_out(LAST, *args)
         self.kwargs = dict(zip(kwargs, laid_out(LAST, *kwargs.values()), strict=True))
-        self._check()
-        self.clock = Marks(cuda=device.startswith("cuda"))
-
-    def _check(self) -> None:
-        try:
+        told = " and ".join("x".join(map(str, shape)) for shape in self.shapes)
+        with explained(f"the network does not run on an input of {told}"):
             self.run()
-        except LowRankError:
-            raise
-        except Exception as error:  # whatever the forward makes of other inputs
-            told = " and ".join("x".join(map(str, shape)) for shape in self.shapes)
-            raise LowRankError(f"the network does not run on an input of {told}: {first_line(error)}.") from error
+        self.clock = Marks(cuda=device.startswith("cuda"))
 
     def run(self) -> object:
         return self.network(*self.args, **self.kwargs)
@@ -263,22 +256,15 @@ def layer_correlation(layers: Sequence[LayerTime]) -> float | None:
     return pearson([row.macs for row in rows], [row.ms for row in rows]) if len(rows) > 2 else None
 
 
-def _checked(
-    model: nn.Module, inputs: InputSize | None, batch: int, device: str, runtime: str
-) -> tuple[int, ...] | InputSize:
+def _checked(model: nn.Module, inputs: InputSize | None, batch: int, device: str, runtime: str) -> InputSize:
     check_module(model)
-    inputs = notes(model).input_size if inputs is None else inputs
-    if inputs is None:
-        raise LowRankError("give the size of the images (channels, height, width).")
+    inputs = known_inputs(model, inputs, "timing")
     if runtime not in ("torch", "onnx"):
         raise LowRankError(f"the runtime is torch or onnx, not {runtime!r}.")
     if runtime == "onnx" and device not in ("cpu", "auto"):
         raise LowRankError(f"onnxruntime is timed on the CPU, not on {device}.")
     check_number("batch", batch, least=1)
-    size = checked_size(inputs)
-    if not is_example(inputs):
-        return size
-    if batch != 1:
+    if is_example(inputs) and batch != 1:
         raise LowRankError("an example has a batch of its own: leave the batch out.")
     return inputs
 

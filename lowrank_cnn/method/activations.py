@@ -18,7 +18,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.utils.data import Dataset, IterableDataset
 
 from lowrank_cnn.core.compare import copied, tensors_of, unchanged
-from lowrank_cnn.core.errors import LowRankError, first_line
+from lowrank_cnn.core.errors import LowRankError, explained
 from lowrank_cnn.core.modules import first_input
 from lowrank_cnn.method.chains import FactoredLayer, groups_of
 from lowrank_cnn.method.geometry import enclosing_padding
@@ -208,11 +208,5 @@ def _put(layer: nn.Module, found: Tensor, biased: bool) -> None:
 
 
 def _run(model: nn.Module, batch: Tensor) -> object:
-    try:
+    with explained(f"the model does not run on images of {list(batch.shape)}"):
         return model(*copied(batch))
-    except LowRankError:
-        raise
-    except Exception as error:  # whatever the forward of a user's network does not take
-        raise LowRankError(
-            f"the model does not run on images of {list(batch.shape)}: {first_line(error)}"
-        ) from error

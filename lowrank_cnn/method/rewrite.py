@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from lowrank_cnn.core.compare import unchanged
-from lowrank_cnn.core.errors import LowRankError, first_line
-from lowrank_cnn.core.modules import InputSize, arguments
+from lowrank_cnn.core.errors import LowRankError, explained, first_line
+from lowrank_cnn.core.modules import InputSize, arguments, watched
 from lowrank_cnn.core.notes import AsDict, forget, note, notes
 from lowrank_cnn.core.text import html_table, text_table
 from lowrank_cnn.method.branches import BranchedConv2d, fold_branches
@@ -76,14 +76,8 @@ def check_calls(model: nn.Module, new: nn.Module, names: Sequence[str], input_si
     """
     called: set[str] = set()
     old = {name: model.get_submodule(name) for name in names}
-    hooks = [
-        layer.register_forward_pre_hook(lambda *_, name=name: called.add(name)) for name, layer in old.items()
-    ]
-    try:
+    with watched(old, lambda name, _: called.add(name)):
         reason = failure(new, input_size)
-    finally:
-        for hook in hooks:
-            hook.remove()
     if called:
         raise LowRankError(
             f"the network still calls the original of {min(called)}, which something outside its modules holds "
@@ -171,10 +165,8 @@ def copy_with(model: nn.Module, replaced: Mapping[Any, Any] = MappingProxyType({
     memo: dict[int, object] = {id(old): new for old, new in replaced.items()}
     computed = (v for part in model.modules() for v in vars(part).values() if isinstance(v, Tensor))
     memo |= {id(tensor): tensor.detach().clone() for tensor in computed if not tensor.is_leaf}
-    try:
+    with explained("the model cannot be copied"):
         return copy.deepcopy(model, memo)
-    except (RuntimeError, TypeError) as error:
-        raise LowRankError(f"the model cannot be copied: {first_line(error)}.") from error
 
 
 def _check_functions(model: nn.Module) -> None:

@@ -161,20 +161,11 @@ class Scheme:
     def __str__(self) -> str:
         default = SCHEMES.get(self.name, type(self))
         items = [] if self.shapes == default.shapes else [_shape_text(*item) for item in self.shapes]
-        for option, value in self._options(default).items():
-            joins = option == "to" and "join" in _OPTIONS.get(self.name, ())
-            items.append("join" if joins else option if value is True else f"{option}={value}")
+        for option, field in _FIELDS.items():
+            if (value := getattr(self, field)) != getattr(default, field):
+                joins = option == "to" and "join" in _OPTIONS.get(self.name, ())
+                items.append("join" if joins else option if value is True else f"{option}={value}")
         return self.name + (f"({', '.join(items)})" if items else "")
-
-    def to_dict(self) -> dict[str, object]:
-        """A form for configuration files; `parse_scheme` reads it back."""
-        shapes = {shape: str(proportion) for shape, proportion in self.shapes}
-        return {"name": self.name, "shapes": shapes, **self._options(Scheme)}
-
-    def _options(self, default: Scheme | type[Scheme]) -> dict[str, object]:
-        """The options that differ from another scheme's."""
-        values = {option: (getattr(self, field), getattr(default, field)) for option, field in _FIELDS.items()}
-        return {option: value for option, (value, usual) in values.items() if value != usual}
 
     # What it builds.
 
@@ -617,8 +608,8 @@ _LONGEST = 2000
 """Characters of a scheme's text."""
 
 
-def parse_scheme(text: str | Mapping[str, object] | Scheme) -> Scheme:
-    """Read a scheme from its short string or its dict: `lr`, `lr-join(m=0.5)`, `mixture(kx1=3, kxk, join)`.
+def parse_scheme(text: str | Scheme) -> Scheme:
+    """Read a scheme from its text: `lr`, `lr-join(m=0.5)`, `mixture(kx1=3, kxk, join)`.
 
     >>> import lowrank_cnn as lr
     >>> str(lr.parse_scheme("mixture(kx1=3, 1xk=3, kxk=2, join)"))
@@ -626,40 +617,26 @@ def parse_scheme(text: str | Mapping[str, object] | Scheme) -> Scheme:
     """
     if isinstance(text, Scheme):
         return text
-    if isinstance(text, Mapping):
-        return _from_dict(text)
     if not isinstance(text, str):
-        raise LowRankError(f"a scheme is a string, a dict or a Scheme, not {text!r}.")
+        raise LowRankError(f"a scheme is a string or a Scheme, not {text!r}.")
     if len(text) > _LONGEST:
         raise LowRankError(f"a scheme is a short text; this one has {len(text):,} characters.")
     match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", text)
     if not match:
         raise LowRankError(f"cannot read the scheme {text!r}; write name or name(option, option=value).")
     name, inside = match[1], match[2] or ""
-    shapes: dict[str, object] = {}
-    options: dict[str, object] = {}
+    shapes: dict[str, str] = {}
+    options: dict[str, str] = {}
     for item in filter(None, (part.strip() for part in inside.split(","))):
         key, _, value = (part.strip() for part in item.partition("="))
         target = shapes if SHAPE.fullmatch(key) or key == NONE else options
         if key in target:
             raise LowRankError(f"{key} is given twice in the scheme {text!r}.")
-        target[key] = value or True
+        target[key] = value
     return _build(name, shapes, options)
 
 
-def _from_dict(fields: Mapping[str, object]) -> Scheme:
-    known = dict(fields)
-    name, shapes = str(known.pop("name", "")), known.pop("shapes", {})
-    if not isinstance(shapes, Mapping):
-        raise LowRankError(f"the shapes of a scheme map a shape to its proportion, not {shapes!r}.")
-    options = {key: value for key, value in known.items() if value is not None}
-    if options.get("to") == 1.0 and "to" not in _OPTIONS.get(name, ()):  # a join, written out
-        del options["to"]
-        options |= {"join": True} if "join" in _OPTIONS.get(name, ()) else {}
-    return _build(name, dict(shapes), options)
-
-
-def _build(name: str, shapes: Mapping[str, object], options: Mapping[str, object]) -> Scheme:
+def _build(name: str, shapes: Mapping[str, str], options: Mapping[str, str]) -> Scheme:
     check_choice("scheme", name, SCHEMES)
     default, allowed = SCHEMES[name], _OPTIONS[name]
     if unknown := set(options) - allowed:
@@ -668,34 +645,29 @@ def _build(name: str, shapes: Mapping[str, object], options: Mapping[str, object
         raise LowRankError(f"the scheme {name} {takes}, not {', '.join(sorted(unknown))}.")
     found: dict[str, Any] = {}
     if shapes:
-        found["shapes"] = tuple((shape, _fraction(value)) for shape, value in shapes.items())
+        found["shapes"] = tuple((shape, _fraction(value or "1")) for shape, value in shapes.items())
     values = {key: _value(key, given) for key, given in options.items()}
     found |= {_FIELDS[key]: value for key, value in values.items() if key != "join"}
     return replace(default, **found, **({"to": 1.0} if values.get("join") else {}))
 
 
-def _value(key: str, given: object) -> bool | int | float:
+def _value(key: str, given: str) -> bool | int | float:
     """The value of an option. An integer m is a number of filters (m=96), any other a share of d (m=0.5)."""
-    if key in ("join", "branches"):  # a bare `join` means yes
-        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-        if str(given).lower() not in words:
-            raise LowRankError(f"{key} is yes or no, not {given!r}.")
-        return words[str(given).lower()]
-    number, whole = _fraction(given), bool(re.fullmatch(r"-?\d+", str(given)))
+    if key in ("join", "branches"):
+        if given:
+            raise LowRankError(f"{key} takes no value in a scheme: write {key} alone.")
+        return True
+    number, whole = _fraction(given), bool(re.fullmatch(r"-?\d+", given))
     if not whole and key not in ("m", "to"):
         raise LowRankError(f"{key} in a scheme is a whole number, not {given}.")
     return int(number) if whole and key != "to" else float(number)
 
 
-def _fraction(value: object) -> Fraction:
-    """A bare shape, as in `mixture(kx1, kxk)`, has proportion one."""
-    if value is True:
-        return Fraction(1)
+def _fraction(text: str) -> Fraction:
     try:
-        text = str(value)
         number = Fraction(text) if _NUMBER.fullmatch(text) else None
     except (ValueError, ZeroDivisionError):
-        number, text = None, "this"
+        number = None
     if number is None or abs(number) > LARGEST:
         raise LowRankError(f"{text[:40]!r} in a scheme is not a number up to {LARGEST:,}.")
     return number

@@ -13,8 +13,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrize
 
 from lowrank_cnn.core.errors import LowRankError, nearest
-from lowrank_cnn.core.modules import InputSize, check_module, has_hooks
-from lowrank_cnn.core.notes import notes
+from lowrank_cnn.core.modules import InputSize, check_module, has_hooks, known_inputs
 from lowrank_cnn.method.branches import BranchedConv2d
 from lowrank_cnn.method.chains import FactoredLayer, is_torch_layer
 from lowrank_cnn.method.count import count
@@ -84,9 +83,7 @@ def stages(model: nn.Module, input_size: InputSize | None = None) -> tuple[tuple
     features.conv3_1
     """
     check_module(model)
-    size = notes(model).input_size if input_size is None else input_size
-    if size is None:
-        raise LowRankError("the stages of a network depend on the size of its images: give input_size.")
+    size = known_inputs(model, input_size, "finding stages")
     convs = _convs(model)
     found: dict[tuple[int, ...], list[str]] = {}
     for row in count(model, size).layers:

@@ -10,7 +10,6 @@ layers hold that mask, not the norm between, so that removing the channel is exa
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,11 +56,6 @@ class ShapedConv2d(nn.Module):
         masks = torch.stack([self._mask(shape) for shape in self.starts])
         masks[start] = torch.stack([self._mask(shape) for shape in every]).amax(0)
         self.register_buffer("masks", masks, persistent=False)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name in ("gates", "charge", "drawing"):  # of runs that were trained when filters could draw shapes
-            state_dict.pop(f"{prefix}{name}", None)
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, input: Tensor) -> Tensor:
         if self.form.padding_mode != "zeros":

@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lowrank_cnn.core.compare import mapped, tensors_of, unchanged
-from lowrank_cnn.core.errors import LowRankError, LowRankWarning, check_number, first_line, nearest
+from lowrank_cnn.core.errors import LowRankError, LowRankWarning, check_number, explained, nearest
 from lowrank_cnn.core.modules import InputSize, arguments, checked_size, upstream
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.method.chains import outputs_of
@@ -357,13 +357,9 @@ class _Thinning:
             if (type(layer) in LAYERS and not _computed(layer)) or isinstance(layer, NORMS)
         }
         new = copy.deepcopy(self.blank, {id(old): stand_in for old, stand_in in pending.items()}).eval()
-        try:
-            with torch.no_grad(), FittedParameters(new, pending.values()), unchanged(new):
-                shapes = _shapes(_on_meta(new, self.size))
-        except Exception as error:
-            raise LowRankError(
-                f"the network cannot be made thinner, its forward expects fixed widths: {first_line(error)}"
-            ) from error
+        fixed = "the network cannot be made thinner, its forward expects fixed widths"
+        with explained(fixed), torch.no_grad(), FittedParameters(new, pending.values()), unchanged(new):
+            shapes = _shapes(_on_meta(new, self.size))
         if shapes != self.shapes:
             raise LowRankError("the network cannot be made thinner: its outputs would have other shapes.")
         built = {id(stand_in): stand_in.built or stand_in.layer for stand_in in pending.values()}
@@ -462,13 +458,9 @@ def _output_layers(blank: nn.Module, size: InputSize) -> tuple[set[nn.Module], l
         if type(module) in (*CONVS, nn.Linear):
             module.register_forward_hook(remember)
             module.requires_grad_(True)
-    try:
-        with torch.enable_grad(), unchanged():
-            output = _on_meta(twin, size)
-    except Exception as error:
-        raise LowRankError(
-            f"the network does not take an image of {checked_size(size)}: {first_line(error)}"
-        ) from error
+    failed = f"the network does not take an image of {checked_size(size)}"
+    with explained(failed), torch.enable_grad(), unchanged():
+        output = _on_meta(twin, size)
     ends = [tensor.grad_fn for tensor in tensors_of(output)]
     found = {made_by[node] for node in upstream(ends, until=made_by) if node in made_by}
     return found or set(order[-1:]), _shapes(output)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.core.errors import check_choice
 from lowrank_cnn.core.notes import AsDict, note
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.method.count import Count, count
@@ -140,8 +140,7 @@ class Pyramid(nn.Module):
 
 def build_rival(name: str) -> tuple[nn.Module, tuple[int, int, int]]:
     """A rival network, for counting, and its input size."""
-    if name not in RIVALS:
-        raise LowRankError(f"there is no rival network {name!r}; {nearest(name, RIVALS)}")
+    check_choice("rival network", name, RIVALS)
     image, rows, bins = RIVALS[name]
     channels, layers = 3, []
     for row in rows:

@@ -5,14 +5,23 @@ Each is made in two steps: plain data for the page's script, and a Vega-Lite spe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
 from lowrank_cnn.core.numbers import ceil_div, pearson
 from lowrank_cnn.core.text import counted, percent, si
 from lowrank_cnn.paper.published import timings
-from lowrank_cnn.report.records import CPU, GPU, Run, TimedNetwork, data_label, pool_answers, trained_label
+from lowrank_cnn.report.records import (
+    CPU,
+    GPU,
+    AnswerDetails,
+    Run,
+    TimedNetwork,
+    data_label,
+    pool_answers,
+    trained_label,
+)
 from lowrank_cnn.report.results import NetworkResult, is_twin
 from lowrank_cnn.report.style import Look, Spec, filled, kind_colours, network_looks, template
 
@@ -101,39 +110,56 @@ MOST_NAMED = 40
 SPECS = {name: template(name) for name in ("bars", "confusion", "calibration")}
 
 
-def details_charts(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
-    """For every network whose runs have details: the answers of all its runs together, as plain data."""
+def details_data(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
+    """For every network whose runs have details: the answers of all its runs together, as complete charts.
+
+    The page fills in the colour, which depends on its theme, and the cells of a confusion matrix: they would be
+    megabytes.
+    """
     return [_details(result) for result in results if any(run.details for run in result.scored)]
 
 
 def _details(result: NetworkResult) -> dict[str, Any]:
-    told = [run.details for run in result.scored if run.details]
-    answers = pool_answers(told)
-    images, right = answers.per_class.T.tolist()
-    totals = dict(zip(answers.classes, images, strict=True))
-    known = [(one / n, name, n) for name, n, one in zip(answers.classes, images, right, strict=True) if n]
-    pairs = [(n / totals[true], true, said) for true, said, n in answers.pairs if totals.get(true)]
+    answers = pool_answers([run.details for run in result.scored if run.details])
     return {
         "network": result.label,
         "trained": trained_label(result.data, result.recipe),
-        "runs": len(told),
         "colours": kind_colours(dense=is_twin(result)),
         "classes": list(answers.classes),
-        "images": int(sum(images)),
-        "by_class": [
-            _bar(name, share, counted(int(n), "image"))
-            for share, name, n in sorted(known, key=lambda row: row[0])[:MOST_BARS]
-        ],
-        "known": len(known),
-        "pairs": [
-            _bar(f"{true} taken for {said}", share, f"{counted(int(totals[true]), 'image')} of {true}")
-            for share, true, said in sorted(pairs, key=lambda row: -row[0])[:MOST_PAIRS]
-        ],
         "confusion": answers.confusion.tolist(),
-        "bins": [_bin(*counts) for counts in answers.bins.tolist() if counts[0]],
-        "error": answers.calibration_error,
+        "charts": dict(_details_specs(answers)),
         "worst": [vars(image) for image in answers.worst],
     }
+
+
+def _details_specs(answers: AnswerDetails) -> Iterator[tuple[str, Spec]]:
+    """The charts that there is data for, by name."""
+    images, right = answers.per_class.T.tolist()
+    totals = dict(zip(answers.classes, images, strict=True))
+    if len(answers.confusion):
+        parts = {"{classes}": list(answers.classes), "{named}": len(answers.classes) <= MOST_NAMED}
+        cells = {"title": "Confusion matrix", "datasets": {"cells": []}}
+        yield "confusion", filled(SPECS["confusion"], parts) | cells
+    by_class = zip(answers.classes, images, right, strict=True)
+    known = sorted(((one / n, name, n) for name, n, one in by_class if n), key=lambda row: row[0])
+    if bars := [_bar(name, share, counted(int(n), "image")) for share, name, n in known[:MOST_BARS]]:
+        most = "" if len(bars) == len(known) else f", the {len(bars)} hardest of {len(known)}"
+        yield "classes", _bars(f"Accuracy by class{most}", "Share of the class that is recognised", bars)
+    pairs = [(n / totals[true], true, said) for true, said, n in answers.pairs if totals.get(true)]
+    if pairs:
+        told = [
+            _bar(f"{true} taken for {said}", share, f"{counted(int(totals[true]), 'image')} of {true}")
+            for share, true, said in sorted(pairs, key=lambda row: -row[0])[:MOST_PAIRS]
+        ]
+        yield "pairs", _bars("Classes confused most", "Share of the class", told)
+    if bins := [_bin(*counts) for counts in answers.bins.tolist() if counts[0]]:
+        title = f"Calibration: off by {percent(answers.calibration_error)} on average"
+        yield "calibration", {**SPECS["calibration"], "title": title, "datasets": {"bins": bins}}
+
+
+def _bars(title: str, x: str, bars: list[dict[str, Any]]) -> Spec:
+    spec = filled(SPECS["bars"], {"{x}": x, "{height}": 17 * len(bars) + 75})
+    return {**spec, "title": title, "datasets": {"bars": bars}}
 
 
 def _bar(name: str, share: float, of: str) -> dict[str, Any]:
@@ -146,79 +172,6 @@ def _bin(n: float, confidence: float, right: float) -> dict[str, Any]:
     spoken = ", ".join(f"{name} {value}" for name, value in told)
     place = {"n": int(n), "confidence": confidence / n, "accuracy": right / n}
     return {**place, "label": "Bin of confidence", "details": told, "spoken": spoken}
-
-
-def classes_spec(chart: dict[str, Any]) -> Spec:
-    """Accuracy by class, the hardest first."""
-    shown = len(chart["by_class"])
-    most = "" if shown == chart["known"] else f", the {shown} hardest of {chart['known']}"
-    spec = _bars(chart, "Share of the class that is recognised", shown)
-    return _titled(spec, chart, f"Accuracy by class{most}", {"bars": chart["by_class"]})
-
-
-def pairs_spec(chart: dict[str, Any]) -> Spec:
-    spec = _bars(chart, "Share of the class", len(chart["pairs"]))
-    return _titled(spec, chart, "Classes confused most", {"bars": chart["pairs"]})
-
-
-def _bars(chart: dict[str, Any], x: str, rows: int) -> Spec:
-    return filled(SPECS["bars"], {"{x}": x, "{colour}": chart["colours"]["light"], "{height}": 17 * rows + 75})
-
-
-def confusion_spec(chart: dict[str, Any]) -> Spec:
-    """Cells that hold an image, each with its share of the true class."""
-    classes = chart["classes"]
-    cells = [
-        {"true": classes[i], "predicted": classes[j], "n": n, "share": n / sum(row)}
-        for i, row in enumerate(chart["confusion"])
-        for j, n in enumerate(row)
-        if n
-    ]
-    parts = {"{classes}": classes, "{named}": len(classes) <= MOST_NAMED}
-    return _titled(filled(SPECS["confusion"], parts), chart, "Confusion matrix", {"cells": cells})
-
-
-def calibration_spec(chart: dict[str, Any]) -> Spec:
-    """A reliability diagram: on the dashed line, confidence equals accuracy."""
-    words = f"Calibration: off by {percent(chart['error'])} on average"
-    return _titled(
-        filled(SPECS["calibration"], {"{colour}": chart["colours"]["light"]}),
-        chart,
-        words,
-        {"bins": chart["bins"]},
-    )
-
-
-def _titled(spec: Spec, chart: dict[str, Any], title: str, data: dict[str, Any]) -> Spec:
-    answers = f"{counted(chart['images'], 'answer')} of {counted(chart['runs'], 'run')}"
-    subtitle = f"{chart['network']} on {chart['trained']}: {answers}"
-    return {**spec, "title": {"text": title, "subtitle": subtitle}, "datasets": data}
-
-
-DETAILS: dict[str, tuple[str, Callable[[dict[str, Any]], Spec]]] = {
-    "confusion": ("confusion", confusion_spec),
-    "classes": ("by_class", classes_spec),
-    "pairs": ("pairs", pairs_spec),
-    "calibration": ("bins", calibration_spec),
-}
-"""The charts of test images by name: the data that each needs, and the function that specifies it."""
-
-
-def details_data(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
-    """For the page: each network's charts, of those that there is data for, and its worst images.
-
-    The cells of a confusion matrix would be megabytes: the page makes them from the matrix. It also fills in the
-    colour, which depends on its theme.
-    """
-    found = []
-    for chart in details_charts(results):
-        open_chart = {**chart, "colours": {"light": "{colour}"}}
-        charts = {name: specify(open_chart) for name, (needed, specify) in DETAILS.items() if chart[needed]}
-        if "confusion" in charts:
-            charts["confusion"]["datasets"] = {"cells": []}
-        kept = {key: chart[key] for key in ("network", "trained", "colours", "classes", "confusion", "worst")}
-        found.append(kept | {"charts": charts})
-    return found
 
 
 LAYERS_SPEC = template("layers")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.core.errors import LowRankError, check_choice
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.text import TIMES, counted
 from lowrank_cnn.models.filters import (
@@ -34,16 +34,14 @@ from lowrank_cnn.models.filters import (
 )
 from lowrank_cnn.paper.published import rows
 from lowrank_cnn.report.charts import (
-    DETAILS,
     curves_spec,
-    details_charts,
     layer_charts,
     layers_spec,
     short_names,
     training_curves,
 )
 from lowrank_cnn.report.records import Records, data_label
-from lowrank_cnn.report.results import NetworkResult, comparable, gather
+from lowrank_cnn.report.results import comparable, gather
 from lowrank_cnn.report.style import GRID, Spec, check_format, filled, save_charts, template
 from lowrank_cnn.report.trade import TradePoint, our_point, published_point, trade_chart, trade_spec
 
@@ -58,11 +56,6 @@ class FigureOptions:
     records: Records | None = None
     networks: Sequence[tuple[str, nn.Module]] = ()
     seed: int = 0
-
-    def results(self, name: str) -> list[NetworkResult]:
-        if self.records is None:
-            raise LowRankError(f"the figure {name} is of runs: give their folder (--runs runs).")
-        return gather(self.records)
 
 
 @dataclass(frozen=True)
@@ -131,7 +124,9 @@ def _ours(figure: TradeFigure, options: FigureOptions) -> dict[str, list[TradePo
 
 def curves_figure(name: str, options: FigureOptions) -> list[Spec]:
     """A chart for each data set and recipe."""
-    curves = training_curves(options.results(name))
+    if options.records is None:
+        raise LowRankError(f"the figure {name} is of runs: give their folder (--runs runs).")
+    curves = training_curves(gather(options.records))
     if not curves:
         raise LowRankError("no run among these has an epoch to show.")
     panels = groupby(curves, key=lambda curve: (curve["recipe"], curve["data"]))
@@ -147,15 +142,6 @@ def timings_figure(_name: str, options: FigureOptions) -> list[Spec]:
             "leave --runs out for the paper's times alone."
         )
     return [layers_spec(chart) for chart in reversed(charts)]
-
-
-def details_figure(name: str, options: FigureOptions) -> list[Spec]:
-    """A chart of test images for each network of the records."""
-    needed, specify = DETAILS[name]
-    charts = [chart for chart in details_charts(options.results(name)) if chart[needed]]
-    if not charts:
-        raise LowRankError(f"no record among these has what {name} shows: train or evaluate with this version.")
-    return [specify(chart) for chart in charts]
 
 
 SHAPE_COLOURS = {
@@ -431,10 +417,6 @@ FIGURES = {
     },
     "timings": FigureKind("MACs beside time, layer by layer", timings_figure, runs=True),
     "curves": FigureKind("accuracy by epoch, every network of a recipe", curves_figure, runs=True),
-    "classes": FigureKind("accuracy by class on the test images", details_figure, runs=True),
-    "confusion": FigureKind("which classes are taken for which, as a matrix", details_figure, runs=True),
-    "pairs": FigureKind("the classes that are confused most", details_figure, runs=True),
-    "calibration": FigureKind("confidence against the share of right answers", details_figure, runs=True),
     "shapes": FigureKind(
         "the shapes of a network's filters, layer by layer", shapes_figure, network="vgg11-gmp-lr-join-wfull"
     ),
@@ -456,8 +438,7 @@ def draw_figure(name: str, out: str | Path, options: FigureOptions | None = None
         >>> draw_figure("vgg", "vgg.svg")  # doctest: +SKIP
         >>> draw_figure("filters", "f.svg", FigureOptions(networks=[("mine", network)]))  # doctest: +SKIP
     """
-    if name not in FIGURES:
-        raise LowRankError(f"there is no figure {name!r}; {nearest(name, FIGURES)}")
+    check_choice("figure", name, FIGURES)
     kind, options, out = FIGURES[name], options or FigureOptions(), Path(out)
     if options.records is not None and not kind.runs:
         raise LowRankError(f"the figure {name} takes no runs.")

@@ -14,17 +14,14 @@ from lowrank_cnn.core.environment import environment
 from lowrank_cnn.core.errors import LowRankError, require
 from lowrank_cnn.core.files import write_atomically
 from lowrank_cnn.core.text import DASH, TIMES, counted, duration, percent, points, ratio, si
-from lowrank_cnn.models.build import baseline_of
 from lowrank_cnn.paper import audit as audits
 from lowrank_cnn.paper.claims import COMPARABLE
-from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.report import charts, style, trade
 from lowrank_cnn.report.records import (
     CPU,
     GPU,
     LONGEST_TEXT,
     Records,
-    data_label,
     read_records,
     require_records,
     trained_label,
@@ -238,26 +235,6 @@ def _ratio(result: NetworkResult, name: str) -> str:
     return ratio(result.ratios[name]) if name in result.ratios else ""
 
 
-def published_table() -> PageTable:
-    return PageTable("published", "Published figures", list(map(_published_row, rows())), ["network", "data"])
-
-
-def _published_row(row: Published) -> dict[str, TableCell]:
-    augmented = "extra augmentation" if row.table == "big-picture-augmented" else ""
-    dense = baseline_of(row.network)
-    base = next((r for r in rows() if r.table == row.table and r.network == dense and r is not row), None)
-    macs, params = (ratio(row.macs / base.macs), ratio(row.params / base.params)) if base else ("", "")
-    crops = f"{row.crops} crops: {si(row.macs_per_image)}" if row.crops > 1 else macs
-    return {
-        "network": TableCell(row.network, row.network, augmented),
-        "data": TableCell(data_label(row.dataset), row.dataset),
-        "top-1": TableCell(percent(row.top1), row.top1),
-        "top-5": TableCell(percent(row.top5), row.top5),
-        "MACs": _count(row.macs, crops),
-        "parameters": _count(row.params, params),
-    }
-
-
 def audit_table(findings: Sequence[audits.Finding]) -> PageTable:
     """Every finding, disagreements first."""
     order = audits.VERDICTS.index
@@ -352,7 +329,6 @@ def render(records: Records) -> str:
         headline=headline(told),
         cards=told,
         networks=summary_table(results),
-        published=published_table(),
         findings=len(findings),
         verdicts=[(verdict, n, VERDICT_COLOURS[verdict]) for verdict, n in audits.summary(findings).items()],
         audit=audit_table(findings),

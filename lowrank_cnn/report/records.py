@@ -219,12 +219,11 @@ class Fields:
         value = self.number(name)
         return None if value is None else int(value)
 
-    def sizes(self, *names: str) -> tuple[int, ...]:
+    def sizes(self, name: str) -> tuple[int, ...]:
         """The size of an image or a batch."""
-        found = next(filter(None, map(self.list, names)), [])
-        for side in found:
-            check_number(names[0], side, least=1, most=1e9, whole=True)
-        return tuple(found)
+        for side in self.list(name):
+            check_number(name, side, least=1, most=1e9, whole=True)
+        return tuple(self.list(name))
 
     def costs(self) -> dict[str, int]:
         return {name: cost for name in ("macs", "params") if (cost := self.whole(name))}
@@ -287,7 +286,7 @@ def _dense(result: Fields, built: NetworkId) -> dict[str, int] | None:
 
 def _image_size(config: Fields, recipe: Fields, data: Fields) -> tuple[int, ...]:
     """The images as the network got them, and as its cost was counted: cropped, where the recipe crops."""
-    image = data.sizes("size", "image")
+    image = data.sizes("image")
     side = config.whole("image_size") or recipe.whole("crop")
     return (image[0], side, side) if side and len(image) == 3 else image
 
@@ -435,9 +434,8 @@ def _layer(row: Fields, images: int) -> LayerTime | None:
 
 
 def device_class(device: str) -> str:
-    """CPU or GPU, from any name of a device."""
-    known = ("cuda", "gpu", "nvidia", "mps", "amd instinct")
-    return GPU if any(word in device.lower() for word in known) else CPU
+    """CPU or GPU, from a device of torch."""
+    return GPU if device.startswith(("cuda", "mps")) else CPU
 
 
 def read_timings(values: Fields, path: str) -> Iterator[TimedNetwork]:
@@ -507,7 +505,7 @@ def _read_into(records: Records, file: Path) -> None:
 def _read_value(records: Records, value: object, file: Path) -> None:
     fields = Fields(value)
     unsealed(fields.values)  # refuses a checksum that does not fit
-    kind = fields.text("kind") or _kind_by_fields(fields)
+    kind = fields.text("kind") or ("timings" if fields.list("timings") else None)  # of `lowrank time --json`
     if kind == KIND:
         family = fields.text("family") or "FAMILY"
         command = shlex.join(["lowrank", "frontier", family, "--out", str(file.parent)])
@@ -519,13 +517,6 @@ def _read_value(records: Records, value: object, file: Path) -> None:
     found = list(READERS[kind](fields, str(file)))
     records.runs += [record for record in found if isinstance(record, Run)]
     records.timings += [record for record in found if isinstance(record, TimedNetwork)]
-
-
-def _kind_by_fields(values: Fields) -> str | None:
-    """The kind of a record that names none: the output of `lowrank time --json`."""
-    if values.values.keys() >= {"runtime", "device", "layers", "total"}:
-        return "timing"
-    return "timings" if values.list("timings") else None
 
 
 def require_records(paths: Iterable[str | Path], records: Records) -> None:

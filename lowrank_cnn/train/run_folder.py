@@ -386,8 +386,12 @@ class RunDirectory:
         """
         written = self.path / f"{kind}-{iteration:08d}"
         write_checkpoint(written, checkpoint)
-        complete = [stem for stem in self.stems(kind) if stem.name <= written.name]
-        for stem in sorted({*self.stems(kind), *self.stems(kind, ".safetensors")} - {*complete[-keep:]}):
+        try:
+            complete = [stem for stem in self.stems(kind) if stem.name <= written.name]
+            others = {*self.stems(kind), *self.stems(kind, ".safetensors")} - {*complete[-keep:]}
+        except FileNotFoundError:  # the folder was moved since: the next write says so
+            return
+        for stem in sorted(others):
             # The manifest goes first: without it, what is left no longer counts as a checkpoint.
             if delete(stem.with_suffix(".json")):
                 delete(stem.with_suffix(".safetensors"))

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
 
 import lowrank_cnn as lr
-from benchmarks import cpu_engines, int8_accuracy
+from benchmarks import cpu_engines, depth_flow, input_pipeline, int8_accuracy, loaders, memory, training_profile
 from lowrank_cnn.core import clock
 from lowrank_cnn.data import open_data
 from lowrank_cnn.models import create_model
@@ -38,6 +34,7 @@ def test_rows_are_added_and_replaced(tmp_path):
     assert cpu_engines.best(rows, network="thin") is None
 
 
+@pytest.mark.nightly
 def test_the_thin_network_has_the_macs_of_the_low_rank_one():
     size = cpu_engines.size_of("nin")
     macs = {way: lr.count(cpu_engines.network("nin", way), size).macs for way in cpu_engines.WAYS}
@@ -55,15 +52,6 @@ def test_the_interval_counts_images_that_only_one_answers():
     assert 0.3 < found["low"] < 0.5
 
 
-def test_work_of_other_processes_is_counted():
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
-        found, own, others = cpu_engines.cores_used(lambda: time.sleep(0.5) or "result", patience=0)
-        busy.kill()
-    assert found == "result"
-    assert others > 0.2
-    assert own < 0.2
-
-
 def test_an_engine_that_uses_more_threads_than_it_was_given_is_refused():
     assert cpu_engines.refusal(1, own=1.78, others=0.01) == "it used 1.78 cores for 1 threads"
     assert cpu_engines.refusal(2, own=1.78, others=0.01) == ""
@@ -77,9 +65,9 @@ def test_fast_networks_warm_up_as_long_as_slow_ones(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def measured(benchmark_module, tmp_path_factory):
+def measured(tmp_path_factory):
     """The record of a run over a few small photographs, into a file that has an entry of another machine."""
-    loaders, out = benchmark_module("loaders"), tmp_path_factory.mktemp("loaders") / "loaders.json"
+    out = tmp_path_factory.mktemp("loaders") / "loaders.json"
     out.write_text(json.dumps({"machines": [{"environment": {"cpu": "another", "gpu": None}}]}))
     words = ["--images", "8", "--photographs", "2", "--batch", "2", "--repeats", "1", "--workers", "0"]
     words += ["--seconds", "0.1", "--network", "nin-c3-lr", "--device", "cpu", "--out", str(out)]
@@ -105,28 +93,13 @@ def test_a_way_that_this_machine_lacks_is_named_with_the_reason(measured):
     assert "needs a CUDA device" in measured["machines"][1]["not_measured"]["decoded by the GPU"]
 
 
-def test_photographs_have_the_size_and_the_bytes_of_ilsvrc(benchmark_module):
-    from PIL import Image
-
-    loaders = benchmark_module("loaders")
-    data = loaders.photograph(0)
-    assert Image.open(io.BytesIO(data)).size == (500, 375)
-    assert 90_000 < len(data) < 130_000
-    assert loaders.photograph(1) != data
-
-
-def test_a_step_is_the_sum_of_its_kernels(benchmark_module: Callable[[str], ModuleType]):
-    profiled = benchmark_module("training_profile").profiled
+@pytest.mark.nightly
+def test_a_step_is_the_sum_of_its_kernels():
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
-    found = profiled(net, 4, size=(3, 8, 8), steps=2, classes=3)
+    found = training_profile.profiled(net, 4, size=(3, 8, 8), steps=2, classes=3)
     calls = {kernel["name"]: kernel["calls"] for kernel in found["kernels"]}
     assert sum(count for name, count in calls.items() if "convolution" in name) >= 2  # forward and backward
     assert 0 < sum(kernel["ms"] for kernel in found["kernels"]) <= found["ms"] * 1.001
-
-
-@pytest.fixture(scope="module")
-def depth_flow(benchmark_module):
-    return benchmark_module("depth_flow")
 
 
 def batches(n: int = 2):
@@ -139,7 +112,7 @@ def network(name: str, **options):
     return create_model(name, num_classes=4, width=0.125, dropout=0.0, **options)
 
 
-def test_a_group_that_answers_nothing_is_named(depth_flow):
+def test_a_group_that_answers_nothing_is_named():
     net = network("vgg11-gmp-lr")
     with torch.no_grad():
         net.features.conv3_1.weights[1].zero_()
@@ -149,27 +122,8 @@ def test_a_group_that_answers_nothing_is_named(depth_flow):
     assert row["worst_group"] == ["features.conv3_1 1x3", 1.0]
 
 
-def test_a_layer_that_swallows_gradients_shows(depth_flow):
-    plain = depth_flow.examined("net", network("vgg11-gmp"), batches())
-    net = network("vgg11-gmp")
-    with torch.no_grad():
-        net.features.conv4_1.weight.mul_(1e-3)
-    faint = depth_flow.examined("net", net, batches())
-    assert next(iter(plain["flow"])) == "features.conv1_1"
-    assert 0.05 < plain["first_to_last"] < 20
-    assert faint["first_to_last"] < 0.05 * plain["first_to_last"]
-    assert faint["least"] <= faint["first_to_last"] <= faint["most"]
-
-
-def test_auxiliary_heads_are_not_the_last_layers(depth_flow):
-    row = depth_flow.examined("net", network("googlenet-lr"), batches(1))
-    assert any(name.startswith("aux1") for name in row["flow"])
-    assert 0 < row["dead_share"] < 1
-    assert any("branch3" in site for site in row["dead"])
-
-
 @pytest.mark.nightly
-def test_a_run_can_be_examined(depth_flow, tmp_path, monkeypatch):
+def test_a_run_can_be_examined(tmp_path, monkeypatch):
     torch.manual_seed(0)
     net = create_model("nin-c3-lr", num_classes=10, in_channels=1, width=0.0625, norm="batch")
     fit(
@@ -183,15 +137,16 @@ def test_a_run_can_be_examined(depth_flow, tmp_path, monkeypatch):
     assert row["dead"]["features.conv1_1"]["groups"].keys() == {"3x1", "1x3"}
 
 
-def memory_record(benchmark_module, monkeypatch, out, *words):
+def memory_record(monkeypatch, out, *words):
     monkeypatch.setattr(sys, "argv", ["memory.py", "--part", "kept", "--out", str(out), *words])
-    benchmark_module("memory").main()
+    memory.main()
     return json.loads(out.read_text())
 
 
-def test_less_memory_is_kept_where_stages_are_computed_again(benchmark_module, tmp_path, monkeypatch):
+@pytest.mark.nightly
+def test_less_memory_is_kept_where_stages_are_computed_again(tmp_path, monkeypatch):
     words = ["--networks", "vgg11-gmp", "--images", "32"]
-    record = memory_record(benchmark_module, monkeypatch, tmp_path / "memory.json", *words)
+    record = memory_record(monkeypatch, tmp_path / "memory.json", *words)
     kept, again = (row["kept_bytes_per_image"] for row in record["kept"]["rows"])
     # Filters, sides and convs of the stages; a pool keeps its output and the places of maxima.
     stages = [(64, 32, 1), (128, 16, 1), (256, 8, 2), (512, 4, 2), (512, 2, 2)]
@@ -202,8 +157,8 @@ def test_less_memory_is_kept_where_stages_are_computed_again(benchmark_module, t
     assert again == pytest.approx(4 * 3 * 32**2 + 4 * sum(ends) + 4 * 512 * 2**2 + head, rel=0.02)
 
 
-def test_a_record_keeps_what_other_processors_gave(benchmark_module, write_shards, photo, tmp_path, monkeypatch):
-    pipeline = benchmark_module("input_pipeline")
+@pytest.mark.nightly
+def test_a_record_keeps_what_other_processors_gave(write_shards, photo, tmp_path, monkeypatch):
     rows = [(photo(number, size=(64, 64)), 0) for number in range(48)]
     write_shards(tmp_path, "train", [rows[:2]])
     write_shards(tmp_path, "test", [rows])
@@ -213,7 +168,7 @@ def test_a_record_keeps_what_other_processors_gave(benchmark_module, write_shard
     words += ["--images", "16", "--batch", "4", "--workers", "0", "--train-rate", "vgg11-gmp=1e9"]
     monkeypatch.setattr(sys, "argv", ["input_pipeline.py", *map(str, words)])
     for _ in range(2):
-        pipeline.main()
+        input_pipeline.main()
     kept, ours = json.loads((tmp_path / "out.json").read_text())["machines"]
     assert kept == other
     assert ours["rows"]["shrunk"]["worker"]["lowest"] > 0
@@ -318,14 +273,3 @@ def test_no_network_takes_the_others_down(zoo):
     )
     assert (rows["plain"]["changed"], rows["plain"]["kept"]) == (1, {"its kernel is 1x1": 2})
     assert "FAILED timm:crash: its process ended with -6" in printed
-
-
-@pytest.mark.nightly
-def test_what_was_not_reached_is_said_and_done_the_next_time(zoo):
-    rows, _ = zoo("--budget", "0", "--match", "xe")
-    assert {name: row["outcome"] for name, row in rows.items()} == {"mixer": "not reached"}
-    rows, _ = zoo("--match", "xe")
-    assert rows["mixer"]["outcome"] == "nothing to convert"
-    again, _ = zoo("--budget", "0", "--match", "i")
-    assert again["mixer"] == rows["mixer"]
-    assert again["plain"]["outcome"] == "not reached"

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.run_book import kept_answers
+from benchmarks import (
+    common,
+    decompose,
+    learned_shapes,
+    run_book,
+)
 from lowrank_cnn.choose.runs import WorkerPool
 from lowrank_cnn.choose.trace import BudgetSpent
-from lowrank_cnn.choose.verdict import DIVERGED, EARLY, NO, OPEN, YES
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.data import open_data
-from lowrank_cnn.method.convert import convert
-from lowrank_cnn.method.count import count
-from lowrank_cnn.train import get_recipe, load_record
+from lowrank_cnn.train import load_record
 from lowrank_cnn.train.failure import NotFiniteError
 
 
-@pytest.fixture(scope="module")
-def run_book(benchmark_module):
-    return benchmark_module("run_book")
-
-
-def test_a_run_is_made_once_and_kept_at_once(run_book, tmp_path: Path):
+def test_a_run_is_made_once_and_kept_at_once(tmp_path: Path):
     path, made = tmp_path / "runs.json", []
 
     def make(key: dict) -> dict:
@@ -50,7 +42,7 @@ def test_a_run_is_made_once_and_kept_at_once(run_book, tmp_path: Path):
         run_book.RunBook(path, "kind", {"width": 2})
 
 
-def test_a_record_that_is_continued_names_every_commit(run_book, tmp_path: Path, monkeypatch):
+def test_a_record_that_is_continued_names_every_commit(tmp_path: Path, monkeypatch):
     path = tmp_path / "runs.json"
     for commit in ("one", "two", "two"):
         monkeypatch.setenv("LOWRANK_COMMIT", commit)
@@ -62,7 +54,7 @@ def test_a_record_that_is_continued_names_every_commit(run_book, tmp_path: Path,
     assert known["environment"]["commit"] == "two"
 
 
-def test_no_run_begins_that_would_not_end_in_time(run_book, tmp_path: Path):
+def test_no_run_begins_that_would_not_end_in_time(tmp_path: Path):
     book = run_book.RunBook(tmp_path / "runs.json", "kind", {}, budget=10.0)
     book.rows = [{"way": "slow", "seed": 0, "top1": 0.5, "wall": 30.0}, {"way": "quick", "top1": 0.5, "wall": 0.1}]
     pool = WorkerPool(lambda _: {"top1": 0.5, "wall": 0.1})
@@ -73,7 +65,7 @@ def test_no_run_begins_that_would_not_end_in_time(run_book, tmp_path: Path):
     assert len(book.rows) == 3
 
 
-def test_a_run_that_cannot_be_made_is_told_of(run_book, tmp_path: Path):
+def test_a_run_that_cannot_be_made_is_told_of(tmp_path: Path):
     def make(key: dict) -> dict:
         raise LowRankError(f"{key['way']} cannot be made.")
 
@@ -85,7 +77,7 @@ def test_a_run_that_cannot_be_made_is_told_of(run_book, tmp_path: Path):
         book.make(WorkerPool(make), keys)
 
 
-def test_pairs_are_judged_together(run_book):
+def test_pairs_are_judged_together():
     draw = torch.Generator().manual_seed(0)
     runs = {
         name: [run_book.kept_answers(torch.rand(2000, generator=draw) < share) for _ in range(4)]
@@ -105,7 +97,7 @@ def diverges() -> dict:
     raise NotFiniteError("the loss is not finite.")
 
 
-def test_each_way_trains_at_the_rate_that_its_tries_found(run_book, tmp_path: Path):
+def test_each_way_trains_at_the_rate_that_its_tries_found(tmp_path: Path):
     best, made = {"thin": 2.0, "gates": 0.5}, []
 
     def make(key: dict) -> dict:
@@ -130,12 +122,7 @@ def test_each_way_trains_at_the_rate_that_its_tries_found(run_book, tmp_path: Pa
     assert made == [("thin", "full", 1.0, 0), ("gates", "full", 1.0, 0)]
 
 
-@pytest.fixture
-def common(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
-    return benchmark_module("common")
-
-
-def test_a_record_says_what_it_was_measured_with(common: ModuleType, tmp_path: Path):
+def test_a_record_says_what_it_was_measured_with(tmp_path: Path):
     path = tmp_path / "new" / "a.json"
     common.write_record(path, "memory", rows=[1])
     found = json.loads(path.read_text())
@@ -148,7 +135,7 @@ def test_a_record_says_what_it_was_measured_with(common: ModuleType, tmp_path: P
     assert path.read_text().count('\n  {"network"') == 2  # a line for each row
 
 
-def test_runs_are_kept_and_other_records_refused(common: ModuleType, tmp_path: Path):
+def test_runs_are_kept_and_other_records_refused(tmp_path: Path):
     path = tmp_path / "runs.json"
     assert common.earlier_runs(path, "speed") == []
     common.write_runs(path, "speed", [{"ms": 1}])
@@ -157,29 +144,14 @@ def test_runs_are_kept_and_other_records_refused(common: ModuleType, tmp_path: P
         common.earlier_runs(path, "memory")
 
 
-def test_the_record_of_a_benchmark_lies_among_the_results(common: ModuleType):
-    made = common.parser("Why.\n\n    how", "x.json")
-    assert made.parse_args([]).out == common.RESULTS / "x.json"
-    assert "    how" in made.format_help()
-
-
-def test_spreads(common: ModuleType):
-    assert common.rates([3, 1, 2]) == {"images_per_second": 2, "lowest": 1, "highest": 3}
-    assert common.milliseconds([3, 1, 2]) == {"ms": 2, "least": 1, "most": 3}
-
-
-@pytest.fixture(scope="module")
-def learned_shapes(benchmark_module):
-    return benchmark_module("learned_shapes")
-
-
 SMALL = shlex.split(
     "--data digits --limit 32 --network nin --width 0.05 --recipe digits --set epochs=2 --set batch_size=16 "
     "--set crop=16 --macs 0.6 --multiple 1 --device cpu --seeds 1"
 )
 
 
-def test_ways_are_trained_in_turn_and_judged(learned_shapes, tmp_path: Path, capsys):
+@pytest.mark.nightly
+def test_ways_are_trained_in_turn_and_judged(tmp_path: Path, capsys):
     out = tmp_path / "shapes.json"
     common = [*SMALL, "--out", str(out)]
     learned_shapes.main([*common, "--budget", "0", "--ways", "thin"])
@@ -199,215 +171,13 @@ def test_ways_are_trained_in_turn_and_judged(learned_shapes, tmp_path: Path, cap
 
 
 @pytest.fixture
-def bench(learned_shapes, tmp_path: Path):
-    options = learned_shapes._options([*SMALL, "--out", str(tmp_path / "shapes.json")])
-    recipe = get_recipe("digits", epochs=2, batch_size=16, crop=16)
-    book = learned_shapes.RunBook(options.out, learned_shapes.KIND, {})
-    images = learned_shapes.run_book.split_for_tries(open_data("digits", limit=32, progress=False))
-    return learned_shapes.ShapeBench(*images, recipe, options, book)
-
-
-def test_a_fixed_share_is_the_largest_within_the_budget(learned_shapes, bench):
-    dense = count(bench.dense(0), bench.size).macs
-    for strips in learned_shapes.FIXED.values():
-        found = bench.fixed(strips, 0.6)
-        parts = dict(found.shapes)["kxk"]
-        more = (*((shape, n * (63 - parts) / (64 - parts)) for shape, n in found.shapes[:-1]), ("kxk", parts + 1))
-        costs = [
-            count(convert(bench.dense(0), scheme, allow_costlier=True), bench.size).macs / dense
-            for scheme in (found, dataclasses.replace(found, shapes=more))
-        ]
-        assert costs[0] <= 0.6 < costs[1]
-
-
-@pytest.fixture(scope="module")
-def shape_verdicts(benchmark_module):
-    return benchmark_module("shape_verdicts")
-
-
-@pytest.fixture
-def book(benchmark_module, tmp_path):
-    run_book = benchmark_module("run_book")
-    found = run_book.RunBook(tmp_path / "record.json", "learned-shapes", {})
-
-    def add(way: str, accuracy: float, ms: float | None, seeds: int = 4, dense: float = 4.0) -> None:
-        """Runs of one way, of which one in so many images is right, in the same order for all ways."""
-        kept = run_book.kept_answers(torch.arange(2000) < round(2000 * accuracy))
-        for seed in range(seeds):
-            row: dict[str, Any] = {"way": way, "phase": "full", "rate": 1.0, "seed": seed, "macs": 0.5, **kept}
-            found.rows.append(row if seed or ms is None else {**row, "ms": {"ours": ms, "dense": dense}})
-
-    found.runs = add
-    return found
-
-
-@pytest.mark.parametrize(
-    ("accuracy", "ms", "seeds", "verdict"),
-    [
-        (0.60, 2.0, 4, YES),
-        (0.60, 2.5, 4, YES),  # the rival has more time and is worse
-        (0.60, 1.9, 4, OPEN),  # and it might win with as much time
-        (0.80, 2.0, 4, NO),
-        (0.80, 1.5, 4, NO),
-        (0.80, 2.1, 4, OPEN),
-        (0.60, 2.0, 3, EARLY),
-    ],
-)
-def test_verdicts_depend_on_time(shape_verdicts, book, accuracy, ms, seeds, verdict):
-    book.runs("thin", accuracy, ms, seeds)
-    book.runs("proximal", 0.7, 3.0, dense=6.0)  # a slower run: times are shares of the dense network's
-    (one,) = shape_verdicts.judged(book)["equal_time"]
-    assert (one["ours"], one["theirs"], one["verdict"]) == ("proximal", "thin", verdict)
-    assert one["time"] == pytest.approx(ms / 2)
-
-
-def test_the_size_of_a_rival_with_the_nearest_time_is_taken(shape_verdicts, book):
-    book.runs("thin", 0.6, 1.5)
-    book.runs("thin:0.7", 0.65, 2.01)
-    book.runs("proximal", 0.7, 2.0)
-    book.runs("energy", 0.7, None)  # not timed
-    found = shape_verdicts.judged(book)
-    assert [(one["ours"], one["theirs"]) for one in found["equal_time"]] == [("proximal", "thin:0.7")]
-    assert [(one["ours"], one["theirs"]) for one in found["answers"]] == [("proximal", "thin"), ("energy", "thin")]
-    assert "may take as long" not in shape_verdicts.shown(book, found)
-
-
-def test_a_size_is_proposed_where_times_differ(shape_verdicts, book):
-    book.runs("thin", 0.6, 1.6)
-    book.runs("proximal", 0.7, 2.0)
-    told = shape_verdicts.shown(book, shape_verdicts.judged(book))
-    assert "thin takes 0.80 of the time of proximal: --ways thin:0.625 may take as long." in told
-
-
-def test_a_way_that_diverged_once_is_not_judged_by_its_other_runs(shape_verdicts, book):
-    book.runs("thin", 0.6, 2.0)
-    book.runs("proximal", 0.7, 2.0)
-    book.rows.append({"way": "proximal", "phase": "full", "rate": 1.0, "seed": 4, "top1": None, "diverged": True})
-    found = shape_verdicts.judged(book)
-    assert {one["verdict"] for one in (*found["answers"], *found["equal_time"])} == {DIVERGED}
-
-
-@pytest.fixture(scope="module")
-def fewest_operations(benchmark_module):
-    return benchmark_module("fewest_operations")
-
-
-def arguments(out: Path, *more: str) -> list[str]:
-    made = ["--data", "digits", "--limit", "40", "--width", "0.25", "--device", "cpu", "--out", str(out)]
-    for setting in ("batch_size=16", "crop=12", "test_shift=0"):
-        made += ["--set", setting]
-    return [*made, "--tries", "1", "--seeds", "2", *more]
-
-
-@pytest.mark.nightly
-def test_the_cheapest_way_of_each_side_that_reaches_the_target_is_trained(fewest_operations, tmp_path, capsys):
-    out = tmp_path / "products.json"
-    ways = ["--ways", "dense 2", "dense 1", "mixture 2", "mixture 1 lr=0.5"]
-    fewest_operations.main(arguments(out, *ways, "--target", "0"))
-    record = json.loads(out.read_text())
-    tries = [row["way"] for row in record["rows"] if row["phase"] == "try"]
-    assert tries == ["dense 2", "dense 1", "mixture 2", "mixture 1 lr=0.5"]
-    assert {row["images"] for row in record["rows"] if row["phase"] == "try"} == {4}  # held out
-    full = [row for row in record["rows"] if row["phase"] == "full"]
-    assert [(row["way"], row["images"]) for row in full] == [("dense 1", 40), ("mixture 1 lr=0.5", 40)] * 2
-    assert all(row["seconds"] > 0 for row in full)
-    found = {row["way"]: row for row in record["summary"]}
-    assert found["dense 2"]["petaflop"] == pytest.approx(2 * found["dense 1"]["petaflop"])
-    assert found["mixture 2"]["petaflop"] < found["dense 2"]["petaflop"]
-    assert found["mixture 1 lr=0.5"]["runs"] == 2
-    fewest_operations.main(arguments(out, *ways, "--target", "0"))
-    assert json.loads(out.read_text())["rows"] == record["rows"]  # nothing is trained again
-    assert "dense 1" in capsys.readouterr().out
-
-
-def test_the_target_of_tries_is_lower_by_what_the_first_way_is_below_its_known_accuracy(
-    fewest_operations, monkeypatch, tmp_path
-):
-    scores = {"dense 12": 93.9, "dense 8": 93.75, "dense 10": 93.65}
-    monkeypatch.setattr(fewest_operations, "_mean", lambda rows: scores[rows[0]["way"]])
-    book = fewest_operations.RunBook(tmp_path / "none.json", "x", {})
-    book.rows = [{"way": way, "phase": "try"} for way in scores]
-    options = fewest_operations._options(
-        ["--data", "-", "--known", "94.2", "--target", "94", "--ways", *scores],
-    )
-
-    class Bench:
-        recipe = get_recipe("cifar10-fast")
-
-        def petaflop(self, way: str) -> float:
-            return {"dense 12": 3.0, "dense 8": 2.0, "dense 10": 1.0}[way]
-
-    assert fewest_operations.chosen_ways(Bench(), book, options) == ["dense 8"]  # 94.0 - 0.3 is reached
-
-
-@pytest.mark.parametrize("text", ["dense", "dense x", "dense 0", ""])
-def test_a_way_without_epochs_is_refused_in_one_sentence(fewest_operations, text):
-    with pytest.raises(LowRankError, match="a design and a number of epochs"):
-        fewest_operations.parse_way(text, get_recipe("cifar10-fast"))
-
-
-def test_the_warm_up_keeps_its_share_of_a_shorter_run(fewest_operations):
-    way = fewest_operations.parse_way("mixture 6 lr=0.5 optimizer=muon", get_recipe("cifar10-fast"))
-    assert (way.recipe.epochs, way.recipe.warmup, way.recipe.lr) == (6, pytest.approx(1.2), 0.5)
-    assert way.recipe.optimizer == "muon"
-    assert way.design.name == "mixture"
-
-
-@pytest.fixture(scope="module")
-def initialisation(benchmark_module):
-    return benchmark_module("initialisation")
-
-
-def test_rates_are_tried_on_held_out_images_and_full_runs_follow(initialisation, tmp_path: Path, capsys):
-    out = tmp_path / "init.json"
-    common = ["--data", "digits", "--limit", "40", "--network", "nin-c3-lr", "--width", "0.05"]
-    common += ["--recipe", "digits"]
-    common += ["--set", "batch_size=16", "--set", "crop=12", "--set", "norm=none", "--device", "cpu"]
-    common += ["--out", str(out)]
-    common += ["--epochs", "2", "--inits", "composite", "normal", "--rates", "0.01", "1e8", "--tries", "1"]
-    initialisation.main([*common, "--seeds", "1"])
-    record = json.loads(out.read_text())
-    tries = [(row["init"], row["rate"]) for row in record["rows"] if row["phase"] == "try"]
-    assert tries == [(init, rate) for rate in (0.01, 1e8) for init in ("composite", "normal")]
-    assert next(row["images"] for row in record["rows"] if row["top1"] is not None) == 4  # held out
-    assert all(row["diverged"] for row in record["rows"] if row["rate"] == 1e8)
-    full = [row for row in record["rows"] if row["phase"] == "full"]
-    assert [(row["init"], row["rate"], row["images"]) for row in full] == [
-        ("composite", 0.01, 40), ("normal", 0.01, 40),
-    ]  # fmt: skip
-    assert all(row["diverged_try"] >= 1 for row in record["summary"])
-    assert [one["margin"] for one in record["answers"]] == [0.2, 0.2]
-    initialisation.main([*common, "--seeds", "1"])
-    assert json.loads(out.read_text())["rows"] == record["rows"]  # nothing is trained again
-    assert "composite over normal by 0.2" in capsys.readouterr().out
-
-
-def test_tries_may_be_as_long_as_full_runs(initialisation, tmp_path: Path, monkeypatch):
-    epochs: list[tuple[str, int]] = []
-
-    def run(bench, init, rate, seed, *, full):
-        epochs.append(("full" if full else "try", bench.recipe.epochs if full else bench.try_epochs))
-        return {"top1": 0.5, "diverged": False, **kept_answers(torch.ones(4, dtype=torch.bool))}
-
-    monkeypatch.setattr(initialisation.InitBench, "run", run)
-    out = tmp_path / "init.json"
-    common = ["--data", "digits", "--limit", "40", "--inits", "composite", "--rates", "1", "2", "--tries", "1"]
-    initialisation.main([*common, "--seeds", "1", "--epochs", "6", "--try-epochs", "6", "--out", str(out)])
-    assert epochs == [("try", 6), ("try", 6), ("full", 6)]
-    assert json.loads(out.read_text())["about"]["try_epochs"] == 6
-    with pytest.raises(SystemExit, match="other settings"):  # tries of another length do not mix with these
-        initialisation.main([*common, "--seeds", "1", "--epochs", "6", "--out", str(out)])
-
-
-@pytest.fixture
-def table(benchmark_module, monkeypatch, tmp_path):
+def table(monkeypatch, tmp_path):
     """Run the benchmark with these arguments, in a folder of its own, and read a record."""
-    module = benchmark_module("decompose")
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str, out: str) -> dict:
         monkeypatch.setattr(sys, "argv", ["decompose", *arguments, "--out", out])
-        module.main()
+        decompose.main()
         return json.loads((tmp_path / out).read_text())
 
     return run

@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowrank_cnn as lr
-from lowrank_cnn.choose import learn_shapes as learning
-from lowrank_cnn.choose.learn_shapes import mac_costs, shape_network, time_costs
+from lowrank_cnn.choose.learn_shapes import mac_costs, shape_network
 from lowrank_cnn.choose.shape_choice import (
     Damage,
     ShapeChooser,
@@ -24,8 +23,6 @@ from lowrank_cnn.choose.shape_choice import (
     pick_units,
     worth,
 )
-from lowrank_cnn.core import clock
-from lowrank_cnn.core.clock import Sample
 from lowrank_cnn.graph.channels import free_routes
 from lowrank_cnn.method.schemes import parse_scheme
 from lowrank_cnn.method.shaped_layers import GatedLinear, shaped_convs
@@ -184,40 +181,6 @@ def test_only_spatial_convs_learn_unless_filters_may_go(scheme, convs, linear):
     assert list(shaped_convs(shaped)) == convs
     assert sum(isinstance(module, GatedLinear) for module in shaped.modules()) == linear
     torch.testing.assert_close(shaped(x), net_with_groups()(x))
-
-
-def test_macs_by_shape_add_up_to_the_dense_network():
-    dense = net_with_groups()
-    costs = mac_costs(shaped_net("learned(kx1, 1x1, kxk)", dense), dense, SIZE)
-    assert costs.filters["0"] == (3 * 3 * 144, 3 * 144, 9 * 3 * 144)
-    assert costs.rest + 8 * costs.filters["0"][-1] + 4 * costs.filters["6"][-1] == costs.dense
-    assert costs.dense == lr.count(dense, SIZE).macs
-
-
-def test_several_shapes_cost_what_a_conv_of_all_of_them_takes(monkeypatch):
-    times = {(3, 1): 1.0, (1, 3): 2.0, (3, 3): 4.0, None: 5.0, "": 20.0}
-    monkeypatch.setattr(
-        learning,
-        "measure",
-        lambda runs, **_: {name: Sample(times[name], 0, 0, 3) for name, run in runs.items() if run() is not None},
-    )
-    costs = time_costs(shaped_net("learned(kx1, 1xk)"), two_convs(), torch.randn(1, *SIZE))
-    assert costs.filters["0"] == (1 / 16, 2 / 16)
-    assert costs.splits["0"] == 5 - 1.5  # half of the filters have either shape
-    assert costs.rest == 20 - 2 * 4
-
-
-def test_other_processes_do_not_change_times(monkeypatch):
-    """A long run is interrupted in most turns, for longer than a short one takes."""
-    turns = iter(range(1000))
-
-    def busy(run, _) -> float:
-        return run() + (4 if run() > 1 and next(turns) % 5 else 0)
-
-    monkeypatch.setattr(learning, "measure", clock.measure)
-    monkeypatch.setattr(clock, "_clock", busy)
-    times = learning._measured({"short": lambda: 1.0, "long": lambda: 3.0}, torch.zeros(1))
-    assert times["short"] / times["long"] == pytest.approx(1 / 3)
 
 
 def test_a_network_is_refused_that_has_grouped_convs_alone():

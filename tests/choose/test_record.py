@@ -2,22 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from lowrank_cnn.choose.frontier import ANSWERS, RECORD, load_frontier, open_frontier, pack, unpack
+from lowrank_cnn.choose.frontier import ANSWERS, RECORD, load_frontier, open_frontier, pack
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.train.recipe import Recipe
 
 TWO = {"dense": (0.9, 1.0, 2), "lr": (0.8, 0.5, 3)}
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=40))
-def test_answers_come_back_as_they_were_packed(right: list[bool]):
-    packed = pack(torch.tensor(right))
-    assert len(packed) == ceil_div(len(right), 8)
-    assert unpack(packed, len(right)).tolist() == right
 
 
 def test_a_record_reads_back_as_it_was(make_frontier):
@@ -97,10 +87,3 @@ def test_a_recipe_without_fields_that_came_later_is_the_same(make_frontier):
     assert open_frontier(found.folder, {**found.about, "recipe": whole}, found.images).rows == found.rows
     with pytest.raises(LowRankError, match="whose recipe quantize is none, not int8: choose"):
         open_frontier(found.folder, {**found.about, "recipe": {**whole, "quantize": "int8"}}, found.images)
-
-
-def test_a_title_says_the_width_and_who_taught(make_frontier):
-    found = make_frontier({"dense": (0.9, 1.0, 1)})
-    assert found.title == "airbench on cifar10"
-    found.about |= {"network": {"base": 0.25}, "teacher": "dense@1.5"}
-    assert found.title == "airbench (width 0.25) on cifar10, taught by dense@1.5"

@@ -94,12 +94,11 @@ def test_what_is_done_is_not_done_again(trace, made_up: list, tmp_path: Path, mo
 
 
 def test_designs_are_matched_by_macs(trace, made_up: list):
-    found = trace(FrontierPlan(("lr-branches",), widen=("macs",), match=("macs",), seeds=0, batch=0))
+    found = trace(FrontierPlan(("lr-branches",), match=("macs",), seeds=0, batch=0))
     rows = {row.design["matched"]: row for row in found.rows}
     low_rank, thin = found.row("lr-branches"), rows["macs of lr-branches"]
     assert thin.macs == pytest.approx(low_rank.macs, rel=0.15)
     assert thin.name.startswith("dense-branches@")
-    assert rows["macs of dense"].macs == pytest.approx(found.rows[0].macs, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -120,13 +120,6 @@ def test_every_option_that_is_named_exists() -> None:
     assert found == {}
 
 
-def test_an_option_that_does_not_exist_is_found() -> None:
-    known = {"--out", "--seed"}
-    assert unknown_options("choose another --out, or --overwrite it", known) == {"--overwrite"}
-    assert unknown_options("try `lowrank evaluate runs/photos --seed 3`", known) == {"--seed"}
-    assert unknown_options("train with --seed 3", known) == set()
-
-
 SOURCE = {"--input", "--pretrained", "--width", "--norm", "--into", "--scheme", "--stride", "--classes"}
 """Which network, and of which size."""
 AROUND = {"--help", "-h", "--json", "-o", "--out", "--device", "--threads", "--batch"}

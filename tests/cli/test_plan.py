@@ -13,6 +13,7 @@ import lowrank_cnn as lr
 from lowrank_cnn.cli.options import limit_threads
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.thin import thin_like
+from tests.support import called_here
 
 SMALL, QUICK = ["--width", "0.1"], ["--no-cache", "--repeats", "3"]
 FILE = """
@@ -48,6 +49,12 @@ def file(tmp_path) -> str:
     """A file of networks and inputs, ready for the name of a function."""
     (tmp_path / "nets.py").write_text(FILE)
     return f"{tmp_path}/nets.py:"
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines are timed here; tests of the choice of an engine give each a process of its own."""
+    monkeypatch.setattr("lowrank_cnn.deploy.choose_engine.apart", called_here)
 
 
 def fits(text: str) -> bool:

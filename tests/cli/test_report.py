@@ -14,7 +14,7 @@ from lowrank_cnn.report.figures import FIGURES
 RECORD = {
     "kind": "training",
     "model": {"name": "nin-c3-lr", "num_classes": 10},
-    "data": {"name": "digits", "size": [3, 30, 30]},
+    "data": {"name": "digits", "image": [3, 30, 30]},
     "recipe": {"name": "fast"},
     "history": [{"epoch": 1, "train_loss": 1.0, "accuracy": 0.5}],
     "result": {"top1": 0.5, "macs": 10, "params": 5},

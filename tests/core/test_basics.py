@@ -133,15 +133,6 @@ def test_control_characters_are_shown_as_escapes(text, shown):
     assert str(LowRankError(text)) == shown.replace("\n", "\\n")
 
 
-def test_messages_leave_the_ending_of_nouns_to_counted():
-    nouns = (
-        "batches|classes|dimensions|epochs|images|inputs|labels|layers|networks|outputs|runs|seeds|stages|variants"
-    )
-    bare = re.compile(rf"{{len\([^{{}}]*\)(:,)?}} ({nouns})\b|'s' \*|\"s\" \*")
-    lines = ((path, line) for path in Path(lowrank_cnn.__file__).parent.rglob("*.py") for line in path.open())
-    assert [f"{path}: {line}" for path, line in lines if bare.search(line)] == []
-
-
 def test_corrections_intervals_and_correlations_are_those_of_the_textbook():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert (holm([0.9, 0.8]), holm([])) == ([1.0, 1.0], [])

@@ -57,13 +57,6 @@ def test_one_flipped_bit_counts_as_empty(tmp_path, where, bit):
     path.unlink()
 
 
-def test_tensors_are_made_once(tmp_path):
-    first = cached_tensors("key", made, folder=tmp_path)
-    found = cached_tensors("key", lambda: made(2.0), folder=tmp_path)
-    assert found.keys() == first.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in first.items())
-
-
 def test_keys_tell_entries_apart(tmp_path):
     write_cached(tmp_path / "file", "one", b"payload")
     assert (read_cached(tmp_path / "file", "one"), read_cached(tmp_path / "file", "other")) == (b"payload", None)

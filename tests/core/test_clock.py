@@ -27,12 +27,6 @@ def test_functions_take_turns_after_a_warm_up():
         assert 0 <= sample.low <= sample.ms <= sample.high
 
 
-def test_the_least_time_may_be_taken_in_place_of_the_median(monkeypatch):
-    monkeypatch.setattr(clock, "_clock", lambda run, _: run())
-    taken = iter([0.0, 0.0, 10.0, 6.0, 10.0])  # two runs to warm up, three that count
-    assert measure({"a": lambda: next(taken)}, repeats=3, of=min)["a"].ms == 6
-
-
 def test_a_spent_budget_leaves_three_runs_and_impossible_numbers_are_refused():
     assert measure({"a": lambda: None}, repeats=15, budget=0.0)["a"].runs == 3
     for repeats, says in ((10**21, "at most 1,000,000, not"), (2, "at least 3 and at most 1,000,000, not 2")):

@@ -61,14 +61,6 @@ def test_whitening_equals_its_definition(
     np.testing.assert_allclose(ours.numpy(), reference(split.images, scale, epsilon), rtol=2e-4, atol=2e-4)
 
 
-def test_whitened_covariance_is_the_identity_where_epsilon_is_small(split: ResidentSplit, tmp_path: Path) -> None:
-    white = Whiten.fit(split, epsilon=1e-6, cache=tmp_path)(split.images).flatten(1).double()
-    covariance = white.T @ white / len(white)
-    values = torch.linalg.eigvalsh(covariance)
-    assert values[0].abs() < 1e-3  # the direction of the image mean, which contrast normalisation removes
-    assert (values[1:] - 1).abs().max() < 2e-3
-
-
 def test_constant_images_and_zero_epsilon_stay_finite(tmp_path: Path) -> None:
     grey = torch.full((20, 1, 3, 3), 7, dtype=torch.uint8)
     grey[:10] = torch.randint(0, 256, (10, 1, 3, 3), generator=generator(0)).to(torch.uint8)
@@ -96,16 +88,6 @@ def test_whitening_is_computed_once(split: ResidentSplit, tmp_path: Path, monkey
     Whiten.fit(split.subset(torch.arange(500)))
     assert calls == [0.1, 0.2, 0.1]
     assert [file.suffix for file in (tmp_path / "here").iterdir()] == [".safetensors"] * 3
-
-
-def test_a_damaged_cache_file_is_made_anew(split: ResidentSplit, tmp_path: Path) -> None:
-    first = Whiten.fit(split, cache=tmp_path)
-    (file,) = tmp_path.iterdir()
-    content = file.read_bytes()
-    file.write_bytes(content[: len(content) // 2])
-    assert torch.equal(Whiten.fit(split, cache=tmp_path).matrix, first.matrix)
-    assert file.read_bytes() == content
-    assert Whiten.fit(split, cache=file).matrix.isfinite().all()  # no folder: done without a cache
 
 
 def test_standardised_images_have_no_mean_and_unit_deviation(split: ResidentSplit) -> None:

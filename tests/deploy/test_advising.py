@@ -8,8 +8,7 @@ from torch import nn
 
 import lowrank_cnn as lr
 from lowrank_cnn.choose import design as advising
-from lowrank_cnn.choose.candidates import LOW_RANK, MIXED, THINNER, build_form
-from lowrank_cnn.choose.design import design, layer_advice, variants_of
+from lowrank_cnn.choose.design import design, layer_advice
 from lowrank_cnn.choose.shape_choice import Damage
 from lowrank_cnn.core.clock import Sample
 
@@ -77,21 +76,6 @@ def test_forms_that_are_no_faster_are_not_advised(monkeypatch):
     assert advice.verdict.startswith("Leave it as it is")
     assert advice.network is not model
     assert torch.equal(advice.network[0].weight, model[0].weight)
-
-
-def test_a_rival_that_cannot_be_made_is_named(monkeypatch):
-    class Fixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net()
-
-        def forward(self, x):
-            return self.net[5:](self.net[:5](x).view(1, 32, 16, 16))
-
-    clock(monkeypatch, lambda name, m: macs_of(m))
-    advice = design(Fixed(), EXAMPLE, macs=0.7)
-    assert [form.name for form in advice.forms] == ["dense", "low-rank"]
-    assert "No thinner network was measured: the network cannot be made thinner" in advice.verdict
 
 
 def test_a_layer_where_strips_are_slow_is_left_out_of_the_mixture(monkeypatch):
@@ -239,45 +223,6 @@ def test_a_network_with_3d_convs_and_older_weight_norm_is_measured():
     model[3] = torch.nn.utils.weight_norm(model[3])
     with pytest.raises(lr.LowRankError, match="cannot be made thinner"):
         design(model, EXAMPLE, macs=0.5, repeats=3)
-
-
-# Layers and whole networks within a share of the MACs.
-
-SIZE = (3, 16, 16)
-
-
-def plain() -> nn.Sequential:
-    torch.manual_seed(0)
-    convs = [nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()]
-    return nn.Sequential(*convs, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 4))
-
-
-@pytest.mark.parametrize("share", [0.6, 0.3, 0.1])
-def test_every_form_is_within_its_share(share: float):
-    dense = lr.count(plain(), SIZE).macs
-    for form in (LOW_RANK, THINNER, MIXED):
-        network = build_form(plain(), SIZE, form, share, strips=["2"])
-        assert lr.count(network, SIZE).macs <= share * dense
-        assert network(torch.randn(1, *SIZE)).shape == (1, 4)
-
-
-def test_mixed_has_strips_in_the_layers_named_alone():
-    network = build_form(plain(), SIZE, MIXED, 0.3, strips=["2"])
-    assert isinstance(network.get_submodule("0"), nn.Conv2d)
-    assert isinstance(network.get_submodule("2"), lr.CompositeConv2d)
-
-
-def test_a_share_that_no_form_reaches_is_refused():
-    with pytest.raises(lr.LowRankError, match="MACs"):
-        build_form(plain(), SIZE, THINNER, 1e-6)
-
-
-def test_the_forms_cost_the_same_macs():
-    forms = variants_of(nn.Conv2d(8, 24, 3, padding=1, stride=2))
-    sizes = {name: sum(p.numel() for p in form.parameters() if p.dim() > 1) for name, form in forms.items()}
-    assert sizes["strips"] == sizes["thin"] == sizes["dense"] // 3
-    assert forms["thin, rounded up"].out_channels == 16
-    assert {form(torch.randn(1, 8, 9, 9)).shape[2:] for form in forms.values()} == {(5, 5)}
 
 
 def test_the_faster_form_is_advised_and_what_it_loses_counts_more():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 import torch
@@ -29,31 +28,6 @@ from lowrank_cnn.models import create_model
 
 built = pytest.mark.skipif(not available(torch.float32), reason="lowrank-strips is not built: `make strips`")
 POOLS = [None, nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(3, 2, ceil_mode=True)]
-
-
-def test_a_block_takes_the_relu_and_the_pool_behind_its_layer():
-    net = create_model("vgg11-gmp-lr", width=0.05).eval()
-    x = torch.randn(1, 3, 64, 64)
-    network, blocks, captured = in_blocks(net, x)
-    found = {block.name: block.epilogue for block in blocks}
-    assert len(found) == 8
-    assert captured.calls is None
-    first, third = found["features.conv1_1"], found["features.conv3_1"]
-    assert (first.activation, third.activation, third.pool) == ("relu", "relu", None)
-    assert isinstance(first.pool, nn.MaxPool2d)
-    torch.testing.assert_close(network(x), net(x))
-    file = io.BytesIO()
-    torch.save(network, file)
-    file.seek(0)
-    torch.testing.assert_close(torch.load(file, weights_only=False)(x), net(x))
-
-
-def test_a_block_reaches_across_what_does_nothing_in_evaluation_and_a_shared_layer_is_none():
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Identity(), nn.Dropout(), nn.ReLU(), nn.Sigmoid(), nn.MaxPool2d(2))
-    _, (block,), _ = in_blocks(net.eval(), torch.randn(1, 3, 8, 8))
-    assert (block.epilogue.activation, block.epilogue.pool) == ("relu", None)
-    conv = nn.Conv2d(3, 3, 3)
-    assert in_blocks(nn.Sequential(conv, nn.ReLU(), conv).eval(), torch.randn(1, 3, 8, 8))[1] == []
 
 
 def test_a_network_captured_for_one_size_leaves_other_sizes_to_the_original():

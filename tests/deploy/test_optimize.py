@@ -26,11 +26,9 @@ from lowrank_cnn.deploy.optimize import (
     FUSED,
     LAST,
     MERGED,
-    PLANNED,
     Form,
     FormSearch,
     Optimized,
-    best_form,
     layer_calls,
     optimize,
     reoptimize,
@@ -334,13 +332,6 @@ def form_search(net: nn.Module, *, budget: float = 60.0, compile: bool = True) -
 
 def small() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
-
-
-@pytest.mark.parametrize(("plan", "best"), [(1.0, FUSED), (0.9, PLANNED)])
-def test_a_plan_is_taken_if_it_is_clearly_faster(plan: float, best: str):
-    fused, planned = Form(FUSED, recorded=True), Form(PLANNED, recorded=True)
-    assert best_form({Form(): 3.0, fused: 1.005, planned: plan}).network == best
-    assert best_form({Form(): 3.0, Form(PLANNED, "contiguous"): plan}) == Form(PLANNED, "contiguous")
 
 
 def test_what_is_fused_whole_computes_the_same_and_leaves_the_network_alone(monkeypatch: pytest.MonkeyPatch):

@@ -282,7 +282,7 @@ def test_plan(last_wins: None, way: str, net: nn.Module, told: bool):
     assert_same_function(lambda net: plan(net, example(net, told), cache=False, candidates=ways), net)
 
 
-@settings(max_examples=20, suppress_health_check=[*SLOWLY, FIXTURE])
+@settings(max_examples=12, suppress_health_check=[*SLOWLY, FIXTURE])
 @given(net=NETWORKS, told=st.booleans())
 def test_optimize(last_wins: None, net: nn.Module, told: bool):
     assert_same_function(lambda net: optimize(net, example(net, told), compile=False, cache=False), net)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.deploy.timing import FileRunner, LayerTime, TorchRunner, layer_correlation, time_model
+from lowrank_cnn.deploy.timing import FileRunner, TorchRunner, time_model
 from lowrank_cnn.method.branches import BranchedConv2d
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.schemes import build_conv
@@ -25,13 +25,6 @@ def test_layers_and_total_stand_beside_their_macs(runtime: str):
     assert -1 <= timing.correlation <= 1
     assert timing.twin.name == "nin"
     assert json.loads(json.dumps(timing.to_dict()))["input"] == [2, 3, 30, 30]
-
-
-def test_correlation_is_pearsons_over_the_layers_that_multiply():
-    layers = [LayerTime("a", "", 1, 2.0), LayerTime("b", "", 2, 4.0), LayerTime("c", "", 3, 6.0)]
-    assert layer_correlation([*layers, LayerTime("relu", "", 0, 99.0)]) == pytest.approx(1)
-    assert layer_correlation(layers[:2]) is None
-    assert layer_correlation([LayerTime("a", "", 5, 1.0)] * 3) is None
 
 
 @pytest.mark.parametrize(

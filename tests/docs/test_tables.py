@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import re
 from collections.abc import Callable
@@ -17,8 +16,8 @@ from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, SeedRun
 from lowrank_cnn.choose.verdict import EARLY
 from lowrank_cnn.method.count import count
 from lowrank_cnn.models import create_model
+from tests.support import ROOT, load_file
 
-ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {"gpu": None, "cpu": "some cores", "torch": "9.9", "commit": "abc", "timm": "1", "torchvision": "2"}
 
 Put = Callable[[str, dict[str, Any]], None]
@@ -33,12 +32,7 @@ def cells(text: str, start: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def blocks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("blocks", ROOT / "docs" / "blocks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_file("docs/blocks.py")
 
 
 @pytest.fixture
@@ -119,16 +113,6 @@ def test_a_full_run_is_bound_by_its_slowest_part(blocks: ModuleType, put: Put):
     assert "other cores, 100 images/s each" in text
 
 
-def test_a_full_run_invents_no_rate(blocks: ModuleType, put: Put):
-    put("input_pipeline.json", {"machines": [pipeline()]})
-    put("gpu_speed.json", {"runs": []})
-    text = blocks.TABLES["full-run"]()
-    assert "no training rate at 224x224 is recorded" in text
-    assert all(
-        "not measured yet" in line for line in text.splitlines() if line.startswith(("| ilsvrc", "| places"))
-    )
-
-
 def empty_frontier(folder: Path, family: str) -> Frontier:
     """A record of runs on CIFAR-10 without any runs, where the tables look for it."""
     place = folder / "frontier" / "cifar10"
@@ -170,34 +154,6 @@ def test_a_frontier_shows_its_networks_by_time_and_its_verdicts(blocks: ModuleTy
     assert "`lr` faster" not in text
     assert "One more question has too few runs for a verdict." in text
     assert "record: `benchmarks/results/frontier/cifar10/frontier.json`" in text
-
-
-def test_of_two_runs_the_one_with_the_stronger_thin_network_is_shown(blocks: ModuleType, put: Put):
-    runs = []
-    for compiler, thin in ((2.0, "thin"), (2.5, "thin in 64s"), (3.0, "thin in 64s")):
-        ways = {"dense, torch.compile": compiler, "low-rank, optimize": 1.0, f"{thin}, optimize": 1.5}
-        row = {"row": "torchvision:resnet18/lr", "macs": {"dense": 100, "low-rank": 33, thin: 40}}
-        row["inference"] = {"ms": {way: {"ms": ms} for way, ms in ways.items()}}
-        runs.append({"environment": ENVIRONMENT, "rows": [row]})
-    put("gpu_models.json", {"runs": runs})
-    expected = ["2.50 (1.00)", "not measured", "1.50 (0.60) in 64s", "1.00 (0.40)"]
-    assert cells(blocks.TABLES["gpu-models"](), "`resnet18`, `lr`")[2:] == expected
-
-
-def test_the_first_screen_shows_times_of_networks_that_were_not_trained(blocks: ModuleType, put: Put):
-    times = {"dense, torch.compile": 3.0, "dense, optimize": 2.0, "low-rank, optimize": 1.0, "thin, optimize": 1.9}
-    times["thin in 64s, optimize"] = 1.5
-    macs = {"dense": 7 * 10**9, "low-rank": 2 * 10**9, "thin": 3 * 10**9, "thin in 64s": 2 * 10**9}
-    row = {"row": "lowrank:vgg11-gmp/lr", "macs": macs}
-    row["inference"] = {"ms": {way: {"ms": ms} for way, ms in times.items()}}
-    put("gpu_models.json", {"runs": [{"environment": ENVIRONMENT, "rows": [row]}]})
-    speed = {"network": "vgg11-gmp-lr", "batch": 256, "ms": 3.0, "dense_ms": 9.0, "tricks_ratio": 0.5}
-    put("gpu_speed.json", {"runs": [{"environment": ENVIRONMENT, "rows": [{**speed, "mode": "training"}]}]})
-    text = blocks.TABLES["headline"]()
-    # Dense through our kernels, thin in the widths that are fastest.
-    assert cells(text, "`vgg11-gmp`")[1:] == ["2.00 ms, step 6.0 ms", "1.00 ms, step 3.0 ms", "1.50 ms"]
-    assert "%" not in text
-    assert "gpu_models.json" in text
 
 
 @pytest.mark.parametrize("verdict", ["yes", "undecided"])
@@ -248,22 +204,6 @@ def test_the_newest_run_of_a_network_is_shown_with_the_dense_one_beside_it(block
     assert cells(text, "`b`")[1:6] == shown
     assert "commits 1old, 2new" in text
     assert "Not measured: `dense` with max-autotune." in text
-
-
-def test_runs_that_are_not_shown_are_not_named(blocks: ModuleType, put: Put):
-    runs = [
-        speed_run("1old", 10.0, a=5.0),
-        speed_run("2new", 20.0, a=6.0),
-        speed_run("3train", 9.0, "training", a=3.0),
-    ]
-    runs[0]["note"], runs[1]["note"] = "The old note.", "The new note."
-    put("gpu_speed.json", {"runs": runs})
-    text = blocks.TABLES["gpu-speed"]()
-    assert "commit 2new" in text
-    assert "1old" not in text
-    assert "The new note." in text
-    assert "The old note." not in text
-    assert cells(blocks.TABLES["gpu-training"](), "`a`")[2] == "**0.333**"
 
 
 def test_every_recorded_row_is_made_of_its_own_run():

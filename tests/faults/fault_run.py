@@ -18,29 +18,15 @@ from typing import Any
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from torch import nn
 
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.data import Data, ResidentSplit, open_data
+from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.deploy import quantize as quantizing
 from lowrank_cnn.train import Interrupted, Recipe, fit, load_record
 from lowrank_cnn.train.trained import load_checkpoint
+from tests.train.driver import STATEFUL, tiny_data, tiny_net
 
-RECIPE = Recipe(
-    name="faults",
-    batch_size=16,
-    epochs=3,
-    lr=0.05,
-    schedule="paper",
-    preprocess="whiten",
-    holdout=0.2,
-    patience=20,
-    levels=9,
-    ema=0.9,
-    crop=6,
-    pad=1,
-    mirror=False,
-)
+RECIPE = replace(STATEFUL, name="faults", epochs=3, preprocess="whiten")
 """Every kind of state: dropout, batch norm, moving average, level-off, random crops, a cached whitening matrix."""
 FINISHED, CRASHED, REFUSED, STOPPED = 0, 1, 3, 4
 TIMES = ("seconds", "images_per_second")
@@ -48,25 +34,10 @@ PATIENCE = 600.0
 """Seconds after which a process counts as hung; one run takes about two on an idle core."""
 
 
-def images() -> Data:
-    """Noisy 8x8 images of two bright quadrants: four classes."""
-
-    def split(count: int, seed: int) -> ResidentSplit:
-        draw = torch.Generator().manual_seed(seed)
-        labels = torch.arange(count) % 4
-        pixels = torch.randint(0, 100, (count, 1, 8, 8), generator=draw)
-        for quadrant in range(4):
-            top, left = 4 * (quadrant // 2), 4 * (quadrant % 2)
-            pixels[labels == quadrant, :, top : top + 4, left : left + 4] += 120
-        return ResidentSplit.of(pixels.to(torch.uint8), labels)
-
-    return Data("tiny", ("nw", "ne", "sw", "se"), split(80, 0), split(24, 1))
-
-
 def files(folder: Path) -> list[Path]:
     """The same images as files in `folder/images`, written now."""
     found = []
-    for part, split in (("train", images().train), ("test", images().test)):
+    for part, split in (("train", tiny_data().train), ("test", tiny_data().test)):
         for number, (image, label) in enumerate(zip(split.images, split.labels, strict=True)):
             found.append(folder / "images" / part / str(int(label)) / f"{number:02}.bmp")
             found[-1].parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +47,7 @@ def files(folder: Path) -> list[Path]:
 
 def train(folder: Path, seed: int = 0) -> None:
     """Train, or go on, in `folder/run`, with the cache in `folder/cache`; a checkpoint follows every step."""
-    _fit(folder, images(), RECIPE, seed)
+    _fit(folder, tiny_data(), RECIPE, seed)
 
 
 def stream(folder: Path, seed: int = 0) -> None:
@@ -89,21 +60,15 @@ def stream(folder: Path, seed: int = 0) -> None:
 
 def _fit(folder: Path, data: Data, recipe: Recipe, seed: int, **options: Any) -> None:
     os.environ["LOWRANK_CACHE"] = str(folder / "cache")
-    torch.manual_seed(seed)
     options |= {"out": folder / "run", "resume": True, "checkpoint_every": 0.0, "device": "cpu"}
-    fit(network(), data, recipe, seed=seed, **options)
-
-
-def network() -> nn.Module:
-    head = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4)]
-    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(0.2), nn.ReLU(), *head)
+    fit(tiny_net(stateful=True, seed=seed), data, recipe, seed=seed, **options)
 
 
 def export(folder: Path, seed: int = 0) -> None:
     """Write the finished run to `folder/net.tflite` in int8: the better one of two rejected candidates."""
-    trained = load_checkpoint(folder / "run", network=network())
+    trained = load_checkpoint(folder / "run", network=tiny_net(stateful=True))
     quantizing._TRIES = 1
-    quantizing.quantize(trained, images(), folder / "net.tflite", images=16, most_loss=-100.0, overwrite=True)
+    quantizing.quantize(trained, tiny_data(), folder / "net.tflite", images=16, most_loss=-100.0, overwrite=True)
 
 
 def start_all(folder: Path, work: str) -> list[int]:

@@ -10,17 +10,15 @@ import pytest
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the harness forks")
 
-FAULTS = 20
-
 
 @pytest.mark.slow
 def test_runs_survive_every_kind_of_fault(tmp_path):
     from fault_harness import faults, run_faults
     from fault_kinds import KINDS
 
-    assert {fault.kind for fault in faults(FAULTS)} == set(KINDS)
-    outcomes, explained = run_faults(FAULTS, tmp_path)
-    assert outcomes["identical"] == outcomes["injected"] == FAULTS, "\n".join(explained)
+    assert [fault.kind for fault in faults(len(KINDS))] == list(KINDS)
+    outcomes, explained = run_faults(len(KINDS), tmp_path)
+    assert outcomes["identical"] == outcomes["injected"] == len(KINDS), "\n".join(explained)
 
 
 def test_traps_reach_nearly_every_file_operation(tmp_path):
@@ -41,6 +39,16 @@ def test_traps_reach_nearly_every_file_operation(tmp_path):
     assert OPERATIONS <= int((tmp_path / "count").read_text()) <= OPERATIONS * 1.2
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nothing disturbed."""
+    import fault_run as run
+
+    folder = tmp_path_factory.mktemp("reference")
+    assert run.wait(run.start(folder)) == run.FINISHED
+    return folder
+
+
 @pytest.mark.parametrize(
     ("sabotage", "outcome"),
     [
@@ -49,14 +57,13 @@ def test_traps_reach_nearly_every_file_operation(tmp_path):
         (lambda run: [path.unlink() for path in run.glob("step-*.json")], "silently wrong"),
     ],
 )
-def test_the_harness_notices(tmp_path, monkeypatch, sabotage, outcome):
+def test_the_harness_notices(tmp_path, monkeypatch, finished, sabotage, outcome):
     """A run whose files are spoilt after it was resumed, as by a fault of this library."""
     import fault_harness
     import fault_run as run
 
-    assert run.wait(run.start(tmp_path / "reference")) == run.FINISHED
-    reference = run.result(tmp_path / "reference")
-    shutil.copytree(tmp_path / "reference", tmp_path / "fault")
+    reference = run.result(finished)
+    shutil.copytree(finished, tmp_path / "fault")
     monkeypatch.setitem(fault_harness.KINDS, "none", (1, lambda *_: run.FINISHED))
 
     def spoil(child: int) -> int:

@@ -19,7 +19,7 @@ FAST = tuple(step for step in STEPS if step != "exported")
         ("pytorchcv:resnet20_cifar10", FAST),
         ("transformers:ResNetForImageClassification", STEPS),
         ("transformers:Wav2Vec2ForSequenceClassification", FAST),
-        ("diffusers:AutoencoderTiny", FAST),
+        pytest.param("diffusers:AutoencoderTiny", FAST, marks=pytest.mark.nightly),
         pytest.param("diffusers:UNet2DModel", FAST, marks=pytest.mark.nightly),
         pytest.param("monai:UNet 3-D", FAST, marks=pytest.mark.nightly),
     ],
@@ -31,6 +31,7 @@ def test_a_foreign_network_is_transformed_exactly_or_refused_in_a_sentence(name:
     assert outcome.cells["counted"] == "equal"
 
 
+@pytest.mark.nightly
 def test_norms_of_a_network_with_a_conv_class_of_its_own_are_folded():
     outcome = examine(NETWORKS["efficientnet_pytorch:b0"], steps=("merged",))
     assert "49 of 49 folded" in outcome.cells["merged"]

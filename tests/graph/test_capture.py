@@ -1,18 +1,15 @@
 """Networks as graphs: what is captured, for which sizes, and the patterns of layers that are found in it."""
 
 import copy
-from collections import OrderedDict
-from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn import functional as F
 
-from lowrank_cnn.graph.capture import CaptureError, capture, layer_kind
+from lowrank_cnn.graph.capture import CaptureError, capture
 from lowrank_cnn.graph.patterns import find_patterns, rewritten
 from lowrank_cnn.kernels.problem import activate
-from lowrank_cnn.method.schemes import build_conv
 from lowrank_cnn.models import create_model
 
 X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -82,95 +79,6 @@ def test_what_is_added_in_place_is_recorded_so():
     captured = capture(Adds())
     again = torch.fx.GraphModule(captured.root, captured.graph)
     assert torch.equal(again(X), Adds()(X))
-
-
-class Parts(nn.Module):
-    """A conv with what may follow it, called by a function given to it."""
-
-    def __init__(self, forward) -> None:
-        super().__init__()
-        self.conv, self.other, self.norm = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
-        self.block, self.relu = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()), nn.ReLU()
-        self.run = forward
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.run(self, x)
-
-
-def hooked(net: Parts, name: str) -> Parts:
-    net.get_submodule(name).register_forward_hook(lambda *_: None)
-    return net
-
-
-@pytest.mark.parametrize(
-    ("net", "once"),
-    [
-        (Parts(lambda s, x: s.norm(s.conv(x))), {"conv", "norm"}),
-        (Parts(lambda s, x: s.conv(s.conv(x))), set()),
-        (Parts(lambda s, x: s.block(x) + s.block[0](x)), {"block.1"}),
-        (hooked(Parts(lambda s, x: s.block(x) + s.block[0](x)), "block"), {"block"}),
-        (Parts(lambda s, x: s.norm(s.conv(x)) * s.conv.weight.sum()), {"norm"}),
-        (Parts(lambda s, x: s.norm(s.conv(x)) + s.norm.running_mean.sum()), {"conv"}),
-    ],
-)
-def test_modules_that_may_be_replaced_are_called_once_and_read_by_nobody_else(net: nn.Module, once: set[str]):
-    assert set(capture(net.eval()).called_once()) == once
-
-
-def test_kinds_of_layers():
-    named = nn.Conv2d(3, 4, 3)
-    named.forward = lambda x: x
-    hooks = nn.Conv2d(3, 4, 3)
-    hooks.register_full_backward_pre_hook(lambda *_: None)
-    empty = type("Own", (nn.Conv2d,), {})
-    other = type("Other", (nn.Conv2d,), {"forward": lambda self, x: x})
-    computed = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3))
-    kinds = [
-        (nn.Conv2d(3, 4, 3), "conv"), (nn.Conv1d(3, 4, 3), "conv"), (nn.Linear(3, 4), "linear"),
-        (build_conv(4, 4, 3, "lr"), "composite"), (build_conv(4, 4, 3, "lr-join"), "chain"),
-        (empty(3, 4, 3), "conv"),
-        (other(3, 4, 3), None), (named, None), (hooks, None), (computed, None), (nn.ReLU(), None),
-        (nn.Sequential(nn.Conv2d(3, 4, 3)), None), (nn.ConvTranspose2d(3, 4, 3), "transposed conv"),
-    ]  # fmt: skip
-    assert [layer_kind(module) for module, _ in kinds] == [kind for _, kind in kinds]
-
-
-def test_a_chain_with_a_hook_inside_is_no_layer():
-    chain = build_conv(4, 4, 3, "lr-join")
-    chain.join.register_forward_hook(lambda *_: None)
-    assert layer_kind(chain) is None
-    captured = capture(nn.Sequential(chain).eval())
-    assert [pattern.name for pattern in find_patterns(captured)] == ["0.basis"]
-
-
-@dataclass
-class Answer(OrderedDict):
-    """An output as Hugging Face's are: a dataclass that is a dictionary of what it holds."""
-
-    logits: torch.Tensor | None = None
-    hidden: tuple[torch.Tensor, ...] | None = None
-
-    def __post_init__(self) -> None:
-        self.update({key: value for key, value in vars(self).items() if value is not None})
-
-
-class TakesOptions(LooksAtSizes):
-    def forward(self, x: torch.Tensor, hidden: bool | None = None, **options: object) -> Answer:
-        if x.shape[1] != 4 or options:
-            raise ValueError("four channels and no other options")
-        first = self.conv(x)
-        second = self.norm(first)
-        return Answer(second, hidden=(first, second) if hidden else None)
-
-
-def test_options_that_the_example_leaves_out_keep_their_defaults_and_outputs_their_class():
-    net = TakesOptions().eval()
-    captured = capture(copy.deepcopy(net), X)
-    assert captured.calls == (((2, 4, 8, 8), torch.float32, "cpu"),)
-    given, right = fx.GraphModule(captured.root, captured.graph)(X), net(X)
-    assert type(given) is Answer
-    assert given.keys() == right.keys() == {"logits"}
-    torch.testing.assert_close(given["logits"], right["logits"])
 
 
 class Net(nn.Module):
@@ -298,23 +206,6 @@ def test_what_has_hooks_is_in_no_pattern(hook: str, place: str, found: list[str]
     net = Net(lambda s, x: s.pool(s.relu(s.norm(s.conv(x))))).eval()
     getattr(net.get_submodule(place), hook)(lambda *_: None)
     assert joined(net)[1] == found
-
-
-def test_our_networks_have_a_pattern_per_layer():
-    net = create_model("vgg11-gmp-lr", width=0.05).eval()
-    _, words = joined(net)
-    assert len(words) == 8
-    assert words[0] == "features.conv1_1 relu pool"
-
-
-def test_a_pattern_ends_where_it_is_not_accepted():
-    net = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(3, 3, 1), nn.MaxPool2d(3))
-    whole, second = find_patterns(capture(net))
-    assert whole.activation == "relu"
-    assert (whole.pool, second.pool) == (net[2], net[4])
-    small = find_patterns(capture(net), accepts=lambda layer, parts: parts.get("pool") is not net[4])
-    assert [pattern.pool for pattern in small] == [net[2], None]
-    assert [len(pattern.nodes) for pattern in small] == [3, 1]
 
 
 def test_a_norm_that_no_layer_takes_begins_a_pattern():

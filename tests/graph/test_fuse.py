@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lowrank_cnn.graph.fuse import fuse, fuse_neighbours
-from lowrank_cnn.graph.fused_between import FusedNorm, FusedPool, FusedResponseNorm, NormedConv, fused_neighbour
+from lowrank_cnn.graph.fuse import fuse
+from lowrank_cnn.graph.fused_between import FusedNorm, NormedConv
 from lowrank_cnn.kernels import forced
-from lowrank_cnn.kernels.fused_convs import FusedComposite
 from lowrank_cnn.method.schemes import build_conv
 from lowrank_cnn.models import create_model
 
@@ -36,14 +35,6 @@ def test_the_copy_computes_the_same(scheme):
     grads = torch.autograd.grad(exact.square().sum(), list(model.parameters()))
     twin(x).square().sum().backward()
     assert all(torch.allclose(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
-
-
-def test_relu_and_pool_are_taken_in():
-    twin = fuse(network("lr"))
-    first, second = (layer for layer in twin.modules() if isinstance(layer, FusedComposite))
-    assert (first.activation, first.pool) == ("relu", "ceil")
-    assert (second.activation, second.pool) == ("relu", None)
-    assert not any(isinstance(layer, nn.ReLU) for layer in twin.modules())
 
 
 def normed(dtype=torch.float32):
@@ -73,16 +64,6 @@ def test_norms_and_pools_are_fused():
 )
 def test_others_stay_as_they_are(layer):
     assert type(fuse(nn.Sequential(layer, nn.ReLU())).get_submodule("0")) is type(layer)
-
-
-def test_neighbours_alone_can_be_fused():
-    pool, norm = nn.MaxPool2d(3, 1, 1), nn.LocalResponseNorm(5)
-    net = nn.Sequential(nn.Conv2d(3, 16, 3), pool, nn.Sequential(norm, pool), nn.MaxPool2d(2, return_indices=True))
-    net.eval()
-    assert fuse_neighbours(net) == 3
-    kinds = [type(module).__name__ for module in net.modules()]
-    assert kinds[1:] == ["Conv2d", "FusedPool", "Sequential", "FusedResponseNorm", "FusedPool", "MaxPool2d"]
-    assert not any(module.training for module in net.modules())
 
 
 def test_the_copy_shares_parameters_and_statistics():
@@ -150,23 +131,6 @@ def test_a_step_that_comes_twice_runs_twice():
     assert torch.allclose(fuse(model.eval())(x), model(x), atol=1e-6)
 
 
-class Branches(nn.Module):
-    """One module under two names, and a name for none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = self.second = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU())
-        self.register_module("third", None)
-
-    def forward(self, x):
-        return self.second(self.first(x)) if self.third is None else x
-
-
-def test_every_name_is_kept():
-    model, x = Branches(), torch.randn(2, 3, 4, 4)
-    assert torch.allclose(fuse(model)(x), model(x))
-
-
 @pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_weights_that_are_computed_learn(norm):
@@ -219,22 +183,6 @@ def test_activations_are_taken_in(module, name):
     assert sum(1 for _ in twin.children()) == (1 if name else 2)
     x = torch.randn(1, 8, 5, 5)
     assert torch.allclose(twin(x), model(x), atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("layer", "kind"),
-    [
-        (nn.MaxPool2d(3, 2, 1), FusedPool),
-        (nn.LocalResponseNorm(5), FusedResponseNorm),
-        (nn.MaxPool2d(2, return_indices=True), type(None)),
-        (nn.MaxPool2d(2, dilation=2), type(None)),
-        (nn.LocalResponseNorm(99), type(None)),
-        (nn.LocalResponseNorm(5, alpha=-1.0), type(None)),
-        (nn.CrossMapLRN2d(5), type(None)),
-    ],
-)
-def test_plain_pools_and_response_norms_are_known(layer, kind):
-    assert type(fused_neighbour(layer)) is kind
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -66,8 +66,8 @@ def network(**options) -> nn.Module:
 
 
 def images(count: int = 2) -> Tensor:
-    draw = torch.Generator().manual_seed(1)
-    return torch.randn(count, 3, 23, 25, generator=draw).to(DEVICE).contiguous(memory_format=torch.channels_last)
+    draw, size = torch.Generator().manual_seed(1), (23, 25) if DEVICE == "cuda" else (15, 17)
+    return torch.randn(count, 3, *size, generator=draw).to(DEVICE).contiguous(memory_format=torch.channels_last)
 
 
 def results(run: nn.Module, of: nn.Module, x: Tensor) -> list[Tensor]:

@@ -14,7 +14,6 @@ from lowrank_cnn.choose.learn_shapes import shape_network
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.graph.merge import merge
-from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.schemes import FactoredConv2d, build_conv, parse_scheme
@@ -84,14 +83,6 @@ def test_our_networks_merge_with_their_norms(name: str):
     left = {name for name, part in merged.named_modules() if isinstance(part, nn.BatchNorm2d | FactoredConv2d)}
     assert left == {row.name for row in notes(merged).merging if "does not run" in row.reason}
     assert all(name.startswith(notes(net).auxiliary) for name in left)
-
-
-def test_the_callers_network_stays_as_it_was():
-    net = shaken(create_model("nin", width=0.05, norm="batch", scheme="lr-join")).eval()
-    before, state = str(net), copy.deepcopy(net.state_dict())
-    merge(net)
-    assert str(net) == before
-    assert all(torch.equal(tensor, state[name]) for name, tensor in net.state_dict().items())
 
 
 FOLDS = [
@@ -210,15 +201,6 @@ def test_a_norm_that_no_layer_feeds_alone_stays():
     merged = merge(net, example_input=torch.randn(1, 3, 4, 4))
     assert isinstance(merged.norm, nn.BatchNorm2d)
     assert "no layer" in notes(merged).merging[0].reason
-
-
-def test_a_decomposed_foreign_network_merges():
-    net = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU())
-    net = shaken(convert(net, "separable", allow_costlier=True)).double().eval()
-    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
-    merged = merge(net, chains=True, example_input=x)
-    assert [type(module) for module in merged] == [nn.Conv2d, nn.Identity, nn.ReLU]
-    torch.testing.assert_close(merged(x), net(x))
 
 
 @pytest.mark.parametrize(

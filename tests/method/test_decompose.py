@@ -1,7 +1,6 @@
 """Trained filters are approximated: by weights, by images, within a budget, layer by layer."""
 
 import copy
-from math import prod
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ from lowrank_cnn.method.decompose import (
     nearest_output,
 )
 from lowrank_cnn.method.rewrite import copy_with, replacement, rewrite
-from lowrank_cnn.method.schemes import FactoredConv2d, fit_layer, parse_scheme
+from lowrank_cnn.method.schemes import fit_layer, parse_scheme
 from lowrank_cnn.models import create_model
 
 
@@ -104,17 +103,6 @@ def test_a_basis_with_its_join_fits_what_has_no_corners(scheme: str):
     torch.testing.assert_close(new(x), net(x), rtol=0, atol=1e-6)
 
 
-def test_the_callers_network_stays_as_it_was():
-    net = trained()
-    before = copy.deepcopy(net.state_dict())
-    new = decompose(net, "separable(m=4)")
-    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
-    assert isinstance(new[0], FactoredConv2d)
-    assert torch.equal(new[0].second.bias, net[0].bias)
-    assert new[0].first.bias is None  # so that the two can be merged exactly
-    assert new[2].second.bias is None
-
-
 def test_a_fitted_pair_merges_back_to_a_dense_conv():
     new = decompose(trained(), "separable(m=64)", allow_costlier=True).eval()
     merged = merge(new, chains=True)
@@ -174,14 +162,6 @@ def test_a_budget_counts_every_use_of_a_shared_layer():
     assert new.conv is new.names[0]
     assert 0.4 < count(new, size).macs / count(net, size).macs <= 0.5
     assert not net.conv.weight.is_meta
-
-
-def test_a_larger_budget_keeps_more():
-    net, size = trained(), (4, 12, 12)
-    small, large = (decompose(net, "separable", macs=share, input_size=size) for share in (0.3, 0.6))
-    assert prod(row.energy for row in notes(large).decomposition) > prod(
-        row.energy for row in notes(small).decomposition
-    )
 
 
 def test_a_budget_of_time_takes_the_dearest_network_that_is_fast_enough(monkeypatch: pytest.MonkeyPatch):

@@ -41,14 +41,6 @@ def test_a_shape_leaves_only_its_taps():
     assert torch.equal(gradient, layer.masks[layer.choice][:, None].expand_as(gradient))
 
 
-def test_a_checkpoint_of_a_run_with_gates_still_loads():
-    layer = shaped(nn.Conv2d(2, 4, 3, padding=1))
-    gates = {"gates": torch.zeros(4, 4), "charge": torch.zeros(4), "drawing": torch.zeros((), dtype=torch.bool)}
-    weight = torch.randn_like(layer.weight)
-    layer.load_state_dict({**layer.state_dict(), **gates, "weight": weight})
-    assert torch.equal(layer.weight, weight)
-
-
 def test_taps_outside_the_shapes_shrink_and_all_are_used_again():
     layer = shaped(nn.Conv2d(2, 4, 3, padding=1))
     before = layer.weight.detach().clone()

@@ -9,7 +9,6 @@ from torch import nn
 import lowrank_cnn as lr
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.method.rewrite import low_rank_layers
 from lowrank_cnn.method.schemes import FactoredConv2d
 from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.models.airbench import PatchConv2d, begin_as_identity_
@@ -162,13 +161,6 @@ def test_vgg11_is_made_to_fit_an_image_size(size: int, stride: int, side: int):
         net(torch.randn(1, 3, 4 * size, 4 * size))
 
 
-def test_basis_and_join_have_nothing_between_them():
-    net = create_model("vgg11-gmp-lr-join", **SMALL)
-    names = [name for name, _ in net.features.named_children()]
-    assert names[:4] == ["conv1_1", "conv1_1_relu", "pool1", "conv2_1"]
-    assert [type(m) for m in net.features.conv1_1] == [CompositeConv2d, nn.Conv2d]
-
-
 def test_googlenets_auxiliary_heads_run_in_training_alone():
     net = create_model("googlenet-lr", num_classes=3, **SMALL)
     x = torch.randn(1, 3, 64, 64)
@@ -196,22 +188,6 @@ def test_no_class_of_nin_starts_dark(name, init):
     assert network(torch.randn(4, 3, 30, 30)).std() < 1
 
 
-def test_with_batch_norm_the_class_maps_of_nin_are_plain_logits():
-    network = create_model("nin-c3-lr", norm="batch")
-    assert [name for name, _ in network.features.named_children()][-1] == "classes"
-    assert network.features.classes.bias.detach().abs().max() == 0
-    assert network.features.classes.weight.detach().std() == pytest.approx(192**-0.5, rel=0.1)
-
-
-def test_the_second_pool_of_nin_may_average():
-    averaged = create_model("nin-c3-lr", width=0.1, pool="average")
-    assert isinstance(create_model("nin-c3-lr", width=0.1).features.pool2, nn.MaxPool2d)
-    assert isinstance(averaged.features.pool1, nn.MaxPool2d)
-    assert isinstance(averaged.features.pool2, nn.AvgPool2d)
-    assert isinstance(create_model(**averaged.config).features.pool2, nn.AvgPool2d)
-    assert (averaged.features.pool2(torch.ones(1, 2, 8, 7)) == 1).all()  # windows over the border too
-
-
 def test_the_dense_resnets_cost_what_resnet18_costs():
     large, small = (create_model(name) for name in ("resnet18", "resnet18-small"))
     published, stem, classes = 1_814_073_344, 112 * 112 * 147 * 64, 512 * 1000  # as torchvision's
@@ -227,13 +203,6 @@ def test_filters_of_resnets_come_in_sixteens_at_every_width(width: float):
     filters = [m.out_channels for m in net.modules() if isinstance(m, nn.Conv2d)]
     assert all(n % 16 == 0 and n > 0 for n in filters)
     assert abs(filters[-1] / 512 - width) <= 8 / 512
-
-
-def test_low_rank_in_the_late_stages_leaves_the_early_ones_dense():
-    with torch.device("meta"):
-        everywhere, late = (create_model(f"resnet18-small-lr{where}") for where in ("", "-late"))
-    assert len(low_rank_layers(everywhere)) == 17
-    assert {name.split(".")[1] for name in low_rank_layers(late)} == {"stage3", "stage4"}
 
 
 @pytest.mark.parametrize(

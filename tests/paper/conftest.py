@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -11,17 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.data import conftest as data_fixtures
+
 DRIVER = Path(__file__).with_name("driver.py")
 ROOT = DRIVER.parents[2]
+write_shards, write_folder = data_fixtures.write_shards, data_fixtures.write_folder
 CLASSES = ("n01440764", "n01443537", "n02102040")
 TRAIN, TEST = 60, 21
-
-_spec = importlib.util.spec_from_file_location("data_fixtures", ROOT / "tests" / "data" / "conftest.py")
-assert _spec is not None
-assert _spec.loader is not None
-_data = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_data)
-write_shards, write_folder = _data.write_shards, _data.write_folder
 
 
 def photograph(number: int) -> bytes:

@@ -88,7 +88,7 @@ def training(
         "kind": "training",
         "model": {"name": name, "num_classes": classes, "in_channels": 3, "width": 1.0, "norm": None, "stride": 1},
         "recipe": {"name": "nin-paper" if name.startswith("nin") else "vgg-paper", "epochs": epochs},
-        "data": {"name": data, "classes": [str(i) for i in range(classes)], "size": list(size)},
+        "data": {"name": data, "classes": [str(i) for i in range(classes)], "image": list(size)},
         "seed": seed,
         "watched": "held-out",
         "history": rows,

@@ -13,7 +13,7 @@ RUN = {
     "kind": "training",
     "model": {"name": "nin-c3-lr", "num_classes": 10, "width": 0.5, "stride": 1},
     "recipe": {"name": "nin-paper", "epochs": 2},
-    "data": {"name": "cifar10", "size": [3, 30, 30]},
+    "data": {"name": "cifar10", "image": [3, 30, 30]},
     "seed": 3,
     "history": [
         {"epoch": 1, "train_loss": 2.0, "accuracy": 0.4},

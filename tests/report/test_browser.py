@@ -41,52 +41,103 @@ def committed_address(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_report([RESULTS], tmp_path_factory.mktemp("page") / "report.html").as_uri()
 
 
+RESET = """async () => {
+    clearPrint(), hideTip(), choose(DEFAULTS);
+    document.querySelectorAll("details").forEach((d) => { d.open = false; });
+    document.querySelectorAll("*").forEach((e) => { e.scrollTop = 0; });
+    document.activeElement.blur();
+    figureOf("layers").querySelector("figcaption").remove();
+    drawAll();
+}"""
+
+
+class Tab:
+    """A page in the browser, and what went wrong there or went out."""
+
+    def __init__(self, browser: Any, address: str, width: int, scheme: str) -> None:
+        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        self.context.set_default_timeout(300_000)  # a busy machine draws slowly
+        self.page, self.address, self.size = self.context.new_page(), address, {"width": width, "height": 900}
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda sent: self.requests.append(sent.url))
+        self.page.goto(address)
+        self.wait()
+
+    def wait(self) -> None:
+        self.page.locator("[data-chart=layers] figcaption").wait_for()
+
+    def reset(self) -> None:
+        """Undo what a test chose: loading the page again takes several times as long."""
+        self.complaints.clear()
+        self.page.mouse.move(0, 0)
+        self.page.evaluate(RESET)
+        self.wait()
+
+    def check(self) -> None:
+        assert self.complaints == []
+        assert [url for url in self.requests if not url.startswith(("blob:", "data:"))] == [self.address]
+
+
+@pytest.fixture(scope="module")
+def tabs(browser: Any) -> Iterator[Callable[..., Tab]]:
+    """The page as it opens, at a width and in a theme, loaded once."""
+    kept: dict[tuple[str, int, str], Tab] = {}
+
+    def tab(*given: Any) -> Tab:
+        if given in kept:
+            kept[given].reset()
+        return kept.setdefault(given, kept.get(given) or Tab(browser, *given))
+
+    yield tab
+    for one in kept.values():
+        one.context.close()
+
+
 @pytest.fixture
-def page(browser: Any, address: str, request: pytest.FixtureRequest) -> Iterator[Any]:
+def page(tabs: Callable[..., Tab], address: str, request: pytest.FixtureRequest) -> Iterator[Any]:
     """The page, at the width that a test asks for; at the end, nothing may have gone wrong or gone out."""
-    width, scheme = getattr(request, "param", (1200, "light"))
-    yield from opened(browser, address, width, scheme)
+    tab = tabs(address, *getattr(request, "param", (1200, "light")))
+    yield tab.page
+    tab.check()
 
 
 @pytest.fixture
-def committed(browser: Any, committed_address: str) -> Iterator[Any]:
+def committed(tabs: Callable[..., Tab], committed_address: str) -> Iterator[Any]:
     """The page about the committed records."""
-    yield from opened(browser, committed_address, 1200, "light")
+    tab = tabs(committed_address, 1200, "light")
+    yield tab.page
+    tab.check()
 
 
 @pytest.fixture
-def open_records(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+def open_tab(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Open a page for one test alone: the test need not undo its changes."""
+    opened: list[Tab] = []
+
+    def page_of(address: str, width: int = 1200) -> Any:
+        opened.append(Tab(browser, address, width, "light"))
+        return opened[-1].page
+
+    yield page_of
+    for tab in opened:
+        tab.context.close()
+        tab.check()
+
+
+@pytest.fixture
+def open_records(open_tab: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
     """Opens the page about finished runs with these fields."""
-    pages: list[Iterator[Any]] = []
 
     def page_of(*records: dict[str, Any], width: int = 1200) -> Any:
         for number, record in enumerate(records):
             made = {"kind": "training", "status": "finished", **record}
             (tmp_path / f"{number}.json").write_text(json.dumps(made))
-        address = write_report([tmp_path], tmp_path / "report.html").as_uri()
-        pages.append(opened(browser, address, width, "light"))
-        return next(pages[-1])
+        return open_tab(write_report([tmp_path], tmp_path / "report.html").as_uri(), width)
 
-    yield page_of
-    for page in pages:
-        assert next(page, None) is None
-
-
-def opened(browser: Any, address: str, width: int, scheme: str) -> Iterator[Any]:
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    context.set_default_timeout(300_000)  # a busy machine draws slowly
-    found = context.new_page()
-    complaints: list[str] = []
-    requests: list[str] = []
-    found.on("console", lambda message: complaints.append(message.text))
-    found.on("pageerror", lambda error: complaints.append(str(error)))
-    found.on("request", lambda sent: requests.append(sent.url))
-    found.goto(address)
-    found.locator("[data-chart=layers] figcaption").wait_for()
-    yield found
-    context.close()
-    assert complaints == []
-    assert [url for url in requests if not url.startswith(("blob:", "data:"))] == [address]
+    return page_of
 
 
 def chart(page: Any, name: str) -> Any:
@@ -151,7 +202,8 @@ def test_no_label_lies_on_another_or_on_a_point(page: Any):
     assert overlaps == [6, 0]
 
 
-def test_headings_sort_by_mouse_and_by_key_and_what_is_missing_comes_last(page: Any):
+def test_headings_sort_by_mouse_and_by_key_and_what_is_missing_comes_last(open_tab: Any, address: str):
+    page = open_tab(address)
     heading = page.locator("#table-networks th button", has_text="top-1")
     heading.click()
     assert page.locator("#table-networks th[aria-sort=ascending]").inner_text().startswith("top-1")
@@ -260,7 +312,7 @@ def test_a_saved_picture_has_the_colours_of_white_pages_and_a_legend(page: Any):
     assert "legend" not in spec["encoding"]["color"]
 
 
-@pytest.mark.parametrize("page", [(400, "light")], indirect=True)
+@pytest.mark.parametrize("page", [(390, "light")], indirect=True)
 def test_no_text_of_a_chart_leaves_a_narrow_page(page: Any):
     out = page.evaluate("""() => [...document.querySelectorAll("figure .plot text")]
         .filter((t) => t.textContent)
@@ -343,7 +395,8 @@ def test_printed_it_shows_every_data_set(page: Any):
     assert page.locator("#print-all svg").count() == 0
 
 
-def test_printed_charts_stand_in_two_columns_without_holes(page: Any):
+def test_printed_charts_stand_in_two_columns_without_holes(open_tab: Any, address: str):
+    page = open_tab(address)
     page.emulate_media(media="print")
     page.set_viewport_size({"width": 720, "height": 1000})  # A4 with its margins
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
@@ -359,11 +412,9 @@ def test_printed_charts_stand_in_two_columns_without_holes(page: Any):
 
 
 @pytest.mark.parametrize("width", [1100, 1400])
-def test_no_table_is_cut_off(browser: Any, committed_address: str, width: int):
-    for found in opened(browser, committed_address, width, "light"):
-        for name in ("networks", "published"):
-            box = found.locator(f".scroll:has(#table-{name})")
-            assert box.evaluate("(scroll) => scroll.scrollWidth <= scroll.clientWidth"), name
+def test_no_table_is_cut_off(open_tab: Any, committed_address: str, width: int):
+    box = open_tab(committed_address, width).locator(".scroll:has(#table-networks)")
+    assert box.evaluate("(scroll) => scroll.scrollWidth <= scroll.clientWidth")
 
 
 def test_the_layers_of_the_paper_can_be_chosen_and_each_bar_has_its_own_share(page: Any):
@@ -407,7 +458,9 @@ def test_worst_images_are_shown_where_the_record_carries_them(open_records: Any)
     assert "cat, taken for dog (90% sure)" in page.locator("#details-worst").inner_text()
 
 
-def test_the_theme_follows_the_button(page: Any):
+def test_the_theme_follows_the_button(open_tab: Any, address: str):
+    page = open_tab(address)
+
     def background() -> str:
         return page.evaluate("getComputedStyle(document.body).backgroundColor")
 
@@ -440,11 +493,9 @@ def test_what_a_record_says_stays_text(open_records: Any):
 
 
 def test_everything_that_acts_can_be_reached_by_key(page: Any):
-    reached = set()
+    page.evaluate("""() => { window.reached = new Set(); addEventListener("focusin", ({ target: e }) =>
+        reached.add(e.id || (e.closest("[data-chart]") || {dataset: {}}).dataset.chart || e.tagName)); }""")
     for _ in range(150):
         page.keyboard.press("Tab")
-        reached.add(
-            page.evaluate("""() => { const e = document.activeElement;
-            return e.id || (e.closest("[data-chart]") || {dataset: {}}).dataset.chart || e.tagName; }""")
-        )
+    reached = set(page.evaluate("[...reached]"))
     assert {"theme", "trade", "curves", "layers", "SUMMARY", "INPUT"} <= reached

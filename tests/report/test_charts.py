@@ -1,39 +1,25 @@
 """The data and the specifications of charts, and the colours that all of them share."""
 
 import itertools
-import math
 import re
 from dataclasses import replace
 
 import pytest
 import torch
 
-from lowrank_cnn.paper.published import rows
 from lowrank_cnn.report import Records
 from lowrank_cnn.report.charts import (
-    DETAILS,
     LAYER_COLOURS,
     MOST_BARS,
-    best_measure,
-    confusion_spec,
-    curves_spec,
-    details_charts,
     details_data,
-    layer_charts,
-    layers_spec,
-    training_curves,
 )
 from lowrank_cnn.report.results import gather
-from lowrank_cnn.report.style import COOL, WARM, kind_colours, label_rows, network_looks
+from lowrank_cnn.report.style import COOL, WARM, label_rows
 from lowrank_cnn.report.trade import (
     DENSE,
-    LEAST_SPAN,
     LOW_RANK,
-    published_point,
-    trade_chart,
     trade_charts,
     trade_points,
-    trade_spec,
 )
 
 EYES = {
@@ -75,28 +61,9 @@ def test_colours_stand_out_from_the_page(page, background):
         assert bright / dark > 2.9
 
 
-def test_networks_have_the_hue_of_their_kind_and_a_look_of_their_own():
-    looks = network_looks({f"network {i}": i % 4 == 0 for i in range(40)})
-    for dense, first in ((True, "network 0"), (False, "network 1")):
-        assert kind_colours(dense=dense) == {key: looks[first][key] for key in ("light", "dark")}
-    for i in range(40):
-        red, _, blue = linear(str(looks[f"network {i}"]["light"])).tolist()
-        assert (red > blue) == (i % 4 == 0)  # dense networks are warm, low-rank ones cool
-    assert len({(look["light"], tuple(look["dash"])) for look in looks.values()}) == 40
-
-
 def trade_of(records: Records, **wanted: str) -> list[dict]:
     found = trade_charts(trade_points(gather(records)))
     return [chart for chart in found if all(chart[key] == value for key, value in wanted.items())]
-
-
-def test_every_cost_of_every_data_set_has_a_chart(records: Records):
-    cifar = {c["axis"]: c for c in trade_of(records, data="CIFAR-10", metric="top1")}
-    assert list(cifar) == ["GPU", "CPU", "macs", "params"]
-    kinds = [point["kind"] for point in cifar["macs"]["points"]]
-    assert (kinds.count(DENSE), kinds.count(LOW_RANK), len(kinds)) == (1, 2, 6)
-    assert {c["data"] for c in trade_of(records)} == {"CIFAR-10", "tiny-imagenet-100", "ILSVRC", "Places"}
-    assert trade_of(records)[0]["data"] == "CIFAR-10"  # what was trained here comes first
 
 
 def test_recipes_are_never_mixed_in_one_chart(records: Records):
@@ -121,92 +88,29 @@ def test_fronts_arrows_and_intervals_are_of_the_right_points(records: Records):
         assert (0 < height < 0.02) if point["kind"] in places else height == 0
 
 
-def test_several_crops_cost_several_times_as_much():
-    points = [published_point(row) for row in rows() if row.crops > 1]
-    chart = trade_chart(points, "macs", "top5", error=True)
-    assert sorted(mark["x"] for mark in chart["points"]) == [10 * 1591056680, 144 * 1591056680]
-
-
-def test_an_axis_spans_two_points_and_stays_within_shares():
-    points = [published_point(row) for row in rows() if row.table == "nin-cifar10"]
-    low, high = trade_chart(points, "macs", "top1", error=True)["domain"]
-    assert high - low >= LEAST_SPAN - 1e-12
-    certain = [replace(point, values={**point.values, "top1": 1.0}) for point in points]
-    low, high = trade_chart(certain, "macs", "top1")["domain"]
-    assert (high, low) == (1.0, pytest.approx(1 - LEAST_SPAN))
-
-
-def test_the_specification_holds_the_data_of_its_chart(records: Records):
-    (chart,) = trade_of(records, data="CIFAR-10", metric="top1", axis="GPU")
-    spec = trade_spec(chart)
-    assert spec["datasets"]["points"] == chart["points"]
-    assert spec["encoding"]["x"]["title"] == "Milliseconds per image on a GPU"
-    assert spec["encoding"]["x"]["axis"]["format"] == "~r"  # 0.004 and not 4m, 110 and not 1.1e+2
-    assert not re.search(r"'{\w+}'", str(spec))
-    empty = trade_spec({**chart, "arrows": [], "fronts": []})
-    assert [layer["name"] for layer in empty["layer"]] == ["intervals", "points", "labels"]
-
-
-def test_curves_keep_their_ends_and_are_not_endless(records: Records):
-    found = training_curves(gather(records))
-    assert len(found) == 15
-    assert (found[0]["epochs"][0], found[0]["epochs"][-1]) == (1, 60)
-    long = [replace(run, history=run.history * 30) for run in records.runs[:1]]
-    (curve,) = training_curves(gather(Records(long)))
-    assert len(curve["train_loss"]) == len(curve["epochs"]) <= 401
-    assert curve["epochs"][-1] == 60
-    assert best_measure(found) == "accuracy"  # watched on the way
-    assert best_measure([{**curve, "accuracy": [None] * 59 + [0.5]}]) == "train_accuracy"
-
-
-def test_a_figure_has_a_line_per_network_and_a_dot_per_finished_run(records: Records):
-    curves = [curve for curve in training_curves(gather(records)) if curve["data"] == "CIFAR-10"]
-    spec = curves_spec("nin-paper on CIFAR-10", curves)
-    assert {row["group"] for row in spec["datasets"]["curves"]} == {"nin", "nin-c3", "nin-c3-lr"}
-    assert len(spec["datasets"]["ends"]) == 9
-    begun = [{**curve, "test": None} for curve in curves]
-    assert curves_spec("begun", begun)["datasets"]["ends"] == []
-
-
 def test_the_answers_of_all_runs_of_a_network_are_one_chart(records: Records):
-    charts = {f"{chart['network']} on {chart['trained']}": chart for chart in details_charts(gather(records))}
-    chart = charts["nin on CIFAR-10, nin-paper"]
-    assert chart["runs"] == 3
-    cells = confusion_spec(chart)["datasets"]["cells"]
-    assert chart["images"] == sum(cell["n"] for cell in cells) == sum(map(sum, chart["confusion"]))
-    for name in chart["classes"]:
-        assert sum(cell["share"] for cell in cells if cell["true"] == name) == pytest.approx(1)
-    shares = [bar["share"] for bar in chart["by_class"]]
+    found = {f"{one['network']} on {one['trained']}": one for one in details_data(gather(records))}
+    one = found["nin on CIFAR-10, nin-paper"]
+    runs = [run for run in records.runs if run.network.name == "nin" and run.details]
+    assert sum(map(sum, one["confusion"])) == sum(int(run.details.confusion.sum()) for run in runs if run.details)
+    shares = [bar["share"] for bar in one["charts"]["classes"]["datasets"]["bars"]]
     assert shares == sorted(shares)
-    assert chart["pairs"][0]["name"].endswith(f"taken for class {int(chart['pairs'][0]['name'].split()[1]) + 1}")
-    assert chart["worst"][0]["image"] == "val/class 3/0007.png"
-    for _, specify in DETAILS.values():
-        assert not re.search(r"'{\w+}'", str(specify(chart)))
+    first = one["charts"]["pairs"]["datasets"]["bars"][0]["name"]
+    assert first.endswith(f"taken for class {int(first.split()[1]) + 1}")
+    assert "off by 9.99% on average" in one["charts"]["calibration"]["title"]
+    assert one["worst"][0]["image"] == "val/class 3/0007.png"
 
 
 def test_the_page_gets_complete_charts_and_of_many_classes_the_hardest(records: Records):
     for found in details_data(gather(records)):
-        assert list(found["charts"]) == list(DETAILS)
+        assert list(found["charts"]) == ["confusion", "classes", "pairs", "calibration"]
         assert set(re.findall(r"'({\w+})'", str(found["charts"]))) == {"{colour}"}  # filled in by the theme
         assert set(found["colours"]) == {"light", "dark"}
     found = next(one for one in details_data(gather(records)) if one["network"] == "vgg11-gmp")
     classes = found["charts"]["classes"]
     assert len(classes["datasets"]["bars"]) == MOST_BARS
-    assert f"the {MOST_BARS} hardest of 100" in classes["title"]["text"]
+    assert f"the {MOST_BARS} hardest of 100" in classes["title"]
     assert found["charts"]["confusion"]["encoding"]["x"]["axis"]["labels"] is False
-
-
-def test_layers_of_both_devices_stand_in_one_chart_each_with_its_own_share(records: Records):
-    charts = {chart["title"]: chart for chart in layer_charts(records.timings)}
-    ours = charts["nin-c3-lr, measured here"]
-    series = {bar["series"] for bar in ours["layers"]}
-    assert series == {"MACs", "CPU time", "GPU time"}
-    for name in series:
-        assert math.isclose(sum(bar["share"] for bar in ours["layers"] if bar["series"] == name), 1)
-    bar = next(bar for bar in ours["layers"] if bar["series"] == "CPU time")
-    assert bar["details"][0][1].endswith(f"{bar['share']:.1%} of the total")
-    assert "CPU r = " in ours["note"]
-    assert layers_spec(ours)["height"] == ours["height"] > 300
 
 
 def test_labels_keep_clear_of_points_and_lines():

@@ -19,8 +19,6 @@ from lowrank_cnn.method.schemes import build_conv, parse_scheme
 from lowrank_cnn.models.filters import (
     dense_filters,
     first_filters,
-    pixels_holding,
-    receptive_field,
     singular_energy,
     spatial_energy,
 )
@@ -29,10 +27,7 @@ from lowrank_cnn.report import Records
 from lowrank_cnn.report.figures import (
     FIGURES,
     FigureOptions,
-    connection_matrix,
     draw_figure,
-    mosaic,
-    shape_colours,
     shapes_spec,
 )
 from lowrank_cnn.report.trade import draw_frontier
@@ -50,10 +45,6 @@ EXPECTED = {
     "big-picture-params": ["Parameters", "100M"],
     "timings": ["vgg11-gmp-lr, published", "conv5y-2", "CPU r = 0.94, GPU r = 0.82"],
     "curves": ["nin-paper on CIFAR-10", "Epoch", "bands: lowest to highest run"],
-    "classes": ["Accuracy by class", "Share of the class that is recognised", "class 3"],
-    "confusion": ["Confusion matrix", "Predicted class", "nin-c3-lr on CIFAR-10, nin-paper: "],
-    "pairs": ["Classes confused most", "class 0 taken for class 1"],
-    "calibration": ["Calibration: off by 9.99% on average", "Share of right answers"],
     "filters": [f"(a) vertical 3{TIMES}1", "(c) combined by the join", "64 filters"],
     "connections": ["(a) fully connected", "1,296 connections", "9 weights", "96 connections"],
     "receptive-field": ["nin, as initialised", "nin-c3-lr, as initialised"],
@@ -77,8 +68,8 @@ def figure(out: Path, *arguments: object) -> Path:
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_figure_says_what_it_shows(name: str, runs: Path, tmp_path: Path, text_of):
-    of_runs = name in ("curves", "classes", "confusion", "pairs", "calibration")
-    options = [option for i in range(3) for option in ("--runs", runs / f"nin-c3-lr-{i}")] if of_runs else []
+    given = [option for i in range(3) for option in ("--runs", runs / f"nin-c3-lr-{i}")]
+    options = given if name == "curves" else []
     options += ["--model", "nin-c3-lr"] if name == "receptive-field" else []
     text = text_of(figure(tmp_path / "out.svg", name, *options))
     for words in EXPECTED[name]:
@@ -120,8 +111,6 @@ def test_every_picture_of_the_docs_can_be_made_again(tmp_path: Path, text_of):
         (["spectra", "--model", "nin-c3-lr"], "no dense filters"),
         (["shapes", "--into", "model.py:make"], "give --checkpoint as well"),
         (["curves"], "--runs"),
-        (["confusion"], "--runs"),
-        (["confusion", "--runs", RESULTS / "cifar10" / "paper"], "what confusion shows"),
         (["timings", "--runs", RESULTS / "cifar10" / "paper"], "no record among these has times of layers"),
     ],
 )
@@ -234,35 +223,6 @@ def test_the_filters_of_a_first_layer(scheme: str, titles: list[str]):
         torch.testing.assert_close(conv(image), nn.functional.conv2d(image, found[-1][1], padding=1))
 
 
-def test_a_mosaic_is_white_where_a_cross_has_nothing():
-    cross = torch.zeros(1, 3, 3, 3)
-    cross[:, :, 1, :] = 1.0
-    cross[:, :, :, 1] = -1.0
-    image = mosaic(cross)
-    assert image.shape == (3, 3, 3)
-    assert image[0, 0].tolist() == [1.0, 1.0, 1.0]
-    assert image[0, 1].tolist() == [0.0, 0.0, 0.0]
-    cross[:, :, 1, 0] = 2.0
-    assert mosaic(cross)[1, 0].max() < 0.95  # and not where it has most
-
-
-def test_connections_are_those_of_a_convolution():
-    matrix = connection_matrix(1, 3)
-    assert matrix.shape == (36, 36)
-    assert matrix[7].nonzero().flatten().tolist() == [6, 7, 8]
-    assert matrix[7][[6, 7, 8]].tolist() == [1, 2, 3]
-    assert int(connection_matrix(3, 3).count_nonzero()) == 256
-
-
-def test_receptive_fields():
-    field = receptive_field(nn.Conv2d(3, 64, (3, 1), padding=(1, 0)))
-    places, columns = field.nonzero(as_tuple=True)
-    assert (places.tolist(), set(columns.tolist())) == ([79, 80, 81], {80})  # the shape of a single filter
-    assert pixels_holding(0.9, field) == 3
-    dense, low = (receptive_field(lr.create_model(name)) for name in ("nin", "nin-c3-lr"))
-    assert pixels_holding(0.9, low) < pixels_holding(0.9, dense)
-
-
 def test_trained_filters_are_of_lower_rank_than_random_ones():
     for weight in dense_filters(lr.create_model("nin", pretrained="cifar10")).values():
         chance = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
@@ -292,10 +252,3 @@ def test_bars_of_shapes_are_shares_of_the_dense_filters(layers: list, shapes: di
     bars = shapes_spec("learned", net)["datasets"]["shapes"]
     assert [(bar["layer"], bar["shape"], bar["share"]) for bar in bars] == expected
     assert bars[0]["spoken"].endswith(f"filters are {expected[0][1]}")
-
-
-def test_shapes_of_one_kind_share_a_hue_and_none_has_the_colour_of_another():
-    names = ["5x5", "1x1", "3x3", "1x3", "3x1", "1x5", "5x1", "1x7", "7x1", "5x3"]
-    colours = shape_colours(names)
-    assert list(colours)[:4] == ["3x1", "5x1", "7x1", "1x3"]
-    assert len(set(colours.values())) == len(names)

@@ -13,9 +13,7 @@ from lowrank_cnn.report.page import (
     VERDICT_COLOURS,
     audit_table,
     environment_table,
-    published_table,
     render,
-    runs_in_words,
     summary_table,
 )
 from lowrank_cnn.report.results import gather
@@ -145,12 +143,6 @@ def test_an_empty_folder_says_what_to_run_first(tmp_path: Path):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_table_without_top5_has_no_such_column(records: Records):
-    few = [replace(run, top5=None) for run in records.runs]
-    assert "top-5" not in summary_table(gather(Records(few))).rows[0]
-    assert "top-5" in summary_table(gather(records)).rows[0]
-
-
 def test_runs_that_shared_a_device_have_no_comparable_time(records: Records):
     for days, shared in ((28, False), (1, True)):
         runs = [
@@ -161,20 +153,11 @@ def test_runs_that_shared_a_device_have_no_comparable_time(records: Records):
             assert (row["training"].small == "shared device", row["training"].value is None) == (shared, shared)
 
 
-def test_repeated_seeds_are_told(records: Records):
-    twice = [run for run in records.runs if run.network.name == "nin" and run.seed == 0] * 2
-    (result,) = gather(Records(twice))
-    assert runs_in_words(result) == "2 runs of 1 seed"
-    assert summary_table([result]).rows[0]["top-1"].small == ""
-
-
 def test_the_other_tables_of_the_page(records: Records):
     places = [row["verdict"].value for row in audit_table(audit()).rows]
     assert places == sorted(places)  # disagreements first
     assert VERDICTS[int(places[0])].startswith("contradicted")
     assert set(VERDICT_COLOURS) == set(VERDICTS)
-    notes = {row["network"].shown: row["MACs"].small for row in published_table().rows}
-    assert notes["googlenet-10-crop"] == "10 crops: 15.9G"
     table = environment_table(records, {"date": "2026-11-16T21:55:32+00:00", "commit": 4 * "0123456789"})
     shown = {row[""].shown: row["this page"].shown for row in table.rows}
     assert (shown["date"], shown["commit"]) == ("2026-11-16 21:55", "012345678901")

@@ -119,6 +119,14 @@ def train_until_stuck(out: Path) -> None:
         fit(network, tiny_data(), STATEFUL, out=out, checkpoint_every=0.0, progress=False, device="cpu")
 
 
+def train_endlessly(out: Path) -> None:
+    try:
+        train(out, progress=True, epochs=100_000)
+    except Interrupted as stopped:
+        print(stopped, flush=True)
+        sys.exit(stopped.exit_code)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     command, out = sys.argv[1], Path(sys.argv[2])
@@ -130,14 +138,6 @@ def main() -> None:
 
         network, _ = train(out, epochs=2)
         save_file(network.state_dict(), out.parent / f"rank{os.environ['RANK']}.safetensors")
-    elif command == "stuck":
-        train_until_stuck(out)
-    elif command == "endless":
-        try:
-            train(out, progress=True, epochs=100_000)
-        except Interrupted as farewell:
-            print(farewell, flush=True)
-            sys.exit(farewell.exit_code)
 
 
 if __name__ == "__main__":

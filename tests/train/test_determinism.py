@@ -14,9 +14,7 @@ from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.kernels.device import mode
 from lowrank_cnn.train import load_record
 from lowrank_cnn.train.distributed import (
-    generator_states,
     repeatable,
-    restore_generators,
     seed_generators,
 )
 
@@ -68,24 +66,8 @@ def test_deterministic_runs_have_the_same_bits(driver, tmp_path):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-CPU = torch.device("cpu")
-
-
 def draw() -> tuple:
     return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
-
-
-@pytest.mark.parametrize("drawn", [0, 1, 7])
-def test_generators_go_on_from_their_states(drawn):
-    seed_generators(3)
-    for _ in range(drawn):
-        draw()
-        random.gauss(0, 1)  # leaves a spare value behind, which is part of the state
-    states = {name: state.clone() for name, state in generator_states(CPU).items()}
-    expected = [draw() for _ in range(3)]
-    seed_generators(4)
-    restore_generators(states, CPU)
-    assert [draw() for _ in range(3)] == expected
 
 
 def test_processes_draw_from_streams_of_their_own():

@@ -14,7 +14,7 @@ from lowrank_cnn.method.schemes import build_conv
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train import step as execution
 from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.step import COMPILED, EAGER, StepBuilder, TrainingStep, resolved
+from lowrank_cnn.train.step import COMPILED, EAGER, StepBuilder, TrainingStep
 
 CPU = torch.device("cpu")
 
@@ -92,14 +92,6 @@ def test_a_choice_leaves_no_trace():
     )
     assert torch.equal(torch.get_rng_state(), drawn)
     assert all(torch.equal(tensor, before[name]) for name, tensor in step.tensors().items())
-
-
-def test_what_compile_means_for_a_run():
-    assert resolved("auto", able=True, before={}) == "auto"
-    assert resolved("auto", able=False, before={}) is False
-    assert resolved("auto", able=True, before={"compiled": True, "cuda_graph": True}) is True
-    assert resolved("auto", able=True, before={"compiled": False}) is False
-    assert resolved(False, able=True, before={"compiled": True}) is False
 
 
 def test_the_record_says_how_steps_ran_and_a_resumed_run_reads_it(driver, tmp_path):

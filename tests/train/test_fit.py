@@ -104,26 +104,10 @@ def test_settings_change_the_recipe_and_the_run(driver):
     assert [m.p for m in network.modules() if isinstance(m, nn.Dropout)] == [0.4]
 
 
-def test_a_network_of_the_paper_trains(driver):
-    network = lr.create_model("nin-c3-lr", num_classes=4, in_channels=1, width=0.05)
-    recipe = lr.get_recipe("nin-paper", epochs=1, batch_size=16, crop=6, holdout=0.25)
-    record = lr.fit(network, driver.tiny_data(), recipe, **QUIET)
-    assert (record.model, record.watched) == (network.config, "holdout")
-
-
 def test_data_may_be_named(driver, monkeypatch):
     monkeypatch.setattr("lowrank_cnn.train.inputs.open_data", {"tiny": driver.tiny_data()}.__getitem__)
     record = lr.fit(driver.tiny_net(), "tiny", driver.PLAIN, epochs=1, **QUIET)
     assert record.data["name"] == "tiny"
-
-
-@pytest.mark.parametrize("stateful", [False, True])
-def test_checkpointed_activations_change_nothing(driver, stateful):
-    recipe = driver.STATEFUL if stateful else driver.PLAIN
-    plain, one = driver.train(None, recipe, epochs=2)
-    saving, other = driver.train(None, recipe, epochs=2, checkpoint_activations=True)
-    assert one.result["loss"] == other.result["loss"]
-    assert same_weights(plain, saving)
 
 
 @pytest.fixture

@@ -112,7 +112,8 @@ def whole_run(name: str, monkeypatch: pytest.MonkeyPatch, *, fused: bool, **opti
     return network, record
 
 
-RUNS = [("nin-c3-lr", {}), ("googlenet-lr", {}), ("vgg11-gmp-lr-join", {})]
+RUNS = [("nin-c3-lr", {}), ("vgg11-gmp-lr-join", {})]
+RUNS.append(pytest.param("googlenet-lr", {}, marks=pytest.mark.nightly))
 RUNS.append(("nin-c3-lr", {"checkpoint_activations": True}))
 
 

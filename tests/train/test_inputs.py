@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import note
-from lowrank_cnn.data import Augment, ResidentSplit, open_data, streamed
+from lowrank_cnn.data import open_data, streamed
 from lowrank_cnn.data.augment import Mixer
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.models import create_model
-from lowrank_cnn.train import Recipe, fit, get_recipe, inputs
+from lowrank_cnn.train import Recipe, fit, get_recipe
 from lowrank_cnn.train.evaluate import evaluate
-from lowrank_cnn.train.inputs import as_network_wants, channels_of, held_out, open_for
+from lowrank_cnn.train.inputs import as_network_wants, channels_of, open_for
 
 
 @pytest.mark.parametrize(
@@ -50,11 +50,6 @@ def test_settings_that_hide_every_image_are_refused(driver, field: str):
     recipe = dataclasses.replace(driver.PLAIN, **{field: 100})
     with pytest.raises(LowRankError, match=f"{field}=100 leaves nothing to see of images of .*--set {field}=0"):
         fit(driver.tiny_net(), driver.tiny_data(), recipe, progress=False)
-
-
-@pytest.mark.parametrize(("holdout", "images"), [(0.1, 8), (5, 5), (1, 1)])
-def test_what_is_held_out_is_a_share_or_a_count(driver, holdout: float, images: int):
-    assert held_out(dataclasses.replace(driver.PLAIN, holdout=holdout), 80) == images
 
 
 @pytest.fixture
@@ -97,27 +92,6 @@ def test_a_gpu_decodes_what_is_trained_on_alone(driver, photographs: Path, monke
     assert [record.data.get("decode") for record in records] == [None, "gpu"]
     for one, other in zip(networks[0].parameters(), networks[1].parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-def test_statistics_of_a_split_are_computed_once(monkeypatch: pytest.MonkeyPatch):
-    calls = []
-    monkeypatch.setattr(inputs, "fit_preprocess", lambda name, *_, **__: calls.append(name) or len(calls))
-    split = ResidentSplit.of(torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]))
-    other = ResidentSplit.of(torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]))
-    assert inputs.preprocessing(split, Recipe()) == inputs.preprocessing(split, Recipe(lr=0.5)) == 1
-    assert inputs.preprocessing(split, Recipe(preprocess="whiten")) == 2
-    assert inputs.preprocessing(other, Recipe()) == 3
-
-
-def test_batches_to_evaluate_on_are_of_one_size():
-    split = ResidentSplit.of(
-        torch.zeros(10_000, 1, 32, 32, dtype=torch.uint8), torch.zeros(10_000, dtype=torch.int64)
-    )
-    assert inputs.evaluation_batch(split, Augment()) == 1000  # ten of them, and not nine of 1,024 and a rest
-    assert inputs.evaluation_batch(split, Augment(), world=4) == 1000
-    few = split.subset(torch.arange(10))
-    assert inputs.evaluation_batch(few, Augment()) == 10
-    assert inputs.evaluation_batch(few, Augment(), world=4) == 12
 
 
 @pytest.fixture

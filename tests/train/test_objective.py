@@ -14,19 +14,12 @@ from torch.nn import functional
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Standardize
 from lowrank_cnn.train import Recipe, fit
-from lowrank_cnn.train.objective import Objective, balanced_weights, hits
+from lowrank_cnn.train.objective import Objective, balanced_weights
 from lowrank_cnn.train.trained import Trained, make_teacher
 
 LOGITS = torch.tensor([[2.0, 0.5, -1.0], [0.1, 0.2, 0.3]], dtype=torch.float64)
 LABELS = torch.tensor([0, 1])
 IMAGES = torch.zeros(2, 1, 1, 1)
-
-
-def test_auxiliary_losses_count_but_are_not_shown() -> None:
-    loss, shown = Objective(Recipe(aux_weight=0.3))((LOGITS, LOGITS * 2), LABELS, IMAGES)
-    main, other = (functional.cross_entropy(x, LABELS) for x in (LOGITS, LOGITS * 2))
-    assert float(shown) == pytest.approx(float(main), rel=1e-6)
-    assert float(loss) == pytest.approx(float(main + 0.3 * other), rel=1e-6)
 
 
 def test_class_weights() -> None:
@@ -47,16 +40,6 @@ def test_a_teacher_counts_by_its_share_and_temperature() -> None:
     expected = 0.75 * functional.cross_entropy(LOGITS, LABELS) + 0.25 * divergence
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     assert float(shown) == pytest.approx(float(functional.cross_entropy(LOGITS, LABELS)), rel=1e-6)
-
-
-def test_hits_of_class_numbers_of_blends_and_of_no_classes() -> None:
-    assert int(hits(LOGITS, LABELS)) == 1
-    blends = functional.one_hot(LABELS, 3).double()
-    assert int(hits((LOGITS, LOGITS), blends, blended=True)) == 1
-    assert hits(LOGITS, blends) is None  # the values of a regression, say
-    assert hits(torch.zeros(2, 4, 8, 8), torch.zeros(2, 8, 8, dtype=torch.int64)) is None
-    assert hits(LOGITS[:, :1], torch.zeros(2)) is None
-    assert hits({"a": 1}, LABELS) is None
 
 
 CPU = torch.device("cpu")

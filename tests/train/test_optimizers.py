@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -18,18 +17,14 @@ import lowrank_cnn as lr
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.method.convert import convert
-from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train import Recipe, fit
-from lowrank_cnn.train.evaluate import LossEvaluation, averaged_views
 from lowrank_cnn.train.inputs import patch_covariance, whitening_filters
 from lowrank_cnn.train.optimizers import (
-    LevelOff,
     Optimizer,
     freeze_parameters,
     layer_factors,
     learning_rate,
-    look_ahead,
     orthogonal,
 )
 from lowrank_cnn.train.recipes import get_recipe
@@ -74,6 +69,7 @@ def assert_equal(one: nn.Module, other: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("fields", "theirs", "options"),
     [
+        ({}, torch.optim.SGD, {"momentum": 0.9}),
         ({"nesterov": True}, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
         ({"optimizer": "adamw", "beta2": 0.95}, torch.optim.AdamW, {"betas": (0.9, 0.95)}),
     ],
@@ -198,15 +194,6 @@ def test_a_norm_that_the_user_froze_keeps_its_statistics(driver) -> None:
     assert not any(norm.training or norm.weight.requires_grad for norm in norms)
 
 
-def test_a_composite_is_one_layer() -> None:
-    """Its filter groups are a list of weights: dense and low-rank layers get the same share of the rate."""
-    network = create_model("nin-c3-lr", width=0.05)
-    factors = layer_factors(dict(network.named_parameters()), 0.5)
-    first = {factors[name] for name in factors if name.startswith("features.conv1_1.")}
-    layers = [m for m in network.modules() if isinstance(m, nn.Conv2d | CompositeConv2d)]
-    assert first == {0.5 ** (len(layers) - 1)}
-
-
 @pytest.mark.parametrize("scheme", ["lr", "lr(branches)", "lr-join", "lr-join(branches)", "separable", "cp"])
 def test_a_rewritten_layer_has_the_depth_of_the_dense_one(scheme: str) -> None:
     """Branches, filter groups and the layers of a chain learn at one rate, that of the layer they stand for."""
@@ -262,25 +249,6 @@ def test_warm_up_rises_linearly_and_the_cosine_starts_after_it():
     assert all(a > b for a, b in pairwise(rates[10:]))
 
 
-def test_the_rule_goes_on_from_its_saved_state():
-    accuracies = [0.5, 0.5, 0.6, 0.6, 0.6, 0.7, 0.7, 0.7, 0.7]
-    whole = LevelOff(patience=2, levels=3)
-    expected = [whole.update(a, e) for e, a in enumerate(accuracies, 1)]
-    for cut in range(len(accuracies)):
-        first, second = LevelOff(patience=2, levels=3), LevelOff(patience=2, levels=3)
-        verdicts = [first.update(a, e) for e, a in enumerate(accuracies[:cut], 1)]
-        second.restore(json.loads(json.dumps(first.state())))
-        verdicts += [second.update(a, e) for e, a in enumerate(accuracies[cut:], cut + 1)]
-        assert verdicts == expected
-
-
-def test_a_loss_that_is_nan_comes_last():
-    rule = LevelOff(patience=1, levels=0)
-    ranks = [LossEvaluation(loss, 1).rank for loss in (float("nan"), 2.0, float("nan"))]
-    assert [rule.update(rank, epoch) for epoch, rank in enumerate(ranks, 1)] == ["go", "go", "stop"]
-    assert rule.best == -2.0
-
-
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 1)]
@@ -321,14 +289,6 @@ def test_biases_of_norms_learn_by_a_rate_and_a_decay_of_their_own():
         torch.testing.assert_close(step.weights[name], value, rtol=1e-4, atol=1e-6)
 
 
-def test_lookahead_blends_into_slow_weights_and_goes_on_from_there():
-    weights = {"w": torch.tensor([4.0]), "seen": torch.tensor(7)}
-    slow = {"w": torch.tensor([0.0]), "seen": torch.tensor(0)}
-    look_ahead(weights, slow, decay=0.75)
-    assert slow["w"].item() == weights["w"].item() == 1.0
-    assert slow["seen"] == 7
-
-
 def test_lookahead_happens_every_so_many_steps_of_a_run():
     plain, slowed = (trained(Recipe(epochs=1, lookahead=k, lookahead_decay=0.5), 4) for k in (0, 2))
     assert not plain.averages
@@ -351,27 +311,6 @@ def test_a_triangle_rises_to_its_peak_and_falls_to_its_end():
     assert max(rates) == rates[20] == pytest.approx(2.0)
     assert rates[60] == pytest.approx(2.0 - 0.9)
     assert rates[100] == pytest.approx(0.2)
-
-
-def test_views_of_an_image_are_averaged():
-    images = torch.randn(3, 1, 4, 4)
-
-    def corner(x: torch.Tensor) -> torch.Tensor:
-        return x[:, :, 0, 0]
-
-    torch.testing.assert_close(averaged_views(corner, Recipe())(images), images[:, :, 0, 0])
-    both = averaged_views(corner, Recipe(test_mirror=True))(images)
-    torch.testing.assert_close(both, (images[:, :, 0, 0] + images[:, :, 0, 3]) / 2)
-    shifted = averaged_views(corner, Recipe(test_shift=1))(images)
-    # The border is reflected, so that up and left of the corner stands what is down and right of it.
-    torch.testing.assert_close(shifted, (images[:, :, 0, 0] + images[:, :, 1, 1]) / 2)
-
-
-def test_the_short_recipe_says_what_airbench_found_for_a_mean_loss():
-    recipe = get_recipe("cifar10-fast")
-    per_step = 1024 * (1 + 1 / (1 - recipe.momentum))  # airbench's rates are for sums, and apart from momentum
-    assert recipe.lr == pytest.approx(11.5 * 1024 / per_step, rel=1e-3)
-    assert recipe.weight_decay * recipe.lr == pytest.approx(0.0153 * 1024 / per_step, rel=1e-3)
 
 
 def test_a_run_with_all_of_it_resumes_to_the_same_weights(tmp_path: Path):

@@ -40,21 +40,6 @@ def test_the_live_line_names_every_figure_and_the_time_left(capsys):
     assert shown.startswith("epoch 2/10  loss 1.2500  train 50.0%  accuracy 62.50%")
 
 
-def test_a_line_that_moves_leaves_nothing_behind(capsys):
-    with Live(total=20, per_epoch=10, start=0) as live:
-        live.step(Tally(5.0, 5.0, 10.0, 1, False), 0.1, 1)
-    _, line, blanks, _ = capsys.readouterr().out.split("\r")
-    assert len(line) == len(blanks)
-    assert not blanks.strip()
-
-
-def test_the_last_step_belongs_to_the_last_epoch(capsys):
-    live = Live(total=20, per_epoch=10, start=0)
-    for iteration, epoch in ((1, 1), (10, 1), (11, 2), (20, 2)):
-        live.step(Tally(5.0, 5.0, 10.0, 1, False), 0.1, iteration)
-        assert capsys.readouterr().out.startswith(f"\repoch {epoch}/2")
-
-
 def test_the_line_moves_on_a_terminal_and_in_a_notebook(monkeypatch):
     assert not line_moves()
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)

@@ -16,12 +16,10 @@ from hypothesis import strategies as st
 import lowrank_cnn as lr
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.train import Record, load_record
-from lowrank_cnn.train.loop import ABOUT
 from lowrank_cnn.train.run_folder import (
     NOT_WRITTEN,
     Checkpoint,
     DamagedCheckpointError,
-    Position,
     RunDirectory,
     read_checkpoint,
     recipe_changes,
@@ -54,17 +52,6 @@ def store(tmp_path: Path) -> RunDirectory:
     store.save(sample(1.0), 1)
     store.save(sample(2.0), 2)
     return store
-
-
-def test_a_checkpoint_reads_back_exactly(tmp_path):
-    write_checkpoint(tmp_path / "step-1", sample())
-    back = read_checkpoint(tmp_path / "step-1")
-    assert back.state == sample().state
-    assert back.tensors.keys() == sample().tensors.keys()
-    for name, tensor in sample().tensors.items():
-        assert back.tensors[name].dtype == tensor.dtype
-        assert torch.equal(back.tensors[name], tensor)
-    assert back.part("model").keys() == {"weight", "steps"}
 
 
 @BOTH
@@ -159,15 +146,6 @@ def test_an_old_checkpoint_that_cannot_be_deleted_stops_nothing(store, monkeypat
     assert len(list(store.path.glob("step-*"))) == 4
 
 
-def test_a_checkpoint_says_what_its_run_depends_on(driver, tmp_path):
-    driver.train(tmp_path, driver.PLAIN, epochs=1)
-    found = RunDirectory(tmp_path).latest(pytest.fail)
-    assert found is not None
-    assert set(ABOUT) <= found.state.keys()
-    assert found.state["conditions"]["threads"] == torch.get_num_threads()
-    assert found.part("random.0").keys() >= {"python", "numpy", "torch"}
-
-
 @pytest.mark.parametrize("suffixes", [(".json", ".safetensors"), (".safetensors",), (".json",)])
 def test_best_weights_that_were_deleted_are_told_and_those_to_come_are_kept(driver, tmp_path, capsys, suffixes):
     driver.train(tmp_path, driver.PLAIN, epochs=2)
@@ -180,22 +158,6 @@ def test_best_weights_that_were_deleted_are_told_and_those_to_come_are_kept(driv
     assert "are gone from" in capsys.readouterr().out
     assert load_record(tmp_path).result["best_epoch"] == 3
     assert driver.load_best(tmp_path).classes == ("nw", "ne", "sw", "se")
-
-
-@pytest.mark.parametrize(
-    ("position", "told"),
-    [
-        (Position(), "before any training"),
-        (Position(batch=1), "after 1 batch of the first of 10 epochs"),
-        (Position(epoch=3), "after 3 of 10 epochs"),
-        (Position(epoch=3, batch=2), "after 3 of 10 epochs and 2 batches of the next"),
-    ],
-)
-def test_a_position_in_words(position, told):
-    assert position.told(10) == told
-    assert not position.done(10)
-    assert dataclasses.replace(position, stopped=True).done(10)
-    assert dataclasses.replace(position, epoch=10).done(10)
 
 
 RECIPE = lr.get_recipe("modern", ema=0.0)
@@ -239,13 +201,6 @@ def record() -> Record:
 def stored() -> dict:
     """As records were stored before they were sealed."""
     return {name: value for name, value in dataclasses.asdict(record()).items() if name not in NOT_WRITTEN}
-
-
-def test_a_record_reads_back(tmp_path):
-    written = record()
-    written.model["name"] = "\ud800"  # half of a surrogate pair
-    written.save(tmp_path / "record.json")
-    assert load_record(tmp_path) == load_record(tmp_path / "record.json") == written
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lowrank_cnn.core.errors import LowRankError, first_line, require
+from lowrank_cnn.core.errors import LowRankError, explained, require
 from lowrank_cnn.core.files import regular
 from lowrank_cnn.deploy.block_forms import groups_apart
 from lowrank_cnn.deploy.engines.request import ExportRequest
@@ -36,11 +36,9 @@ class ExecuTorchRunner(Runner):
             self._read_beside(path)
             if threads:
                 library._unsafe_reset_threadpool(threads)
-            try:
+            with explained(f"executorch cannot read {path}"):
                 self.program = runtime.Runtime.get().load_program(str(regular(path)))
                 self.method = self.program.load_method("forward")
-            except Exception as error:  # the runtime gives numbers of its own errors
-                raise LowRankError(f"executorch cannot read {path}: {first_line(error)}.") from error
 
     def _run(self, arrays: list[ndarray]) -> list[ndarray]:
         try:
@@ -67,17 +65,12 @@ def write_executorch(path: Path, request: ExportRequest) -> None:
     with quiet(), silent_process():
         exir: Any = _package("exir", "writing a .pte file")
         xnnpack: Any = _package("backends.xnnpack.partition.xnnpack_partitioner", "writing a .pte file")
-        try:
+        with explained(f"{request.name} cannot be written for ExecuTorch"):
             program = torch.export.export(apart, example)
             if request.precision == "int8":
                 program = _quantized(program, example, request)
             lowered = exir.to_edge_transform_and_lower(program, partitioner=[xnnpack.XnnpackPartitioner()])
             content = lowered.to_executorch().buffer
-        except LowRankError:
-            raise
-        except Exception as error:  # an operation without a kernel, or a pass that fails
-            why = first_line(error).rstrip(":")
-            raise LowRankError(f"{request.name} cannot be written for ExecuTorch: {why}.") from error
     path.write_bytes(content)
     write_beside(path, request)
 

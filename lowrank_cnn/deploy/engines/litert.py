@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.core.errors import LowRankError, first_line, require
+from lowrank_cnn.core.errors import LowRankError, explained, require
 from lowrank_cnn.core.files import read_regular
 from lowrank_cnn.deploy.engines.onnx import write_onnx
 from lowrank_cnn.deploy.engines.request import ExportRequest
@@ -37,15 +37,12 @@ class LitertRunner(Runner):
 
     def __init__(self, path: Path, *, threads: int = 0) -> None:
         library: Any = require("ai_edge_litert.interpreter", extra="engines", purpose="running a .tflite file")
-        try:
-            with silent_process():
-                content = read_regular(path, most=_LARGEST_FILE)
-                self._take(parse_metadata(_read_notes(content)))
-                count = threads or torch.get_num_threads()
-                self.interpreter = library.Interpreter(model_content=content, num_threads=count)
-                self.interpreter.allocate_tensors()
-        except Exception as error:  # of the schema's own reader, or the interpreter's
-            raise LowRankError(f"litert cannot read {path}: {first_line(error)}.") from error
+        with explained(f"litert cannot read {path}"), silent_process():
+            content = read_regular(path, most=_LARGEST_FILE)
+            self._take(parse_metadata(_read_notes(content)))
+            count = threads or torch.get_num_threads()
+            self.interpreter = library.Interpreter(model_content=content, num_threads=count)
+            self.interpreter.allocate_tensors()
         details = self.interpreter.get_input_details(), self.interpreter.get_output_details()
         self.places = [[each["index"] for each in found] for found in details]
         # A file of others has no metadata.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowrank_cnn.core.errors import LowRankError, first_line, require
+from lowrank_cnn.core.errors import LowRankError, explained, first_line, require
 from lowrank_cnn.core.files import regular
 from lowrank_cnn.deploy.block_forms import groups_apart
 from lowrank_cnn.deploy.engines.request import ExportRequest
@@ -174,10 +174,8 @@ def in_float32(path: Path) -> Path:
     onnx = require("onnx", extra="onnx", purpose="checking the written ONNX")
     half, whole = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
     model = onnx.load(str(path))
-    try:
+    with explained("ONNX cannot hold this network in bfloat16"):
         onnx.checker.check_model(model, full_check=True)  # checked as an engine with bfloat16 would
-    except Exception as error:  # the checker has several errors of its own
-        raise LowRankError(f"ONNX cannot hold this network in bfloat16: {first_line(error)}.") from error
     graph = model.graph
     for tensor in (t for t in graph.initializer if t.data_type == half):
         values = onnx.numpy_helper.to_array(tensor).astype("float32")
@@ -238,7 +236,7 @@ def _quantize(path: Path, request: ExportRequest) -> None:
         for sample in request.calibration
     )
     target = path.with_name(f"int8-{path.name}")
-    try:
+    with explained("onnxruntime cannot quantise this network"):
         with quiet():  # it advises to preprocess the graph, which needs no preprocessing
             tool.quantize_static(
                 str(path),
@@ -254,8 +252,6 @@ def _quantize(path: Path, request: ExportRequest) -> None:
         del model.metadata_props[:]
         onnx.helper.set_model_props(model, {**request.metadata, "precision": "int8"})
         onnx.save(model, str(path))
-    except Exception as error:  # operators that the tool cannot quantise
-        raise LowRankError(f"onnxruntime cannot quantise this network: {first_line(error)}.") from error
     target.unlink()
 
 

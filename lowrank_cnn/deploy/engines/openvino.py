@@ -10,7 +10,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowrank_cnn.core.errors import LowRankError, first_line, require
+from lowrank_cnn.core.errors import LowRankError, explained, first_line, require
 from lowrank_cnn.core.files import regular
 from lowrank_cnn.deploy.engines.onnx import write_onnx
 from lowrank_cnn.deploy.engines.request import ExportRequest
@@ -33,7 +33,7 @@ class OpenVinoRunner(Runner):
 
     def __init__(self, path: Path, *, threads: int = 0) -> None:
         openvino = require("openvino", extra="engines", purpose="running an .xml file")
-        try:
+        with explained(f"openvino cannot read {path}"):
             core = openvino.Core()
             model = core.read_model(str(regular(path)))
             self.metadata = _notes(model)
@@ -42,8 +42,6 @@ class OpenVinoRunner(Runner):
             if threads:
                 options["INFERENCE_NUM_THREADS"] = threads
             self.request = core.compile_model(model, "CPU", options).create_infer_request()
-        except Exception as error:  # openvino raises RuntimeError with a trace of its C++ sources
-            raise LowRankError(f"openvino cannot read {path}: {first_line(error)}.") from error
         self.inputs = tuple(map(_port, model.inputs))
         self.outputs = tuple(map(_port, model.outputs))
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils._pytree import tree_unflatten
 
-from lowrank_cnn.core.errors import LowRankError, first_line
+from lowrank_cnn.core.errors import LowRankError, explained
 from lowrank_cnn.core.files import open_regular
 from lowrank_cnn.deploy.engines.request import ExportRequest, named_tensors
 from lowrank_cnn.deploy.engines.runner import EXTRA, Engine, Port, Runner, as_array, as_tensor, parse_metadata
@@ -30,11 +30,8 @@ class ProgramRunner(Runner):
 
     def __init__(self, path: Path, *, threads: int = 0) -> None:
         extra = {EXTRA: ""}
-        try:
-            with open_regular(path) as file:
-                program = torch.export.load(file, extra_files=extra)
-        except Exception as error:  # torch has no error of its own for a file that it did not write
-            raise LowRankError(f"{path} is not a torch.export program: {first_line(error)}.") from error
+        with explained(f"{path} is not a torch.export program"), open_regular(path) as file:
+            program = torch.export.load(file, extra_files=extra)
         self.module = _in_evaluation(program)
         signature, self._structure = program.graph_signature, program.call_spec.in_spec
         self._leaves = [spec.arg for spec in signature.input_specs if spec.kind == InputKind.USER_INPUT]
@@ -49,12 +46,9 @@ class ProgramRunner(Runner):
         rest = map(as_tensor, self.inputs, arrays)
         leaves = [leaf.value if isinstance(leaf, ConstantArgument) else next(rest) for leaf in self._leaves]
         args, kwargs = tree_unflatten(leaves, self._structure)  # type: ignore[arg-type]
-        try:
-            with torch.no_grad():
-                found = named_tensors(self.module(*args, **kwargs))
-        except (AssertionError, RuntimeError) as error:  # a size that the program was not captured for
-            sizes = ", ".join("x".join(map(str, array.shape)) for array in arrays)
-            raise LowRankError(f"this program does not take an input of {sizes}: {first_line(error)}.") from error
+        sizes = ", ".join("x".join(map(str, array.shape)) for array in arrays)
+        with torch.no_grad(), explained(f"this program does not take an input of {sizes}"):
+            found = named_tensors(self.module(*args, **kwargs))
         return [as_array(tensor) for tensor in found.values()]
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from lowrank_cnn.core.compare import is_finite, mapped, random_like, unchanged
-from lowrank_cnn.core.errors import LowRankError, first_line
+from lowrank_cnn.core.errors import LowRankError, explained
 from lowrank_cnn.core.notes import note
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.deploy.block_forms import groups_apart, in_layers
@@ -220,15 +220,11 @@ class ExportRequest:
     def program(self) -> torch.export.ExportedProgram:
         """The network as torch.export captures it, called as the network is; its outputs are plain containers."""
         args, kwargs = self.traced_call.arguments
-        try:
+        free = f" with free {' and '.join(self.free)}" if self.free else ""
+        with explained(f"torch.export cannot trace {self.name}{free}"):
             network = _capturable(self.network, self.call)
             with quiet(), redirect_stderr(io.StringIO()):  # torch prints the graph if it refuses a part of it
                 program = torch.export.export(network, args, kwargs, dynamic_shapes=self._shapes(network))
-        except LowRankError:
-            raise
-        except Exception as error:  # a forward may fail to trace in any way
-            free = f" with free {' and '.join(self.free)}" if self.free else ""
-            raise LowRankError(f"torch.export cannot trace {self.name}{free}: {first_line(error)}") from error
         for module in program.graph_module.modules():  # source lines with paths, which the file must not contain
             for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
                 node.meta.pop("stack_trace", None)
@@ -374,10 +370,8 @@ def _input_names(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _bound(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments by the names of the forward's parameters."""
-    try:
+    with explained("the network cannot be called with these inputs"):
         return dict(inspect.signature(network.forward).bind_partial(*args, **kwargs).arguments)
-    except (TypeError, ValueError) as error:
-        raise LowRankError(f"the network cannot be called with these inputs: {first_line(error)}.") from error
 
 
 # Half precision for engines that compute in the precision of the graph.
@@ -536,15 +530,9 @@ def shapes_of(call: Call) -> str:
 
 def checked_outputs(network: nn.Module, call: Call) -> dict[str, Tensor]:
     """The outputs of a network for a call, by name. Refuse a network that fails or gives NaN."""
-    try:
-        with torch.no_grad(), unchanged(network):
-            found = named_tensors(call.copied().run(network))
-    except LowRankError:
-        raise
-    except Exception as error:  # a forward may fail in any way on another size, dtype or device
-        raise LowRankError(
-            f"the network does not run on an input of {shapes_of(call)}: {first_line(error)}."
-        ) from error
+    failed = f"the network does not run on an input of {shapes_of(call)}"
+    with explained(failed), torch.no_grad(), unchanged(network):
+        found = named_tensors(call.copied().run(network))
     if not is_finite(list(found.values())):
         raise LowRankError("the network gives NaN or infinite values on random images: nothing was written.")
     return found

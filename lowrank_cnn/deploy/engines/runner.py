@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.core.errors import LowRankError, first_line
+from lowrank_cnn.core.errors import LowRankError, explained
 from lowrank_cnn.core.files import LARGEST_JSON, read_regular, write_json
 
 if TYPE_CHECKING:
@@ -77,13 +77,9 @@ class Runner(ABC):
         named = dict(inputs) if isinstance(inputs, Mapping) else {self.inputs[0].name: inputs}
         self._check(named)
         arrays = [named[port.name] for port in self.inputs]
-        try:
+        with explained(f"{self.engine} cannot run this file"):
             results = self._one_by_one(arrays) if self.one_image else self._run(arrays)
             return {port.name: result for port, result in zip(self.outputs, results, strict=True)}
-        except LowRankError:
-            raise
-        except Exception as error:  # each engine has its own error classes
-            raise LowRankError(f"{self.engine} cannot run this file: {first_line(error)}.") from error
 
     def _one_by_one(self, arrays: list[ndarray]) -> list[ndarray]:
         import numpy

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowrank_cnn.core.compare import copied, tensors_of, unchanged
-from lowrank_cnn.core.errors import LowRankError, first_line
+from lowrank_cnn.core.errors import LowRankError, explained
 from lowrank_cnn.core.files import open_regular
 from lowrank_cnn.deploy.engines.request import ExportRequest, named_tensors
 from lowrank_cnn.deploy.engines.runner import EXTRA, Engine, Runner, as_array, as_tensor, parse_metadata
@@ -35,16 +35,13 @@ _READS = ("__bool__", "__int__", "__float__", "__index__", "__complex__", "item"
 @torch.no_grad()
 def trace(network: nn.Module, example: Sequence[Tensor], name: str) -> Any:
     """The network as TorchScript; `name` is for error messages."""
-    try:
-        with unchanged(network):
-            with _Following(example) as followed:
-                network(*(tensor.clone() for tensor in example))
-            if not followed.reads:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # torch deprecates TorchScript, and warns of Python numbers
-                    return torch.jit.trace(network, copied(*example), check_trace=False)
-    except Exception as error:  # a forward may fail to trace in any way
-        raise LowRankError(f"torch cannot trace {name}: {first_line(error)}.") from error
+    with explained(f"torch cannot trace {name}"), unchanged(network):
+        with _Following(example) as followed:
+            network(*(tensor.clone() for tensor in example))
+        if not followed.reads:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch deprecates TorchScript, and warns of Python numbers
+                return torch.jit.trace(network, copied(*example), check_trace=False)
     raise LowRankError(
         f"torch cannot trace {name}: its forward reads values that depend on the input "
         f"({', '.join(dict.fromkeys(followed.reads))}), and a trace would hold those of the example."
@@ -80,12 +77,9 @@ class ScriptRunner(Runner):
 
     def __init__(self, path: Path, *, threads: int = 0) -> None:
         extra = {EXTRA: ""}
-        try:
-            with warnings.catch_warnings(), open_regular(path) as file:
-                warnings.simplefilter("ignore")
-                module: Any = torch.jit.load(file, map_location="cpu", _extra_files=extra)
-        except Exception as error:  # torch has no error of its own for a file that it did not write
-            raise LowRankError(f"{path} is not a TorchScript file: {first_line(error)}.") from error
+        with explained(f"{path} is not a TorchScript file"), warnings.catch_warnings(), open_regular(path) as file:
+            warnings.simplefilter("ignore")
+            module: Any = torch.jit.load(file, map_location="cpu", _extra_files=extra)
         self.module = module.eval()
         self._take(parse_metadata(extra[EXTRA]))
         if not self.inputs or not self.outputs:
@@ -108,10 +102,8 @@ def script_bytes(script: Any, extra: dict[str, str] | None = None) -> bytes:
     content = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates TorchScript
-        try:
+        with explained("TorchScript cannot hold the network"):  # for example the user's own autograd function
             torch.jit.save(script, content, _extra_files=extra or {})
-        except RuntimeError as error:  # for example the user's own torch.autograd.Function
-            raise LowRankError(f"TorchScript cannot hold the network: {first_line(error)}.") from error
     return content.getvalue()
 
 

@@ -26,7 +26,7 @@ async function drawDetails() {
   box.replaceChildren(...names.map((name) => html("figure", { "data-chart": name }))); // all of them, before any is measured
   for (const name of names) {
     const specify = (print) => detailsSpec(found, name, print), [rows] = Object.values(specify().datasets);
-    await draw(figureOf(name), (print) => ({ ...specify(print), title: specify(print).title.text }), `${title} ${name}`, rows);
+    await draw(figureOf(name), specify, `${title} ${name}`, rows);
   }
   at("details-worst").replaceChildren(...(found.worst.length ? [html("h3", {}, "Worst images"), worstImages(found.worst)] : []));
 }

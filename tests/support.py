@@ -1,0 +1,89 @@
+"""Helpers for tests of several rooms: load a file, call a function here or in a forked process."""
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def load_file(path: str) -> ModuleType:
+    """A file of the checkout, which is no part of a package, as a module."""
+    place = ROOT / path
+    spec = importlib.util.spec_from_file_location(place.stem, place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def called_here(file: str, function: str, *asked: Any) -> Any:
+    """Do what `core.processes.apart` does, but in this process: a new one imports torch first."""
+    module = next(known for known in list(sys.modules.values()) if getattr(known, "__file__", None) == file)
+    return json.loads(json.dumps(getattr(module, function)(*json.loads(json.dumps(asked)))))
+
+
+class Forked:
+    """A function in a process of its own, with its output in pipes: a new Python would first import torch."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        for slow in ("lightning_fabric", "torch._dynamo"):  # else imported by every process that trains
+            importlib.import_module(slow)
+        (out, to_out), (errors, to_errors) = os.pipe(), os.pipe()
+        self.number, self.code = os.fork(), None
+        if not self.number:
+            os.dup2(to_out, 1)
+            os.dup2(to_errors, 2)
+            for pipe in (out, to_out, errors, to_errors):
+                os.close(pipe)
+            _call_and_exit(function)
+        os.close(to_out)
+        os.close(to_errors)
+        self.stdout, self.stderr = os.fdopen(out), os.fdopen(errors)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.number, number)
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        if self.code is None:
+            number, status = os.waitpid(self.number, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if number else None
+        return self.code
+
+    def wait(self) -> int:
+        if self.code is None:
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.number, 0)[1])
+        return self.code
+
+    def close(self) -> None:
+        if self.poll() is None:
+            self.send_signal(signal.SIGKILL)
+            self.wait()
+        self.stdout.close()
+        self.stderr.close()
+
+
+def _call_and_exit(function: Callable[[], object]) -> None:
+    code: object = 1
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        function()
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
