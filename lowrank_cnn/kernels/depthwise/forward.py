@@ -21,7 +21,6 @@ from lowrank_cnn.kernels.between.batch_statistics import activated
 from lowrank_cnn.kernels.depthwise.plan import WARPS, Layer, divided
 from lowrank_cnn.kernels.device import on_its_device, start
 
-
 # An axis is (taps, stride, dilation, padding before, whether it is the gradient's). Pixels are counted from a block's
 # own place.
 

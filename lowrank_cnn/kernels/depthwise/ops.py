@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lowrank_cnn.kernels.conv.copies import MOST_GROUPS, launch_copy
-from lowrank_cnn.kernels.depthwise import forward, weights as sums
+from lowrank_cnn.kernels.depthwise import forward
+from lowrank_cnn.kernels.depthwise import weights as sums
 from lowrank_cnn.kernels.depthwise.plan import described
 from lowrank_cnn.kernels.device import operator
 from lowrank_cnn.kernels.problem import empty_maps, pixels_last
@@ -37,7 +38,9 @@ def _copied(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         launch_copy(*sources[first : first + MOST_GROUPS], targets=targets[first : first + MOST_GROUPS])
 
 
-def _output(x: Tensor, filters: Any, bias: Any, bands: Any, stride: Any, dilation: Any, size: Sequence[int], *_: Any):
+def _output(
+    x: Tensor, filters: Any, bias: Any, bands: Any, stride: Any, dilation: Any, size: Sequence[int], *_: Any
+):
     return empty_maps((x.shape[0], x.shape[1], *size), x)
 
 
@@ -134,5 +137,3 @@ def _forward_flops(x, filters, *_, out_shape, **__) -> int:
 @register_flop_formula(torch.ops.lowrank.depthwise_conv2d_backward)
 def _backward_flops(grad, x, filters, bands, stride, dilation, need_input, *_, **__) -> int:
     return (4 if need_input else 2) * _macs(filters, grad)
-
-

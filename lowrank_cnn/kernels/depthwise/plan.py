@@ -19,6 +19,8 @@ from lowrank_cnn.core.numbers import ceil_div
 
 Pair = tuple[int, int]
 WARPS = 4
+PASSED = 1
+SQUARE_ROWS = 2
 LANES = {64: 1.0, 32: 1.1, 16: 1.25}
 """Channels of a program, with what a channel costs."""
 
@@ -127,7 +129,7 @@ def _shares(layer: Layer, size: Pair, values: int, unit: Pair) -> tuple[list[Sha
     for band in layer.bands:
         rows, columns = block_of(band, size, unit)
         lanes = lanes_of(band.channels)
-        blocks = max(1, 32 * WARPS * values // lanes)
+        blocks = max(1, 32 * WARPS * (values if band.taps else PASSED * values) // lanes)
         number = layer.batch * ceil_div(size[0], rows) * ceil_div(size[1], columns)
         shares.append(Share(first, *band, weights, rows, columns, lanes, blocks, 0, 0))
         programs.append(ceil_div(number, blocks) * ceil_div(band.channels, lanes))
@@ -138,7 +140,7 @@ def _shares(layer: Layer, size: Pair, values: int, unit: Pair) -> tuple[list[Sha
 def block_of(band: Band, size: Pair, unit: Pair = (1, 1)) -> Pair:
     """Rows and columns of a block: along a strip, or two rows of a square; in units of the stride where asked."""
     height, width = band.height > 1, band.width > 1
-    rows = 2 if height and width else _run(size[0], unit[0]) if height else unit[0]
+    rows = SQUARE_ROWS if height and width else _run(size[0], unit[0]) if height else unit[0]
     columns = 1 if height and not width else _run(size[1], unit[1])
     return _up(rows, unit[0]), _up(columns, unit[1])
 
