@@ -1,4 +1,4 @@
-"""Initialisations at full length: each one's best learning rate, then full runs, and how often each diverges.
+"""Initialisations, each at its best learning rate: accuracy of longer runs, and how often they diverge.
 
     python -m benchmarks.initialisation --data FOLDER --network nin-c3-lr --recipe nin-paper --out RECORD
     python -m benchmarks.initialisation --data FOLDER --network vgg11-gmp-lr --recipe tiny-vgg --out RECORD

@@ -7,8 +7,7 @@ We cannot distribute ILSVRC, so photographs of its size are made from the small 
 Tiny-ImageNet. They are 500x375 JPEGs of quality 90: one small image upscaled (smooth, about 28 kB), or a mosaic of
 48 (texture to the last pixel, about 90 kB; ILSVRC's mean is about 110 kB). `shrunk` is the mosaic stored with a
 shorter side of 256, as in Caffe's image databases. Rates of decoders, ways and one worker are per second of one
-core's time, so other work on the machine does not count; the loader's are per second. If a GPU can decode, the
-loader is also measured with `decode="gpu"`.
+core's time, so other work on the machine does not count; the loader's are per second.
 
 The record holds one entry per processor; a run replaces the entry of its processor.
 """
@@ -33,17 +32,13 @@ from benchmarks.jpeg_ways import (
     QUALITY,
     WIDTH,
     Decoder,
-    as_tensors,
     decoders,
-    difference,
-    gpu_decoder,
     photographs,
     versions,
     ways,
 )
 from lowrank_cnn.core.environment import environment
 from lowrank_cnn.data import Augment, Standardize, StreamedLoader, StreamedSplit, open_data
-from lowrank_cnn.data.types import Decode
 
 
 def per_core(work: Decoder, images: list[bytes], repeats: int) -> dict[str, float]:
@@ -58,21 +53,6 @@ def rates_of(work: Callable[[int], int], rounds: int) -> dict[str, float]:
         began = time.process_time()
         found.append(work(number) / (time.process_time() - began))
     return rates(found[1:])
-
-
-def on_the_gpu(images: list[bytes], repeats: int) -> dict[str, Any]:
-    """torchvision's decoder on the GPU, sixty-four at a time, and how far its pixels are from Pillow's."""
-    decode = gpu_decoder()
-    if decode is None:
-        return {"gpu_decode": None}
-    encoded = as_tensors((images * 64)[:64])
-    found = []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        decode(encoded)
-        torch.cuda.synchronize()
-        found.append(64 / (time.perf_counter() - began))
-    return {"gpu_decode": rates(found[1:]), "gpu_difference": difference(decode, images)}
 
 
 def shards(images: list[bytes], n: int, folder: Path) -> StreamedSplit:
@@ -90,7 +70,7 @@ def shards(images: list[bytes], n: int, folder: Path) -> StreamedSplit:
     return split
 
 
-def loader_of(split: StreamedSplit, workers: int, batch: int, decode: Decode = "cpu") -> StreamedLoader:
+def loader_of(split: StreamedSplit, workers: int, batch: int) -> StreamedLoader:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return StreamedLoader(
         split,
@@ -102,7 +82,6 @@ def loader_of(split: StreamedSplit, workers: int, batch: int, decode: Decode = "
         train=True,
         dtype=torch.bfloat16 if device == "cuda" else torch.float32,
         workers=workers,
-        decode=decode,
     )
 
 
@@ -112,9 +91,9 @@ def worker_rate(split: StreamedSplit, batch: int) -> dict[str, float]:
     return rates_of(lambda number: len(parts[number, 0].rows), parts.batches)
 
 
-def loader_rate(split: StreamedSplit, workers: int, batch: int, decode: Decode = "cpu") -> float:
+def loader_rate(split: StreamedSplit, workers: int, batch: int) -> float:
     """Images per second of an epoch as training sees it: read, decoded, framed, on the device, standardised."""
-    loader = loader_of(split, workers, batch, decode)
+    loader = loader_of(split, workers, batch)
     batches = loader.epoch(0)
     for _ in range(max(1, len(loader) // 4)):  # warm-up: workers start, and prefetched batches are used up
         next(batches)
@@ -130,16 +109,9 @@ def streamed(images: list[bytes], arguments: argparse.Namespace) -> dict[str, An
     with tempfile.TemporaryDirectory() as folder:
         split = shards(images, arguments.images, Path(folder))
         found: dict[str, Any] = {"worker": shown("streamed", "a worker", worker_rate(split, arguments.batch))}
-        found["loader"] = loader_rates(split, arguments, "cpu")
-        if gpu_decoder():
-            found["gpu_loader"] = loader_rates(split, arguments, "gpu")
-    return found
-
-
-def loader_rates(split: StreamedSplit, arguments: argparse.Namespace, decode: Decode) -> dict[str, float]:
-    found = {str(n): loader_rate(split, n, arguments.batch, decode) for n in arguments.workers}
-    told = {n: f"{rate:,.0f} images/s" for n, rate in found.items()}
-    print(f"loader, decoded by the {decode}, by workers:", told, flush=True)
+        found["loader"] = {str(n): loader_rate(split, n, arguments.batch) for n in arguments.workers}
+        told = {n: f"{rate:,.0f} images/s" for n, rate in found["loader"].items()}
+        print("loader, by workers:", told, flush=True)
     return found
 
 
@@ -174,7 +146,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             "bytes": sum(map(len, images)) / len(images),
             "decode": {n: shown(kind, n, per_core(d, images, arguments.repeats)) for n, d in decoders()},
             "frame": {n: shown(kind, n, per_core(w, images, arguments.repeats)) for n, w in ways()},
-            **on_the_gpu(images, arguments.repeats),
             **streamed(images, arguments),
         }
     return rows
@@ -188,10 +159,8 @@ def main() -> None:
     setting = {"size": [WIDTH, HEIGHT], "quality": QUALITY, "photographs": arguments.photographs}
     setting |= {"batch": arguments.batch, "repeats": arguments.repeats, "libraries": versions()}
     measured: dict[str, Any] = {"setting": setting, "rows": rows, "environment": environment()}
-    for prefix in ("", "gpu_"):
-        if (fed_at := rows["mosaic"].get(f"{prefix}loader")) is not None:
-            measured[f"{prefix}idle"] = idle = idle_shares(fed_at, demands)
-            print(f"{prefix}loader", {name: f"{share:.0%} idle" for name, share in idle.items()})
+    measured["idle"] = idle = idle_shares(rows["mosaic"]["loader"], demands)
+    print("loader", {name: f"{share:.0%} idle" for name, share in idle.items()})
     measured["train_rates"] = demands
     before = json.loads(arguments.out.read_text())["machines"] if arguments.out.exists() else []
     others = [one for one in before if one["environment"]["cpu"] != measured["environment"]["cpu"]]

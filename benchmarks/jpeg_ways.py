@@ -12,12 +12,9 @@ from typing import Any
 
 import torch
 
-from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import open_data
 from lowrank_cnn.data.augment import scaled
 from lowrank_cnn.data.decode import Framing, crop_at, decode_image, frame_image, scale_shorter
-from lowrank_cnn.data.streamed import Decoder as GpuDecoder
-from lowrank_cnn.data.streamed import find_decoder
 
 WIDTH, HEIGHT, TILE, QUALITY = 500, 375, 64, 90
 FRAMING = Framing((224, 224), None, 256, 0, True, (0, 0, 0))
@@ -115,28 +112,6 @@ def whole_by_torch(data: bytes) -> bytes:
 def scaled_by_opencv(cv2: Any, data: bytes) -> bytes:
     whole = cv2.resize(cv2.imdecode(as_array(data), cv2.IMREAD_COLOR), (341, 256), interpolation=cv2.INTER_LINEAR)
     return whole[16:240, 58:282].tobytes()
-
-
-def gpu_decoder() -> GpuDecoder | None:
-    """torchvision's decoder on the GPU, if there is one."""
-    try:
-        return find_decoder(torch.device("cuda"))
-    except LowRankError:
-        return None
-
-
-def as_tensors(images: list[bytes]) -> list[torch.Tensor]:
-    return [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in images]
-
-
-def difference(decoder: GpuDecoder, images: list[bytes]) -> float:
-    """The mean difference of its pixels from Pillow's, in levels of 255."""
-    apart = []
-    for data, found_ in zip(images, decoder(as_tensors(images)), strict=True):
-        image = decode_image(data, channels=3)
-        expected = torch.from_numpy(as_array(image.tobytes()).reshape(image.height, image.width, 3).copy())
-        apart.append((found_.cpu().permute(1, 2, 0).float() - expected.float()).abs().mean())
-    return float(torch.stack(apart).mean())
 
 
 def as_array(data: bytes | bytearray) -> Any:

@@ -7,7 +7,6 @@ photographs (amplitude falls as 1/frequency). They lie in class folders, a few o
 sees crops of 160 pixels from a shorter side of 183. The ways are:
 
 - full size: the JPEGs are read, decoded and scaled in every epoch;
-- decoded by the GPU: the same, if a GPU can decode them;
 - shrunk once: the same from JPEGs that `lowrank shrink` stored with a shorter side of 183;
 - held as bytes: all images are decoded before the first epoch and stay on the device, one byte for each value;
 - held as floats: the same, preprocessed once, which takes two or four times as much memory.
@@ -39,11 +38,10 @@ from benchmarks.common import parser, rates, write_record
 from lowrank_cnn.core.environment import environment
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Augment, Loader, Split, Standardize, StreamedLoader, make_loader, open_data, resident
-from lowrank_cnn.data import workers as decoded_cache
 from lowrank_cnn.data.shrink import shrink
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.step import EAGER, StepBuilder, TrainingStep, fused_to_train
+from lowrank_cnn.train.step import TrainingStep, build_update, fused_to_train
 
 WIDTH, HEIGHT, QUALITY = 500, 375, 90
 CROP, SIDE = 160, 183
@@ -102,22 +100,20 @@ def loader_of(split: Split, arguments: argparse.Namespace, *, resize: int | None
 def ways(full: Path, shrunk: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Loader]]]:
     """Each way with the function that makes its loader; making it is what happens before the first epoch."""
 
-    def streamed(folder: Path, **options: Any) -> Loader:
+    def streamed(folder: Path) -> Loader:
         split = open_data(folder, resident_bytes=0, progress=False).train
-        return loader_of(split, arguments, resize=SIDE, workers=arguments.workers, **options)
+        return loader_of(split, arguments, resize=SIDE, workers=arguments.workers)
 
     def shrunk_once() -> Loader:
         shrink(full, shrunk, side=SIDE, workers=arguments.workers, per_shard=1024)
         return streamed(shrunk)
 
     def held(most_prepared: float) -> Loader:
-        uncached = mock.patch.object(decoded_cache, "MOST_BYTES", 0)
-        with uncached, mock.patch.object(resident, "MOST_PREPARED_BYTES", most_prepared):
+        with mock.patch.object(resident, "MOST_PREPARED_BYTES", most_prepared):
             split = open_data(full, image_size=SIDE, resident_bytes=2**40, progress=False).train
             return loader_of(split, arguments)
 
     yield "full size", lambda: streamed(full)
-    yield "decoded by the GPU", lambda: streamed(full, decode="gpu")
     yield "shrunk once", shrunk_once
     yield "held as bytes", lambda: held(0)
     yield "held as floats", lambda: held(float("inf"))
@@ -158,7 +154,7 @@ def training_step(arguments: argparse.Namespace) -> tuple[Step, float]:
     images = images.to(torch.bfloat16 if on_gpu else torch.float32, memory_format=torch.channels_last)
     labels = torch.arange(arguments.batch, device=device) % CLASSES
     step.prepare(1e-4, 0)
-    update, _ = StepBuilder({EAGER: forward}, graphs=on_gpu).fastest(step, images, labels, steps_left=1)
+    update, _ = build_update(step, images, labels, graphs=on_gpu)
     return update, alone_rate(update, images, labels, arguments.seconds)
 
 

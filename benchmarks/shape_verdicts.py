@@ -15,8 +15,8 @@ from math import log
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks.run_book import FULL, Row, RunBook, answer_table, paired_answers
-from lowrank_cnn.choose.verdict import DIVERGED, NO, OPEN, YES, read_questions
+from benchmarks.run_book import FULL, TRY, Row, RunBook, answer_table, paired_answers
+from lowrank_cnn.choose.verdict import DIVERGED, NO, OPEN, UNTUNED, YES, read_questions
 from lowrank_cnn.core.text import text_table
 
 SHAPES = ("kx1", "1xk", "1x1", "kxk")
@@ -83,8 +83,11 @@ def judged(book: RunBook) -> dict[str, Answers]:
         "mechanisms": paired_answers(mechanisms, runs, **by_any),
     }
     diverged = {row["way"] for row in book.of(FULL) if row["top1"] is None}
+    tried = {row["way"] for row in book.of(TRY)}
     for one in (one for answers in found.values() for one in answers):
-        if diverged & {one["ours"], one["theirs"]}:  # the other runs alone would overrate the way
+        if not {one["ours"], one["theirs"]} <= tried:
+            one["verdict"] = UNTUNED
+        elif diverged & {one["ours"], one["theirs"]}:  # the other runs alone would overrate the way
             one["verdict"] = DIVERGED
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from tables import form
@@ -13,14 +14,26 @@ if TYPE_CHECKING:
     from lowrank_cnn.choose.frontier import DesignRow, Frontier
 
 FOLDER = "frontier"
+VERDICT_COLUMNS = ["design", "<asked", "<rival", "margin", "gap", "low", "high", "time", "parameters", "runs", "p"]
+VERDICT_COLUMNS.append("<verdict")
 
 
 def frontier() -> str:
-    """For each record: its networks by rising time, and the verdicts."""
+    """For each record: its networks by rising time."""
+    return "\n".join("".join(_record(found)) for found in _records()) or NO_RUNS
+
+
+def verdicts() -> str:
+    """For each record: its questions, with one figure in a cell, what weakens them, and the command for them."""
+    judged = [found for found in _records() if found.answers]
+    judged.sort(key=lambda found: -found.about["network"]["base"])  # miniatures last
+    return "\n".join("".join(_verdicts(found)) for found in judged) or NO_RUNS
+
+
+def _records() -> list[Frontier]:
     from lowrank_cnn.choose.frontier import RECORD, load_frontier
 
-    paths = sorted((form.RESULTS / FOLDER).glob(f"*/{RECORD}"))
-    return "\n".join("".join(_record(load_frontier(path.parent))) for path in paths) or NO_RUNS
+    return [load_frontier(path) for path in sorted((form.RESULTS / FOLDER).glob(f"*/{RECORD}"))]
 
 
 def questions() -> str:
@@ -99,23 +112,23 @@ def _record(found: Frontier) -> Iterator[str]:
     batches = sorted({row.timing.batch for row in rows if row.timing})
     clock = f"Times are of {batches[0]} images, each in turns with the dense network. " if batches else ""
     yield f"\n{clock}Mean and 95% interval over seeds; seconds are those of training, without compiling.\n"
-    yield from _questions(found)
     yield source(name, *found.environments)
 
 
-def _questions(found: Frontier) -> Iterator[str]:
-    """The verdicts; questions with too few runs are only counted."""
+def _verdicts(found: Frontier) -> Iterator[str]:
+    """The verdicts of a record; questions with too few runs are only counted."""
     from lowrank_cnn.choose.verdict import EARLY
 
+    place = f"benchmarks/results/{FOLDER}/{found.folder.name}"
+    yield f"**{found.title}**: `lowrank frontier {found.about['family']} --out {place}`\n"
     judged = [one for one in found.answers if one["verdict"] != EARLY]
+    notes = list(dict.fromkeys(note for one in judged for note in one["notes"]))
     if judged:
-        columns = ["question", "<control", "time", "gap in points", "p, corrected", "<verdict"]
-        yield "\n" + markdown(columns, [_answer(one) for one in judged])
-        yield "\nGaps with their 99% interval over seeds and images.\n"
+        yield "\n" + markdown(VERDICT_COLUMNS, [_answer(found, one, notes) for one in judged])
+    if notes:
+        yield "\n" + "; ".join(f"({place}) {note}" for place, note in enumerate(notes, 1)) + ".\n"
     if early := len(found.answers) - len(judged):
-        asked = "One more question has" if early == 1 else f"{early} more questions have"
-        asked = asked if judged else "The questions asked before the runs have"
-        yield f"\n{asked} too few runs for a verdict.\n"
+        yield f"\n{early} more {'question has' if early == 1 else 'questions have'} too few runs for a verdict.\n"
 
 
 def _tries(found: Frontier) -> Iterator[str]:
@@ -147,9 +160,32 @@ def _line(found: Frontier, row: DesignRow) -> list[object]:
     return [name, *cost, accuracy, len(row.runs), seconds]
 
 
-def _answer(one: dict[str, Any]) -> list[object]:
+def _answer(found: Frontier, one: dict[str, Any], notes: list[str]) -> list[object]:
     from lowrank_cnn.core.text import p_value
 
-    gap = f"{one['gap']:+.2f} ({one['low']:+.2f} to {one['high']:+.2f})"
-    asked = f"`{one['design']}` {one['question']} by {one['margin']:+g}"
-    return [asked, f"`{one['control']}`", f"x {one['time']:.2f}", gap, p_value(one["corrected"]), one["verdict"]]
+    gaps = [f"{one[what]:+.2f}" for what in ("margin", "gap", "low", "high")]
+    time = one["time"] or _searched_time(found, one)
+    shares = ["" if share is None else f"{share:.2f}" for share in (time, one["params"])]
+    asked = [f"`{one['design']}`", one["question"].partition(" ")[0], f"`{one['control']}`"]
+    said = " ".join([f"**{chip(one)}**", *(f"({notes.index(note) + 1})" for note in one["notes"])])
+    return [*asked, *gaps, *shares, min(one["runs"]), p_value(one["corrected"]), said]
+
+
+def chip(one: dict[str, Any]) -> str:
+    """A verdict in a word. Level: the whole interval lies within the margin on both sides."""
+    from lowrank_cnn.choose.verdict import NO, YES
+
+    if one["verdict"] == YES:
+        return "wins"
+    if one["verdict"] != NO:
+        return one["verdict"]
+    return "loses" if one["high"] < 0 else "level" if one["low"] > -one["margin"] else "does not win"
+
+
+def _searched_time(found: Frontier, one: dict[str, Any]) -> float | None:
+    """The share of a searched rival's time, by the medians over processes that were taken before the runs."""
+    path = found.folder / "times.json"
+    if not path.exists():
+        return None
+    times = {row["design"]: median(row["of_dense"]) for row in json.loads(path.read_text())["rows"]}
+    return times[one["design"]] / times[one["control"]]

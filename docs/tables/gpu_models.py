@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tables.form import markdown, record, recorded, source
+from tables.form import NO_RUNS, markdown, record, recorded, source
 
 FILE = "gpu_models.json"
 MODES = {
@@ -16,6 +16,8 @@ MODES = {
 WAYS = ("dense, torch.compile", "dense, optimize", "thin, optimize", "low-rank, optimize")
 TRAINING = {"dense, optimize": "dense, fit", "thin, optimize": "thin, fit", "low-rank, optimize": "low-rank, fit"}
 
+REPEATS = 0.07
+"""Times of one network differ by up to this share between processes: a smaller difference decides nothing."""
 
 NOTE = """Milliseconds, 224x224, bf16; in brackets the ratio to dense by the compiler. Thin: the dense network of
 about the same MACs, its channels in multiples of 16 or of 64, whichever was faster; `a beside b` is from another
@@ -57,6 +59,41 @@ def _table(mode: str) -> str:
         return ""
     rivals = ["dense: compiler", "dense: ours", "thin: ours"]
     return markdown(["network, scheme", "MACs", *rivals, "low rank: ours"], rows) + source(FILE, *environments)
+
+
+def speed_verdicts() -> str:
+    """Each network, scheme and mode: milliseconds of low rank and its rivals, and a verdict on each rival."""
+    rows: list[list[object]] = []
+    environments = []
+    for mode, title in MODES.items():
+        names = [TRAINING.get(way, way) if mode == "training" else way for way in WAYS]
+        for run, row in strictest(mode) if recorded(FILE) else ():
+            compiled, dense, thin, ours = (milliseconds(row, mode, way) for way in names)
+            dense = min(time for time in (compiled, dense) if time is not None)
+            name, scheme = row["row"].partition(":")[2].split("/")
+            times = ["" if time is None else f"{time:.3g}" for time in (ours, dense, thin)]
+            chips = [_faster(ours, rival) for rival in (dense, thin)]
+            rows.append([f"`{name}`", f"`{scheme}`", title, *times, *chips])
+            environments.append(run["environment"])
+    columns = [
+        "network",
+        "<scheme",
+        "<what",
+        "low rank ms",
+        "dense ms",
+        "thin ms",
+        "<against dense",
+        "<against thin",
+    ]
+    return markdown(columns, rows) + source(FILE, *environments) if rows else NO_RUNS
+
+
+def _faster(ours: float | None, rival: float | None) -> str:
+    """A verdict on two times in a word."""
+    if ours is None or rival is None:
+        return "not measured"
+    ratio = ours / rival
+    return "**wins**" if ratio < 1 - REPEATS else "**loses**" if ratio > 1 + REPEATS else "undecided"
 
 
 def _beside(name: str, mode: str, ways: list[str]) -> str:

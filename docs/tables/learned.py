@@ -11,7 +11,7 @@ from typing import Any
 from tables import form
 from tables.form import NO_RUNS, markdown, source
 
-from lowrank_cnn.choose.verdict import NO, YES
+from lowrank_cnn.choose.verdict import NO, UNTUNED, YES
 from lowrank_cnn.graph.finalize_shapes import LearnedShapes
 from lowrank_cnn.method.schemes import parse_scheme
 from lowrank_cnn.models import create_model
@@ -20,6 +20,7 @@ from lowrank_cnn.report.style import save_charts
 from lowrank_cnn.report.trade import DENSE, LEARNED, LOW_RANK, TradePoint, trade_chart, trade_spec
 
 UNDECIDED = "nothing is decided"
+NOT_TUNED = "no verdict, since all ways trained at one learning rate"
 
 
 def learned_shapes() -> str:
@@ -86,7 +87,8 @@ def _at_equal_macs(answers: list[dict[str, Any]]) -> str:
     verdicts = [
         f"`{one['ours']}` over `{one['theirs']}` by {one['margin']:g}: {one['verdict']}" for one in decided
     ]
-    return f"\nAt equal MACs, by the margins written down before the runs: {'; '.join(verdicts) or UNDECIDED}.\n"
+    nothing = NOT_TUNED if answers and all(one["verdict"] == UNTUNED for one in answers) else UNDECIDED
+    return f"\nAt equal MACs, by the margins written down before the runs: {'; '.join(verdicts) or nothing}.\n"
 
 
 def _at_equal_time(answers: list[dict[str, Any]]) -> str:
@@ -133,7 +135,9 @@ def _gap(one: dict[str, Any]) -> str:
 
 def _inits(name: str, found: dict[str, Any]) -> str:
     columns = ["initialisation", "best rate", "top-1 %", "runs", "diverged", "of its tries"]
-    table = markdown(columns, [_init_line(row) for row in found["summary"]])
+    rates = [row["rate"] for row in found["rows"] if row["phase"] == "try"]
+    edges = (min(rates, default=0), max(rates, default=0))
+    table = markdown(columns, [_init_line(row, edges) for row in found["summary"]])
     about = found["about"]
     title = f"**{about['network']} on {about['data']}, {about['recipe']['epochs']} epochs**\n\n"
     decided = [f"`{one['ours']}` over `{one['theirs']}`" for one in found["answers"] if one["verdict"] == YES]
@@ -144,10 +148,10 @@ def _inits(name: str, found: dict[str, Any]) -> str:
     return title + table + told + source(name, *found.get("environments", [found["environment"]]))
 
 
-def _init_line(row: dict[str, Any]) -> list[object]:
+def _init_line(row: dict[str, Any], edges: tuple[float, float]) -> list[object]:
     accuracy = "" if row["mean"] is None else f"{row['mean']:.2f}"
     accuracy += "" if row["sd"] is None else f" ± {row['sd']:.2f}"
-    rate = "" if row["rate"] is None else f"x {row['rate']:g}"
+    rate = "" if row["rate"] is None else f"x {row['rate']:g}" + (", at the edge" if row["rate"] in edges else "")
     tries = f"{row['diverged_try']} of {row['tries']}"
     return [f"`{row['init']}`", rate, accuracy, row["runs"], row["diverged_full"], tries]
 

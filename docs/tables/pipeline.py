@@ -30,31 +30,13 @@ def _pipeline(machine: dict[str, Any]) -> str:
         f"{setting['size'][0]}x{setting['size'][1]}, one core's own time; shrunk to a shorter side of 256.\n"
         f"Framed: decoded, scaled to a shorter side of 256, cropped to 224, mirrored. {libraries}.\n"
     )
-    note += _loaders(kinds["mosaic"])
+    if loader := kinds["mosaic"]["loader"]:
+        by_workers = "; ".join(f"{workers} workers {rate:,.0f}" for workers, rate in loader.items())
+        note += f"The whole loader, textured, images/s: {by_workers}.\n"
     for network, share in machine["idle"].items():
         rate = f"{machine['train_rates'][network]:,.0f}"
-        own = machine.get("gpu_idle", {}).get(network)
-        told = "" if own is None else f", and {own:.0%} if it decodes them itself"
-        note += f"A GPU that trains `{network}` at {rate} images/s waits {share:.0%} of the time{told}.\n"
+        note += f"A GPU that trains `{network}` at {rate} images/s waits {share:.0%} of the time.\n"
     return markdown(columns, rows) + note + source("input_pipeline.json", machine["environment"])
-
-
-def _loaders(textured: dict[str, Any]) -> str:
-    """The whole loader, decoding on the CPU and, if measured, on the GPU."""
-    told = ""
-    if textured["loader"]:
-        told += f"The whole loader, textured, images/s: {_by_workers(textured['loader'])}.\n"
-    if textured.get("gpu_loader"):
-        told += (
-            f'The same if the GPU decodes (`decode="gpu"`): {_by_workers(textured["gpu_loader"])}; alone it '
-            f"decodes {_rate(textured['gpu_decode'])}.\nIts pixels differ from Pillow's by "
-            f"{textured['gpu_difference']:.2f} of 255 levels on average.\n"
-        )
-    return told
-
-
-def _by_workers(rates: dict[str, float]) -> str:
-    return "; ".join(f"{workers} workers {rate:,.0f}" for workers, rate in rates.items())
 
 
 def _rate(found: dict[str, float] | None) -> str:

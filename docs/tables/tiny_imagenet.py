@@ -37,7 +37,7 @@ def _part(found: dict[str, Any], part: str) -> Iterator[str]:
         yield f"{note}\n"
     for comparison in found["comparisons"]:
         if comparison["part"] == part:
-            yield from _compared(comparison)
+            yield from _compared(comparison, {row["network"]: row["n"] for row in rows})
 
 
 def _line(row: dict[str, Any]) -> list[object]:
@@ -60,12 +60,12 @@ def _percent(share: float | None) -> str:
     return f"{100 * share:.2f}" if share else ""
 
 
-def _compared(comparison: dict[str, Any]) -> Iterator[str]:
+def _compared(comparison: dict[str, Any], seeds: dict[str, int]) -> Iterator[str]:
     measure, order = MEASURES[comparison["measure"]], comparison["order"]
     if comparison["gaps"]:
         yield "\n"
-        columns = [f"as published? ({measure})", "MACs", "paper", "ours", "<verdict"]
-        yield markdown(columns, [_gap(gap) for gap in comparison["gaps"]])
+        columns = [f"as published? ({measure})", "MACs", "paper", "ours", "seeds", "<verdict"]
+        yield markdown(columns, [_gap(gap, seeds) for gap in comparison["gaps"]])
         yield f"\n{NOTE}"
     if not order["pairs"]:
         return
@@ -75,8 +75,9 @@ def _compared(comparison: dict[str, Any]) -> Iterator[str]:
     yield f"{pairs} have the published order of {measure}{correlated}.\n"
 
 
-def _gap(gap: dict[str, Any]) -> list[object]:
+def _gap(gap: dict[str, Any], seeds: dict[str, int]) -> list[object]:
     error = f" ± {gap['half_width']:.2f}" if gap["half_width"] is not None else ""
     published = "" if gap["published"] is None else f"{gap['published']:+.2f}"
     ours = f"{gap['ours']:+.2f}{error}"
-    return [gap["question"], f"x {gap['mac_ratio']:.2f}", published, ours, gap["verdict"]]
+    fewest = min(seeds[gap["network"]], seeds[gap["base"]])
+    return [gap["question"], f"x {gap['mac_ratio']:.2f}", published, ours, fewest, gap["verdict"]]

@@ -161,6 +161,10 @@ class Frontier:
     def row(self, name: str) -> DesignRow | None:
         return next((row for row in self.rows if row.name == name), None)
 
+    def top1(self, row: DesignRow) -> float:
+        """The mean accuracy of a design's runs, in percent."""
+        return 100 * sum(run.correct for run in row.runs) / len(row.runs) / self.images
+
     def ms(self, row: DesignRow) -> float | None:
         """Milliseconds of a row on one clock: its share of the dense network's time, as that stands in the record.
 
@@ -284,7 +288,7 @@ def open_frontier(folder: Path, about: dict[str, Any], images: int) -> Frontier:
         folder.mkdir(parents=True, exist_ok=True)
         return Frontier(folder, about, images)
     found = load_frontier(folder)
-    before, now = (_facts(one) for one in (found.about, json.loads(json.dumps(about))))
+    before, now = (shared_settings(one) for one in (found.about, json.loads(json.dumps(about))))
     for what in before | now:
         then, wanted = ("none" if one.get(what) is None else one[what] for one in (before, now))
         if then != wanted:
@@ -294,7 +298,7 @@ def open_frontier(folder: Path, about: dict[str, Any], images: int) -> Frontier:
     return found
 
 
-def _facts(about: dict[str, Any]) -> dict[str, Any]:
+def shared_settings(about: dict[str, Any]) -> dict[str, Any]:
     """The shared settings of all runs by name, with defaults for recipe fields that are newer than the record."""
     whole = {**about, "recipe": {**json.loads(json.dumps(Recipe().to_dict())), **(about["recipe"] or {})}}
     nested = {key: value if isinstance(value, dict) else {"": value} for key, value in whole.items()}

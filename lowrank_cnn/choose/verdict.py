@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from lowrank_cnn.choose.candidates import LEARNED, base_name
-from lowrank_cnn.choose.frontier import DesignRow, Frontier
+from lowrank_cnn.choose.frontier import DENSE_NAME, RECORD, DesignRow, Frontier, load_frontier, shared_settings
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.files import read_json
 from lowrank_cnn.core.numbers import holm, student_p, student_t
 
@@ -55,10 +57,11 @@ def compare(ours: Tensor, theirs: Tensor, *, margin: float, alpha: float) -> Pai
         return PairedGap(points, points, points, float(points <= margin))
     freedom, error = max(1.0, variance**2 / uncertainty), 100 * variance**0.5
     reach = student_t(1 - alpha / 2, freedom) * error
-    return PairedGap(points, points - reach, points + reach, student_p((margin - points) / error, freedom))
+    low, high = max(-100.0, points - reach), min(100.0, points + reach)
+    return PairedGap(points, low, high, student_p((margin - points) / error, freedom))
 
 
-BETTER, FASTER = "better", "faster"
+BETTER, FASTER, SEARCHED = "better", "faster", "better than a searched rival"
 YES, NO, OPEN, EARLY, UNEQUAL = "yes", "no", "undecided", "too few runs", "tuned unequally"
 UNTUNED, DIVERGED = "not tuned", "some runs diverged"
 
@@ -67,15 +70,16 @@ UNTUNED, DIVERGED = "not tuned", "some runs diverged"
 class Answer:
     """The answer of a record to one question about one design.
 
-    `gap` is the design's accuracy less the control's, in points, with its interval; `time` the design's time as a
-    share of the control's. `p` is for a gap above `margin`, and `corrected` the same among all questions asked.
+    `gap` is the design's accuracy less the control's, in points, with its interval; `time` and `params` are the
+    design's time and parameters as shares of the control's. `p` is for a gap above `margin`, and `corrected` the
+    same among all questions on this network and these images. `notes` say what weakens the verdict.
     """
 
     question: str
     design: str
     control: str
     margin: float
-    time: float
+    time: float | None
     gap: float
     low: float
     high: float
@@ -83,6 +87,8 @@ class Answer:
     corrected: float
     verdict: str
     runs: tuple[int, int]
+    params: float
+    notes: tuple[str, ...]
 
 
 def read_questions() -> dict[str, Any]:
@@ -97,8 +103,9 @@ def question_set(found: Frontier, questions: Mapping[str, Any]) -> dict[str, Any
 
 
 def answer(found: Frontier) -> list[Answer]:
-    """Every question that a record can answer, corrected for all of them together.
+    """Every question that a record can answer, corrected for all on the same network and images together.
 
+    Records in folders beside this one count, too: their questions are those of their last answers.
     A verdict is yes where the corrected p is below alpha, no where the interval lies below the margin, and
     undecided else. There is none yet with fewer runs than were registered, none where one side had other tries of
     the learning rate or neither had any, and none where runs diverged: the others alone would look better than
@@ -109,26 +116,72 @@ def answer(found: Frontier) -> list[Answer]:
     asked = question_set(found, questions)
     if asked is None:
         return []
-    alpha, tolerance = questions["alpha"], questions["timing"]["tolerance"]
-    asking = ((BETTER, asked["better_by"], 1 - tolerance), (FASTER, -asked["loss"], 1 / questions["time_share"]))
-    answers = []
-    for row in found.rows:
-        listed = base_name(row.name) in questions["designs"] or row.name.startswith(f"{LEARNED}-")
-        if row.dense or not listed or not row.runs or not row.timing:
-            continue
-        for question, margin, factor in asking:
-            control = control_of(found, row, factor)
-            if control is None or not control.timing:
-                continue
-            ours, theirs = found.right_answers(row), found.right_answers(control)
-            gap = compare(ours, theirs, margin=margin, alpha=alpha)
-            time, runs = row.timing.ratio / control.timing.ratio, (len(ours), len(theirs))
-            values = (gap.points, gap.low, gap.high, gap.p, gap.p)
-            answers.append(Answer(question, row.name, control.name, margin, time, *values, OPEN, runs))
+    alpha, beside, answers = questions["alpha"], _beside(found), []
+    settings = shared_settings(found.about)
+    alike = [found, *(other for other in beside if shared_settings(other.about) == settings)]
+    for question, margin, row, control in _pairs(found, questions, asked):
+        ours, theirs = found.right_answers(row), found.right_answers(control)
+        gap = compare(ours, theirs, margin=margin, alpha=alpha)
+        time = row.timing.ratio / control.timing.ratio if row.timing and control.timing else None
+        values = (gap.points, gap.low, gap.high, gap.p, gap.p, OPEN, (len(ours), len(theirs)))
+        more = (row.params / control.params, _notes(alike, row, control))
+        answers.append(Answer(question, row.name, control.name, margin, time, *values, *more))
+    every = [*(one.p for one in answers), *(one["p"] for other in beside for one in other.answers)]
     return [
         replace(one, corrected=p, verdict=_verdict(found, one, p, alpha, asked.get("seeds", 1)))
-        for one, p in zip(answers, holm([one.p for one in answers]), strict=True)
+        for one, p in zip(answers, holm(every), strict=False)
     ]
+
+
+def _pairs(
+    found: Frontier, questions: Mapping[str, Any], asked: Mapping[str, Any]
+) -> Iterator[tuple[str, float, DesignRow, DesignRow]]:
+    """Each question with its margin, the design and the control; a searched rival was timed before the record."""
+    factors = {BETTER: 1 - questions["timing"]["tolerance"], FASTER: 1 / questions["time_share"]}
+    searched = questions["searched"]
+    about_this = all(searched[what] == asked[what] for what in ("family", "data"))
+    for row in (row for row in found.rows if row.runs and not row.dense):
+        listed = base_name(row.name) in questions["designs"] or row.name.startswith(f"{LEARNED}-")
+        if listed and row.timing:
+            for question, margin in ((BETTER, asked["better_by"]), (FASTER, -asked["loss"])):
+                if control := control_of(found, row, factors[question]):
+                    yield question, margin, row, control
+        elif about_this and searched["design"] == row.name:
+            for control in found.rows:
+                if control.dense and control.runs and control.name != DENSE_NAME:
+                    yield SEARCHED, searched["better_by"], row, control
+
+
+def _beside(found: Frontier) -> list[Frontier]:
+    """The other records of the same network and images, in folders beside this one."""
+    own, others = found.folder.resolve(), []
+    for path in sorted(own.parent.glob(f"*/{RECORD}")):
+        with suppress(LowRankError):  # not a record of this version: it has no answers to count
+            others += [load_frontier(path)] if path.parent != own else []
+    same = ("family", "network", "data")
+    return [other for other in others if all(other.about[what] == found.about[what] for what in same)]
+
+
+def _notes(records: Sequence[Frontier], row: DesignRow, control: DesignRow) -> tuple[str, ...]:
+    """What weakens a verdict: a best rate at the edge of those tried, a control that a smaller network beats.
+
+    The records were trained alike; the control is of the first.
+    """
+    notes = []
+    for one in (row, control):
+        rates = [tried.rate for tried in one.tries if tried.accuracies]
+        if rates and one.rate in (min(rates), max(rates)):
+            notes.append(f"the best rate of {one.name}, {one.rate:g}, is at the edge of those tried")
+    smaller = {
+        one.name: found.top1(one) - records[0].top1(control)
+        for found in reversed(records)  # a network of the first record counts as it is there
+        for one in found.rows
+        if one.dense and one.branched is control.branched and one.macs < control.macs and len(one.runs) > 1
+    }
+    best = max(smaller, key=smaller.__getitem__, default="")
+    if best and smaller[best] > 0:
+        notes.append(f"{best}, with fewer MACs, is {smaller[best]:.2f} points above {control.name}")
+    return tuple(notes)
 
 
 def control_of(found: Frontier, design: DesignRow, factor: float) -> DesignRow | None:

@@ -120,8 +120,10 @@ def _show(found: Frontier, as_json: bool, *, keep: bool = True) -> None:
     lines = [_line(found, row) for row in sorted(found.rows, key=lambda row: row.macs)]
     print_table(found.title, columns, lines)
     if answers:
-        columns = ("design", "<question", "<control", "time", "gap", "99% interval", "p", "<verdict")
+        columns = ("design", "<question", "<control", "time", "params", "gap", "99% interval", "p", "<verdict")
         print_table("Questions asked before the runs", columns, [_answer_line(one) for one in answers])
+        for note in dict.fromkeys(note for one in answers for note in one.notes):
+            console.print(f"* {note}.")
     if picture:
         console.print(f"The picture: {picture}", soft_wrap=True)
     return None
@@ -143,8 +145,9 @@ def _draw(found: Frontier) -> Path | None:
 def _answer_line(one: Answer) -> tuple[object, ...]:
     interval = f"{one.low:+.2f} to {one.high:+.2f}"
     asked = f"{one.question} ({one.margin:+g})"
-    p = p_value(one.corrected)
-    return one.design, asked, one.control, f"x {one.time:.2f}", f"{one.gap:+.2f}", interval, p, one.verdict
+    costs = ("" if share is None else f"x {share:.2f}" for share in (one.time, one.params))
+    verdict = f"{one.verdict} *" if one.notes else one.verdict
+    return one.design, asked, one.control, *costs, f"{one.gap:+.2f}", interval, p_value(one.corrected), verdict
 
 
 def _entry(found: Frontier, row: DesignRow) -> dict[str, object]:

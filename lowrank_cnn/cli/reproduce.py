@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -39,16 +39,11 @@ def reproduce_command(
     seeds: Annotated[int | None, option("Runs of each network; by default as in the experiment.", min=1)] = None,
     settings: Settings = None,
     device: Device = "auto",
-    compile_: Annotated[
-        bool | None, option("Train through torch.compile; by default where faster.", "--compile/--no-compile")
-    ] = None,
+    compile_: Annotated[bool | None, option("Train through torch.compile.", "--compile/--no-compile")] = None,
     recompute: Annotated[
         bool, option("Save memory: recompute activations in the backward pass.", "--checkpoint-activations")
     ] = False,
     workers: Workers = 0,
-    decode: Annotated[
-        Literal["cpu", "gpu"], option("Decode streamed images there; gpu needs CUDA and torchvision.")
-    ] = "cpu",
     limit: Limit = None,
     bad: Bad = "skip",
     missing: Missing = "refuse",
@@ -82,7 +77,7 @@ def reproduce_command(
             raise LowRankError("training needs images: give --data, or --table to see what is finished.")
         images = open_data(data, limit=limit, bad=bad, missing=missing)
         print_problems(images, _say)
-        how = {"device": device, "workers": workers, "progress": progress and not as_json, "decode": decode}
+        how = {"device": device, "workers": workers, "progress": progress and not as_json}
         how |= {"compile": "auto" if compile_ is None else compile_, "checkpoint_activations": recompute}
         changes = {"settings": parse_settings(settings or []), "keep_weights": weights}
         with continued_by_same_command():

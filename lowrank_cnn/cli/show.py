@@ -48,11 +48,10 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
 @contextlib.contextmanager
 def continued_by_same_command() -> Iterator[None]:
     """Let Ctrl-C and SIGTERM stop a command that resumes by itself when it is started again."""
-    from lowrank_cnn.train.failure import Interrupted, may_end_process
+    from lowrank_cnn.train.failure import Interrupted
 
     try:
-        with may_end_process():
-            yield
+        yield
     except KeyboardInterrupt as stopped:
         told = "Stopped and saved: the same command continues from here."
         if not isinstance(stopped, Interrupted):  # outside a training run of this process

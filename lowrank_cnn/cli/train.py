@@ -276,7 +276,6 @@ def train_command(
     """
     from lowrank_cnn.cli.source import build_for, check_model, is_weights
     from lowrank_cnn.train.distributed import seed_generators
-    from lowrank_cnn.train.failure import may_end_process
     from lowrank_cnn.train.inputs import as_network_wants, check_classes, check_network
 
     recipe, rare = training.read(config)
@@ -297,8 +296,7 @@ def train_command(
         _print_start(wanted, recipe, run.out, source.remark, tuned=wanted is not found and is_weights(model))
     told = _problems_of(wanted)
     how = {"workers": images.workers, **rare, **asdict(run), "log": run.log or ()}
-    with may_end_process():
-        record = train(source.network.train(), wanted, recipe, progress=not as_json, **how)
+    record = train(source.network.train(), wanted, recipe, progress=not as_json, **how)
     if not first_process():
         return None
     if as_json:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -92,29 +92,6 @@ def known_inputs(model: nn.Module, inputs: InputSize | None, purpose: str = "a b
         raise LowRankError(f"{purpose} needs the size of the images (channels, height, width): give input_size.")
     checked_size(found)
     return found
-
-
-# Walk the graph that autograd records, to see what depends on what.
-
-
-def upstream(nodes: Iterable[Any], *, until: Container[Any] = ()) -> Iterator[Any]:
-    """The graph nodes (`grad_fn`) that these depend on, including themselves; nodes in `until` end a path.
-
-    >>> import torch
-    >>> x = torch.ones(2, requires_grad=True)
-    >>> [node.name() for node in upstream([(2 * x).exp().grad_fn])]
-    ['ExpBackward0', 'MulBackward0', 'torch::autograd::AccumulateGrad']
-    """
-    seen: set[Any] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        if node not in until:
-            waiting += [past for past, _ in node.next_functions]
 
 
 def first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

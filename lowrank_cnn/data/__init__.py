@@ -45,7 +45,6 @@ def make_loader(split: Split, **options: Any) -> Loader:
     - `preprocess`, `augment`, `seed`: how images are prepared and varied. `train=False` only prepares them.
     - `device`, `dtype` and `channels_last`: where images go, in which precision and layout. Channels last is the
       faster one on the whole (`benchmarks/cpu_layout.py`).
-    - `workers`: the processes that decode a streamed split. With `decode="gpu"` they only read, and the device
-      decodes. A resident split is on the device already, decoded.
+    - `workers`: the processes that decode a streamed split. A resident split is on the device already.
     """
     return _LOADERS[type(split)](split, **options)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -167,24 +167,7 @@ def _reason(error: Exception) -> str:
     return "not a known image format" if text.startswith("cannot identify") else text
 
 
-LARGEST = 2**26
-"""Pixels of the largest image that a GPU is given to decode: fewer than Pillow refuses."""
-_JPEG_START, _JPEG_END, _EXIF = b"\xff\xd8\xff", b"\xff\xd9", b"Exif\0\0"
-_SUBSAMPLINGS = {(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)}
-"""Brightness samples across and down for one sample of colour: 4:4:4, 4:2:2, 4:4:0, 4:2:0, 4:1:1."""
-
-
-class ScaledCrop(NamedTuple):
-    """How a decoded image becomes a window: scaled from one size to another, cut out at a corner, mirrored."""
-
-    whole: tuple[int, int]
-    scaled: tuple[int, int]
-    corner: tuple[int, int]
-    mirrored: bool
-
-    @property
-    def pixels(self) -> int:
-        return self.whole[0] * self.whole[1]
+_JPEG_START, _EXIF = b"\xff\xd8\xff", b"Exif\0\0"
 
 
 @dataclass(frozen=True)
@@ -237,14 +220,6 @@ class Framing:
     def mirrored(self, draws: list[float] | None) -> bool:
         return bool(draws) and self.mirror and draws[2] < 0.5
 
-    def scaled_crop(self, data: bytes, draws: list[float] | None) -> ScaledCrop | None:
-        """The window of a JPEG that a GPU can decode; None for others and for one to be fitted to `size` first."""
-        whole = plain_jpeg_size(data)
-        if whole is None or self.size not in (None, whole):
-            return None
-        to = scaled(*whole, self.resize)
-        return ScaledCrop(whole, to, self.corner(*to, draws), self.mirrored(draws))
-
 
 def frame_image(data: bytes, framing: Framing, channels: int, draws: list[float] | None) -> bytes:
     """The window of an encoded image as bytes [h, w, C].
@@ -256,34 +231,6 @@ def frame_image(data: bytes, framing: Framing, channels: int, draws: list[float]
     if channels == 3 and (window := _cut_by_simplejpeg(data, framing, draws)) is not None:
         return window
     return framing(decode_image(data, channels=channels, at_least=framing.at_least), draws).tobytes()
-
-
-def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Height and width of a complete baseline JPEG in 8-bit YCbCr that needs no turning; None for any other.
-
-    Progressive JPEGs do not count: hardware decodes none, and many workers decode them faster than nvJPEG's one
-    thread.
-    """
-    if not data.startswith(_JPEG_START) or not data.rstrip(b"\0").endswith(_JPEG_END):
-        return None
-    try:
-        image = open_image(data)
-    except BadImageError:
-        return None
-    layers = getattr(image, "layer", [])  # for each component: its name, samples across and down, and its table
-    samples = [layer[1:3] for layer in layers]
-    plain = (
-        (image.format, image.mode) == ("JPEG", "RGB")
-        and getattr(image, "tile", [])  # the header ends with a scan
-        and "progressive" not in image.info
-        and image.info.get("adobe_transform", 1) == 1
-        and [layer[0] for layer in layers] != [*b"RGB"]
-        and samples[1:] == [(1, 1), (1, 1)]
-        and samples[0] in _SUBSAMPLINGS
-        and image.width * image.height <= LARGEST
-        and orientation(image) == 1
-    )
-    return (image.height, image.width) if plain else None
 
 
 def _cut_by_simplejpeg(data: bytes, framing: Framing, draws: list[float] | None) -> bytes | None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from lowrank_cnn.core.cache import cached_tensors, tensor_key
-from lowrank_cnn.core.errors import LowRankError, check_number, nearest
+from lowrank_cnn.core.errors import LowRankError, check_choice, check_number
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.data.types import Split
 
@@ -132,18 +130,15 @@ class Whiten:
         scale: float = 55.0,
         epsilon: float = 0.1,
         device: torch.device | str = "cpu",
-        cache: Path | None = None,
     ) -> Whiten:
-        """Computed from the training images on the device, once: a cache file keeps it for the next run."""
+        """Computed from the training images on the device."""
         images = getattr(split, "images", None)
         if images is None:
             raise LowRankError("whitening needs a set small enough to be held in memory, of equal image sizes.")
         check_number("scale", scale, above=0)
         check_number("epsilon", epsilon, least=0)
         check_number("the number of values of an image", images[0].numel(), most=_MOST_VALUES)
-        key = f"zca-{tensor_key(images, scale, epsilon)}"
-        found = cached_tensors(key, lambda: _zca(images, scale, epsilon, torch.device(device)), folder=cache)
-        return cls(found["mean"], found["matrix"], scale, epsilon).to(device)
+        return cls(*_zca(images, scale, epsilon, torch.device(device)), scale, epsilon).to(device)
 
 
 def normalise_contrast(flat: Tensor, *, scale: float) -> Tensor:
@@ -165,14 +160,12 @@ def fit_preprocess(
     device: torch.device | str = "cpu",
     scale: float = 55.0,
     epsilon: float = 0.1,
-    cache: Path | None = None,
 ) -> Preprocess:
     """The preprocessing of this name, computed from a training split; the later options are of whitening."""
+    check_choice("preprocess", name, ("standardize", "whiten"))
     if name == "standardize":
         return Standardize.fit(split).to(device)
-    if name == "whiten":
-        return Whiten.fit(split, scale=scale, epsilon=epsilon, device=device, cache=cache)
-    raise LowRankError(f"no preprocessing is called {name}: {nearest(name, ('standardize', 'whiten'))}")
+    return Whiten.fit(split, scale=scale, epsilon=epsilon, device=device)
 
 
 def preprocess_from_dict(tensors: Mapping[str, Tensor]) -> Preprocess:
@@ -187,7 +180,7 @@ def preprocess_from_dict(tensors: Mapping[str, Tensor]) -> Preprocess:
     raise LowRankError(f"no preprocessing is stored as {', '.join(sorted(tensors)) or 'nothing'}.")
 
 
-def _zca(images: Tensor, scale: float, epsilon: float, device: torch.device) -> dict[str, Tensor]:
+def _zca(images: Tensor, scale: float, epsilon: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Mean and whitening matrix in double precision, image chunks passing over the device."""
     work = torch.device("cpu") if device.type == "mps" else device  # which has no double precision
     size = images[0].numel()
@@ -204,4 +197,4 @@ def _zca(images: Tensor, scale: float, epsilon: float, device: torch.device) -> 
     floor = values[-1].clamp(min=1e-30) * size * torch.finfo(torch.float64).eps
     inverse = (values.clamp(min=0) + max(epsilon, float(floor))).rsqrt()
     matrix = (vectors * inverse) @ vectors.T
-    return {"mean": mean.float().cpu(), "matrix": matrix.float().cpu()}
+    return mean.float().cpu(), matrix.float().cpu()

@@ -10,7 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import Any, get_args
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,6 @@ from lowrank_cnn.data.augment import (
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, to_unit
 from lowrank_cnn.data.store import ImageStore
 from lowrank_cnn.data.types import (
-    Decode,
     Decoded,
     Problems,
     Size,
@@ -174,12 +174,9 @@ class Loader(ABC):
     dtype: torch.dtype = torch.float32
     channels_last: bool = True
     workers: int = 0
-    decode: Decode = "cpu"
 
     def __post_init__(self) -> None:
         check_workers(self.workers)
-        if self.decode not in get_args(Decode):
-            raise LowRankError(f"images are decoded by cpu or gpu, not {self.decode}.")
         if self.augment.alternate and self.train and not isinstance(self.split, ResidentSplit):
             raise LowRankError("alternate_mirror is for sets that are held in memory: set alternate_mirror=false.")
         images, batch = len(self.split), self.batch_size
@@ -215,13 +212,13 @@ class ResidentLoader(Loader):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.decode == "gpu":
-            raise LowRankError("decode='gpu' is for streamed sets: this one is held in memory, decoded.")
         split, augment = self.split, self.augment
         self._window = augment.window(*split.size[1:], train=self.train)
         self._pad = augment.pad if self.train else 0
-        as_bytes = holds_bytes(split, self.preprocess, augment, self.dtype)
-        self._scale = self._byte_scale() if as_bytes else None
+        # A large set is held as bytes if its pixels are preprocessed one by one.
+        pixelwise = self.preprocess is None or isinstance(self.preprocess, Standardize)
+        large = len(split) * prod(split.size) * self.dtype.itemsize > MOST_PREPARED_BYTES
+        self._scale = self._byte_scale() if large and pixelwise and augment.resize is None else None
         self._images = self._hold(split.images)
         self._labels = split.labels.to(self._device)
 
@@ -291,13 +288,3 @@ class ResidentLoader(Loader):
         """Images per pass: whole batches, and the whole epoch if it is small."""
         per_image = self._window[0] * self._window[1] * self._images.shape[3] * self.dtype.itemsize
         return max(1, _CHUNK_BYTES // (per_image * local)) * local
-
-
-def holds_bytes(
-    split: ResidentSplit, preprocess: Preprocess | None, augment: Augment, dtype: torch.dtype = torch.float32
-) -> bool:
-    """Whether a loader holds these images as bytes: a large set whose pixels are preprocessed one by one."""
-    channels, height, width = split.size
-    prepared = len(split) * channels * height * width * dtype.itemsize
-    pixelwise = preprocess is None or isinstance(preprocess, Standardize)
-    return prepared > MOST_PREPARED_BYTES and pixelwise and augment.resize is None

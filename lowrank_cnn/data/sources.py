@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowrank_cnn.core.errors import LowRankError, LowRankWarning, check_number, check_type
+from lowrank_cnn.core.errors import LowRankError, LowRankWarning, check_choice, check_number, check_type
 from lowrank_cnn.core.files import as_path
 from lowrank_cnn.core.text import counted, first_few
 from lowrank_cnn.data import folders, parquet, small_sets
@@ -74,9 +74,8 @@ def open_data(
     - `only_test`: for evaluation alone. A set without test images is one to test on, and needs none to train on.
     - `progress`: count the decoded images on standard error.
     """
-    for name, value in (("bad", bad), ("missing", missing)):
-        if value not in ("skip", "refuse"):
-            raise LowRankError(f"{name} must be skip or refuse, not {value!r}.")
+    check_choice("bad", bad, ("skip", "refuse"))
+    check_choice("missing", missing, ("skip", "refuse"))
     check_number("limit", 1 if limit is None else limit, least=1, whole=True)
     check_number("resident_bytes", resident_bytes, least=0, whole=True)
     check_number("val_seed", val_seed, least=0, whole=True)

@@ -20,7 +20,6 @@ from lowrank_cnn.core.text import counted
 
 Size = tuple[int, int, int]
 Bad = Literal["skip", "refuse"]
-Decode = Literal["cpu", "gpu"]
 MOST_SIZES = 2**16
 """File sizes are read for this many files at most: each costs a request to a network file system."""
 SAMPLED_FILES = 64

@@ -1,25 +1,17 @@
-"""Worker processes: they read parts of batches and decode, crop and mirror the images, as uint8.
-
-If a GPU decodes, a worker passes plain colour JPEGs on as they are, and frames all other images itself.
-"""
+"""Worker processes: they read parts of batches and decode, crop and mirror the images, as uint8."""
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lowrank_cnn.core.cache import cache_folder, read_cached, write_cached
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.text import counted
@@ -27,20 +19,17 @@ from lowrank_cnn.data.decode import (
     UNDECODABLE,
     BadImageError,
     Framing,
-    ScaledCrop,
     decode_image,
     frame_image,
     stack,
 )
-from lowrank_cnn.data.store import ImageStore, counting, stamps_of
+from lowrank_cnn.data.store import ImageStore, counting
 from lowrank_cnn.data.types import (
     Bad,
     Decoded,
     Problems,
     Size,
-    fingerprint_of_parts,
     generator,
-    hash_of,
     rank_range,
 )
 
@@ -55,38 +44,16 @@ Found = list[tuple[str, str]]
 """Problems, each as (kind, where)."""
 
 
-class BatchImage(NamedTuple):
-    """The pixels of one image, or a JPEG and the crop to make of it; its row, and its number in the batch."""
-
-    data: bytes
-    crop: ScaledCrop | None
-    row: int
-    number: int
-
-
 class BatchPart(NamedTuple):
     """Images [n, h, w, C], their rows and the problems found.
 
     `digests` are those of images that were read for the first time or whose files were written since, by row.
-    If a GPU decodes, `images` holds only those that a worker framed, and `encoded` the JPEGs, joined.
-    `crops` and `numbers` then describe all images of the part; an image that a worker framed has no crop.
     """
 
     images: Tensor
     rows: list[int]
     found: Found
     digests: dict[int, int]
-    encoded: Tensor | None = None
-    lengths: Sequence[int] = ()
-    crops: Sequence[ScaledCrop | None] = ()
-    numbers: Sequence[int] = ()
-
-    def jpegs(self) -> list[tuple[Tensor, ScaledCrop]]:
-        """Every JPEG with its crop; no byte is copied."""
-        crops = [crop for crop in self.crops if crop]
-        if self.encoded is None or not crops:
-            return []
-        return list(zip(self.encoded.split(list(self.lengths)), crops, strict=True))
 
 
 @dataclass(frozen=True)
@@ -95,8 +62,8 @@ class EpochParts(Dataset):
 
     Every batch takes `per_lane` rows from each lane. This process reads the lanes in `mine`, in `parts` parts for
     its workers. `draw` seeds the crops of training; it is None in evaluation, which leaves bad images out. In
-    training another row replaces a bad one, so that every batch keeps its size. With `encoded`, plain JPEGs stay
-    encoded. With `one_size`, an image of another size than the framing's is a problem.
+    training another row replaces a bad one, so that every batch keeps its size. With `one_size`, an
+    image of another size than the framing's is a problem.
     """
 
     store: ImageStore
@@ -107,7 +74,6 @@ class EpochParts(Dataset):
     channels: int
     framing: Framing
     draw: tuple[str | int, ...] | None = None
-    encoded: bool = False
     one_size: bool = False
 
     @property
@@ -121,22 +87,8 @@ class EpochParts(Dataset):
         draws = self._draws(batch)
         made = (self._first_good(batch, number, draws, found, fresh) for number in self._numbers(batch, part))
         images = [image for image in made if image]
-        framed = stack([image.data for image in images if not image.crop], *self.framing.window, self.channels)
-        read = BatchPart(framed, [image.row for image in images], found, fresh)
-        if not self.encoded:
-            return read
-        jpegs = [image.data for image in images if image.crop]
-        joined = bytearray().join(jpegs)
-        return read._replace(
-            encoded=torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8),
-            lengths=[len(jpeg) for jpeg in jpegs],
-            crops=[image.crop for image in images],
-            numbers=[image.number for image in images],
-        )
-
-    def framed(self, batch: int, number: int, found: Found) -> BatchImage | None:
-        """One image of a batch again, framed on the CPU: for an image that the GPU could not decode."""
-        return replace(self, encoded=False)._first_good(batch, number, self._draws(batch), found, {})
+        pixels = stack([data for data, _ in images], *self.framing.window, self.channels)
+        return BatchPart(pixels, [row for _, row in images], found, fresh)
 
     def _numbers(self, batch: int, part: int) -> Iterator[int]:
         """The numbers in the global batch of the images of a part."""
@@ -153,16 +105,14 @@ class EpochParts(Dataset):
 
     def _first_good(
         self, batch: int, number: int, draws: list[list[float]] | None, found: Found, fresh: dict[int, int]
-    ) -> BatchImage | None:
-        """The image of this number, or in training that of another row that can be decoded."""
+    ) -> tuple[bytes, int] | None:
+        """The pixels and the row of the image of this number, or in training of another that can be decoded."""
         lane, place = number // self.per_lane, batch * self.per_lane + number % self.per_lane
         own = draws[number] if draws else None
         for row in self._candidates(lane, place) if draws else [int(self.lanes[lane, place])]:
             try:
                 data = self.store.read_watched(row, fresh)
-                if self.encoded and (crop := self.framing.scaled_crop(data, own)):
-                    return BatchImage(data, crop, row, number)
-                return BatchImage(self._frame(data, row, own, found), None, row, number)
+                return self._frame(data, row, own, found), row
             except BadImageError as error:
                 found.append((UNDECODABLE, f"{self.store.where(row)}: {error}"))
         return None
@@ -217,86 +167,24 @@ def decode_rows(
 ) -> Decoded:
     """All these rows as one tensor, without the bad ones, which are added to the problems.
 
-    `what` is the title of a progress line; an empty one shows none.
+    `what` is the title of a progress line; an empty one shows none. Processes decode large sets: Pillow holds the
+    interpreter on small images.
     """
     _ = store.stamps  # of all files, listed here and not by each worker
-
-    def note(found: Found) -> None:
-        problems.add_all(found)
-        if bad == "refuse":
-            problems.refuse()
-
-    window = size[1:]
-    framing = Framing(window, window, None, 0, False, ())
+    framing = Framing(size[1:], size[1:], None, 0, False, ())
     parts = EpochParts(store, rows[None], range(1), _CHUNK, 1, size[0], framing, one_size=not any_size)
-    decoded = _decode_once(parts, what, note)
-    store.note(decoded.digests)
-    note(decoded.found)
-    if not decoded.rows:
-        raise LowRankError(f"none of {counted(len(rows), 'image')} can be decoded: {problems}.")
-    kept = decoded.rows
-    return Decoded(decoded.images, store.labels[kept], problems, lambda place: store.where(kept[place]))
-
-
-def _decode(parts: EpochParts, what: str, note: Callable[[Found], None]) -> BatchPart:
-    """All parts as one, its images [n, C, H, W]; `note` gets the problems as they are found.
-
-    Processes decode large sets: Pillow holds the interpreter on small images.
-    """
-    number = parts.lanes.shape[1]
-    workers = min(_MOST_WORKERS, os.cpu_count() or 1) if number >= _WORTH_WORKERS else 0
+    workers = min(_MOST_WORKERS, os.cpu_count() or 1) if len(rows) >= _WORTH_WORKERS else 0
     forks = workers > 1 and "fork" in multiprocessing.get_all_start_methods()
     options = {"workers": workers, "multiprocessing_context": "fork"} if forks else {}
-    whole = BatchPart(torch.empty(number, parts.channels, *parts.framing.window, dtype=torch.uint8), [], [], {})
-    for part in counting(parts.load(**options), what, number, lambda _: parts.per_lane):
-        whole.images[len(whole.rows) : len(whole.rows) + len(part.rows)] = part.images.permute(0, 3, 1, 2)
-        whole.rows.extend(part.rows)
-        note(part.found)
-        whole.found.extend(part.found)
-        whole.digests.update(part.digests)
-    return whole._replace(images=whole.images[: len(whole.rows)])
-
-
-# The decoded images of a set that takes long to decode are cached between runs.
-
-WORTH_SECONDS = 2.0
-"""Sets that take less time to decode are not cached."""
-MOST_BYTES, MOST_BYTES_OF_ALL = 2**30, 2**33
-"""The largest set that is cached, and what all cached sets may take together."""
-DECODER = "upright, rows and digests"
-"""What a cache entry holds: change it with the pixels or the tensors, and old entries are decoded again."""
-
-
-def _decode_once(parts: EpochParts, what: str, note: Callable[[Found], None]) -> BatchPart:
-    """The rows from the cache; else decoded, and cached if that took long.
-
-    An entry belongs to the exact files: their paths, sizes and times of change. The cache checks its sum.
-    """
-    paths = "\0".join(str(Path(path).absolute()) for path in parts.store.paths)
-    asked = (hash_of(parts.lanes), str(parts.channels), str(parts.framing), str(parts.one_size))
-    key = "decoded-" + fingerprint_of_parts(DECODER, paths, hash_of(stamps_of(parts.store.paths)), *asked)
-    path = cache_folder() / "decoded" / f"{key}.safetensors"
-    if path.exists() and (stored := read_cached(path, key)) is not None:
-        tensors = load(stored)
-        found, rows, digests = json.loads(tensors["read"].numpy().tobytes())
-        return BatchPart(tensors["images"], rows, [(kind, where) for kind, where in found], dict(digests))
-    began = time.monotonic()
-    made = _decode(parts, what, note)
-    worth = time.monotonic() - began >= WORTH_SECONDS and made.images.nbytes <= MOST_BYTES
-    if worth and not path.parent.is_symlink():  # a link in the cache could lead to any folder of the user's
-        read = bytearray(json.dumps([made.found, made.rows, list(made.digests.items())]).encode())
-        tensors = {"images": made.images.contiguous(), "read": torch.frombuffer(read, dtype=torch.uint8)}
-        if write_cached(path, key, save(tensors)):
-            _make_room(path)
-    return made
-
-
-def _make_room(newest: Path) -> None:
-    """Remove the oldest entries while all together take too much."""
-    entries = sorted(newest.parent.glob("decoded-*.safetensors"), key=lambda path: path.lstat().st_mtime_ns)
-    total = sum(path.lstat().st_size for path in entries)
-    for path in entries:
-        if total <= MOST_BYTES_OF_ALL or path == newest:
-            return
-        total -= path.lstat().st_size
-        path.unlink(missing_ok=True)
+    images = torch.empty(len(rows), *size, dtype=torch.uint8)
+    kept: list[int] = []
+    for part in counting(parts.load(**options), what, len(rows), lambda _: parts.per_lane):
+        problems.add_all(part.found)
+        if bad == "refuse":
+            problems.refuse()
+        images[len(kept) : len(kept) + len(part.rows)] = part.images.permute(0, 3, 1, 2)
+        kept += part.rows
+        store.note(part.digests)
+    if not kept:
+        raise LowRankError(f"none of {counted(len(rows), 'image')} can be decoded: {problems}.")
+    return Decoded(images[: len(kept)], store.labels[kept], problems, lambda place: store.where(kept[place]))

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowrank_cnn.core.compare import mapped, tensors_of, unchanged
 from lowrank_cnn.core.errors import LowRankError, LowRankWarning, check_number, explained, nearest
-from lowrank_cnn.core.modules import InputSize, arguments, checked_size, upstream
+from lowrank_cnn.core.modules import InputSize, arguments, checked_size
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.method.chains import outputs_of
 from lowrank_cnn.method.count import count
@@ -461,8 +461,16 @@ def _output_layers(blank: nn.Module, size: InputSize) -> tuple[set[nn.Module], l
     failed = f"the network does not take an image of {checked_size(size)}"
     with explained(failed), torch.enable_grad(), unchanged():
         output = _on_meta(twin, size)
-    ends = [tensor.grad_fn for tensor in tensors_of(output)]
-    found = {made_by[node] for node in upstream(ends, until=made_by) if node in made_by}
+    # Back through the graph that autograd records, up to the first layer on each path.
+    found: set[nn.Module] = set()
+    seen: set[Any] = {None}
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors_of(output)]
+    while nodes:
+        if (node := nodes.pop()) in made_by:
+            found.add(made_by[node])
+        elif node not in seen:
+            seen.add(node)
+            nodes += [past for past, _ in node.next_functions]
     return found or set(order[-1:]), _shapes(output)
 
 

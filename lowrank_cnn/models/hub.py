@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from lowrank_cnn.core.errors import LowRankError, first_line, require
@@ -24,7 +23,7 @@ from lowrank_cnn.core.files import as_path, replacing, write_atomically, write_j
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.core.text import counted, si
 from lowrank_cnn.method.count import count
-from lowrank_cnn.models.build import dense_cost, dense_twin
+from lowrank_cnn.models.build import dense_cost
 from lowrank_cnn.models.network_file import Stored, read_header, read_weights, write_weights
 
 # The model card: the network, its cost, its training, and its use.
@@ -97,10 +96,7 @@ def _cost(stored: Stored) -> str:
     size = "x".join(map(str, stored.input_size))
     try:
         cost = count(stored.network, stored.input_size)
-        with torch.device("meta"):
-            twin = dense_twin(stored.network)
-        theirs = count(twin, stored.input_size) if twin else None
-        dense = (theirs.macs, theirs.params) if theirs else dense_cost(stored.network, stored.input_size)
+        dense = dense_cost(stored.network, stored.input_size)
     except LowRankError:
         return f"It takes images of {size}.\n"
     lines = ["| | MACs | parameters |", "| --- | ---: | ---: |"]

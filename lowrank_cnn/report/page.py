@@ -80,13 +80,13 @@ def _cost(result: NetworkResult) -> float:
 def _card(title: str, result: NetworkResult) -> dict[str, Any]:
     """One low-rank network beside its dense twin, in words.
 
-    `mood` is good, bad or quiet: how the certainty is coloured. `gain` is whether the network is surely more
-    accurate, or cheaper and surely as good.
+    `mood` is good, bad or quiet: how the certainty is coloured. `gain` is whether the network is shown to be
+    more accurate, or cheaper and as good.
     """
     gap, reach = result.ratios["top1"], result.gap_half_width
     costs = [f"{TIMES}{result.ratios[name]:.2f} {words}" for name, words in COSTS.items() if name in result.ratios]
     sure, mood = certainty(gap, reach)
-    interval = "" if reach is None else f"95% interval {points(gap - reach)} to {points(gap + reach)}: "
+    interval = "" if reach is None else f"Corrected 95% interval {points(gap - reach)} to {points(gap + reach)}: "
     otherwise = f"; the twin was trained {' and '.join(result.otherwise)}" if result.otherwise else ""
     return {
         "title": title,
@@ -103,16 +103,16 @@ def _card(title: str, result: NetworkResult) -> dict[str, Any]:
 
 
 def certainty(gap: float, reach: float | None) -> tuple[str, str]:
-    """A verdict on a gap in accuracy from its interval over seeds, and its mood."""
+    """A verdict on a gap in accuracy from its interval, corrected for the networks compared, and its mood."""
     if reach is None:
         return "Too few seeds: the gap may be chance", "quiet"
     if gap - reach > 0:
-        return "surely more accurate", "good"
+        return "more accurate", "good"
     if gap - reach >= -COMPARABLE:
-        return f"surely no loss of more than {COMPARABLE:g} point", "good"
+        return f"no loss of more than {COMPARABLE:g} point", "good"
     if gap + reach < 0:
-        return "surely less accurate", "bad"
-    return "the seeds do not decide", "quiet"
+        return "less accurate", "bad"
+    return "not significant", "quiet"
 
 
 VERDICT_COLOURS = {
@@ -150,7 +150,7 @@ class PageTable:
 _OF_TWIN = "below, the share of the dense twin's"
 _HELP = {
     "top-1": "mean over seeds, with the standard deviation",
-    "to twin": "difference to the dense twin in percentage points, with its 95% interval over seeds",
+    "to twin": "difference to the dense twin in points, with its 95% interval corrected for all networks",
     "MACs": f"multiply-accumulates for one image; {_OF_TWIN}",
     "parameters": _OF_TWIN,
     "CPU ms/image": f"at the best batch; {_OF_TWIN}",

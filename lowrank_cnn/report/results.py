@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -52,7 +52,10 @@ class NetworkResult:
     otherwise: tuple[str, ...] = ()
     """How the twin was trained otherwise, in words."""
     gap_half_width: float | None = None
-    """Half the 95% interval over seeds of `ratios["top1"]`, in percentage points; None for single seeds."""
+    """Half the 95% interval over seeds of `ratios["top1"]`, in percentage points; None for single seeds.
+
+    All intervals of a data set and recipe hold together with 95%: the best network is picked afterwards.
+    """
 
     @property
     def label(self) -> str:
@@ -165,7 +168,9 @@ def compare_all(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
             trained[_way(entry, entry.network, free)].append(entry)
         recipes[entry.data, entry.recipe].append(by_seed(entry.scored, "top1"))
     spreads = {key: pooled_deviation(values) for key, values in recipes.items()}
-    return [_compared(entry, _find_twin(entry, trained), *spreads[entry.data, entry.recipe]) for entry in entries]
+    twins = [(entry, _find_twin(entry, trained), (entry.data, entry.recipe)) for entry in entries]
+    several = Counter(key for entry, twin, key in twins if twin is not None and twin is not entry)
+    return [_compared(entry, twin, *spreads[key], several[key]) for entry, twin, key in twins]
 
 
 def _way(entry: NetworkResult, network: NetworkId, free: tuple[str, ...]) -> tuple[Any, ...]:
@@ -175,16 +180,16 @@ def _way(entry: NetworkResult, network: NetworkId, free: tuple[str, ...]) -> tup
 
 
 def _compared(
-    entry: NetworkResult, twin: NetworkResult | None, spread: float | None, freedom: int
+    entry: NetworkResult, twin: NetworkResult | None, spread: float | None, freedom: int, several: int
 ) -> NetworkResult:
-    """An entry beside its twin. `spread` is the standard deviation over seeds of all networks of the recipe."""
+    """An entry beside its twin, one of `several`. `spread` is the deviation over seeds of all of the recipe."""
     if twin is None:
         return replace(entry, ratios=_ratios(entry, None))
     otherwise = tuple(words for name, words in OWN.items() if twin.settings.get(name) != entry.settings.get(name))
     half_width = None
     if spread is not None and twin is not entry and entry.seeds and twin.seeds:
         with contextlib.suppress(MissingExtra):
-            reach = 100 * student_t(0.975, freedom) * spread
+            reach = 100 * student_t(1 - 0.025 / several, freedom) * spread  # Bonferroni
             half_width = reach * math.sqrt(1 / entry.seeds + 1 / twin.seeds)
     return replace(
         entry, ratios=_ratios(entry, twin), twin=twin.label, otherwise=otherwise, gap_half_width=half_width

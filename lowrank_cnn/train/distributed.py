@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from lowrank_cnn.core.clock import torch_threads
 from lowrank_cnn.core.errors import LowRankError, require
 from lowrank_cnn.kernels import forced
-from lowrank_cnn.train.recipe import PRECISIONS
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -77,8 +76,6 @@ def resolve_device(device: str) -> str:
 
 def resolve_precision(precision: str, device: str) -> str:
     """fp32, bf16 or fp16: the one named, or bf16 where the GPU computes in it."""
-    if precision not in PRECISIONS:
-        raise LowRankError(f"precision is one of {', '.join(PRECISIONS)}, not {precision!r}.")
     if precision != "auto":
         return precision
     return "bf16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "fp32"

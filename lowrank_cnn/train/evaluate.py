@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from lowrank_cnn.core.compare import unchanged
-from lowrank_cnn.core.errors import LowRankError, check_number, require
+from lowrank_cnn.core.errors import LowRankError, check_choice, check_number, require
 from lowrank_cnn.core.modules import batch_length, call
 from lowrank_cnn.core.text import counted, first_few
 from lowrank_cnn.data import Augment, Data, Preprocess, Problems, Split, make_loader, open_data
@@ -339,7 +339,10 @@ def evaluate(
     network = model.network if isinstance(model, Trained) else model
     source, data = data, _opened(data, network, known, recipe or Recipe())
     if known is None or (network is model and (preprocess or recipe)):
-        known = _fitted(network, data, preprocess, recipe or Recipe(), output)
+        recipe = recipe or Recipe()
+        check_network(network, data, recipe, output=output)
+        fitted = preprocess or preprocessing(data.train if len(data.train) else data.test, recipe)
+        known = Trained(network, fitted, recipe, data.classes, data.test.size or ())
     trained = known.with_output(output)
     if isinstance(source, str | Path):
         held_out = held_out_images(trained, source)
@@ -388,15 +391,6 @@ def _opened(data: Any, network: nn.Module, known: Trained | None, recipe: Recipe
         return open_data(data, only_test=True)
     recipe, classes = (known.recipe, known.classes) if known else (recipe, ())
     return for_classes(open_for(network, data, recipe, classes=classes))
-
-
-def _fitted(
-    network: nn.Module, data: Data, preprocess: Preprocess | None, recipe: Recipe, output: str | None
-) -> Trained:
-    """A network that carries no preparation, with one fitted to the images."""
-    check_network(network, data, recipe, output=output)
-    preprocess = preprocess or preprocessing(data.train if len(data.train) else data.test, recipe)
-    return Trained(network, preprocess, recipe, data.classes, data.test.size or ())
 
 
 def held_out_images(trained: Trained, source: str | Path, **options: Any) -> Data | None:
@@ -477,8 +471,7 @@ def predict(
     [[('beach', 0.93), ('city', 0.05)]]
     """
     check_number("top", top, least=1, whole=True)
-    if bad not in ("refuse", "skip"):
-        raise LowRankError(f"bad is refuse or skip, not {bad!r}.")
+    check_choice("bad", bad, ("skip", "refuse"))
     trained = _with_preparation(model).with_output(output)
     place = torch.device(resolve_device(device))
     network = trained.network.to(place)

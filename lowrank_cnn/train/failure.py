@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +20,7 @@ from lowrank_cnn.core.modules import call
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.train.distributed import generator_states, restore_generators
 
-if TYPE_CHECKING:
-    from lowrank_cnn.train.run_folder import Position
-
-
-PATIENCE_SECONDS = 1.5
-"""How long the main thread has to answer a request to stop, before the process ends if all is saved."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_MAY_END_PROCESS: list[bool] = []
 
 
 class NotFiniteError(LowRankError):
@@ -115,35 +105,16 @@ def lost_process_as_user_error() -> Iterator[None]:
         raise
 
 
-def resume_hint(saved: Position | None, epochs: int) -> str:
-    """How to continue a run whose numbers are no longer finite, from what was saved."""
-    if saved is None:
-        return "Nothing is saved: start anew with a smaller --lr."
-    return f"The state {saved.told(epochs)} is saved: go on from there with --resume and a smaller --lr."
-
-
-def stop_message(position: Position, directory: Path | None) -> str:
-    """The position of a run that was asked to stop, and how to resume it."""
-    where = f"Stopped in epoch {position.epoch + 1}, after batch {position.batch}"
-    if directory is None:
-        return f"{where}; nothing is saved, since no directory was given."
-    return f"{where}; all is saved in {directory}. Go on with the same command and --resume."
-
-
 class StopRequest:
-    """Receives Ctrl-C and SIGTERM, prints a line at once, and is then True. A second Ctrl-C ends the process.
+    """Receives Ctrl-C and SIGTERM, prints a line, and is then True. A second Ctrl-C raises KeyboardInterrupt.
 
-    Python handles signals in the main thread, between two operations, of which one can take many seconds on a CPU.
-    Another thread therefore gives the answer. In a process that may end (`may_end_process`) it also ends it, as
-    soon as `stop_message` returns the last words: all is saved then. Outside the main thread this does nothing.
+    Python handles signals in the main thread, between two operations. Outside that thread this does nothing.
     """
 
     def __init__(self) -> None:
         self.received = False
         self.signal: int = signal.SIGINT
-        self.stop_message: Callable[[], str | None] = lambda: None
         self._second: Any = signal.default_int_handler
-        self._over, self._unannounced = threading.Event(), [True]
 
     def __bool__(self) -> bool:
         return self.received
@@ -154,13 +125,9 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        ours, theirs = socket.socketpair()
-        theirs.setblocking(False)
-        wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         before = {number: signal.signal(number, self._receive) for number in _STOP_SIGNALS}
         if callable(before[signal.SIGINT]):
             self._second = before[signal.SIGINT]
-        threading.Thread(target=self._answer, args=(ours,), name="Ctrl-C", daemon=True).start()
         try:
             yield self
         except Interrupted as interrupted:
@@ -169,50 +136,13 @@ class StopRequest:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            signal.set_wakeup_fd(wakeup)
-            self._over.set()
-            theirs.close()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._announce()
-        self.received, self.signal = True, number
-        signal.signal(signal.SIGINT, self._second)
-
-    def _announce(self) -> None:
-        with contextlib.suppress(IndexError):  # of two threads, one finds an item to pop
-            self._unannounced.pop()
+        if not self.received:
             told = "Stopping at the next safe point. Ctrl-C again leaves at once, without saving."
             print(f"\n{told}", file=sys.stderr, flush=True)
-
-    def _answer(self, signals: socket.socket) -> None:
-        """Read the numbers of signals until the run is over; stay open, since Python writes each of them here."""
-        first = 0
-        with signals:
-            while not self._over.is_set():
-                try:
-                    if not (code := signals.recv(1)):
-                        return
-                except TimeoutError:
-                    if _MAY_END_PROCESS and (words := self.stop_message()):
-                        print(words, file=sys.stderr, flush=True)
-                        os._exit(128 + first)
-                    continue
-                if first and code[0] == signal.SIGINT and _MAY_END_PROCESS:
-                    os._exit(128 + signal.SIGINT)
-                if not first and code[0] in _STOP_SIGNALS:
-                    first = code[0]
-                    self._announce()
-                    signals.settimeout(PATIENCE_SECONDS)
-
-
-@contextlib.contextmanager
-def may_end_process() -> Iterator[None]:
-    """Let Ctrl-C end the process in the middle of a step if all is saved: for commands, not for notebooks."""
-    _MAY_END_PROCESS.append(True)
-    try:
-        yield
-    finally:
-        _MAY_END_PROCESS.pop()
+        self.received, self.signal = True, number
+        signal.signal(signal.SIGINT, self._second)
 
 
 class StoppedWithin(Exception):

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
+from lowrank_cnn.core.compare import unchanged
 from lowrank_cnn.core.errors import LowRankError, nearest
 from lowrank_cnn.core.notes import note, notes
+from lowrank_cnn.core.text import counted
 from lowrank_cnn.data import Data
 from lowrank_cnn.data.own import for_classes, loader_batch
 from lowrank_cnn.data.preprocess import AsGiven
-from lowrank_cnn.graph.finalize_shapes import finalize_shapes
+from lowrank_cnn.graph.channels import why_fixed
+from lowrank_cnn.graph.finalize_shapes import finalize_shapes, has_learned
 from lowrank_cnn.method.count import count
+from lowrank_cnn.method.select import check_values
 from lowrank_cnn.models.build import dense_cost, run_entry
-from lowrank_cnn.train.checks import check_memory, check_request, remarks
+from lowrank_cnn.models.network import Network
 from lowrank_cnn.train.distributed import (
     batch_norm_over_all,
     keep_threads,
@@ -60,6 +65,10 @@ _REPLACED = {
     "tensorboard": 'log="tensorboard" does the same',
 }
 """Words that `fit` does not take, and what to use instead."""
+FEW_STEPS = 40
+"""Shorter runs learn little: batch norm alone needs some thirty steps to know its statistics."""
+SMALL_BATCH = 16
+"""Nobody is told to make a batch smaller than this."""
 _NAMES = ("loss", "callbacks", "teacher", "seed", "out", "resume", "device", "log", "progress")
 
 
@@ -137,7 +146,6 @@ def fit(
         seed_generators(seed, fabric.global_rank)
         model.to(fabric.device)
         with batch_norm_over_all(fabric, model, show.say):
-            check_memory(model, data, recipe, fabric.device)  # before images are prepared, which takes memory
             inputs = make_inputs(fabric, data, recipe, how, seed=seed, saved=saved and saved.part("preprocess"))
             check_fits(model, inputs.size, None if loss else len(data.classes), fabric.device, recipe.output)
             if recipe.whiten_first:
@@ -151,7 +159,7 @@ def fit(
                     inputs,
                     recipe,
                     how,
-                    _record(fabric, model, inputs, recipe, how, identity, saved),
+                    _record(fabric, model, inputs, recipe, identity, saved),
                     objective=_objective(fabric, inputs, recipe, loss, teacher),
                     directory=directory,
                     callbacks=tuple(callbacks),
@@ -192,6 +200,64 @@ def _sorted_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], RunSetti
     return {name: value for name, value in given.items() if name in fields}, changed(RunSettings(), how)
 
 
+def check_request(model: object, recipe: Recipe, how: RunSettings, loss: Any, teacher: object) -> None:
+    """Refuse what is no network or no loss, and settings that have no effect together."""
+    if not isinstance(model, nn.Module):
+        hint = "give its .network" if hasattr(model, "network") else "create_model makes one from a name"
+        raise LowRankError(f"fit trains an nn.Module, not a {type(model).__name__}: {hint}.")
+    check_values(model)
+    if recipe.quantize != "none" and (how.compile or how.checkpoint_activations):
+        raise LowRankError("quantize trains layer by layer: leave compile and checkpoint_activations out.")
+    if recipe.quantize != "none" and recipe.precision == "fp16":
+        raise LowRankError("quantize rounds in fp32 or bf16, and fp16 rounds small steps away: set precision.")
+    if loss is None:
+        return
+    if not callable(loss):
+        raise LowRankError(f"a loss is a function of outputs and targets, not {loss!r:.60}.")
+    learned = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    if name := next((name for name, parameter in learned if parameter.requires_grad), ""):
+        raise LowRankError(
+            f"the loss has parameters ({name}), and fit trains those of the network: make them a part of the "
+            "network, or freeze them by loss.requires_grad_(False)."
+        )
+    if teacher is not None:
+        raise LowRankError("a loss of your own takes the place of the teacher's: ask the teacher within it.")
+    if recipe.class_weights != "none":
+        raise LowRankError("a loss of your own weighs classes itself: set class_weights=none.")
+
+
+def remarks(model: nn.Module, recipe: Recipe, inputs: Inputs, device: torch.device) -> Iterator[str]:
+    """Warnings about a network, a recipe and images that do not fit each other; the run starts all the same."""
+    has = model.config if isinstance(model, Network) else recipe.network()
+    for name, wanted in recipe.network().items():
+        if wanted is not None and has.get(name) != wanted:
+            ours = f"{name}={has.get(name)!r}"
+            yield f"The recipe {recipe.name} is for networks with {name}={wanted!r}; this one has {ours}."
+    if recipe.drop_epochs and recipe.epochs <= max(recipe.drop_epochs):
+        drops = " and ".join(map(str, recipe.drop_epochs))
+        yield f"The learning rate is divided after {drops} epochs; this run has {recipe.epochs}."
+    if recipe.schedule in ("cosine", "poly") and (recipe.drop_epochs or recipe.levels):
+        dividing = "drop_epochs" if recipe.drop_epochs else "levels"
+        yield f"The schedule {recipe.schedule} ends at zero by itself; {dividing} divides the rate on top."
+    size = notes(model).input_size
+    with unchanged(model):
+        why = why_fixed(model, size) if has_learned(model) and size else ""
+    if why:
+        yield f"Filters keep their order, so that each shape gets one run of them, because {why}."
+    if begun := notes(model).begun_from:
+        yield f"The network begins with trained weights ({begun}); images are prepared anew, for these data."
+    if "tested_on" in inputs.data.details:
+        yield "There is no data set to test on, as in fit(network, (train, test)): the images trained on are used."
+    precision = resolve_precision(recipe.precision, device.type)
+    if device.type == "cpu" and precision in ("bf16", "fp16"):
+        yield f"{precision} trains many times slower than fp32 on most CPUs (--set precision=fp32)."
+    batches = len(inputs.train)
+    if batches * recipe.epochs < FEW_STEPS and recipe.batch_size > SMALL_BATCH:
+        each = f"{counted(batches, 'batch')} of {counted(recipe.batch_size, 'image')} in an epoch"
+        told = f"This run has {counted(batches * recipe.epochs, 'step')}, {each}"
+        yield f"{told}: a smaller --batch-size or more --epochs gives more."
+
+
 def about(model: nn.Module, data: Data, seed: int) -> dict[str, Any]:
     """The identity of a run: its network, its data and its seed."""
     return {
@@ -214,14 +280,12 @@ def _record(
     model: nn.Module,
     inputs: Inputs,
     recipe: Recipe,
-    how: RunSettings,
     identity: Mapping[str, Any],
     saved: Checkpoint | None,
 ) -> Record:
     """The record of a run that is about to start or to go on."""
-    decoded = {} if how.decode == "cpu" else {"decode": how.decode}
     return Record(
-        **{**identity, "data": identity["data"] | decoded},
+        **identity,
         recipe=recipe.to_dict(),
         watched=inputs.watched,
         precision=resolve_precision(recipe.precision, fabric.device.type),

@@ -83,10 +83,7 @@ class Inputs:
 def make_inputs(
     fabric: Fabric, data: Data, recipe: Recipe, how: RunSettings, *, seed: int, saved: dict[str, Tensor] | None
 ) -> Inputs:
-    """Hold out the recipe's share, fit the preprocessing to the rest (or take the saved one), make loaders.
-
-    A GPU decodes images to train on alone: accuracy is always that on the pixels of the CPU's decoder.
-    """
+    """Hold out the recipe's share, fit the preprocessing to the rest (or take the saved one), make loaders."""
     device, rank, world = fabric.device, fabric.global_rank, fabric.world_size
     # The first conv would round its images to bf16 anyway; on a GPU it then reads half the bytes.
     half = _HALVES.get(resolve_precision(recipe.precision, device.type)) if device.type == "cuda" else None
@@ -113,7 +110,6 @@ def make_inputs(
             world=world,
             train=train,
             workers=how.workers,
-            decode="gpu" if train and how.decode == "gpu" else "cpu",
             dtype=half or torch.float32,
         )
 
@@ -281,9 +277,10 @@ def as_network_wants(
     if channels in (1, 3) and channels != images.test.channels:
         wanted["channels"] = channels
     free = not sized and recipe.crop is None and recipe.resize is None
-    if free and size and tuned and any(split.size != tuple(size) for split in (images.train, images.test)):
+    sizes = images.train.size, images.test.size
+    if free and size and tuned and any(s != tuple(size) for s in sizes):
         wanted["image_size"] = tuple(size[1:])
-    elif free and size and any(_is_large(split.size) for split in (images.train, images.test)):
+    elif free and size and any(s is None or min(s[1:]) > LARGE_SIDE for s in sizes):
         wanted["default_size"] = tuple(size[1:])
     return reading(**wanted) if wanted else images
 
@@ -371,10 +368,6 @@ def channels_of(network: nn.Module) -> int | None:
     """Channels of the images that a network takes, by its first conv; None where it has none."""
     convs = (module for module in network.modules() if isinstance(module, nn.Conv2d | CompositeConv2d))
     return next((conv.in_channels for conv in convs), None)
-
-
-def _is_large(size: tuple[int, int, int] | None) -> bool:
-    return size is None or min(size[1:]) > LARGE_SIDE
 
 
 def _outputs(network: nn.Module, size: InputSize, recipe: Recipe) -> int:

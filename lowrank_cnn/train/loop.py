@@ -38,8 +38,6 @@ from lowrank_cnn.train.failure import (
     StopRequest,
     all_finite,
     first_not_finite,
-    resume_hint,
-    stop_message,
     stopping_within,
     undone_if_stopped,
 )
@@ -51,14 +49,11 @@ from lowrank_cnn.train.recipe import Recipe, RunSettings
 from lowrank_cnn.train.recompute import recomputed
 from lowrank_cnn.train.run_folder import Checkpoint, Epoch, Position, Record, RunDirectory, recipe_changes
 from lowrank_cnn.train.step import (
-    COMPILED,
-    EAGER,
-    StepBuilder,
     Tally,
     TrainingStep,
+    build_update,
     copy_into,
     fused_to_train,
-    resolved,
 )
 
 if TYPE_CHECKING:
@@ -96,10 +91,12 @@ class Trainer:
         """A resumed run has the `execution` of its checkpoint in `record`; `restore` sets the rest."""
         self.fabric, self.network, self.inputs, self.recipe, self.how = fabric, network, inputs, recipe, how
         self.record, self.directory, self.callbacks, self.progress = record, directory, callbacks, progress
-        self.builder = self._ways_to_step(graphs=objective.own is None)
+        alone = fabric.device.type == "cuda" and fabric.world_size == 1
+        self.graphs = alone and how.cuda_graphs and objective.own is None and not is_example(inputs.size)
+        self.compiled = bool(record.execution.get("compiled") if how.compile is None else how.compile)
+        forward = self._forward()
         self.frozen = [*in_evaluation(network), *freeze_parameters(network, recipe.freeze)]
-        forward, scaled = next(iter(self.builder.forwards.values())), record.precision == "fp16"
-        options = {"objective": objective, "scaled": scaled}
+        options = {"objective": objective, "scaled": record.precision == "fp16"}
         self.step = TrainingStep(network, forward, fabric.backward, recipe, fabric.device, **options)
         patience = recipe.patience if recipe.levels else max(1, recipe.early_stop)
         self.levels = LevelOff(patience, recipe.levels, recipe.min_delta)
@@ -114,26 +111,15 @@ class Trainer:
         self.changes_until = max((epoch for epoch in changes if epoch is not None), default=0)
         self.may_change = None in changes  # a callback that tells nothing may change weights after any epoch
 
-    def _ways_to_step(self, *, graphs: bool) -> StepBuilder:
-        """The ways to run a step, of which the builder chooses one; a resumed run keeps what it did before."""
-        alone = self.fabric.device.type == "cuda" and self.fabric.world_size == 1
-        graphs = graphs and self.how.cuda_graphs and alone and not is_example(self.inputs.size)
-        running = running_network(self, graphs, self.progress.say)
-        plain = self.recipe.quantize == "none" and not self.how.checkpoint_activations
-        compile = resolved(
-            "auto" if self.how.compile is None else self.how.compile,
-            able=graphs and plain and not torch.are_deterministic_algorithms_enabled(),
-            before=self.record.execution,
-        )
-        forwards: dict[str, nn.Module] = {}
-        if compile is not True:
-            forwards[EAGER] = self.fabric.setup_module(running)
-        if compile:
-            # Dropout draws the same numbers as without the compiler, so that results are the same.
-            compiled: Any = torch.compile(running, dynamic=False, options={"fallback_random": True})
-            # Fabric would take the compiler off and put it on again around its own wrapper.
-            forwards[COMPILED] = self.fabric.setup_module(compiled, _reapply_compile=False)
-        return StepBuilder(forwards, graphs, lambda line: self.progress.say(line))  # a moving line may replace it
+    def _forward(self) -> nn.Module:
+        """The network as it is run; compiled if the run says so, or did so before it was resumed."""
+        running = running_network(self, self.progress.say)
+        if not self.compiled:
+            return self.fabric.setup_module(running)
+        # Dropout draws the same numbers as without the compiler, so that results are the same.
+        compiled: Any = torch.compile(running, dynamic=False, options={"fallback_random": True})
+        # Fabric would take the compiler off and put it on again around its own wrapper.
+        return self.fabric.setup_module(compiled, _reapply_compile=False)
 
     @property
     def iteration(self) -> int:
@@ -173,9 +159,9 @@ class Trainer:
             self._look_around(stop)
 
     def _build_update(self, images: Tensor, labels: Tensor) -> Callable[[Tensor, Tensor], None]:
-        """The step, run in the fastest way; the record names it."""
-        left = self.recipe.epochs * self.per_epoch - self.iteration
-        update, execution = self.builder.fastest(self.step, images, labels, steps_left=left)
+        """The step, as a CUDA graph if possible; the record says how it executes."""
+        ways = {"graphs": self.graphs, "compiled": self.compiled, "say": self.progress.say}
+        update, execution = build_update(self.step, images, labels, **ways)
         self.record.execution = asdict(execution)
         return update
 
@@ -286,10 +272,11 @@ class Trainer:
             raise NotFiniteError(f"an image of {place} has NaN or infinity in it: leave such images out.")
         with self.fabric.autocast():
             where = first_not_finite(self.network, images)
-        raise NotFiniteError(
-            f"the loss is not finite at {place}; the first thing that is not: {where}. "
-            f"{resume_hint(self.saved, self.recipe.epochs)}"
-        )
+        hint = "Nothing is saved: start anew with a smaller --lr."
+        if self.saved:
+            told = self.saved.told(self.recipe.epochs)
+            hint = f"The state {told} is saved: go on from there with --resume and a smaller --lr."
+        raise NotFiniteError(f"the loss is not finite at {place}; the first thing that is not: {where}. {hint}")
 
     @contextlib.contextmanager
     def _stoppable(self, stop: StopRequest) -> Iterator[None]:
@@ -297,7 +284,6 @@ class Trainer:
         if self.fabric.device.type != "cpu" or self.fabric.world_size > 1:
             yield
             return
-        stop.stop_message = self._stop_message_if_saved
         try:
             with stopping_within(self.network, stop):
                 yield
@@ -306,11 +292,11 @@ class Trainer:
             raise Interrupted(self._stop_message()) from stopped
 
     def _stop_message(self) -> str:
-        return stop_message(self.position, self.directory and self.directory.path)
-
-    def _stop_message_if_saved(self) -> str | None:
-        """The last words, if all steps that are done are on disk; an evaluation since then can be repeated."""
-        return self._stop_message() if self.saved and self._steps(self.saved) == self.iteration else None
+        """The position of a run that was asked to stop, and how to resume it."""
+        where = f"Stopped in epoch {self.position.epoch + 1}, after batch {self.position.batch}"
+        if self.directory is None:
+            return f"{where}; nothing is saved, since no directory was given."
+        return f"{where}; all is saved in {self.directory.path}. Go on with the same command and --resume."
 
     def save(self) -> None:
         """Write a checkpoint of all processes. A state that is not finite never replaces one that is."""
@@ -401,7 +387,7 @@ class Trainer:
             self.directory.write_record(self.record)
 
 
-def running_network(trainer: Trainer, graphs: bool, say: Callable[[str], None]) -> nn.Module:
+def running_network(trainer: Trainer, say: Callable[[str], None]) -> nn.Module:
     """The network in channels_last as it is run: fused if that is possible and faster, recomputed if asked for."""
     network, recipe, recompute = trainer.network, trainer.recipe, trainer.how.checkpoint_activations
     in_channels_last(network)
@@ -414,7 +400,7 @@ def running_network(trainer: Trainer, graphs: bool, say: Callable[[str], None]) 
     running = network
     # A fused batch norm cannot be frozen, and a fused layer does not round. Launched one by one, fused layers cost
     # the host more than they save the device: graphs alone gain.
-    if graphs and not (repeats or recipe.freeze or in_evaluation(network) or recipe.quantize != "none"):
+    if trainer.graphs and not (repeats or recipe.freeze or in_evaluation(network) or recipe.quantize != "none"):
         running = fused_to_train(network, checked_size(trainer.inputs.size), say, recompute=recompute)
     if trainer.fabric.device.type == "cuda":
         torch.backends.cudnn.benchmark = not repeats  # not before: a few images need no search

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowrank_cnn.core.errors import LowRankError, first_line, nearest, require
+from lowrank_cnn.core.errors import LowRankError, check_choice, first_line, require
 from lowrank_cnn.core.files import below, read_json, replacing, write_json
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.text import duration, printable
@@ -235,8 +235,7 @@ LOGGERS: dict[str, Callable[[Record, Path | None, str | None], Logger]] = {
 def check_loggers(names: Sequence[str]) -> None:
     """Refuse an unknown name."""
     for name in names:
-        if name not in LOGGERS:
-            raise LowRankError(f"there is no logger {name!r}: {nearest(name, LOGGERS)}")
+        check_choice("logger", name, LOGGERS)
 
 
 def start_loggers(names: Sequence[str], record: Record, folder: Path | None) -> dict[str, Logger]:

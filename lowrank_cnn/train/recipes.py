@@ -6,7 +6,7 @@ from. Weight decay acts on weights alone; biases and normalisation are left free
 
 from __future__ import annotations
 
-from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.core.errors import check_choice
 from lowrank_cnn.train.recipe import Recipe, changed
 
 RECIPES: dict[str, Recipe] = {
@@ -183,6 +183,5 @@ def get_recipe(name: str, /, **overrides: object) -> Recipe:
     >>> recipe.lr, recipe.epochs
     (0.05, 30)
     """
-    if name not in RECIPES:
-        raise LowRankError(f"there is no recipe {name!r}: {nearest(name, RECIPES)}")
+    check_choice("recipe", name, RECIPES)
     return changed(RECIPES[name], overrides)

@@ -8,10 +8,9 @@ be recorded once as a graph and replayed, with Python only copying the next batc
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -243,17 +242,7 @@ def put_back(tensors: dict[str, Tensor], device: torch.device) -> Iterator[None]
         restore_generators(drawn, device)
 
 
-Compile = bool | Literal["auto"]
 Update = Callable[[Tensor, Tensor], None]
-EAGER, COMPILED = "eager", "compiled"
-
-PAYS_AFTER = 600.0
-"""Seconds of training left from which compiling pays: it takes about half a minute, and saves a tenth or more."""
-TIMED_STEPS = 10
-BRIGHTER = 1 + 2**-8
-"""Input scale used to estimate rounding noise in the gradients of a step."""
-SURE, NOISES = 0.01, 3
-"""Gradients of two ways may differ by this share of their norm, and by this many times that noise."""
 
 
 @dataclass(frozen=True)
@@ -264,129 +253,37 @@ class Execution:
     cuda_graph: bool = False
 
 
-Built = tuple[Update, Execution]
+def build_update(
+    step: TrainingStep,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    graphs: bool,
+    compiled: bool = False,
+    say: Callable[[str], None] = print,
+) -> tuple[Update, Execution]:
+    """The update for batches of this shape and how it executes: as a CUDA graph if `graphs` allows one.
 
-
-@dataclass
-class StepBuilder:
-    """Builds the fastest update from the forwards that a run may use, by name; `graphs` allows CUDA graphs.
-
-    Every way computes the same step, within rounding. The choice is measured on the run's first batch: each way
-    takes a few steps. The compiled one is tried only if enough training is left to pay for compiling, and used
-    only if its gradients agree. Weights, statistics and random numbers are restored afterwards.
+    `compiled` says that torch.compile has made the forward of the step.
     """
-
-    forwards: Mapping[str, nn.Module]
-    graphs: bool
-    say: Callable[[str], None] = print
-
-    def fastest(self, step: TrainingStep, images: Tensor, labels: Tensor, *, steps_left: int) -> Built:
-        """The fastest update for batches of this shape, and its `Execution`."""
-        if COMPILED not in self.forwards:
-            return self._build(EAGER, step, images, labels)
-        if EAGER not in self.forwards:
-            return self._build(COMPILED, step, images, labels)
-        update, execution = self._build(EAGER, step, images, labels)
-        plain = _time_steps(step, update, images, labels)
-        if plain.seconds * steps_left < PAYS_AFTER:
-            return update, execution
-        # One graph at a time: each keeps the maps of a whole step.
-        del update
-        step.optimizer.zero_grad()
-        if (compiled := self._compiled(step, images, labels, plain)) is not None:
-            return compiled
-        return self._build(EAGER, step, images, labels)
-
-    def _compiled(self, step: TrainingStep, images: Tensor, labels: Tensor, plain: TimedSteps) -> Built | None:
-        """The compiled update; None if it fails, disagrees or is no faster."""
-        try:
-            update, execution = self._build(COMPILED, step, images, labels)
-            trial = _time_steps(step, update, images, labels)
-        except Exception as error:  # a compiler can fail at anything that a foreign forward does
-            self.say(f"The network is not compiled: {first_line(error)}.")
-            return None
-        times = f"{trial.seconds * 1e3:.1f} ms a step compiled, {plain.seconds * 1e3:.1f} ms without"
-        apart = _apart(trial.gradients, plain.gradients)
-        if not apart <= SURE + NOISES * plain.noise:  # a NaN is refused too
-            self.say(f"The network is not compiled: its gradients would differ by {apart:.1g}.")
-            return None
-        if trial.seconds >= plain.seconds:
-            self.say(f"The network is not compiled, which is no faster: {times}.")
-            return None
-        self.say(f"The network is compiled by torch: {times}.")
-        return update, execution
-
-    def _build(self, way: str, step: TrainingStep, images: Tensor, labels: Tensor) -> Built:
-        """The update by one way, as a CUDA graph if that is possible."""
-        compiled = way == COMPILED
-        step.forward = self.forwards[way]
-        if not self.graphs:
-            return step, Execution(compiled)
-        try:
-            # Kernels are measured and compiled before torch traces, which can do neither.
-            with for_graphs():
-                with (
-                    put_back(step.tensors(), images.device),
-                    torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext(),
-                ):
-                    prepare(lambda: step.forward(images))
-                    if compiled:
-                        step(images, labels)
-                return GraphedStep(step, images, labels), Execution(compiled, cuda_graph=True)
-        except RuntimeError as error:
-            if is_out_of_memory(error) or compiled:
-                raise
-            self.say(f"Steps run one kernel at a time, not as a CUDA graph: {first_line(error)}.")
-            return step, Execution(compiled)
-
-
-@dataclass(frozen=True)
-class TimedSteps:
-    """Seconds per step by one way, the gradients of the first step, and how far rounding alone moves them."""
-
-    seconds: float
-    gradients: list[Tensor]
-    noise: float
-
-
-def _time_steps(step: TrainingStep, update: Update, images: Tensor, labels: Tensor) -> TimedSteps:
-    with put_back(step.tensors(), images.device):
-        gradients = _gradients(step, update, images, labels)
-        noise = _apart(_gradients(step, update, images * BRIGHTER, labels), gradients)
-        _wait(images.device)
-        began = time.perf_counter()
-        for _ in range(TIMED_STEPS):
-            update(images, labels)
-        _wait(images.device)
-        seconds = (time.perf_counter() - began) / TIMED_STEPS
-    return TimedSteps(seconds, gradients, noise)
-
-
-def _gradients(step: TrainingStep, update: Update, images: Tensor, labels: Tensor) -> list[Tensor]:
-    """The gradients of one step from the current weights and random numbers."""
-    with put_back(step.tensors(), images.device):
-        update(images, labels)
-        return [p.grad.detach().clone() for p in step.parameters.values() if p.grad is not None]
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _apart(found: list[Tensor], right: list[Tensor]) -> float:
-    """The norm of the difference of two lists of gradients, relative to the second's."""
-    if len(found) != len(right):
-        return float("inf")
-    away = [a.float() - b.float() for a, b in zip(found, right, strict=True)]
-    return float(nn.utils.get_total_norm(away) / nn.utils.get_total_norm(right).clamp_min(1e-12))
-
-
-def resolved(compile: Compile, *, able: bool, before: dict[str, Any]) -> Compile:
-    """Resolve `compile`: a resumed run keeps its setting, and without a capable GPU (`able`) it is off."""
-    if compile != "auto":
-        return compile
-    return bool(before["compiled"]) if "compiled" in before else "auto" if able else False
+    if not graphs:
+        return step, Execution(compiled)
+    try:
+        # Kernels are measured and compiled before torch traces, which can do neither.
+        with for_graphs():
+            with (
+                put_back(step.tensors(), images.device),
+                torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext(),
+            ):
+                prepare(lambda: step.forward(images))
+                if compiled:
+                    step(images, labels)
+            return GraphedStep(step, images, labels), Execution(compiled, cuda_graph=True)
+    except RuntimeError as error:
+        if is_out_of_memory(error) or compiled:
+            raise
+        say(f"Steps run one kernel at a time, not as a CUDA graph: {first_line(error)}.")
+        return step, Execution(compiled)
 
 
 TOLERANCE = 1e-3

@@ -89,10 +89,6 @@ def test_every_way_has_its_rate_and_idle_share(measured):
         assert 0 <= row["idle"] < 1
 
 
-def test_a_way_that_this_machine_lacks_is_named_with_the_reason(measured):
-    assert "needs a CUDA device" in measured["machines"][1]["not_measured"]["decoded by the GPU"]
-
-
 @pytest.mark.nightly
 def test_a_step_is_the_sum_of_its_kernels():
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))

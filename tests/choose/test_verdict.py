@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from lowrank_cnn.choose.verdict import (
     DIVERGED,
     EARLY,
     NO,
+    SEARCHED,
     UNEQUAL,
     UNTUNED,
     YES,
@@ -24,6 +27,7 @@ from lowrank_cnn.choose.verdict import (
 )
 from lowrank_cnn.core.numbers import student_t
 
+FEW = {"dense": (0.93, 1.0, 2), "dense@0.5": (0.9, 0.5, 2)}
 DENSE = {"dense": (0.93, 1.0, 32), "dense@0.5": (0.9, 0.5, 32)}
 
 
@@ -103,6 +107,63 @@ def test_what_was_not_asked_is_not_judged(make_frontier):
     assert answer(found) == []
     found.about["family"] = "vgg11"
     assert answer(found) == []
+
+
+def test_questions_on_one_network_and_its_images_are_corrected_together_in_whatever_folder(make_frontier):
+    found = make_frontier({**FEW, "lr": (0.91, 0.5, 2)})
+    alone = add_answers(found)
+    for name, about in (("same", {}), ("other", {"family": "nin"}), ("smaller", {"network": {"base": 0.5}})):
+        other = replace(found, folder=found.folder.with_name(name), about=found.about | about)
+        shutil.copytree(found.folder, other.folder)
+        other.save()
+    (found.folder.with_name("damaged")).mkdir()
+    (found.folder.with_name("damaged") / "frontier.json").write_text("{")
+    together = answer(found)
+    assert [one.p for one in together] == [one.p for one in alone]
+    smallest = min(range(len(alone)), key=lambda place: alone[place].p)
+    assert 0 < alone[smallest].corrected < 0.5
+    assert together[smallest].corrected == pytest.approx(2 * alone[smallest].corrected)  # twice as many questions
+
+
+def test_what_weakens_a_verdict_is_said_beside_it(make_frontier):
+    found = make_frontier({**FEW, "dense@0.4": (0.95, 0.4, 2), "lr": (0.7, 0.5, 2)})
+    for row in found.rows:
+        row.tries = [RateTry(rate, [0.9]) for rate in (0.5, 1.0, 2.0)]
+    found.rows[3].rate = 2.0
+    (better, _), above = answer(found), found.top1(found.rows[2]) - found.top1(found.rows[1])
+    assert better.control == "dense@0.5"
+    assert better.notes == (
+        "the best rate of lr, 2, is at the edge of those tried",
+        f"dense@0.4, with fewer MACs, is {above:.2f} points above dense@0.5",
+    )
+    assert better.params == pytest.approx(1.0)
+    found.rows[3].rate = 1.0
+    found.rows.pop(2)
+    assert answer(found)[0].notes == ()
+
+
+def test_a_smaller_network_of_another_record_counts_if_it_was_trained_alike(make_frontier):
+    found = make_frontier({**FEW, "dense@0.4": (0.95, 0.4, 2), "lr": (0.7, 0.5, 2)})
+    other = replace(found, folder=found.folder.with_name("other"), rows=[found.rows.pop(2)])
+    shutil.copytree(found.folder, other.folder)
+    for teacher, said in ((None, 1), ("dense", 0)):
+        other.about = found.about | {"teacher": teacher}
+        other.save()
+        assert sum("dense@0.4, with fewer MACs" in note for note in answer(found)[0].notes) == said
+
+
+def test_each_rival_of_a_search_is_a_question(make_frontier):
+    rows = {
+        "dense": (0.93, 1.0, 16),
+        "dense-3x3": (0.95, 0.5, 16),
+        "dense@0.5": (0.7, 0.5, 16),
+        "lr": (0.9, 0.5, 16),
+    }
+    found = make_frontier(rows, family="nin")
+    for row in found.rows:
+        row.timing = None
+    asked = {one.control: (one.question, one.time, one.verdict) for one in answer(found)}
+    assert asked == {"dense-3x3": (SEARCHED, None, NO), "dense@0.5": (SEARCHED, None, YES)}
 
 
 def test_answers_are_kept_in_the_record(make_frontier):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 from lowrank_cnn.choose.frontier import load_frontier
 
@@ -46,3 +48,12 @@ def test_frontier_writes_a_record_and_a_picture(output_of, tmp_path):
     assert "airbench (width 0.25) on digits" in again
     assert "lr" in again
     assert (tmp_path / "frontier.json").stat().st_mtime_ns == before.st_mtime_ns  # to look at it changes nothing
+
+
+def test_a_record_is_shown_with_its_verdicts_and_what_weakens_them(output_of, tmp_path):
+    record = Path(__file__).parents[2] / "benchmarks" / "results" / "frontier" / "cifar10-nin-rivals"
+    for name in ("frontier.json", "answers.bits"):
+        shutil.copy(record / name, tmp_path)
+    text = " ".join(output_of("frontier", "nin", "--out", tmp_path).split())
+    assert "yes *" in text
+    assert "* dense-3x3@0.875, with fewer MACs, is 0.71 points above dense-64s@0.75." in text

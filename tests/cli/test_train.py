@@ -384,20 +384,20 @@ def test_a_setting_typed_as_an_option_is_explained(capsys, words, says):
     assert says in capsys.readouterr().err
 
 
-SETTINGS = ("norm=batch", "stride=2", "precision=bf16", "quantize=int8", "decode=gpu", "compile=false")
+SETTINGS = ("norm=batch", "stride=2", "precision=bf16", "quantize=int8", "cuda-graphs=false", "compile=false")
 SETTINGS += ("checkpoint-every=60", "hold-gb=8", "channels=1", "bad=refuse", "lr=0.1")
 
 
 def test_a_setting_is_found_in_the_recipe_the_run_the_network_or_the_images():
     recipe, rare = TrainingOptions("modern", epochs=3, lr=0.02, settings=[*SETTINGS]).read(
-        {"epochs": 9, "batch_size": 32, "decode": "cpu"}
+        {"epochs": 9, "batch_size": 32, "cuda_graphs": "true"}
     )
     assert (recipe.epochs, recipe.batch_size, recipe.lr) == (3, 32, 0.1)
     assert (recipe.norm, recipe.precision, recipe.quantize) == ("batch", "bf16", "int8")
     assert (rare["stride"], rare["hold_gb"], rare["channels"], rare["bad"]) == (2, 8.0, 1, "refuse")
-    assert (rare["norm"], rare["decode"], rare["compile"], rare["checkpoint_every"]) == (
+    assert (rare["norm"], rare["cuda_graphs"], rare["compile"], rare["checkpoint_every"]) == (
         "batch",
-        "gpu",
+        "false",
         "false",
         "60",
     )

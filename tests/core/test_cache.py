@@ -6,15 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lowrank_cnn.core.cache import JsonCache, cache_folder, cached_tensors, read_cached, tensor_key, write_cached
+from lowrank_cnn.core.cache import JsonCache, cache_folder
 from lowrank_cnn.deploy.plan import open_times
 from lowrank_cnn.kernels.autotune.tuned import store_path
-
-SHAPES = {"mean": (6,), "matrix": (6, 6)}
 
 
 @pytest.mark.parametrize(
@@ -36,10 +33,6 @@ def test_one_folder_for_all(variables: dict[str, str], folder: str, monkeypatch:
     assert open_times(True).path == Path(folder) / "plans.json"
 
 
-def made(value: float = 1.0) -> dict[str, torch.Tensor]:
-    return {name: torch.full(shape, value) for name, shape in SHAPES.items()}
-
-
 def numbers(path: Path | None) -> JsonCache:
     return JsonCache(path, key="numbers", valid=lambda entry: isinstance(entry, int))
 
@@ -47,22 +40,22 @@ def numbers(path: Path | None) -> JsonCache:
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_one_flipped_bit_counts_as_empty(tmp_path, where, bit):
-    path = tmp_path / "key.safetensors"
-    cached_tensors("key", made, folder=tmp_path)
+    path = tmp_path / "numbers.json"
+    path.unlink(missing_ok=True)
+    cache = numbers(path)
+    cache["a"] = 1
+    assert cache.save()
     content = bytearray(path.read_bytes())
     content[int(where * len(content))] ^= 1 << bit
     path.write_bytes(content)
-    found = cached_tensors("key", lambda: made(2.0), folder=tmp_path)
-    assert found["matrix"].unique().tolist() == [2.0]
-    path.unlink()
+    assert numbers(path).entries == {}
 
 
-def test_keys_tell_entries_apart(tmp_path):
-    write_cached(tmp_path / "file", "one", b"payload")
-    assert (read_cached(tmp_path / "file", "one"), read_cached(tmp_path / "file", "other")) == (b"payload", None)
-    images = torch.arange(12, dtype=torch.uint8)
-    keys = {tensor_key(images, 1.0), tensor_key(images, 2.0), tensor_key(images.view(3, 4), 1.0)}
-    assert len(keys | {tensor_key(images + 1, 1.0)}) == 4
+def test_keys_tell_files_apart(tmp_path):
+    cache = numbers(tmp_path / "file")
+    cache["a"] = 1
+    cache.save()
+    assert JsonCache(tmp_path / "file", key="other", valid=bool).entries == {}
 
 
 @pytest.mark.parametrize(

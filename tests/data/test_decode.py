@@ -1,4 +1,4 @@
-"""From image files to pixels: decoding, cropping, what a GPU may decode, and small pictures for records."""
+"""From image files to pixels: decoding, cropping, and small pictures for records."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import base64
 import io
 import struct
 import zlib
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,11 +20,9 @@ from lowrank_cnn.data.decode import (
     SIDE,
     BadImageError,
     Framing,
-    ScaledCrop,
     decode_image,
     frame_image,
     image_header,
-    plain_jpeg_size,
     thumbnail,
 )
 from lowrank_cnn.report.records import LARGEST_THUMBNAIL
@@ -306,65 +303,6 @@ def test_simplejpeg_gives_the_pixels_of_pillow() -> None:
             assert frame_image(data, FRAMING, 3, draws) == framed_by_pillow(data, FRAMING, 3, draws)
     with pytest.raises(BadImageError):
         frame_image(smooth(16, 20, "JPEG")[:-60], FRAMING, 3, None)
-
-
-def noise(height: int = 20, width: int = 30, mode: str = "RGB", format: str = "JPEG", **options: Any) -> bytes:
-    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return encoded(Image.fromarray(pixels).convert(mode), format, **options)
-
-
-def with_segment(data: bytes, marker: int, body: bytes) -> bytes:
-    """The JPEG with one more segment in front."""
-    return data[:2] + struct.pack(">BBH", 0xFF, marker, len(body) + 2) + body + data[2:]
-
-
-SIDEWAYS = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"
-
-
-def frame_at(data: bytes) -> int:
-    """Where the body of the baseline frame begins."""
-    return data.index(b"\xff\xc0") + 4
-
-
-def changed(data: bytes, at: int, *values: int) -> bytes:
-    return data[:at] + bytes(values) + data[at + len(values) :]
-
-
-def test_what_is_odd_is_left_to_the_worker() -> None:
-    plain = noise()
-    at = frame_at(plain)
-    odd = {
-        "on its side": noise(exif=SIDEWAYS),
-        "PNG": noise(format="PNG"),
-        "grey": noise(mode="L"),
-        "CMYK": noise(mode="CMYK"),
-        "progressive": noise(progressive=True),
-        "RGB, as Adobe marks it": with_segment(plain, 0xEE, b"Adobe\0\x64\0\0\0\0\x00"),
-        "RGB, by its names": changed(changed(changed(plain, at + 6, 82), at + 9, 71), at + 12, 66),
-        "RGB, as Pillow keeps it": noise(keep_rgb=True),
-        "twelve bits": changed(plain, at, 12),
-        "no height yet": changed(plain, at + 1, 0, 0),
-        "too large": changed(plain, at + 1, 0xFF, 0xFF, 0xFF, 0xFF),
-        "sampled oddly": changed(plain, at + 10, 0x21),
-        "cut short": plain[:-30],
-        "a header alone": plain[: plain.index(b"\xff\xda")] + b"\xff\xd9",
-        "a segment past the end": plain[:2] + b"\xff\xe1\xff\xff" + plain[6:],
-        "no marker": plain[:2] + b"\x00" + plain[2:],
-        "nothing": b"",
-        "start and end": b"\xff\xd8\xff\xd9",
-    }
-    assert plain_jpeg_size(plain) == (20, 30)
-    assert [name for name, data in odd.items() if plain_jpeg_size(data)] == []
-
-
-def test_a_window_is_where_the_framing_puts_it() -> None:
-    data = noise(32, 40)
-    assert FRAMING.scaled_crop(data, None) == ScaledCrop((32, 40), (16, 20), (1, 3), False)
-    assert FRAMING.scaled_crop(data, [0.99, 0.0, 0.4]) == ScaledCrop((32, 40), (16, 20), (2, 0), True)
-    assert FRAMING.scaled_crop(noise(32, 40, "L"), None) is None
-    fixed = Framing((14, 14), (32, 40), None, 0, False, (0, 0, 0))
-    assert fixed.scaled_crop(data, None) == ScaledCrop((32, 40), (32, 40), (9, 13), False)
-    assert fixed.scaled_crop(noise(32, 41), None) is None  # has to be fitted
 
 
 def opened(uri: str) -> Image.Image:

@@ -1,4 +1,4 @@
-"""Preprocessing, and what is kept of a data set: decoded images and its fingerprint."""
+"""Preprocessing, and the fingerprint of a data set."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from lowrank_cnn.data import (
     preprocess,
     preprocess_from_dict,
 )
-from lowrank_cnn.data import workers as decoded_cache
 from lowrank_cnn.data.preprocess import AsGiven, normalise_contrast
 from lowrank_cnn.data.types import fingerprint_of_files, generator
 
@@ -52,42 +51,22 @@ def reference(images: Tensor, scale: float, epsilon: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("scale", "epsilon"), [(55.0, 0.1), (55.0, 1e-3), (1.0, 1e-4)])
-def test_whitening_equals_its_definition(
-    split: ResidentSplit, scale: float, epsilon: float, tmp_path: Path
-) -> None:
-    whiten = Whiten.fit(split, scale=scale, epsilon=epsilon, cache=tmp_path)
+def test_whitening_equals_its_definition(split: ResidentSplit, scale: float, epsilon: float) -> None:
+    whiten = Whiten.fit(split, scale=scale, epsilon=epsilon)
     ours = whiten(split.images)
     assert ours.dtype == torch.float32
     np.testing.assert_allclose(ours.numpy(), reference(split.images, scale, epsilon), rtol=2e-4, atol=2e-4)
 
 
-def test_constant_images_and_zero_epsilon_stay_finite(tmp_path: Path) -> None:
+def test_constant_images_and_zero_epsilon_stay_finite() -> None:
     grey = torch.full((20, 1, 3, 3), 7, dtype=torch.uint8)
     grey[:10] = torch.randint(0, 256, (10, 1, 3, 3), generator=generator(0)).to(torch.uint8)
     split = ResidentSplit.of(grey, torch.zeros(20, dtype=torch.int64))
-    whiten = Whiten.fit(split, epsilon=0.0, cache=tmp_path)
+    whiten = Whiten.fit(split, epsilon=0.0)
     assert whiten(grey).isfinite().all()
     flat = normalise_contrast(grey.flatten(1).float(), scale=55.0)
     assert torch.equal(flat[10:], torch.zeros(10, 9))
     assert torch.allclose(flat[:10].norm(dim=1), torch.tensor(55.0))
-
-
-def test_whitening_is_computed_once(split: ResidentSplit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[float] = []
-    compute = preprocess._zca
-
-    def counted(images: Tensor, scale: float, epsilon: float, device: torch.device) -> dict[str, Tensor]:
-        calls.append(epsilon)
-        return compute(images, scale, epsilon, device)
-
-    monkeypatch.setattr(preprocess, "_zca", counted)
-    monkeypatch.setenv("LOWRANK_CACHE", str(tmp_path / "here"))
-    first, again = Whiten.fit(split), Whiten.fit(split)
-    assert torch.equal(first.matrix, again.matrix)
-    Whiten.fit(split, epsilon=0.2)
-    Whiten.fit(split.subset(torch.arange(500)))
-    assert calls == [0.1, 0.2, 0.1]
-    assert [file.suffix for file in (tmp_path / "here").iterdir()] == [".safetensors"] * 3
 
 
 def test_standardised_images_have_no_mean_and_unit_deviation(split: ResidentSplit) -> None:
@@ -111,8 +90,8 @@ def test_statistics_do_not_depend_on_how_images_are_divided(split: ResidentSplit
 
 
 @pytest.mark.parametrize("name", ["standardize", "whiten"])
-def test_preprocessing_comes_back_from_a_checkpoint(name: str, split: ResidentSplit, tmp_path: Path) -> None:
-    fitted = fit_preprocess(name, split, cache=tmp_path, epsilon=0.05)
+def test_preprocessing_comes_back_from_a_checkpoint(name: str, split: ResidentSplit) -> None:
+    fitted = fit_preprocess(name, split, epsilon=0.05)
     stored = fitted.to_dict()
     assert all(isinstance(value, Tensor) for value in stored.values())
     again = preprocess_from_dict(stored)
@@ -125,7 +104,7 @@ def test_clear_refusals(split: ResidentSplit) -> None:
     large = ResidentSplit.of(torch.zeros(1, 3, 128, 128, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64))
     image = torch.zeros(1, 1, 2, 2, dtype=torch.uint8)
     for call, says in (
-        (lambda: fit_preprocess("whitten", split), "did you mean whiten"),
+        (lambda: fit_preprocess("whitten", split), "preprocess must be standardize or whiten, not 'whitten'"),
         (lambda: Whiten.fit(split, epsilon=-1.0), "epsilon must be a number of at least 0"),
         (lambda: Whiten.fit(split, scale=0.0), "scale must be a number above 0"),
         (lambda: Whiten.fit(large), "values of an image must be a number at most 16,384, not 49,152"),
@@ -136,79 +115,6 @@ def test_clear_refusals(split: ResidentSplit) -> None:
     ):
         with pytest.raises(LowRankError, match=says):
             call()
-
-
-@pytest.fixture
-def photos(tmp_path: Path, write_folder, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("LOWRANK_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(decoded_cache, "WORTH_SECONDS", 0.0)
-    images = {f"{split}/ant/{n}.png": n for split in ("train", "val") for n in range(4)}
-    return write_folder(tmp_path / "photos", images | {"train/ant/bad.png": b"junk"})
-
-
-@pytest.fixture
-def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many images were decoded, each time that some were."""
-    counts: list[int] = []
-    decode = decoded_cache._decode
-
-    def counting(parts, *more):
-        counts.append(parts.lanes.shape[1])
-        return decode(parts, *more)
-
-    monkeypatch.setattr(decoded_cache, "_decode", counting)
-    return counts
-
-
-def train_of(path: Path, **options: object) -> ResidentSplit:
-    split = open_data(path, progress=False, **options).train
-    assert isinstance(split, ResidentSplit)
-    return split
-
-
-def test_a_second_start_decodes_nothing(photos: Path, decoded: list[int]) -> None:
-    first, second = train_of(photos), train_of(photos)
-    assert first.images.equal(second.images)
-    assert first.labels.equal(second.labels)
-    assert decoded == [5]
-    assert second.problems.counts == {"undecodable image": 1}
-    assert second.describe(0) == "train/ant/0.png"
-
-
-def test_other_files_sizes_and_rows_are_decoded(photos: Path, decoded: list[int], photo) -> None:
-    before = train_of(photos).images
-    train_of(photos, image_size=6).images  # noqa: B018
-    train_of(photos, limit=3).images  # noqa: B018
-    (photos / "train/ant/0.png").write_bytes(photo(99))
-    after = train_of(photos).images
-    assert decoded == [5, 5, 3, 5]
-    assert not before.equal(after)
-
-
-def test_damaged_entries_are_made_anew(photos: Path, decoded: list[int], tmp_path: Path) -> None:
-    before = train_of(photos).images
-    [entry] = (tmp_path / "cache" / "decoded").iterdir()
-    content = bytearray(entry.read_bytes())
-    content[-20] ^= 1
-    entry.write_bytes(bytes(content))
-    assert before.equal(train_of(photos).images)
-    assert decoded == [5, 5]
-
-
-def test_quick_and_huge_sets_are_not_kept(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoded_cache, "MOST_BYTES", 10)
-    train_of(photos).images  # noqa: B018
-    monkeypatch.setattr(decoded_cache, "MOST_BYTES", 2**30)
-    monkeypatch.setattr(decoded_cache, "WORTH_SECONDS", 100.0)
-    train_of(photos).images  # noqa: B018
-    assert not (tmp_path / "cache" / "decoded").exists()
-
-
-def test_old_entries_make_room(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoded_cache, "MOST_BYTES_OF_ALL", 1)
-    for size in (4, 6, 8):
-        train_of(photos, image_size=size).images  # noqa: B018
-    assert len(list((tmp_path / "cache" / "decoded").iterdir())) == 1
 
 
 def _photos(root: Path, write_folder, photo, *, first: int = 0) -> Path:

@@ -147,8 +147,6 @@ def test_each_kind_of_split_has_its_loader(shards: Path) -> None:
             {"workers": -1},
             "workers must be a whole number of at least 0 and at most 1,024, not -1",
         ),
-        (random_split(), {"decode": "tpu"}, "by cpu or gpu, not tpu"),
-        (random_split(), {"decode": "gpu"}, "is for streamed sets"),
         (random_split(), {"batch_size": 5, "world": 2}, "batch of 5 does not divide over 2"),
         (random_split(), {"batch_size": 51}, "50 images cannot fill one batch of 51"),
         (random_split(), {"rank": 2, "world": 2}, "rank 2 of 2"),

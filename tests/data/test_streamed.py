@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import io
-import threading
-from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,6 @@ from lowrank_cnn.data import (
     make_loader,
     open_data,
 )
-from lowrank_cnn.data.streamed import prefetch
 from lowrank_cnn.data.workers import loaded
 
 VARIED = Augment(crop=9, pad=1, mirror=True, cutout=2)
@@ -306,59 +303,6 @@ def test_a_resize_above_the_image_size_shows_the_pixels_of_a_set_in_memory(
         how = {"preprocess": None, "augment": Augment(resize=resize, crop=16), "seed": 0, "device": "cpu"}
         seen.append(next(iter(make_loader(split, batch_size=2, train=False, **how).epoch(0)))[0])
     assert 255 * (seen[0] - seen[1]).abs().max() < 1.5
-
-
-class Numbers:
-    """Numbers as batches: how many were made, whether the generator was closed, and the threads that ran it."""
-
-    def __init__(self, n: int, fails_at: int | None = None) -> None:
-        self.n, self.fails_at = n, fails_at
-        self.made, self.closed, self.threads = 0, False, set()
-
-    def __call__(self) -> Generator:
-        try:
-            for number in range(self.n):
-                if number == self.fails_at:
-                    raise OSError("the disk is gone")
-                self.threads.add(threading.current_thread())
-                self.made += 1
-                yield number, (torch.tensor(number),)
-        finally:
-            self.closed = True
-
-
-def prefetching() -> int:
-    return sum(thread.name.startswith("prefetch") for thread in threading.enumerate())
-
-
-def test_no_more_are_prefetched_than_asked_for_and_closing_ends_the_thread() -> None:
-    batches = Numbers(100)
-    made = prefetch(batches(), None, depth=2)
-    for number in range(5):
-        assert next(made)[0] == number
-        assert batches.made <= number + 3
-    assert prefetching() == 1
-    made.close()
-    assert (batches.made <= 7, batches.closed, prefetching()) == (True, True, 0)
-    for _ in prefetch(Numbers(100)(), None):
-        break  # dropped, not closed
-    assert prefetching() == 0
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_stream_in_use_waits_for_what_another_makes() -> None:
-    stream = torch.cuda.Stream()
-
-    def slow() -> Generator:
-        for number in range(8):
-            assert torch.cuda.current_stream() == stream
-            zeros = torch.zeros(2**20, device="cuda")
-            torch.cuda._sleep(20_000_000)
-            yield number, (zeros + number,)
-
-    for number, (made,) in prefetch(slow(), stream):
-        torch.cuda._sleep(1_000_000)
-        assert made.sum().item() == number * 2**20
 
 
 class Failing(Dataset):

@@ -60,6 +60,8 @@ TO_COME = (
     "loaders",
     "memory",
     "tiny-imagenet",
+    "speed-verdicts",
+    "verdicts",
     "zoo",
 )
 
@@ -144,16 +146,58 @@ def test_a_frontier_shows_its_networks_by_time_and_its_verdicts(blocks: ModuleTy
         "time": 0.5,
         "verdict": "no",
     }
-    judged |= {"gap": -1.0, "low": -2.0, "high": 0.0, "p": 1.0, "corrected": 1.0, "runs": [2, 2]}
+    judged |= {"gap": -1.0, "low": -2.0, "high": -0.1, "p": 1.0, "corrected": 1.0, "runs": [2, 2], "params": 0.4}
+    judged["notes"] = ["the rate is at the edge"]
     found.answers = [judged, judged | {"question": "faster", "verdict": EARLY}]
     found.save()
     text = blocks.TABLES["frontier"]()
     assert text.index("`lr`") < text.index("`dense`")
     assert cells(text, "`lr`")[1:] == ["1.00M", "100k", "1.000", "0.50", "90.15 (89.51 to 90.79)", "2", "3.0"]
-    assert cells(text, "`lr` better by +0.2")[-1] == "no"
-    assert "`lr` faster" not in text
-    assert "One more question has too few runs for a verdict." in text
     assert "record: `benchmarks/results/frontier/cifar10/frontier.json`" in text
+    text = blocks.TABLES["verdicts"]()
+    shown = [
+        "better",
+        "`dense`",
+        "+0.20",
+        "-1.00",
+        "-2.00",
+        "-0.10",
+        "0.50",
+        "0.40",
+        "2",
+        "1.0000",
+        "**loses** (1)",
+    ]
+    assert cells(text, "`lr`")[1:] == shown
+    assert "(1) the rate is at the edge." in text
+    assert "faster" not in text
+    assert "1 more question has too few runs for a verdict." in text
+    assert "`lowrank frontier airbench --out benchmarks/results/frontier/cifar10`" in text
+
+
+@pytest.mark.parametrize(
+    ("verdict", "low", "high", "word"),
+    [
+        ("yes", 0.3, 0.9, "wins"),
+        ("no", -0.1, 0.1, "level"),
+        ("no", -0.9, -0.1, "loses"),
+        ("no", -0.9, 0.1, "does not win"),
+        ("undecided", -0.1, 0.4, "undecided"),
+        ("not tuned", 0.3, 0.9, "not tuned"),
+    ],
+)
+@pytest.mark.usefixtures("blocks")
+def test_a_verdict_is_one_word(verdict: str, low: float, high: float, word: str):
+    chip = importlib.import_module("tables.frontier").chip
+    assert chip({"verdict": verdict, "low": low, "high": high, "margin": 0.2}) == word
+
+
+@pytest.mark.parametrize(
+    ("ours", "word"), [(0.9, "**wins**"), (0.94, "undecided"), (1.06, "undecided"), (1.1, "**loses**")]
+)
+@pytest.mark.usefixtures("blocks")
+def test_times_that_differ_less_than_they_repeat_decide_nothing(ours: float, word: str):
+    assert importlib.import_module("tables.gpu_models")._faster(ours, 1.0) == word
 
 
 @pytest.mark.parametrize("verdict", ["yes", "undecided"])
@@ -176,6 +220,18 @@ def test_the_first_screen_takes_three_networks_of_a_frontier(
     row = ["90.0% in 2.00 ms", f"`lr`: {low_rank}", "88.0% in 1.10 ms", "4"]
     assert cells(text, "`nin` on cifar10, 32 px")[1:] == row
     assert "`lr-join`" not in text  # no thin network takes as long
+
+
+def test_without_the_full_network_the_widest_dense_one_is_named(blocks: ModuleType, put: Put, tmp_path: Path):
+    found = empty_frontier(tmp_path, "nin")
+    found.about["recipe"] = {"crop": 32}
+    for name, ms, correct in (("lr", 1.0, 888), ("dense@0.5", 1.1, 878), ("dense@0.75", 1.6, 890)):
+        add(found, name, ms, correct)
+        found.rows[-1].design["scheme"] += "(branches)"
+    found.rows[-1].macs *= 2
+    found.save()
+    row = ["`dense@0.75`: 89.2% in 1.60 ms", "`lr`: 89.0% in 1.00 ms", "88.0% in 1.10 ms", "4"]
+    assert cells(blocks.TABLES["headline"](), "`nin` on cifar10, 32 px, with branches")[1:] == row
 
 
 def speed_run(commit: str, dense_ms: float, mode: str = "inference", **networks: float) -> dict[str, Any]:

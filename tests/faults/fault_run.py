@@ -27,7 +27,7 @@ from lowrank_cnn.train.trained import load_checkpoint
 from tests.train.driver import STATEFUL, tiny_data, tiny_net
 
 RECIPE = replace(STATEFUL, name="faults", epochs=3, preprocess="whiten")
-"""Every kind of state: dropout, batch norm, moving average, level-off, random crops, a cached whitening matrix."""
+"""Every kind of state: dropout, batch norm, moving average, level-off, random crops, whitening."""
 FINISHED, CRASHED, REFUSED, STOPPED = 0, 1, 3, 4
 TIMES = ("seconds", "images_per_second")
 PATIENCE = 600.0

@@ -19,7 +19,7 @@ from torch import nn
 import lowrank_cnn as lr
 from lowrank_cnn.choose.frontier import Frontier
 from lowrank_cnn.cli.train import read_config
-from lowrank_cnn.core.cache import JsonCache, cached_tensors
+from lowrank_cnn.core.cache import JsonCache
 from lowrank_cnn.core.files import as_path, below, locked, write_atomically
 from lowrank_cnn.data.folders import read_class_names
 from lowrank_cnn.data.types import fingerprint_of_files
@@ -27,8 +27,6 @@ from lowrank_cnn.report import read_records
 from lowrank_cnn.train import get_recipe, load_record
 from lowrank_cnn.train.recipe import Recipe, parse_settings
 from lowrank_cnn.train.run_folder import RunDirectory, read_checkpoint
-
-SHAPES = {"mean": (6,), "matrix": (6, 6)}
 
 
 class Accepted(Exception):
@@ -80,16 +78,6 @@ def resumed(place: Path, draw: random.Random) -> None:
     inputs.damage(place / f"step-00000002.{draw.choice(('json', 'safetensors'))}", draw)
     found = RunDirectory(place).latest(lambda _: None)
     if found is None or found.tensors["model.weight"].unique().item() not in (1.0, 2.0):
-        raise Accepted
-
-
-def whitening(place: Path, draw: random.Random) -> None:
-    """A cache of tensors, damaged: it counts as empty."""
-    made = {name: torch.ones(shape) for name, shape in SHAPES.items()}
-    cached_tensors("key", lambda: made, folder=place)
-    inputs.damage(place / "key.safetensors", draw)
-    found = cached_tensors("key", lambda: made, folder=place)
-    if not all(torch.equal(found[name], made[name]) for name in made):
         raise Accepted
 
 
@@ -207,7 +195,6 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "step-00000001.json": lambda path: RunDirectory(path.parent).save(inputs.checkpoint(), 1),
     "step-00000001.safetensors": lambda path: RunDirectory(path.parent).save(inputs.checkpoint(), 1),
     "answers.bits": lambda path: Frontier(path.parent, {}, 8).add_answers(b"1"),
-    "key.safetensors": lambda path: cached_tensors("key", dict, folder=path.parent),
     "model.safetensors": lambda path: lr.save_pretrained(inputs.trained(), path.parent),
     "config.json": lambda path: lr.save_pretrained(inputs.trained(), path.parent),
     "README.md": lambda path: lr.save_pretrained(inputs.trained(), path.parent),
@@ -269,7 +256,7 @@ def devices(place: Path, draw: random.Random) -> None:
 TARGETS: dict[str, Callable[[Path, random.Random], None]] = {
     target.__name__: target
     for target in (
-        record, report, checkpoint, resumed, whitening, times, network_file, onnx_file, program, shards, folder,
+        record, report, checkpoint, resumed, times, network_file, onnx_file, program, shards, folder,
         binaries, source, scheme, model, counted, recipe, path, links, devices,
     )
 }  # fmt: skip

@@ -176,7 +176,7 @@ def test_the_first_screen_says_what_was_gained_at_which_cost_and_how_sure(commit
     text = card.inner_text()
     assert "+0.64 points" in text
     assert "\N{MULTIPLICATION SIGN}0.75 MACs" in text
-    assert "surely more accurate" in text
+    assert "more accurate" in text
     assert chart(committed, "trade").bounding_box()["y"] < 900
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.train import Interrupted, Recipe, Record, fit
-from lowrank_cnn.train.failure import StopRequest, may_end_process
+from lowrank_cnn.train.failure import StopRequest
 from lowrank_cnn.train.loop import Trainer
 from lowrank_cnn.train.trained import Trained, load_checkpoint
 
@@ -94,29 +93,6 @@ def train_as_one_of_many(out: Path, dies_at: int | None) -> None:
 
     Trainer._look_around = die
     train(out, PLAIN, resume=True, checkpoint_every=0.0)
-
-
-class Stuck(nn.Module):
-    """Waits within one operation, as a large conv does for seconds, when it is called for the n-th time."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self.at, self.calls = at, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls == self.at:
-            signal.siginterrupt(signal.SIGINT, False)  # else the signal would end the wait
-            print("stuck", flush=True)
-            ctypes.CDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
-        return x
-
-
-def train_until_stuck(out: Path) -> None:
-    layers = [*tiny_net(stateful=True).children()]
-    network = nn.Sequential(*layers[:3], Stuck(at=9), *layers[3:])
-    with may_end_process():
-        fit(network, tiny_data(), STATEFUL, out=out, checkpoint_every=0.0, progress=False, device="cpu")
 
 
 def train_endlessly(out: Path) -> None:

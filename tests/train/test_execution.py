@@ -1,9 +1,7 @@
-"""The way that steps execute: measured, compared, kept in the record, the same when a run is resumed."""
+"""How steps execute: kept in the record, and the same when a run is resumed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,86 +10,6 @@ from torch import nn
 
 from lowrank_cnn.method.schemes import build_conv
 from lowrank_cnn.models import create_model
-from lowrank_cnn.train import step as execution
-from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.step import COMPILED, EAGER, StepBuilder, TrainingStep
-
-CPU = torch.device("cpu")
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Conv2d(4, 5, 1)]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-
-
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 5
-
-
-class Scaled(nn.Module):
-    """A network whose results a faulty compiler has changed."""
-
-    def __init__(self, inner: nn.Module, factor: float) -> None:
-        super().__init__()
-        self.inner, self.factor = inner, factor
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * self.factor
-
-
-class Stumbles(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("no rule for this operator\nand much more")
-
-
-def chosen(monkeypatch, compiled: Callable[[nn.Module], nn.Module], speeds=(1.0, 0.5), steps_left=10_000):
-    """Which way is taken, with what is said and the step, where trials take the given seconds."""
-    net, said = network(), []
-    step = TrainingStep(net, net, lambda loss: loss.backward(), Recipe(), CPU)
-    measure, seconds = execution._time_steps, iter(speeds)
-    way = StepBuilder({EAGER: net, COMPILED: compiled(net)}, graphs=False, say=said.append)
-    with monkeypatch.context() as patch:
-        patch.setattr(execution, "_time_steps", lambda *given: replace(measure(*given), seconds=next(seconds)))
-        _, taken = way.fastest(step, *batch(), steps_left=steps_left)
-    return taken.compiled, said, step
-
-
-def test_the_faster_way_is_taken_and_said(monkeypatch):
-    compiled, said, _ = chosen(monkeypatch, lambda net: net)
-    assert compiled
-    assert said == ["The network is compiled by torch: 500.0 ms a step compiled, 1000.0 ms without."]
-    compiled, said, step = chosen(monkeypatch, lambda net: net, speeds=(1.0, 1.1))
-    assert not compiled
-    assert "no faster" in said[0]
-    assert isinstance(step.forward, nn.Sequential)
-
-
-def test_a_short_run_does_not_wait_for_the_compiler(monkeypatch):
-    compiled, said, _ = chosen(monkeypatch, lambda net: Stumbles(), steps_left=100)
-    assert (compiled, said) == (False, [])
-
-
-def test_a_compiler_that_stumbles_or_errs_is_not_used(monkeypatch):
-    compiled, said, step = chosen(monkeypatch, lambda net: Stumbles())
-    assert (compiled, said) == (False, ["The network is not compiled: no rule for this operator."])
-    assert not isinstance(step.forward, Stumbles)
-    for factor in (1.5, float("nan")):
-        compiled, said, _ = chosen(monkeypatch, lambda net, factor=factor: Scaled(net, factor))
-        assert not compiled
-        assert "differ" in said[0]
-
-
-def test_a_choice_leaves_no_trace():
-    net = network()
-    step = TrainingStep(net, net, lambda loss: loss.backward(), Recipe(ema=0.9), CPU)
-    step.prepare(0.1, 0)
-    before, drawn = {name: t.clone() for name, t in step.tensors().items()}, torch.get_rng_state()
-    StepBuilder({EAGER: net, COMPILED: net}, graphs=False, say=lambda _: None).fastest(
-        step, *batch(), steps_left=10**9
-    )
-    assert torch.equal(torch.get_rng_state(), drawn)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in step.tensors().items())
 
 
 def test_the_record_says_how_steps_ran_and_a_resumed_run_reads_it(driver, tmp_path):
@@ -101,14 +19,18 @@ def test_the_record_says_how_steps_ran_and_a_resumed_run_reads_it(driver, tmp_pa
     assert again.execution == record.execution
 
 
-def test_a_compiled_run_is_the_run_without(driver, monkeypatch):
+def test_a_compiled_run_is_the_run_without_and_is_resumed_compiled(driver, monkeypatch, tmp_path):
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda net, **_: compile(net, backend="aot_eager"))
-    (plain, one), (compiled, other) = (driver.train(None, driver.PLAIN, compile=how) for how in (False, True))
+    plain, one = driver.train(None, driver.PLAIN, compile=False)
+    compiled, other = driver.train(tmp_path / "run", driver.PLAIN, compile=True)
     assert other.execution["compiled"]
     for key, value in plain.state_dict().items():
         torch.testing.assert_close(compiled.state_dict()[key], value, rtol=1e-4, atol=1e-5)
     assert other.result["loss"] == pytest.approx(one.result["loss"], rel=1e-4)
+    for how, expected in ((None, True), (False, False)):
+        _, again = driver.train(tmp_path / "run", driver.PLAIN, epochs=5 - expected, resume=True, compile=how)
+        assert again.execution["compiled"] is expected
 
 
 def low_rank_network(name: str) -> nn.Module:

@@ -93,9 +93,9 @@ def test_the_look_leaves_no_trace():
 def whole_run(name: str, monkeypatch: pytest.MonkeyPatch, *, fused: bool, **options) -> tuple[nn.Module, Record]:
     """A short run with dropout, batch norm and a moving average, its layers fused as they would be on a GPU."""
 
-    def fusing(trainer: Trainer, graphs: bool, say) -> nn.Module:
+    def fusing(trainer: Trainer, say) -> nn.Module:
         recompute, size = trainer.how.checkpoint_activations, checked_size(trainer.inputs.size)
-        placed = running_network(trainer, graphs, say)
+        placed = running_network(trainer, say)
         return fused_to_train(trainer.network, size, pytest.fail, recompute=recompute) if fused else placed
 
     draw = torch.Generator().manual_seed(0)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import note
-from lowrank_cnn.data import open_data, streamed
+from lowrank_cnn.data import open_data
 from lowrank_cnn.data.augment import Mixer
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.models import create_model
@@ -50,48 +47,6 @@ def test_settings_that_hide_every_image_are_refused(driver, field: str):
     recipe = dataclasses.replace(driver.PLAIN, **{field: 100})
     with pytest.raises(LowRankError, match=f"{field}=100 leaves nothing to see of images of .*--set {field}=0"):
         fit(driver.tiny_net(), driver.tiny_data(), recipe, progress=False)
-
-
-@pytest.fixture
-def photographs(tmp_path: Path) -> Path:
-    """Images of 8x8 in four classes, sixteen to train on and four to test on."""
-    for number in range(20):
-        folder = tmp_path / ("train" if number < 16 else "val") / str(number % 4)
-        folder.mkdir(parents=True, exist_ok=True)
-        pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{number}.jpg")
-    return tmp_path
-
-
-def colour_net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(256, 4))
-
-
-def test_a_gpu_decodes_what_is_trained_on_alone(driver, photographs: Path, monkeypatch: pytest.MonkeyPatch):
-    """By a stand-in that gives Pillow's pixels, so that the same weights come of it."""
-    decoded: list[int] = []
-
-    def decode(jpegs: list[Tensor]) -> list[Tensor]:
-        decoded.append(len(jpegs))
-        images = [Image.open(io.BytesIO(bytes(jpeg.numpy()))).convert("RGB") for jpeg in jpegs]
-        return [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images]
-
-    recipe = dataclasses.replace(driver.PLAIN, batch_size=8, epochs=2, holdout=0, pad=0, cutout=0)
-    options: dict = {"progress": False, "device": "cpu"}
-    data = open_data(photographs, resident_bytes=0)
-    with pytest.raises(LowRankError, match="needs a CUDA device"):
-        fit(colour_net(), data, recipe, decode="gpu", **options)
-    with pytest.raises(LowRankError, match="held in memory"):
-        fit(colour_net(), open_data(photographs), recipe, decode="gpu", **options)
-    networks = [colour_net() for _ in range(2)]
-    records = [fit(networks[0], data, recipe, **options)]
-    monkeypatch.setattr(streamed, "find_decoder", lambda device: decode)
-    records.append(fit(networks[1], data, recipe, decode="gpu", **options))
-    assert sum(decoded) == 2 * 16  # the images of two epochs, and none that was tested on
-    assert [record.data.get("decode") for record in records] == [None, "gpu"]
-    for one, other in zip(networks[0].parameters(), networks[1].parameters(), strict=True):
-        assert torch.equal(one, other)
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ def test_one_bad_image_does_not_silence_the_others(trained: Trained, green: np.n
         ("none.png", {}, "cannot be read"),
         ([], {"top": 0}, "top must be a whole number of at least 1, not 0"),
         ([], {"top": 1.5}, "top must be a whole number of at least 1, not 1.5"),
-        ([], {"bad": "maybe"}, "bad is refuse or skip"),
+        ([], {"bad": "maybe"}, "bad must be skip or refuse"),
     ],
 )
 def test_what_is_no_image_or_option_is_refused(trained: Trained, image: object, options: dict, says: str) -> None:

@@ -165,7 +165,7 @@ def test_a_server_that_goes_away_does_not_end_the_run(driver, tmp_path, calls, m
 
 
 def test_mistakes_are_one_sentence(driver):
-    with pytest.raises(LowRankError, match="no logger 'wandbb': did you mean wandb"):
+    with pytest.raises(LowRankError, match="no logger 'wandbb'; did you mean wandb"):
         driver.train(None, driver.PLAIN, log="wandbb")
     for name in ("csv", "tensorboard"):
         with pytest.raises(LowRankError, match="give --out"):
