@@ -2,8 +2,8 @@
 
 State dict of `CompositeConv2d` (stable): `weights.I` for group I, of shape [filters, in_channels /
 channel_groups, height, width], in the order of the groups, and `bias` in the order of the outputs: by channel
-group, and within one by group. Depthwise filters are [filters, 1, height, width]; an identity has no weight, and the
-groups after it count on without it.
+group, and within one by group. Depthwise filters are [filters, 1, height, width]; an identity has no weight, and
+I does not count it.
 """
 
 from __future__ import annotations
@@ -221,6 +221,21 @@ class CompositeConv2d(nn.Module):
                 view.bias.copy_(self.bias)  # type: ignore[operator, union-attr]
         return view
 
+    def with_points(self) -> CompositeConv2d:
+        """The same map with depthwise 1x1 filters of ones in place of identities: all channels have a weight."""
+        groups = [g if g.taps else FilterGroup(1, 1, g.filters, depthwise=True) for g in self.composite.groups]
+        options: dict[str, Any] = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
+        layer = CompositeConv2d(
+            self.in_channels, groups, padding_mode=self.padding_mode, bias=self.bias is not None, **options
+        ).to(self.weights[0] if len(self.weights) else torch.empty(0))
+        left = list(self.weights)
+        with torch.no_grad():
+            for weight, group in zip(layer.weights, self.composite.groups, strict=True):
+                weight.copy_(left.pop(0) if group.taps else torch.ones_like(weight))
+            if self.bias is not None:
+                layer.bias.copy_(self.bias)  # type: ignore[union-attr]
+        return layer.train(self.training)
+
     def extra_repr(self) -> str:
         text = f"{self.in_channels}, {self.composite}, stride={self.stride}, padding={self.padding}"
         text += f", dilation={self.dilation}" if self.dilation != (1, 1) else ""
@@ -263,9 +278,8 @@ class CompositeConv2d(nn.Module):
         """Why the fused kernels cannot run the layer on any device; None if they can."""
         if x.dim() != 4:
             return "an image without its batch"
-        if self.padding_mode != "zeros" or (
-            not self._depthwise and (self.channel_groups > 1 or self.dilation != (1, 1))
-        ):
+        apart = not self._depthwise and (self.channel_groups > 1 or self.dilation != (1, 1))
+        if apart or self.padding_mode != "zeros":
             return "channel groups, dilation or padding other than zeros"
         return None
 

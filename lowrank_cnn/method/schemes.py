@@ -329,7 +329,7 @@ class Basis(Scheme):
 
     def sides(self, kernel: Pair) -> Sequence[tuple[tuple[int, ...], int | Fraction]]:
         """The heights and widths of the filters for a dense kernel, each with its proportion."""
-        return [(resolve_shape(shape, kernel), proportion) for shape, proportion in self.shapes]
+        return [(() if shape == IDENTITY else resolve_shape(shape, kernel), n) for shape, n in self.shapes]
 
     def chain(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
         parts = channel_groups * self.channel_groups
@@ -389,32 +389,41 @@ class Dense(Basis):
 
 
 class Bands(Basis):
-    """Depthwise filters of several shapes on parts of the channels; the others pass (Yu et al. 2023, InceptionNeXt)."""
-
-    saves = True
+    """Depthwise filters of several shapes on parts of the channels; the others pass (InceptionNeXt, Yu et al.)."""
 
     def check(self) -> None:
         super().check()
         for shape, _ in self.shapes:
-            sides = [int(side) for side in shape.split("x") if side.isdigit()]
-            if any(side % 2 == 0 for side in sides):
-                raise LowRankError(f"filters of bands are centred on their pixel, so {shape} needs odd sides.")
+            if any(side.isdigit() and int(side) % 2 == 0 for side in shape.split("x")):
+                raise LowRankError(f"filters of bands are centred on their pixel: {shape} needs odd sides.")
 
     def takes_shape(self, shape: str) -> bool:
         return shape == IDENTITY or super().takes_shape(shape)
 
+    def chain(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
+        if channel_groups != filters:
+            raise LowRankError(
+                f"the scheme {self} is for depthwise convolutions, which have a filter per channel."
+            )
+        (bands,) = super().chain(kernel, filters, channel_groups)
+        if len(bands.groups) < len(self.shapes):
+            least = ceil(sum(share for _, share in self.shapes) / min(share for _, share in self.shapes))
+            raise LowRankError(
+                f"{filters} channels leave a band of {self} empty: it needs {least}, or larger shares."
+            )
+        return (bands,)
+
     def obstacle(self, layer: nn.Module) -> str:
-        if reason := super().obstacle(layer):
-            return reason
-        if not is_depthwise(layer):
-            return "it is not depthwise, as bands are"
-        assert isinstance(layer, nn.Conv2d)
-        if max(side % 2 == 0 for side in layer.kernel_size):
+        reason = super().obstacle(layer)
+        if reason or not is_depthwise(layer):
+            return reason or "it is not depthwise, as bands are"
+        if any(side % 2 == 0 for side in layer.kernel_size):  # type: ignore[union-attr]
             return "its kernel is even, and bands are centred on their pixel"
-        empty = len(self.shapes) - len(
-            self.stages(layer.kernel_size, layer.out_channels, channel_groups=layer.groups)[0].groups
-        )  # type: ignore[arg-type]
-        return f"it has too few channels for {self}" if empty else ""
+        try:
+            self.stage_weights(layer)
+        except LowRankError as error:
+            return str(error).rstrip(".")
+        return ""
 
 
 class Channel(Basis):
@@ -473,7 +482,11 @@ class Separable(Scheme):
     """A strip along one axis, then one along the other (Jaderberg et al. 2014)."""
 
     parts = ("first", "second")
-    takes_depthwise = weighs_inputs = True
+    weighs_inputs = True
+
+    @property
+    def takes_depthwise(self) -> bool:
+        return True
 
     @property
     def mixes(self) -> bool:
@@ -722,10 +735,8 @@ def _shape_text(shape: str, proportion: Fraction) -> str:
     return shape if proportion == 1 else f"{shape}={proportion}"
 
 
-def resolve_shape(shape: str, kernel: Pair) -> tuple[int, ...]:
-    """The height and width of a shape such as kx1, for a dense kernel; an identity has neither."""
-    if shape == IDENTITY:
-        return ()
+def resolve_shape(shape: str, kernel: Pair) -> Pair:
+    """The height and width of a shape such as kx1, for a dense kernel."""
     height, width = shape.split("x")
     return (kernel[0] if height == "k" else int(height)), (kernel[1] if width == "k" else int(width))
 

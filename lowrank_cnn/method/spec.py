@@ -19,8 +19,8 @@ Pair = tuple[int, int]
 class FilterGroup:
     """Filters of one shape: `FilterGroup(height, width, filters)`, with one to three sides before the filters.
 
-    Each filter is as deep as the input, or, where `depthwise`, sees one channel. A depthwise group without sides passes
-    its channels on: `FilterGroup(60, depthwise=True)` is the identity of 60 channels.
+    Each filter is as deep as the input, or, where `depthwise`, sees one channel. A depthwise group without sides
+    passes its channels on: `FilterGroup(60, depthwise=True)` is the identity of 60 channels.
 
     >>> import lowrank_cnn as lr
     >>> lr.FilterGroup(3, 1, 32).kernel, lr.FilterGroup(3, 3, 3, 16).taps

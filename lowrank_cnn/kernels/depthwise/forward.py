@@ -1,15 +1,16 @@
 """Depthwise filters of several shapes over one map, forward, and the gradient of their input.
 
-The gradient of the input is again a depthwise layer, over the gradient of the output: `BACK` exchanges the two in
-the relation between a result, a tap and the pixel that it reads. With a stride, only every second result, say, has a
-given tap: blocks are multiples of the stride, so that this is known while the kernel is compiled.
+The gradient of the input is again a depthwise layer, over the gradient of the output: `BACK` exchanges the two
+in the relation between a result, a tap and the pixel that it reads. With a stride of two, say, every second result
+has a given tap: blocks are multiples of the stride, so that this is known while the kernel is compiled.
 
-A thread holds the results of its block (`sums`) and goes through the pixels that they need, row by row; each pixel is
-read once and multiplied by every tap that meets it. Weights are [taps, channels] in float32, band after band.
+A thread holds the results of its block (`sums`) and goes through the pixels that they need, row by row; each pixel
+is read once and multiplied by every tap that meets it. Weights are [taps, channels] in float32, band after band.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from lowrank_cnn.kernels.between.batch_statistics import activated
 from lowrank_cnn.kernels.depthwise.plan import WARPS, Layer, divided
 from lowrank_cnn.kernels.device import on_its_device, start
 
-# An axis is (taps, stride, dilation, padding before, whether it is the gradient's). Pixels are counted from a block's
-# own place.
+# An axis is (taps, stride, dilation, padding before, whether it is the gradient's). Pixels are counted from the
+# place of the block.
 
 
 @triton.constexpr_function
@@ -170,11 +171,10 @@ def launch(
     activation: str = "",
     slope: float = 0.0,
     back: bool = False,
-    values: int = 4,
 ) -> None:
     """Filter x, [N, H, W, C], into y; with `back`, the gradient of the output into that of the input."""
     read, written = (layer.output, layer.input) if back else (layer.input, layer.output)
-    division = divided(layer, written, values, back=back)
+    division = divided(layer, back=back)
     start(filter_bands, (division.slots * division.turns,))(
         x, y, weights, y if scale is None else scale, y if shift is None else shift,
         y if residual is None else residual, layer.batch, *read, *written, slope,

@@ -1,12 +1,12 @@
 """What a depthwise launch computes, and how it is divided among programs.
 
-A *band* is a run of channels whose filters have one shape; a band without taps passes its channels on. All bands of a
-layer run in one launch, so that each pixel is read from memory once: programs that work on the same pixels, whatever
-their band, have neighbouring numbers and find them in the cache.
+A *band* is a run of channels whose filters have one shape; a band without taps passes its channels on. All bands
+of a layer run in one launch, so that each pixel is read from memory once: programs that work on the same pixels,
+whatever their band, have neighbouring numbers and find them in the cache.
 
-A program takes some channels of one band, `lanes`, and some *blocks* of output pixels, each of `rows` x `columns`
-pixels that one thread computes. A thread then reads a pixel once for all taps that need it: a row of 7 results of a
-1x11 filter takes 17 reads, not 77.
+A program takes some channels of one band, its *lanes*, and some *blocks* of output pixels. A thread computes a
+block for a few channels (`values`) and reads a pixel once for all taps that need it: a row of 7 results of a 1x11
+filter takes 17 reads, not 77.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from lowrank_cnn.core.numbers import ceil_div
 
 Pair = tuple[int, int]
 WARPS = 4
-PASSED = 1
-SQUARE_ROWS = 2
+VALUES = 4
+PASSED_VALUES = 8
+"""Channels of a thread. Those of a band without taps are only copied: more of them keep more reads under way."""
+FEWER_TAPS = 25
+"""Sums over pixels for filters of so many taps take a register per tap and channel: one channel of a thread."""
 LANES = {64: 1.0, 32: 1.1, 16: 1.25}
 """Channels of a program, with what a channel costs."""
 
 
 class Band(NamedTuple):
-    """Channels with filters of one shape: their number, the filters' sides (0 x 0: none) and the padding before."""
+    """Channels with filters of one shape: their number, the filters' sides (0 and 0: none), the padding before."""
 
     channels: int
     height: int
@@ -87,20 +90,22 @@ class Division(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def divided(layer: Layer, size: Pair, values: int, *, back: bool = False) -> Division:
-    """Divide results of `size`, with `values` of them to a thread at a time."""
-    shares, programs = _shares(layer, size, values, layer.stride if back else (1, 1))
+def divided(layer: Layer, *, back: bool = False) -> Division:
+    """Divide the results, or with `back` the gradient of the input."""
+    size, unit = (layer.input, layer.stride) if back else (layer.output, (1, 1))
+    shares, programs = _shares(layer, size, unit, [VALUES if band.taps else PASSED_VALUES for band in layer.bands])
     slots = [max(1, round(number / min(programs))) for number in programs]
     return Division(_placed(shares, slots), sum(slots), max(map(ceil_div, programs, slots)))
 
 
 @lru_cache(maxsize=1024)
-def divided_sums(layer: Layer, values: int, bias: bool, programs: int) -> Division:
+def divided_sums(layer: Layer, bias: bool, programs: int) -> Division:
     """Divide the sums over pixels among about so many programs; a turn has one for each part of the channels.
 
     Bands without taps have nothing to sum unless there is a bias.
     """
-    shares, tiles = _shares(layer, layer.output, values, (1, 1))
+    values = [1 if band.taps >= FEWER_TAPS else VALUES for band in layer.bands]
+    shares, tiles = _shares(layer, layer.output, (1, 1), values)
     found = [(share, number) for share, number in zip(shares, tiles, strict=True) if share.HEIGHT or bias]
     parts = [ceil_div(share.CHANNELS, share.LANES) for share, _ in found]
     counts = [number // own for (_, number), own in zip(found, parts, strict=True)]
@@ -121,15 +126,15 @@ def _placed(shares: Sequence[Share], slots: Sequence[int]) -> tuple[Share, ...]:
     return tuple(s._replace(SLOT=sum(slots[:place]), SLOTS=slots[place]) for place, s in enumerate(shares))
 
 
-def _shares(layer: Layer, size: Pair, values: int, unit: Pair) -> tuple[list[Share], list[int]]:
+def _shares(layer: Layer, size: Pair, unit: Pair, values: Sequence[int]) -> tuple[list[Share], list[int]]:
     """Each band's share, and how many programs it takes."""
     shares: list[Share] = []
     programs: list[int] = []
     first = weights = 0
-    for band in layer.bands:
+    for band, own in zip(layer.bands, values, strict=True):
         rows, columns = block_of(band, size, unit)
         lanes = lanes_of(band.channels)
-        blocks = max(1, 32 * WARPS * (values if band.taps else PASSED * values) // lanes)
+        blocks = max(1, 32 * WARPS * own // lanes)
         number = layer.batch * ceil_div(size[0], rows) * ceil_div(size[1], columns)
         shares.append(Share(first, *band, weights, rows, columns, lanes, blocks, 0, 0))
         programs.append(ceil_div(number, blocks) * ceil_div(band.channels, lanes))
@@ -140,7 +145,7 @@ def _shares(layer: Layer, size: Pair, values: int, unit: Pair) -> tuple[list[Sha
 def block_of(band: Band, size: Pair, unit: Pair = (1, 1)) -> Pair:
     """Rows and columns of a block: along a strip, or two rows of a square; in units of the stride where asked."""
     height, width = band.height > 1, band.width > 1
-    rows = SQUARE_ROWS if height and width else _run(size[0], unit[0]) if height else unit[0]
+    rows = 2 if height and width else _run(size[0], unit[0]) if height else unit[0]
     columns = 1 if height and not width else _run(size[1], unit[1])
     return _up(rows, unit[0]), _up(columns, unit[1])
 
@@ -157,7 +162,7 @@ def _up(value: int, unit: int) -> int:
 
 
 def lanes_of(channels: int) -> int:
-    """Channels of a program: a power of two that leaves few lanes idle; narrow ones read memory in smaller pieces."""
+    """Channels of a program: a power of two that leaves few lanes idle; fewer read memory in smaller pieces."""
     sizes = [size for size in LANES if size < 2 * channels] or [min(LANES)]
     return min(sizes, key=lambda size: ceil_div(channels, size) * size * LANES[size])
 

@@ -1,12 +1,13 @@
-"""The gradients of depthwise filters and of the bias, in two stages: sums over parts of the pixels, then their sum.
+"""The gradients of depthwise filters and of the bias: sums over parts of the pixels, and then the sum of these.
 
-There are no atomic additions, so that a step can be repeated bit by bit. A program takes some channels of a band and
-goes through a share of the pixels, block by block; a thread holds one sum per tap. It reads the gradients of a block
-first and then, as the forward does, each pixel once for all taps that meet it.
+There are no atomic additions, so that a step can be repeated bit by bit. A program takes some channels of a band
+and goes through a share of the pixels, block by block; a thread holds one sum per tap. It reads the gradients of a
+block first and then, as the forward does, each pixel once for all taps that meet it.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -15,19 +16,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowrank_cnn.kernels.depthwise.forward import beyond, lowest, meeting
+from lowrank_cnn.kernels.depthwise.forward import beyond, lowest
 from lowrank_cnn.kernels.depthwise.plan import WARPS, Layer, divided_sums
 from lowrank_cnn.kernels.device import multiprocessors, on_its_device, start
 
 
 @triton.constexpr_function
-def result_at(tap, width, columns, rows, row, column, vertical, horizontal):
-    """The result of a block that sees a pixel by a tap; -1 if none does."""
-    for place in range(rows * columns):
-        met = meeting(place // columns, row, vertical), meeting(place % columns, column, horizontal)
-        if met == (tap // width, tap % width):
-            return place
-    return -1
+def seen_by(tap, pixel, results, axis):
+    """The result of a block that sees a pixel by a tap, along one axis; -1 if none does."""
+    _, stride, dilation, before, _ = axis
+    away = pixel + before - tap * dilation
+    return away // stride if away % stride == 0 and 0 <= away // stride < results else -1
+
+
+@triton.constexpr_function
+def result_at(tap, row, column, rows, columns, vertical, horizontal):
+    """The number of the result of a block that sees a pixel by a tap; -1 if none does."""
+    down = seen_by(tap // horizontal[0], row, rows, vertical)
+    right = seen_by(tap % horizontal[0], column, columns, horizontal)
+    return -1 if down < 0 or right < 0 else down * columns + right
 
 
 @triton.jit
@@ -91,10 +98,10 @@ def sum_band(
                     value = tl.load(source + (i * width + j) * TOTAL, mask=keep, other=0.0).to(tl.float32)
                     added = ()
                     for tap in tl.static_range(HEIGHT * WIDTH):
-                        if result_at(tap, WIDTH, COLUMNS, ROWS, i, j, VERTICAL, HORIZONTAL) < 0:
+                        if result_at(tap, i, j, ROWS, COLUMNS, VERTICAL, HORIZONTAL) < 0:
                             added = added + (taps[tap],)
                         else:
-                            seen = given[result_at(tap, WIDTH, COLUMNS, ROWS, i, j, VERTICAL, HORIZONTAL)]
+                            seen = given[result_at(tap, i, j, ROWS, COLUMNS, VERTICAL, HORIZONTAL)]
                             added = added + (taps[tap] + value * seen,)
                     taps = added
     lane = part * LANES + tl.arange(0, LANES)
@@ -105,17 +112,17 @@ def sum_band(
         tl.store(sums + TAPS + FIRST + lane, tl.sum(bias, 0), mask=own)
 
 
-PROGRAMS = 6
+PROGRAMS = 12
 """Programs to a multiprocessor."""
 
 
 @on_its_device
-def launch(x: Tensor, grad: Tensor, layer: Layer, *, bias: bool, values: int = 2) -> Tensor:
+def launch(x: Tensor, grad: Tensor, layer: Layer, *, bias: bool) -> Tensor:
     """The sums for the weights, [taps, channels] of each band, and for the bias behind them, in float32.
 
     Both maps are [N, H, W, C].
     """
-    division = divided_sums(layer, values, bias, PROGRAMS * multiprocessors(x.device))
+    division = divided_sums(layer, bias, PROGRAMS * multiprocessors(x.device))
     sums = torch.empty((division.turns, layer.taps + layer.channels), device=x.device, dtype=torch.float32)
     start(sum_bands, (division.turns * division.slots,))(
         x, grad, sums, layer.batch, *layer.input, *layer.output,
