@@ -146,15 +146,16 @@ def block_of(band: Band, size: Pair, unit: Pair = (1, 1)) -> Pair:
     """Rows and columns of a block: along a strip, or two rows of a square; in units of the stride where asked."""
     height, width = band.height > 1, band.width > 1
     rows = 2 if height and width else _run(size[0], unit[0]) if height else unit[0]
-    columns = 1 if height and not width else _run(size[1], unit[1])
+    # A larger block of a square would not fit the registers.
+    columns = 1 if height and not width else _run(size[1], unit[1], 7 if height and width else 8)
     return _up(rows, unit[0]), _up(columns, unit[1])
 
 
-def _run(length: int, unit: int) -> int:
-    """The number of pixels in a row that wastes the fewest at the end, among 4 to 8; at a tie the largest."""
+def _run(length: int, unit: int, most: int = 8) -> int:
+    """The number of pixels in a row that wastes the fewest at the end, from 4 on; at a tie the largest."""
     if length < 4:
         return _up(length, unit)
-    return min((n for n in range(8, 3, -1) if n % unit == 0), key=lambda n: ceil_div(length, n) * n)
+    return min((n for n in range(most, 3, -1) if n % unit == 0), key=lambda n: ceil_div(length, n) * n)
 
 
 def _up(value: int, unit: int) -> int:

@@ -30,10 +30,10 @@ def seen_by(tap, pixel, results, axis):
 
 
 @triton.constexpr_function
-def result_at(tap, row, column, rows, columns, vertical, horizontal):
+def result_at(tap, width, row, column, rows, columns, vertical, horizontal):
     """The number of the result of a block that sees a pixel by a tap; -1 if none does."""
-    down = seen_by(tap // horizontal[0], row, rows, vertical)
-    right = seen_by(tap % horizontal[0], column, columns, horizontal)
+    down = seen_by(tap // width, row, rows, vertical)
+    right = seen_by(tap % width, column, columns, horizontal)
     return -1 if down < 0 or right < 0 else down * columns + right
 
 
@@ -98,10 +98,10 @@ def sum_band(
                     value = tl.load(source + (i * width + j) * TOTAL, mask=keep, other=0.0).to(tl.float32)
                     added = ()
                     for tap in tl.static_range(HEIGHT * WIDTH):
-                        if result_at(tap, i, j, ROWS, COLUMNS, VERTICAL, HORIZONTAL) < 0:
+                        if result_at(tap, WIDTH, i, j, ROWS, COLUMNS, VERTICAL, HORIZONTAL) < 0:
                             added = added + (taps[tap],)
                         else:
-                            seen = given[result_at(tap, i, j, ROWS, COLUMNS, VERTICAL, HORIZONTAL)]
+                            seen = given[result_at(tap, WIDTH, i, j, ROWS, COLUMNS, VERTICAL, HORIZONTAL)]
                             added = added + (taps[tap] + value * seen,)
                     taps = added
     lane = part * LANES + tl.arange(0, LANES)
