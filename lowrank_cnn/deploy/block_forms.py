@@ -154,7 +154,11 @@ THREE = [-1, 0, 1]
 def weight_parts(layer: nn.Module) -> tuple[list[Tensor], list[Looks]] | None:
     """Each group's weight and reach; None for a layer of another stride or output size."""
     if isinstance(layer, CompositeConv2d):
-        weights, sides, groups = list(layer.weights), list(layer.group_padding), layer.channel_groups
+        weights, sides, groups = (
+            list(layer.weights),
+            list(layer.group_padding),
+            max(layer.channel_groups, layer.groups),
+        )
     elif type(layer) is nn.Conv2d:
         weights, groups = [layer.weight], layer.groups
         sides = [enclosing_padding(layer.padding, layer.kernel_size, layer.dilation)]  # type: ignore[arg-type]
@@ -457,9 +461,15 @@ def _dense(layer: nn.Module) -> nn.Module | None:
 def _split(layer: CompositeConv2d) -> list[nn.Module]:
     """A conv per group, sharing the composite's weights; none if it does not pad with zeros.
 
-    Also none for several groups with channel groups: their outputs are not simply concatenated.
+    Also none for several groups with channel groups, whose outputs are not simply concatenated, and for depthwise
+    filters, which see different channels.
     """
-    if layer.padding_mode != "zeros" or layer.shuffle or (layer.channel_groups > 1 and len(layer.weights) > 1):
+    if (
+        layer.composite.depthwise
+        or layer.padding_mode != "zeros"
+        or layer.shuffle
+        or (layer.channel_groups > 1 and len(layer.weights) > 1)
+    ):
         return []
     biases = [None] * len(layer.weights) if layer.bias is None else layer.by_group(layer.bias)
     convs = []

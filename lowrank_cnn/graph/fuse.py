@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from lowrank_cnn.graph.bands import with_bands
 from lowrank_cnn.graph.capture import CaptureError, NetworkGraph, capture
 from lowrank_cnn.graph.fused_between import FusedNorm, NormedConv, fused_neighbour, fused_pool
 from lowrank_cnn.graph.patterns import LAYERS, Pattern, find_patterns, rewritten, split_norm
@@ -27,7 +28,7 @@ def fuse(model: nn.Module, *, say: Callable[[str], None] | None = None) -> nn.Mo
 
         fused = fuse(model.train())
     """
-    twin = _fused(_with_split_norms(shared_copy(model)), say)
+    twin = _fused(with_bands(_with_split_norms(shared_copy(model))), say)
     fuse_neighbours(twin)
     return twin
 

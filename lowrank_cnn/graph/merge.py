@@ -84,10 +84,10 @@ class _Plain:
 
     @classmethod
     def of(cls, layer: nn.Module) -> _Plain:
-        if isinstance(layer, CompositeConv2d) and (len(layer.weights) > 1 or layer.shuffle):
+        if isinstance(layer, CompositeConv2d) and (len(layer.composite.groups) > 1 or layer.shuffle):
             layer = layer.dense_view()
         if isinstance(layer, CompositeConv2d):
-            weight, sides, groups = layer.weights[0], layer.padding, layer.channel_groups
+            weight, sides, groups = layer.weights[0], layer.padding, layer.groups
         elif type(layer) is nn.Conv2d:
             weight, groups = layer.weight, layer.groups
             sides = enclosing_padding(layer.padding, layer.kernel_size, layer.dilation)  # type: ignore[arg-type]
@@ -171,6 +171,8 @@ def fold(layer: nn.Module, norm: Any) -> nn.Module:
     shift = -norm.running_mean * scale
     shift = shift if norm.bias is None else shift + norm.bias
     composite = isinstance(last, CompositeConv2d)
+    if composite and len(last.weights) < len(last.composite.groups):
+        layer = last = last.with_points()  # an identity has no weight to scale
     weights, scales = (list(last.weights), last.by_group(scale)) if composite else ([last.weight], [scale])
     with torch.no_grad():
         for weight, factor in zip(weights, scales, strict=True):

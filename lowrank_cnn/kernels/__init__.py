@@ -5,6 +5,7 @@
 
 from lowrank_cnn.kernels.autotune.choice import Choice, choose, explain
 from lowrank_cnn.kernels.autotune.tuned import unsupported
+from lowrank_cnn.kernels.depthwise.dispatch import depthwise_conv2d, explain_depthwise
 from lowrank_cnn.kernels.device import for_graphs, forced
 from lowrank_cnn.kernels.dispatch import (
     composite_conv2d,
@@ -22,9 +23,11 @@ __all__ = [
     "composite_conv2d",
     "composite_conv2d_with_statistics",
     "composite_reference",
+    "depthwise_conv2d",
     "describe",
     "explain",
     "explain_call",
+    "explain_depthwise",
     "for_graphs",
     "forced",
     "tune",

@@ -48,9 +48,9 @@ def composite_conv2d(
     named = canonical(activation, relu)
     after = add_last and residual is not None and named is not None
     asked = CallOptions(stride, tuple(padding), named, pool, residual is not None, after)
-    if not _may_fuse(x):
+    if not may_fuse(x):
         return _by_torch(x, weights, bias, residual, asked)
-    x = _autocast(x)
+    x = under_autocast(x)
     training = _needs_gradient(x, *weights, bias, residual)
     inside = _fusable(asked, training=training, same=residual is None or residual.dtype == x.dtype)
     plan = _plan(x, weights, bias, asked, training) if inside == asked else None
@@ -89,8 +89,8 @@ def composite_conv2d_with_statistics(
     """
     asked = CallOptions(stride, tuple(padding), None, None, False)
     plan = None
-    if _may_fuse(x):
-        x = _autocast(x)
+    if may_fuse(x):
+        x = under_autocast(x)
         plan = _plan(x, weights, bias, asked, _needs_gradient(x, *weights))
     if plan == choice.DENSE:
         weight, sides = _ops().enclose(weights, padding)
@@ -123,12 +123,14 @@ def tune(model: torch.nn.Module, example: Tensor, *, training: bool = False) -> 
         model(example)
 
 
-def _may_fuse(x: Tensor) -> bool:
+def may_fuse(x: Tensor) -> bool:
+    """Whether kernels of ours may run on a tensor: it is on a GPU, and no file is being exported."""
     exporting, asked_for, *_ = _deciders()
     return not exporting() and (x.is_cuda or asked_for())
 
 
-def _autocast(x: Tensor) -> Tensor:
+def under_autocast(x: Tensor) -> Tensor:
+    """The tensor in the type that autocast asks for, if it does."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 

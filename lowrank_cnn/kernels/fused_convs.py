@@ -254,7 +254,12 @@ def _of_conv(module: nn.Conv2d) -> dict[str, Any] | None:
 def _of_composite(layer: Any) -> dict[str, Any] | None:
     if not (hasattr(layer, "weights") and hasattr(layer, "group_padding")):
         return None
-    if layer.channel_groups != 1 or tuple(layer.dilation) != (1, 1) or layer.padding_mode != "zeros":
+    if (
+        layer.channel_groups != 1
+        or layer.groups != 1
+        or tuple(layer.dilation) != (1, 1)
+        or layer.padding_mode != "zeros"
+    ):
         return None
     return {
         "weights": list(layer.weights),

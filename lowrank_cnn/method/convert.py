@@ -121,7 +121,7 @@ def warn_of_slow_layers(new: nn.Module, names: Iterable[str]) -> None:
     layers = low_rank_layers(new)
     ours = [fold_branches(layers[name]) for name in names if name in layers]
     convs = [layer for layer in ours if isinstance(layer, CompositeConv2d | FactoredConv2d)]
-    slow = [layer for layer in convs if fused_layer(layer) is None]
+    slow = [layer for layer in convs if fused_layer(layer) is None and not _has_bands(layer)]
     parts = [part for layer in slow for part in layer.modules() if isinstance(part, CompositeConv2d | nn.Conv2d)]
     reasons = {
         "channel groups": any(getattr(part, "channel_groups", part.groups) > 1 for part in parts),
@@ -135,6 +135,11 @@ def warn_of_slow_layers(new: nn.Module, names: Iterable[str]) -> None:
             "can train and run slower than dense ones: time_model measures it, and `where` leaves layers dense."
         )
         warnings.warn(told, LowRankWarning, stacklevel=3)
+
+
+def _has_bands(layer: nn.Module) -> bool:
+    """Whether the depthwise kernels run a layer."""
+    return isinstance(layer, CompositeConv2d) and layer.composite.depthwise and layer.padding_mode == "zeros"
 
 
 def _candidates(scheme: str | Scheme | None, budget: Budget | None) -> list[Scheme]:

@@ -67,7 +67,9 @@ def init_(model: nn.Module, *, relu: Rectified | None = None) -> nn.Module:
     check_type("the model", model, nn.Module)
     together = _side_by_side(model)
 
-    def std(layer: nn.Module, _weight: Tensor, rectified: bool) -> float:
+    def std(layer: nn.Module, weight: Tensor, rectified: bool) -> float:
+        if isinstance(layer, CompositeConv2d) and layer.composite.depthwise:
+            return sigma(layer.fan_out(weight), relu=rectified)
         return sigma(sum(_fan(twin, rectified) for twin in together.get(layer, [layer])), relu=rectified)
 
     return _drawn(model, std, relu)

@@ -2,7 +2,8 @@
 
 State dict of `CompositeConv2d` (stable): `weights.I` for group I, of shape [filters, in_channels /
 channel_groups, height, width], in the order of the groups, and `bias` in the order of the outputs: by channel
-group, and within one by group.
+group, and within one by group. Depthwise filters are [filters, 1, height, width]; an identity has no weight, and
+I does not count it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch.nn.utils.prune import BasePruningMethod
 
 from lowrank_cnn.core.errors import LowRankError, check_choice, check_number
 from lowrank_cnn.core.text import counted
-from lowrank_cnn.kernels import composite_conv2d, explain_call
+from lowrank_cnn.kernels import composite_conv2d, depthwise_conv2d, explain_call, explain_depthwise
+from lowrank_cnn.kernels.depthwise.plan import Band
 from lowrank_cnn.kernels.reference import conv_on_sides, interleaved, pad_on_sides, placed, ungrouped
 from lowrank_cnn.method.geometry import Padding, Sides, enclosing_padding, offsets, pair, symmetric
 from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
@@ -34,6 +36,9 @@ class CompositeConv2d(nn.Module):
     Every group sits centred in the kernel that encloses them all, so that all share one output grid at any
     stride. `padding` is that of the enclosing kernel: "same" (the input's size divided by the stride, rounded
     up), "valid", or a number (a pair) as for `nn.Conv2d`.
+
+    Depthwise groups share the input channels out in their order, as InceptionNeXt does: the first takes the first
+    channels, and the result has as many channels as the input.
 
     >>> import torch
     >>> import lowrank_cnn as lr
@@ -71,21 +76,29 @@ class CompositeConv2d(nn.Module):
         self.group_padding = tuple(self._padding_of(group) for group in self.composite.groups)
         self._sides = list(self.group_padding if padding_mode == "zeros" else self._crops())
         self._sizes = [group.filters // channel_groups for group in self.composite.groups]
+        self._filtered = [group.taps > 0 for group in self.composite.groups]
+        self._depthwise = self.composite.depthwise
         make = {"device": device, "dtype": dtype}
-        depth = in_channels // channel_groups
-        shapes = [(g.filters, depth, g.height, g.width) for g in self.composite.groups]
+        depth = 1 if self._depthwise else in_channels // channel_groups
+        shapes = [(g.filters, depth, g.height, g.width) for g in self.composite.groups if g.taps]
         self.weights = nn.ParameterList([nn.Parameter(torch.empty(shape, **make)) for shape in shapes])
         self.bias = nn.Parameter(torch.empty(self.out_channels, **make)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """The paper's initialisation, as if a ReLU follows; `init_` looks at the network around it."""
-        sigma = math.sqrt(2 * self.channel_groups / self.composite.fan_out)
         for weight in self.weights:
             if not weight.is_meta:
-                nn.init.normal_(weight, std=sigma)
+                nn.init.normal_(weight, std=math.sqrt(2 / self.fan_out(weight)))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    @torch.jit.unused
+    def fan_out(self, weight: Tensor) -> float:
+        """Outgoing connections of one input value of the group with this weight."""
+        if self._depthwise:
+            return weight[0].numel()
+        return self.composite.fan_out / self.channel_groups
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
@@ -107,6 +120,10 @@ class CompositeConv2d(nn.Module):
         self._check_input(x)
         if self._fusible(x) is not None:
             return self._convs(x, weights, bias)
+        if self._depthwise:
+            given = (self._bands(), self.stride, self.dilation, self._result_size(x))
+            fused = depthwise_conv2d(x, weights, bias, *given)
+            return self._convs(x, weights, bias) if fused is None else fused
         return composite_conv2d(x, weights, bias, stride=self.stride, padding=self.group_padding)
 
     def _by_torch(self, x: Tensor) -> Tensor:
@@ -118,6 +135,8 @@ class CompositeConv2d(nn.Module):
         """One convolution per filter group, concatenated."""
         if self.padding_mode != "zeros":
             x = pad_on_sides(x, self.padding, self.padding_mode)
+        if self._depthwise:
+            return self._depthwise_convs(x, weights, bias)
         parts: list[Tensor] = []
         start = 0
         for index, weight in enumerate(weights):
@@ -128,6 +147,27 @@ class CompositeConv2d(nn.Module):
             parts.append(conv_on_sides(x, weight, own, sides, self.stride, self.dilation, self.channel_groups))
             start += size
         return interleaved(parts, self.channel_groups, -3, self.shuffle)
+
+    def _depthwise_convs(self, x: Tensor, weights: list[Tensor], bias: Tensor | None) -> Tensor:
+        """One depthwise convolution per filter group, on its part of the channels, concatenated."""
+        parts: list[Tensor] = []
+        start = 0
+        used = 0
+        for index, size in enumerate(self._sizes):
+            own = x.narrow(-3, start, size)
+            added = bias
+            if added is not None:
+                added = added[start : start + size]
+            if self._filtered[index]:
+                sides = self._sides[index]
+                own = conv_on_sides(own, weights[used], added, sides, self.stride, self.dilation, size)
+                used += 1
+            else:
+                own = pad_on_sides(own, self._sides[index], "constant")[..., :: self.stride[0], :: self.stride[1]]
+                own = own if added is None else own + added.unsqueeze(-1).unsqueeze(-1)
+            parts.append(own)
+            start += size
+        return torch.cat(parts, -3)
 
     def _by_channel_group(self, values: Tensor) -> Tensor:
         """Values, or rows of them, per output channel, as [channel groups, filters of one group, ...]."""
@@ -142,12 +182,12 @@ class CompositeConv2d(nn.Module):
 
     @property
     def groups(self) -> int:
-        """Channel groups, by the name that `nn.Conv2d` has for them: those of the equivalent dense conv."""
-        return 1 if self.shuffle else self.channel_groups
+        """Channel groups, by the name that `nn.Conv2d` has for them: those of the equivalent single conv."""
+        return self.in_channels if self._depthwise else 1 if self.shuffle else self.channel_groups
 
     @property
     def weight(self) -> Tensor:
-        """The weight of the equivalent dense conv, zero where no filter has a tap.
+        """The weight of the equivalent single conv, zero where no filter has a tap.
 
         It is computed from `weights`, with gradients, for tools that look at a conv's weight; to change the layer,
         change `weights`.
@@ -163,11 +203,13 @@ class CompositeConv2d(nn.Module):
         """Whether such an input runs through a fused GPU kernel or torch's own convs, and why, in one line."""
         if reason := self._fusible(x):
             return f"torch ({reason})"
+        if self._depthwise:
+            return explain_depthwise(x, self._bands())
         options = {"stride": self.stride, "padding": self.group_padding}
         return explain_call(x, list(self.weights), training=torch.is_grad_enabled(), **options)
 
     def dense_view(self) -> nn.Module:
-        """The same map as one dense conv, its kernels padded with zeros to the enclosing shape."""
+        """The same map as one conv, its kernels padded with zeros to the enclosing shape."""
         weight = self.weight
         options = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
         options |= {"channel_groups": self.groups, "padding_mode": self.padding_mode}
@@ -178,6 +220,21 @@ class CompositeConv2d(nn.Module):
             if self.bias is not None:
                 view.bias.copy_(self.bias)  # type: ignore[operator, union-attr]
         return view
+
+    def with_points(self) -> CompositeConv2d:
+        """The same map with depthwise 1x1 filters of ones in place of identities: all channels have a weight."""
+        groups = [g if g.taps else FilterGroup(1, 1, g.filters, depthwise=True) for g in self.composite.groups]
+        options: dict[str, Any] = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
+        layer = CompositeConv2d(
+            self.in_channels, groups, padding_mode=self.padding_mode, bias=self.bias is not None, **options
+        ).to(self.weights[0] if len(self.weights) else torch.empty(0))
+        left = list(self.weights)
+        with torch.no_grad():
+            for weight, group in zip(layer.weights, self.composite.groups, strict=True):
+                weight.copy_(left.pop(0) if group.taps else torch.ones_like(weight))
+            if self.bias is not None:
+                layer.bias.copy_(self.bias)  # type: ignore[union-attr]
+        return layer.train(self.training)
 
     def extra_repr(self) -> str:
         text = f"{self.in_channels}, {self.composite}, stride={self.stride}, padding={self.padding}"
@@ -199,6 +256,19 @@ class CompositeConv2d(nn.Module):
         )
         return (top, bottom), (left, right)
 
+    def _bands(self) -> tuple[Band, ...]:
+        """The groups as the depthwise kernels take them."""
+        pairs = zip(self.composite.groups, self.group_padding, strict=True)
+        return tuple(
+            Band(g.filters, g.height if g.taps else 0, g.width if g.taps else 0, sides[0][0], sides[1][0])
+            for g, sides in pairs
+        )
+
+    def _result_size(self, x: Tensor) -> Pair:
+        axes = zip(x.shape[-2:], self.padding, self.composite.kernel, self.dilation, self.stride, strict=True)
+        height, width = ((n + sum(sides) - step * (k - 1) - 1) // by + 1 for n, sides, k, step, by in axes)
+        return height, width
+
     def _crops(self) -> tuple[Sides, ...]:
         """The groups' padding once the input itself has been padded for the enclosing kernel."""
         (top, bottom), (left, right) = self.padding
@@ -208,7 +278,8 @@ class CompositeConv2d(nn.Module):
         """Why the fused kernels cannot run the layer on any device; None if they can."""
         if x.dim() != 4:
             return "an image without its batch"
-        if self.channel_groups > 1 or self.dilation != (1, 1) or self.padding_mode != "zeros":
+        apart = not self._depthwise and (self.channel_groups > 1 or self.dilation != (1, 1))
+        if apart or self.padding_mode != "zeros":
             return "channel groups, dilation or padding other than zeros"
         return None
 
@@ -241,11 +312,11 @@ def mask_weights(holder: nn.Module | list[Tensor]) -> None:
 
 def conv_of(in_channels: int, composite: Composite, *, padding: Padding = "same", **options: Any) -> nn.Module:
     """A composite layer; with a single group, a plain `nn.Conv2d`, which may be depthwise."""
-    if composite.depthwise and len(composite.groups) == 1:
+    if composite.depthwise and len(composite.groups) == 1 and composite.groups[0].taps:
         composite = Composite((FilterGroup(*composite.kernel, composite.filters),))
         options["channel_groups"] = in_channels
     sides = enclosing_padding(padding, composite.kernel, pair(options.get("dilation", 1), "dilation"))
-    if len(composite.groups) > 1 or not symmetric(sides) or options.get("shuffle"):
+    if len(composite.groups) > 1 or composite.depthwise or not symmetric(sides) or options.get("shuffle"):
         return CompositeConv2d(in_channels, composite, padding=sides, **options)
     channel_groups = options.pop("channel_groups", 1)
     options.pop("shuffle", None)
@@ -263,12 +334,14 @@ def weights_of(layer: nn.Module) -> list[nn.Parameter]:
 
 def dense_weight(weights: Sequence[Tensor], composite: Composite, channel_groups: int = 1) -> Tensor:
     """The groups' kernels as one tensor, each centred with zeros around it in the enclosing kernel."""
-    kernel = composite.kernel
-    blocks = [
-        placed(weight, kernel, offsets(group, kernel))
-        for group, weight in zip(composite.groups, weights, strict=True)
-    ]
-    return interleaved(blocks, channel_groups, 0)
+    kernel, left = composite.kernel, list(weights)
+    like = weights[0] if weights else torch.empty(0)
+    # An identity is a filter of a single one.
+    whole = [left.pop(0) if group.taps else like.new_ones(group.filters, 1, 1, 1) for group in composite.groups]
+    pairs = zip(composite.groups, whole, strict=True)
+    return interleaved(
+        [placed(weight, kernel, offsets(group, kernel)) for group, weight in pairs], channel_groups, 0
+    )
 
 
 def _check_channels(in_channels: int, composite: Composite, channel_groups: int) -> None:
@@ -278,7 +351,12 @@ def _check_channels(in_channels: int, composite: Composite, channel_groups: int)
             f"{counted(in_channels, 'input channel')} cannot be divided into {channel_groups} channel groups."
         )
     for group in composite.groups:
-        if group.depthwise or len(group.kernel) != 2:
-            raise LowRankError(f"a composite layer has 2-D filters that are as deep as its input, not {group}.")
+        if len(group.kernel) != 2 and group.taps:
+            raise LowRankError(f"a composite layer has 2-D filters, not {group}.")
+        if group.depthwise != composite.depthwise:
+            raise LowRankError(f"the filters of a composite layer are all depthwise or none is, not {composite}.")
         if group.filters % channel_groups:
             raise LowRankError(f"the filter group {group} does not divide into {channel_groups} channel groups.")
+    if composite.depthwise and (composite.filters != in_channels or channel_groups > 1):
+        has = f"{counted(in_channels, 'input channel')} in {counted(channel_groups, 'channel group')}"
+        raise LowRankError(f"depthwise filters are as many as the channels that they see: {composite} has {has}.")

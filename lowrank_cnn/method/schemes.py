@@ -59,6 +59,8 @@ from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
 
 NONE = "none"
 """The shape of a filter that `learned` may remove."""
+IDENTITY = "identity"
+"""The shape of channels that `bands` passes on as they are."""
 SHAPE = re.compile(r"(k|[1-9]\d{0,4})x(k|[1-9]\d{0,4})")
 LARGEST = 10**9
 BOTH = (0, 1)
@@ -104,7 +106,6 @@ class Scheme:
     """The names of a chain's layers."""
     layers: ClassVar[tuple[type[nn.Module], ...]] = (_ConvNd,)
     """The layers that it may take."""
-    takes_depthwise: ClassVar[bool] = False
     inner_biases: ClassVar[bool] = True
     """Whether layers before the last may have biases."""
     saves: ClassVar[bool] = True
@@ -217,6 +218,11 @@ class Scheme:
             return f"its kernel is {layer.kernel_size[0]}x{layer.kernel_size[1]}"
         return "it is depthwise" if is_depthwise(layer) and not self.takes_depthwise else ""
 
+    @property
+    def takes_depthwise(self) -> bool:
+        """Whether it takes convs that filter each channel by itself."""
+        return False
+
     def build(self, layer: nn.Module) -> nn.Module:
         """Build the replacement of a layer; its weights are set later."""
         form = form_of(layer) if isinstance(layer, nn.Conv2d) else None
@@ -321,19 +327,26 @@ class Basis(Scheme):
     def shares(self) -> tuple[Fraction, ...]:
         return tuple(Fraction(share) for _, share in self.sides((3, 3)))
 
-    def sides(self, kernel: Pair) -> Sequence[tuple[Pair, int | Fraction]]:
+    def sides(self, kernel: Pair) -> Sequence[tuple[tuple[int, ...], int | Fraction]]:
         """The heights and widths of the filters for a dense kernel, each with its proportion."""
-        return [(resolve_shape(shape, kernel), proportion) for shape, proportion in self.shapes]
+        return [(() if shape == IDENTITY else resolve_shape(shape, kernel), n) for shape, n in self.shapes]
 
     def chain(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
         parts = channel_groups * self.channel_groups
+        if self.to is None and channel_groups == filters > 1:
+            return (_share_out(self.sides(kernel), filters, 1, depthwise=True),)
         if self.to is None:
             return (_share_out(self.sides(kernel), filters, parts),)
         basis = _share_out(self.sides(kernel), _units(_scaled(self.m, filters), parts), parts)
         return basis, Composite((FilterGroup(1, 1, self.out_filters(filters)),))
 
+    @property
+    def takes_depthwise(self) -> bool:
+        return self.to is None and not self.branches
+
     def obstacle(self, layer: nn.Module) -> str:
-        few = isinstance(layer, _ConvNd) and layer.out_channels // layer.groups < len(self.shapes)
+        groups = 1 if is_depthwise(layer) else groups_of(layer) if isinstance(layer, _ConvNd) else 1
+        few = isinstance(layer, _ConvNd) and layer.out_channels // groups < len(self.shapes)
         return super().obstacle(layer) or (f"it has too few filters for the scheme {self}" if few else "")
 
     def useful_rank(self, layer: nn.Module) -> int:
@@ -373,6 +386,44 @@ class Dense(Basis):
 
     def sides(self, kernel: Pair) -> Sequence[tuple[Pair, int | Fraction]]:
         return [(kernel, 1)]
+
+
+class Bands(Basis):
+    """Depthwise filters of several shapes on parts of the channels; the others pass (InceptionNeXt, Yu et al.)."""
+
+    def check(self) -> None:
+        super().check()
+        for shape, _ in self.shapes:
+            if any(side.isdigit() and int(side) % 2 == 0 for side in shape.split("x")):
+                raise LowRankError(f"filters of bands are centred on their pixel: {shape} needs odd sides.")
+
+    def takes_shape(self, shape: str) -> bool:
+        return shape == IDENTITY or super().takes_shape(shape)
+
+    def chain(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
+        if channel_groups != filters:
+            raise LowRankError(
+                f"the scheme {self} is for depthwise convolutions, which have a filter per channel."
+            )
+        (bands,) = super().chain(kernel, filters, channel_groups)
+        if len(bands.groups) < len(self.shapes):
+            least = ceil(sum(share for _, share in self.shapes) / min(share for _, share in self.shapes))
+            raise LowRankError(
+                f"{filters} channels leave a band of {self} empty: it needs {least}, or larger shares."
+            )
+        return (bands,)
+
+    def obstacle(self, layer: nn.Module) -> str:
+        reason = super().obstacle(layer)
+        if reason or not is_depthwise(layer):
+            return reason or "it is not depthwise, as bands are"
+        if any(side % 2 == 0 for side in layer.kernel_size):  # type: ignore[union-attr]
+            return "its kernel is even, and bands are centred on their pixel"
+        try:
+            self.stage_weights(layer)
+        except LowRankError as error:
+            return str(error).rstrip(".")
+        return ""
 
 
 class Channel(Basis):
@@ -431,7 +482,11 @@ class Separable(Scheme):
     """A strip along one axis, then one along the other (Jaderberg et al. 2014)."""
 
     parts = ("first", "second")
-    takes_depthwise = weighs_inputs = True
+    weighs_inputs = True
+
+    @property
+    def takes_depthwise(self) -> bool:
+        return True
 
     @property
     def mixes(self) -> bool:
@@ -596,6 +651,9 @@ register_scheme(Separable("separable", tuple(reversed(_HALVES))), "m")
 register_scheme(Basis("lr", _HALVES), "channel_groups", "branches")
 register_scheme(Basis("lr-join", _HALVES, to=1.0), "m", "channel_groups", "branches")
 register_scheme(Basis("mixture", (*_HALVES, *_OWN)), "m", "join", "channel_groups", "branches")
+register_scheme(
+    Bands("bands", ((IDENTITY, Fraction(5)), *((own, Fraction(1)) for own in ("3x3", "1x11", "11x1"))))
+)
 register_scheme(Channel("channel", _OWN, to=1.0), "m")
 register_scheme(CP("cp"), "m")
 register_scheme(Basis("embed", _HALVES, to=0.5), "m", "to")
@@ -629,7 +687,7 @@ def parse_scheme(text: str | Scheme) -> Scheme:
     options: dict[str, str] = {}
     for item in filter(None, (part.strip() for part in inside.split(","))):
         key, _, value = (part.strip() for part in item.partition("="))
-        target = shapes if SHAPE.fullmatch(key) or key == NONE else options
+        target = shapes if SHAPE.fullmatch(key) or key in (NONE, IDENTITY) else options
         if key in target:
             raise LowRankError(f"{key} is given twice in the scheme {text!r}.")
         target[key] = value
@@ -694,7 +752,9 @@ def _units(filters: int, unit: int) -> int:
     return max(1, round(filters / unit)) * unit
 
 
-def _share_out(shapes: Sequence[tuple[Pair, int | Fraction]], filters: int, unit: int) -> Composite:
+def _share_out(
+    shapes: Sequence[tuple[tuple[int, ...], int | Fraction]], filters: int, unit: int, *, depthwise: bool = False
+) -> Composite:
     """Share `filters` out by proportion, in multiples of `unit`, so that the total is kept.
 
     Each shape gets its whole part. The rest goes one by one to the largest remainders (first on a tie).
@@ -707,7 +767,8 @@ def _share_out(shapes: Sequence[tuple[Pair, int | Fraction]], filters: int, unit
     by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
     for i in by_remainder[: whole - sum(counts)]:
         counts[i] += 1
-    groups = [FilterGroup(*shape, n * unit) for (shape, _), n in zip(shapes, counts, strict=True) if n]
+    found = [(shape, n * unit) for (shape, _), n in zip(shapes, counts, strict=True) if n]
+    groups = [FilterGroup(*shape, number, depthwise=depthwise) for shape, number in found]
     return Composite(tuple(groups))
 
 
@@ -749,7 +810,7 @@ def build_conv(
             "dilation": _along(axes, dilation, 1),
             "padding": _along(axes, around, (0, 0)),
             "padding_mode": padding_mode,
-            "channel_groups": channel_groups * (scheme.channel_groups if first else 1),
+            "channel_groups": 1 if stage.depthwise else channel_groups * (scheme.channel_groups if first else 1),
             "shuffle": first and last and scheme.channel_groups > 1,
             "bias": bool(bias) if last else bias is True and scheme.inner_biases,
         }

@@ -19,7 +19,8 @@ Pair = tuple[int, int]
 class FilterGroup:
     """Filters of one shape: `FilterGroup(height, width, filters)`, with one to three sides before the filters.
 
-    Each filter is as deep as the input, or, where `depthwise`, sees one channel: filter i the channel i.
+    Each filter is as deep as the input, or, where `depthwise`, sees one channel. A depthwise group without sides
+    passes its channels on: `FilterGroup(60, depthwise=True)` is the identity of 60 channels.
 
     >>> import lowrank_cnn as lr
     >>> lr.FilterGroup(3, 1, 32).kernel, lr.FilterGroup(3, 3, 3, 16).taps
@@ -33,13 +34,15 @@ class FilterGroup:
     depthwise: bool
 
     def __init__(self, *sizes: int, depthwise: bool = False) -> None:
-        if not 2 <= len(sizes) <= 4 or any(not isinstance(v, int) or v < 1 for v in sizes):
+        if not (1 if depthwise else 2) <= len(sizes) <= 4 or any(not isinstance(v, int) or v < 1 for v in sizes):
             told = ", ".join(map(repr, sizes))
             raise LowRankError(f"a filter group has one to three sides and filters, all positive, not ({told}).")
         for name, value in (("kernel", sizes[:-1]), ("filters", sizes[-1]), ("depthwise", depthwise)):
             object.__setattr__(self, name, value)
 
     def __str__(self) -> str:
+        if not self.kernel:
+            return f"identity,{self.filters}"
         return f"{'depthwise ' * self.depthwise}{'x'.join(map(str, self.kernel))},{self.filters}"
 
     @property
@@ -48,12 +51,12 @@ class FilterGroup:
 
     @property
     def width(self) -> int:
-        return self.kernel[-1]
+        return self.kernel[-1] if self.kernel else 1
 
     @property
     def taps(self) -> int:
-        """Weights of one filter per input channel."""
-        return prod(self.kernel)
+        """Weights of one filter per input channel; an identity has none."""
+        return prod(self.kernel) if self.kernel else 0
 
     def weights(self, in_channels: int) -> int:
         """Weights of all filters, without biases."""

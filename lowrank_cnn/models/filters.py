@@ -64,7 +64,7 @@ def filter_shapes(network: nn.Module) -> list[LayerShapes]:
     for name, module in network.named_modules():
         spatial = not changed.get(name, "1x1,").startswith("1x1,")
         if isinstance(module, CompositeConv2d):
-            filters = [(f"{group.height}x{group.width}", group.filters) for group in module.composite.groups]
+            filters = [("x".join(map(str, g.kernel)) or "identity", g.filters) for g in module.composite.groups]
         elif isinstance(module, nn.Conv2d) and (spatial or max(module.kernel_size) > 1):
             filters = [("x".join(map(str, module.kernel_size)), module.out_channels)]
         else:

@@ -32,6 +32,7 @@ from lowrank_cnn.kernels.autotune.tuned import Request
 from lowrank_cnn.kernels.between import batch_statistics, normalise, normalise_pool, pool, response_norm
 from lowrank_cnn.kernels.conv import forward, gradients
 from lowrank_cnn.kernels.conv.plans import KERNELS, KernelPlan, plans
+from lowrank_cnn.kernels.depthwise import ops as depthwise
 from lowrank_cnn.kernels.problem import ConvTensors, Problem, describe, empty_codes
 
 LAYERS = {
@@ -210,6 +211,16 @@ def neighbours() -> None:
     response_norm.local_response_norm(x, MOST_CHANNELS, 1.0, 0.6, 0.0)
 
 
+def bands() -> None:
+    """Depthwise composites, forward and backward: InceptionNeXt's bands, and one square."""
+    for groups in ([(60, 0, 0, 0, 0), (12, 3, 3, 1, 1), (12, 1, 11, 0, 5), (12, 11, 1, 5, 0)], [(96, 7, 7, 3, 3)]):
+        x = torch.zeros(4, 96, 56, 56, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+        filters = [torch.zeros(own, 1, height, width) for own, height, width, *_ in groups if height]
+        layer = ([value for group in groups for value in group], [1, 1], [1, 1])
+        depthwise.depthwise_conv2d(x, filters, torch.zeros(96), *layer, [56, 56], None, None, "", 0.0)
+        depthwise.depthwise_conv2d_backward(x, x, filters, *layer, True, True)
+
+
 def ahead() -> None:
     """A layer's kernels compiled ahead, then met in training: how many had been compiled after each."""
     compiled: list[str] = []
@@ -236,6 +247,7 @@ def main(capability: int, what: str = "all") -> None:
     forwards_with_statistics(divmod(capability, 10))
     backwards(divmod(capability, 10))
     neighbours()
+    bands()
     for name, kernel in found.items():
         print(json.dumps({"kernel": name.split()[0], **usage(kernel)}))
     return None

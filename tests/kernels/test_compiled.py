@@ -39,6 +39,8 @@ def test_every_kernel_compiles_without_spilling(compiled, capability: int):
         "undo_relu",
         "response_norm",
         "response_norm_gradient",
+        "filter_bands",
+        "sum_bands",
     } <= names
     hopper = {"composite_hopper", "weights_hopper", "composite_window", "window_gradient", "composite_overlap"}
     assert hopper <= names if capability == 90 else hopper.isdisjoint(names)

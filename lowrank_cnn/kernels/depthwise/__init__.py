@@ -1,0 +1,1 @@
+"""Kernels of depthwise composites: bands of channels, each with filters of one shape or passed on as it is."""

@@ -1,0 +1,60 @@
+"""Whether a depthwise composite runs by our kernels, and the call that runs it.
+
+Torch runs bands of channels one conv at a time, each reading part of every pixel, and copies the results together:
+measured, that takes 6 to 9 times as long, and one depthwise 7x7 of cuDNN twice as long. So nothing is timed here:
+where the kernels can run, they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import index
+
+import torch
+from torch import Tensor
+
+from lowrank_cnn.kernels import device as gpu
+from lowrank_cnn.kernels.depthwise.plan import Band, Pair
+from lowrank_cnn.kernels.dispatch import may_fuse, under_autocast
+
+MOST_TAPS = 81
+"""Taps of a filter that one kernel unrolls: a square of 9 x 9."""
+
+
+def depthwise_conv2d(
+    x: Tensor,
+    filters: Sequence[Tensor],
+    bias: Tensor | None,
+    bands: Sequence[Band],
+    stride: Pair,
+    dilation: Pair,
+    size: Pair,
+) -> Tensor | None:
+    """Filter bands of channels, x [N, C, H, W], into maps of `size`; None where our kernels cannot."""
+    if not may_fuse(x):
+        return None
+    x = under_autocast(x)
+    if _obstacle(x, bands):
+        return None
+    from lowrank_cnn.kernels.depthwise import ops
+
+    numbers = [value for band in bands for value in band]
+    return ops.depthwise_conv2d(x, list(filters), bias, numbers, stride, dilation, size, None, None, "", 0.0)
+
+
+def explain_depthwise(x: Tensor, bands: Sequence[Band]) -> str:
+    """The path that such an input takes, and why."""
+    if not may_fuse(x):
+        return "torch (not on a GPU)"
+    reason = _obstacle(under_autocast(x), bands)
+    return f"torch ({reason})" if reason else "fused (all bands in one pass)"
+
+
+def _obstacle(x: Tensor, bands: Sequence[Band]) -> str:
+    if max(band.taps for band in bands) > MOST_TAPS:
+        return f"filters of more than {MOST_TAPS} taps"
+    takes = gpu.takes
+    if torch.compiler.is_compiling():
+        from lowrank_cnn.kernels.torch_compile import takes
+    runs = takes(tuple(map(index, x.shape)), x.dtype, x.device)
+    return "" if runs else "the kernels do not run on this type, size or device"

@@ -1,0 +1,177 @@
+"""What a depthwise launch computes, and how it is divided among programs.
+
+A *band* is a run of channels whose filters have one shape; a band without taps passes its channels on. All bands
+of a layer run in one launch, so that each pixel is read from memory once: programs that work on the same pixels,
+whatever their band, have neighbouring numbers and find them in the cache.
+
+A program takes some channels of one band, its *lanes*, and some *blocks* of output pixels. A thread computes a
+block for a few channels (`values`) and reads a pixel once for all taps that need it: a row of 7 results of a 1x11
+filter takes 17 reads, not 77.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from lowrank_cnn.core.numbers import ceil_div
+
+Pair = tuple[int, int]
+WARPS = 4
+VALUES = 4
+PASSED_VALUES = 8
+"""Channels of a thread. Those of a band without taps are only copied: more of them keep more reads under way."""
+FEWER_TAPS = 25
+"""Sums over pixels for filters of so many taps take a register per tap and channel: one channel of a thread."""
+LANES = {64: 1.0, 32: 1.1, 16: 1.25}
+"""Channels of a program, with what a channel costs."""
+
+
+class Band(NamedTuple):
+    """Channels with filters of one shape: their number, the filters' sides (0 and 0: none), the padding before."""
+
+    channels: int
+    height: int
+    width: int
+    top: int
+    left: int
+
+    @property
+    def taps(self) -> int:
+        return self.height * self.width
+
+
+class Layer(NamedTuple):
+    """A depthwise layer on maps of given sizes: bands, stride, dilation, images, input and output pixels."""
+
+    bands: tuple[Band, ...]
+    stride: Pair
+    dilation: Pair
+    batch: int
+    input: Pair
+    output: Pair
+
+    @property
+    def channels(self) -> int:
+        return sum(band.channels for band in self.bands)
+
+    @property
+    def taps(self) -> int:
+        """Weights of all filters."""
+        return sum(band.taps * band.channels for band in self.bands)
+
+
+class Share(NamedTuple):
+    """A band's part of a launch, as the kernels read it: constants of the compiled code."""
+
+    FIRST: int  # its first channel
+    CHANNELS: int
+    HEIGHT: int
+    WIDTH: int
+    TOP: int
+    LEFT: int
+    WEIGHTS: int  # where its weights begin
+    ROWS: int  # of a block
+    COLUMNS: int
+    LANES: int
+    BLOCKS: int  # of a program
+    SLOT: int  # its first program in a turn
+    SLOTS: int  # its programs in a turn
+    TURNS: int = 1  # of one program, where it sums over pixels
+
+
+class Division(NamedTuple):
+    """Programs come in turns; in each, a band has as many as its work takes."""
+
+    shares: tuple[Share, ...]
+    slots: int
+    turns: int
+
+
+@lru_cache(maxsize=1024)
+def divided(layer: Layer, *, back: bool = False) -> Division:
+    """Divide the results, or with `back` the gradient of the input."""
+    size, unit = (layer.input, layer.stride) if back else (layer.output, (1, 1))
+    shares, programs = _shares(layer, size, unit, [VALUES if band.taps else PASSED_VALUES for band in layer.bands])
+    slots = [max(1, round(number / min(programs))) for number in programs]
+    return Division(_placed(shares, slots), sum(slots), max(map(ceil_div, programs, slots)))
+
+
+@lru_cache(maxsize=1024)
+def divided_sums(layer: Layer, bias: bool, programs: int) -> Division:
+    """Divide the sums over pixels among about so many programs; a turn has one for each part of the channels.
+
+    Bands without taps have nothing to sum unless there is a bias.
+    """
+    values = [1 if band.taps >= FEWER_TAPS else VALUES for band in layer.bands]
+    shares, tiles = _shares(layer, layer.output, (1, 1), values)
+    found = [(share, number) for share, number in zip(shares, tiles, strict=True) if share.HEIGHT or bias]
+    parts = [ceil_div(share.CHANNELS, share.LANES) for share, _ in found]
+    counts = [number // own for (_, number), own in zip(found, parts, strict=True)]
+    turns = min(max(counts), max(1, programs // sum(parts)))
+    placed = _placed([share for share, _ in found], parts)
+    # Few different numbers of turns, so that a batch of another size seldom needs another kernel.
+    own = [_rounded(ceil_div(number, turns)) for number in counts]
+    return Division(tuple(map(lambda s, n: s._replace(TURNS=n), placed, own)), sum(parts), turns)
+
+
+def _rounded(number: int) -> int:
+    """The next number of three binary digits."""
+    unit = 1 << max(0, number.bit_length() - 3)
+    return ceil_div(number, unit) * unit
+
+
+def _placed(shares: Sequence[Share], slots: Sequence[int]) -> tuple[Share, ...]:
+    return tuple(s._replace(SLOT=sum(slots[:place]), SLOTS=slots[place]) for place, s in enumerate(shares))
+
+
+def _shares(layer: Layer, size: Pair, unit: Pair, values: Sequence[int]) -> tuple[list[Share], list[int]]:
+    """Each band's share, and how many programs it takes."""
+    shares: list[Share] = []
+    programs: list[int] = []
+    first = weights = 0
+    for band, own in zip(layer.bands, values, strict=True):
+        rows, columns = block_of(band, size, unit)
+        lanes = lanes_of(band.channels)
+        blocks = max(1, 32 * WARPS * own // lanes)
+        number = layer.batch * ceil_div(size[0], rows) * ceil_div(size[1], columns)
+        shares.append(Share(first, *band, weights, rows, columns, lanes, blocks, 0, 0))
+        programs.append(ceil_div(number, blocks) * ceil_div(band.channels, lanes))
+        first, weights = first + band.channels, weights + band.taps * band.channels
+    return shares, programs
+
+
+def block_of(band: Band, size: Pair, unit: Pair = (1, 1)) -> Pair:
+    """Rows and columns of a block: along a strip, or two rows of a square; in units of the stride where asked."""
+    height, width = band.height > 1, band.width > 1
+    rows = 2 if height and width else _run(size[0], unit[0]) if height else unit[0]
+    # A larger block of a square would not fit the registers.
+    columns = 1 if height and not width else _run(size[1], unit[1], 7 if height and width else 8)
+    return _up(rows, unit[0]), _up(columns, unit[1])
+
+
+def _run(length: int, unit: int, most: int = 8) -> int:
+    """The number of pixels in a row that wastes the fewest at the end, from 4 on; at a tie the largest."""
+    if length < 4:
+        return _up(length, unit)
+    return min((n for n in range(most, 3, -1) if n % unit == 0), key=lambda n: ceil_div(length, n) * n)
+
+
+def _up(value: int, unit: int) -> int:
+    return ceil_div(value, unit) * unit
+
+
+def lanes_of(channels: int) -> int:
+    """Channels of a program: a power of two that leaves few lanes idle; fewer read memory in smaller pieces."""
+    sizes = [size for size in LANES if size < 2 * channels] or [min(LANES)]
+    return min(sizes, key=lambda size: ceil_div(channels, size) * size * LANES[size])
+
+
+def described(
+    shape: Sequence[int], bands: Sequence[int], stride: Sequence[int], dilation: Sequence[int], size: Sequence[int]
+) -> Layer:
+    """The layer that an operator's plain numbers describe: input [N, C, H, W], five numbers per band, output."""
+    found = tuple(Band(*bands[place : place + 5]) for place in range(0, len(bands), 5))
+    pairs: list[Any] = [tuple(map(int, values)) for values in (stride, dilation, shape[2:], size)]
+    return Layer(found, pairs[0], pairs[1], int(shape[0]), pairs[2], pairs[3])

@@ -1,0 +1,88 @@
+"""Depthwise convs of a user's network, alone and behind a split of the channels, by the depthwise kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton")
+
+from lowrank_cnn.graph.bands import FusedBands
+from lowrank_cnn.graph.fuse import fuse
+from lowrank_cnn.kernels import forced
+from tests.kernels.helpers import DEVICE
+
+
+class Split(nn.Module):
+    """The token mixer of InceptionNeXt (Yu et al. 2023)."""
+
+    def __init__(self, width: int, band: int = 5) -> None:
+        super().__init__()
+        part = width // 8
+        self.square = nn.Conv2d(part, part, 3, padding=1, groups=part)
+        self.across = nn.Conv2d(part, part, (1, band), padding=(0, band // 2), groups=part)
+        self.down = nn.Conv2d(part, part, (band, 1), padding=(band // 2, 0), groups=part)
+        self.sizes = (width - 3 * part, part, part, part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        passed, first, second, third = torch.split(x, self.sizes, dim=1)
+        return torch.cat((passed, self.square(first), self.across(second), self.down(third)), dim=1)
+
+
+class Swapped(Split):
+    """It filters the parts in another order than it splits them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        passed, first, second, third = torch.split(x, self.sizes, dim=1)
+        return torch.cat((passed, self.square(second), self.across(first), self.down(third)), dim=1)
+
+
+class Doubled(Split):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def mixer(mix: nn.Module, width: int = 16) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, width, 2, 2), mix, nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, 4, 1))
+
+
+def plain(**options) -> nn.Conv2d:
+    return nn.Conv2d(16, 16, 3, **{"groups": 16, "padding": 1, **options})
+
+
+@pytest.mark.parametrize(
+    ("mix", "layers"),
+    [
+        (Split(16), 1),
+        (plain(stride=2, bias=False), 1),
+        (nn.Sequential(plain(dilation=2, padding=2), plain()), 2),
+        (Doubled(16), 3),  # its convs one by one
+        (Swapped(16), 3),
+        (plain(groups=4), 0),
+        (plain(padding_mode="reflect"), 0),
+    ],
+)
+def test_depthwise_convs_are_found_and_train_as_before(mix: nn.Module, layers: int):
+    torch.manual_seed(0)
+    net = mixer(mix).to(DEVICE)
+    x = torch.randn(2, 3, 14, 12, device=DEVICE)
+    want = net.double()(x.double())
+    exact = torch.autograd.grad(want.square().sum(), list(net.parameters()))
+    net.float()
+    with forced("on"):
+        fused = fuse(net.train())
+        assert sum(isinstance(part, FusedBands) for part in fused.modules()) == layers
+        got = fused(x)
+        found = torch.autograd.grad(got.square().sum(), list(net.parameters()))
+    assert torch.allclose(got.double(), want, atol=1e-4)
+    for own, wanted in zip(found, exact, strict=True):
+        assert torch.allclose(
+            own.double(), wanted, atol=1e-3 * wanted.abs().max().item() + 1e-4
+        )  # a bias before a norm has none
+
+
+def test_without_kernels_the_result_is_that_of_torch_bit_by_bit():
+    net, x = mixer(Split(16)).to(DEVICE).train(), torch.randn(2, 3, 14, 12, device=DEVICE)
+    with forced("off"):
+        assert torch.equal(fuse(net)(x), net(x))
