@@ -39,8 +39,10 @@ from lowrank_cnn.deploy.plan import (
     open_times,
     plan,
 )
+from lowrank_cnn.graph.bands import splits_as_composites
 from lowrank_cnn.graph.capture import layer_kind
 from lowrank_cnn.graph.examples import Example, by_position, in_order
+from lowrank_cnn.graph.fuse import shared_copy
 from lowrank_cnn.graph.merge import merge
 from lowrank_cnn.kernels.autotune.choice import prepare
 from lowrank_cnn.kernels.cuda_graph import Recorded, captured, recorded
@@ -389,7 +391,9 @@ class FormSearch:
         return self._folded(chains=False)
 
     def _folded(self, *, chains: bool) -> nn.Module:
-        return merge(self.model, chains=chains, example_input=self.inputs)
+        # On a GPU the kernels run a split as one layer, which also takes the batch norm after it.
+        model = splits_as_composites(shared_copy(self.model)) if self.on_gpu else self.model
+        return merge(model, chains=chains, example_input=self.inputs)
 
     def _on_cpu(self) -> Iterator[Form]:
         """Folded in each memory format; then planned, which takes long, the faster format first; then compiled."""

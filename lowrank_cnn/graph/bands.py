@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from lowrank_cnn.core.modules import has_hooks, is_plain
 from lowrank_cnn.kernels import depthwise_conv2d
 from lowrank_cnn.kernels.depthwise.plan import Band, Pair
+from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.spec import FilterGroup
 
 
 class _Part(NamedTuple):
@@ -85,6 +87,39 @@ def with_bands(module: nn.Module) -> nn.Module:
     for name, part in module._modules.items():
         module._modules[name] = part and with_bands(part)
     return module
+
+
+def splits_as_composites(module: nn.Module) -> nn.Module:
+    """Replace modules that split channels by composites with copies of their weights, possibly in place.
+
+    A batch norm after such a module can then be folded into it.
+    """
+    for name, part in module._modules.items():
+        parts = None if part is None or isinstance(part, nn.Conv2d) else _parts_of(part)
+        composite = None if parts is None else _composite(parts)
+        if part is not None:
+            module._modules[name] = composite or splits_as_composites(part)
+    return module
+
+
+def _composite(parts: Sequence[_Part]) -> CompositeConv2d | None:
+    """The composite of these parts; None if a kernel is even or changes the size of its map."""
+    convs = [part.conv for part in parts if part.conv is not None]
+    sides = [(k, p, d) for c in convs for k, p, d in zip(c.kernel_size, c.padding, c.dilation, strict=True)]
+    if any(k % 2 == 0 or 2 * p != d * (k - 1) for k, p, d in sides):  # type: ignore[operator]
+        return None
+    shapes = [() if part.conv is None else part.conv.kernel_size for part in parts]
+    groups = [FilterGroup(*own, part.channels, depthwise=True) for own, part in zip(shapes, parts, strict=True)]
+    first, bias = convs[0], any(conv.bias is not None for conv in convs)
+    options: dict[str, Any] = {"stride": first.stride, "dilation": first.dilation, "bias": bias}
+    layer = CompositeConv2d(sum(part.channels for part in parts), groups, **options).to(first.weight)
+    with torch.no_grad():
+        for weight, conv in zip(layer.weights, convs, strict=True):
+            weight.copy_(conv.weight)
+        if layer.bias is not None:
+            for own, part in zip(layer.by_group(layer.bias), parts, strict=True):
+                own.zero_() if part.conv is None or part.conv.bias is None else own.copy_(part.conv.bias)
+    return layer.train(first.training)
 
 
 def _parts_of(module: nn.Module) -> list[_Part] | None:

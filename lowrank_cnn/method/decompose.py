@@ -36,7 +36,7 @@ from lowrank_cnn.method.chains import FactoredConv2d, FactoredLayer, groups_of, 
 from lowrank_cnn.method.convert import cheaper_only, check_channels, nothing_cheaper, warn_of_slow_layers
 from lowrank_cnn.method.factorize import CPFactors, cp_factors
 from lowrank_cnn.method.rewrite import check_calls, copy_with, replacement, rewrite
-from lowrank_cnn.method.schemes import SCHEMES, Fitted, Scheme, fit_layer, parse_scheme
+from lowrank_cnn.method.schemes import SCHEMES, Fitted, Scheme, fit_layer, is_depthwise, parse_scheme
 from lowrank_cnn.method.select import Kept, Where, select
 
 __all__ = ["Fitted", "decompose", "fit_layer"]
@@ -83,7 +83,8 @@ def decompose(
     depthwise convs apart into strips where their kernel is large, or where they are named. The scheme `cp` (by
     tensorly: `pip install "lowrank-cnn[cp]"`) replaces a conv by a 1x1, two depthwise strips and a 1x1. Under a
     budget it does so for layers that keep less than a third of their MACs and fit better so; the others become
-    separable pairs.
+    separable pairs. `bands` and `lr` fit depthwise convs alone: their filters keep the taps that they have, and
+    channels that pass lose theirs, so that the network needs fine-tuning.
 
     At most one of these says how many basis filters a layer gets, in place of the scheme's m:
 
@@ -107,8 +108,8 @@ def decompose(
     True
     """
     scheme = parse_scheme(scheme)
-    _check(scheme)
     budget = Budget.of(energy=energy, macs=macs, params=params, latency=latency)
+    _check(scheme, budget)
     by_fit = scheme.rival is not None and budget is not None
     scheme = SCHEMES[scheme.rival] if scheme.rival and by_fit else scheme
     fits: dict[str, CPFactors] = {}
@@ -191,7 +192,8 @@ def refitted(
     for name in report:
         step(f"{name} is fitted again")
         conv, layer = model.get_submodule(name), new.get_submodule(name)
-        assert isinstance(layer, FactoredConv2d | FactoredLayer)
+        if not isinstance(layer, FactoredConv2d | FactoredLayer):  # bands have no second half to refit
+            continue
         right = [y for _, y in seen(model, conv, batches)]
         inputs = [x for x, _ in seen(new, layer, batches)]
         if not right or len(right) != len(inputs):  # a layer that is not called, or not as often
@@ -208,6 +210,9 @@ def _as_asked(
     """The scheme itself; if it sets no m, with at most as many filters as improve the fit."""
     schemes = {}
     for name, conv in convs.items():
+        if not scheme.mixes:
+            schemes[name] = scheme
+            continue
         most = scheme.useful_rank(conv) * groups_of(conv)
         capped = scheme.m is None and most < outputs_of(conv)
         schemes[name] = replace(scheme, m=most) if capped else scheme
@@ -231,12 +236,9 @@ def _chosen(
     return within(model, curves, rest, budget, size)
 
 
-def _check(scheme: Scheme) -> None:
-    if not scheme.mixes:
-        raise LowRankError(
-            f"trained filters cannot be fitted by {scheme}, which mixes nothing after its filters: "
-            "use separable, cp, lr-join or a mixture with a join."
-        )
+def _check(scheme: Scheme, budget: Budget | None) -> None:
+    if not scheme.mixes and (budget is not None or not scheme.takes_depthwise or not scheme.saves):
+        raise LowRankError(_MIXES_NOTHING.format(scheme))
     if scheme.channel_groups > 1:
         raise LowRankError(
             f"trained filters see all channels, and those of {scheme} a part: leave channel_groups out, or train "
@@ -245,9 +247,19 @@ def _check(scheme: Scheme) -> None:
     check_channels(scheme)
 
 
+_MIXES_NOTHING = (
+    "trained filters cannot be fitted by {}, which mixes nothing after its filters: use separable, cp, lr-join or "
+    "a mixture with a join."
+)
+
+
 def _fittable(model: nn.Module, scheme: Scheme, where: Where) -> tuple[dict[str, nn.Conv2d], tuple[Kept, ...]]:
     """The convs to fit, and those that stay; raises an error for weights that are missing or not finite."""
     convs, kept = select(model, scheme, where)
+    if not scheme.mixes:  # then it fits depthwise filters alone, each by itself
+        convs = {name: conv for name, conv in convs.items() if is_depthwise(conv)}
+        if not convs:
+            raise LowRankError(_MIXES_NOTHING.format(scheme))
     if any(conv.weight.is_meta for conv in convs.values()):
         raise LowRankError("there are no weights to fit: the network is on the meta device.")
     for name, conv in convs.items():

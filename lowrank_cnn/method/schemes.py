@@ -54,7 +54,7 @@ from lowrank_cnn.method.factorize import (
     spectrum_shares,
 )
 from lowrank_cnn.method.geometry import ConvForm, Padding, enclosing_padding, form_of, pair, recentred
-from lowrank_cnn.method.layers import conv_of, weights_of
+from lowrank_cnn.method.layers import CompositeConv2d, conv_of, weights_of
 from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
 
 NONE = "none"
@@ -854,14 +854,31 @@ def fit_layer(
     With the `covariance` of the windows that the first half of a separable pair reads, filters are nearest in what
     they give for such inputs, and not in their weights. The `factors` of a CP form are computed unless given.
     """
-    if not isinstance(layer, FactoredConv2d | FactoredLayer):
+    if is_depthwise(layer) or (isinstance(layer, CompositeConv2d) and layer.composite.depthwise):
+        first = last = layer
+        energy = _fit_bands(conv, layer)
+    elif isinstance(layer, FactoredConv2d | FactoredLayer):
+        energy = layer.scheme.fit(name, conv, layer, covariance if factors is None else factors)
+        first, *_, last = layer.children()
+    else:
         raise LowRankError(f"{name} was replaced by a {type(layer).__name__}, which mixes nothing: use lr-join.")
-    energy = layer.scheme.fit(name, conv, layer, covariance if factors is None else factors)
-    first, *_, last = layer.children()
     if conv.bias is not None:
         last.bias.copy_(conv.bias)  # type: ignore[operator, union-attr]
     layer.requires_grad_(conv.weight.requires_grad)  # type: ignore[union-attr, arg-type]
     return Fitted(name, outputs_of(first), energy)
+
+
+def _fit_bands(conv: nn.Module, layer: nn.Module) -> float:
+    """Give each depthwise filter the taps of the trained one that it has, and return the share of energy kept."""
+    sizes = (
+        [g.filters for g in layer.composite.groups] if isinstance(layer, CompositeConv2d) else [outputs_of(layer)]
+    )
+    kernels = (
+        [g.kernel for g in layer.composite.groups] if isinstance(layer, CompositeConv2d) else [layer.kernel_size]
+    )
+    parts = zip(_exact(conv).split(sizes), kernels, strict=True)
+    _fill(layer, [centred(part, kernel) for part, kernel in parts if kernel])  # type: ignore[arg-type]
+    return kept_energy(_exact(conv), layer.weight.double())  # type: ignore[operator, union-attr]
 
 
 def is_depthwise(layer: nn.Module) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.graph.bands import FusedBands
+import lowrank_cnn as lr
+from lowrank_cnn.graph.bands import FusedBands, splits_as_composites
 from lowrank_cnn.graph.fuse import fuse
 from lowrank_cnn.kernels import forced
 from tests.kernels.helpers import DEVICE
@@ -86,3 +89,16 @@ def test_without_kernels_the_result_is_that_of_torch_bit_by_bit():
     net, x = mixer(Split(16)).to(DEVICE).train(), torch.randn(2, 3, 14, 12, device=DEVICE)
     with forced("off"):
         assert torch.equal(fuse(net)(x), net(x))
+
+
+def test_a_batch_norm_is_folded_into_a_split_that_became_a_composite():
+    net, x = mixer(Split(16)).double(), torch.randn(2, 3, 14, 12, dtype=torch.float64)
+    net(x)
+    whole = splits_as_composites(copy.deepcopy(net)).eval()
+    assert isinstance(whole[1], lr.CompositeConv2d)
+    assert torch.allclose(whole(x), net.eval()(x), atol=1e-12)
+    merged = lr.merge(whole)
+    assert not any(isinstance(part, nn.BatchNorm2d) for part in merged.modules())
+    assert torch.allclose(merged(x), net(x), atol=1e-12)
+    for other in (Doubled(16), Swapped(16)):
+        assert isinstance(splits_as_composites(mixer(other))[1], Split)  # type: ignore[index]

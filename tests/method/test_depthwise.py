@@ -115,6 +115,27 @@ def test_they_are_drawn_with_the_variance_of_their_own_taps():
             assert weight.std().item() == pytest.approx((2 / taps) ** 0.5, rel=0.03)
 
 
+def test_trained_filters_are_fitted_by_the_taps_that_bands_have(image: torch.Tensor):
+    net = network()
+    low = lr.decompose(net, "bands(identity=1, 1x7, 7x1, 3x3, 7x7)")
+    before, after = net.get_submodule("1.mix"), low.get_submodule("1.mix")
+    assert isinstance(before, nn.Conv2d)
+    assert isinstance(after, lr.CompositeConv2d)
+    sizes = [group.filters for group in after.composite.groups]
+    begins = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
+    assert begins[-1] == 32
+    across, down, square, whole = after.weights
+    assert torch.equal(across, before.weight[begins[1] : begins[2], :, 3:4])
+    assert torch.equal(down, before.weight[begins[2] : begins[3], :, :, 3:4])
+    assert torch.equal(square, before.weight[begins[3] : begins[4], :, 2:5, 2:5])
+    assert torch.equal(whole, before.weight[begins[4] :])
+    assert torch.equal(after.bias, before.bias)
+    exact = lr.decompose(net, "bands(7x7)", allow_costlier=True)
+    assert torch.allclose(exact(image), net(image), atol=1e-5)
+    with pytest.raises(LowRankError, match="mixes nothing"):
+        lr.decompose(net, "bands", macs=0.5)
+
+
 @pytest.mark.parametrize("to", ["network.onnx", "network.pt2", "network.ts"])
 def test_they_are_exported(to: str, image: torch.Tensor, tmp_path):
     low = settled(lr.convert(network(), "bands"), image)
