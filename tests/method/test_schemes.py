@@ -23,6 +23,10 @@ def schemes(draw: st.DrawFn) -> Scheme:
     name = draw(st.sampled_from(sorted(SCHEMES)))
     if name == "dense":
         return Scheme("dense")
+    if name == "bands":
+        odd = st.sampled_from(["identity", "3x3", "1x11", "11x1", "kxk", "kx1"])
+        mix = draw(st.dictionaries(odd, st.fractions(Fraction(1, 20), 20), min_size=1))
+        return Scheme(name, tuple(mix.items()))
     if name == "cp":
         return Scheme("cp", m=draw(AMOUNTS))
     if name == "channel":
@@ -66,6 +70,12 @@ def test_no_filter_is_lost(scheme: Scheme, filters: int, kernel: tuple[int, int]
         with pytest.raises(LowRankError, match="learned in training"):
             scheme.stages(kernel, filters)
         return
+    if scheme.name == "bands":
+        with pytest.raises(LowRankError, match="is for depthwise"):
+            scheme.stages(kernel, filters + 1)
+        filters *= 400
+        assert scheme.stages(kernel, filters, channel_groups=filters)[0].filters == filters
+        return
     parts = scheme.channel_groups
     filters *= parts
     stages = scheme.stages(kernel, filters)
@@ -81,6 +91,7 @@ def test_no_filter_is_lost(scheme: Scheme, filters: int, kernel: tuple[int, int]
 def test_shares_follow_the_proportions_to_one_unit(mix: tuple, units: int, unit: int):
     (composite,) = Scheme("mixture", mix).stages((3, 3), units * unit, channel_groups=unit)
     assert composite.filters == units * unit
+    unit = 1 if composite.depthwise else unit  # a filter to a channel
     total = sum(proportion for _, proportion in mix)
     got = {}
     for group in composite.groups:
@@ -89,7 +100,7 @@ def test_shares_follow_the_proportions_to_one_unit(mix: tuple, units: int, unit:
     want: dict[tuple[int, int], Fraction] = {}
     for shape, proportion in mix:
         size = tuple(3 if axis == "k" else int(axis) for axis in shape.split("x"))
-        want[size] = want.get(size, Fraction(0)) + units * unit * proportion / total
+        want[size] = want.get(size, Fraction(0)) + composite.filters * proportion / total
     for size, exact in want.items():
         assert abs(got.get(size, 0) - exact) < 2 * unit  # two shapes of a mix may coincide for this kernel
 
@@ -203,9 +214,9 @@ def test_a_composites_arithmetic():
 def test_filters_of_one_to_three_sides_and_depthwise_ones():
     assert [FilterGroup(*sizes).taps for sizes in ((5, 8), (3, 1, 8), (3, 3, 3, 8))] == [5, 3, 27]
     assert FilterGroup(7, 7, 96, depthwise=True).weights(96) == 49 * 96
-    for group in (FilterGroup(3, 8), FilterGroup(3, 3, 8, depthwise=True)):
-        with pytest.raises(LowRankError, match="2-D filters that are as deep as its input"):
-            CompositeConv2d(8, [group])
+    assert FilterGroup(60, depthwise=True).weights(60) == 0
+    with pytest.raises(LowRankError, match="has 2-D filters, not 3,8"):
+        CompositeConv2d(8, [FilterGroup(3, 8)])
 
 
 @pytest.mark.parametrize("group", [(0, 3, 4), (3, 3, -1), (3,), (3, 3, 3, 3, 8), (3, 3, 1.5)])
