@@ -27,7 +27,8 @@ class _Part(NamedTuple):
 class FusedBands(nn.Module):
     """Depthwise convs on parts of the channels, concatenated, in one pass over the pixels.
 
-    It shares the weights of the convs, and has no modules of its own, so that a capture takes it as one layer.
+    It shares the weights of the convs, and has no modules of its own, so that a capture takes it as one layer. In
+    the place of a single conv it has that conv's attributes, which a forward may read.
     """
 
     def __init__(self, parts: Sequence[_Part]) -> None:
@@ -40,9 +41,13 @@ class FusedBands(nn.Module):
         self.bands = tuple(Band(part.channels, *own) for part, own in zip(parts, shapes, strict=True))  # type: ignore[arg-type]
         for place, conv in enumerate(convs):
             for kind in ("weight", "bias"):
-                self.register_parameter(f"{kind}_{place}", None if conv is None else conv._parameters[kind])
+                self.register_parameter(self._name(kind, place), None if conv is None else conv._parameters[kind])
+        if len(parts) == 1:
+            for name in ("in_channels", "out_channels", "kernel_size", "padding", "groups", "padding_mode"):
+                setattr(self, name, getattr(first, name))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        x = input  # named as that of a conv, which some call by keyword
         weights, biases = self._of("weight"), self._of("bias")
         if x.dim() == 4:
             # Passed and bare channels have zeros, if any others have a bias.
@@ -62,7 +67,10 @@ class FusedBands(nn.Module):
         return torch.cat(found, -3) if len(found) > 1 else found[0]
 
     def _of(self, kind: str) -> list[Tensor | None]:
-        return [getattr(self, f"{kind}_{place}") for place in range(len(self.bands))]
+        return [getattr(self, self._name(kind, place)) for place in range(len(self.bands))]
+
+    def _name(self, kind: str, place: int) -> str:
+        return kind if len(self.bands) == 1 else f"{kind}_{place}"
 
     def _by_torch(self, x: Tensor, band: Band, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         if weight is None:
@@ -150,11 +158,18 @@ def _split(module: nn.Module) -> list[_Part] | None:
     joined = (*result.args, *result.kwargs.values())
     if whole is not inputs[0] or axis != [1] or result.target is not torch.cat or joined[1:] != (1,):
         return None
+    # A split into equal parts, say, names one size.
+    if not all(isinstance(several, tuple | list) for several in (sizes, joined[0])):
+        return None
     parts: list[_Part] = []
     for place, (size, given) in enumerate(zip(sizes, joined[0], strict=False)):
         conv = module.get_submodule(str(given.target)) if given.op == "call_module" else None
-        source: Any = given.args[0] if conv is not None else given
-        if source.target is not operator.getitem or source.args != (steps[0], place):
+        source: Any = next(iter(given.args), given) if conv is not None else given
+        if (
+            not isinstance(source, fx.Node)
+            or source.target is not operator.getitem
+            or source.args != (steps[0], place)
+        ):
             return None
         parts.append(_Part(size, conv))  # type: ignore[arg-type]
     used = 2 + 2 * len(parts) - sum(part.conv is None for part in parts)

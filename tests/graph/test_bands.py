@@ -46,6 +46,29 @@ class Doubled(Split):
         return 2 * super().forward(x)
 
 
+class Halves(Split):
+    """Equal parts by their size, not by a list of sizes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(torch.split(x, x.shape[1] // 2, dim=1), dim=1) + self.zero(x)
+
+    def zero(self, x: torch.Tensor) -> torch.Tensor:
+        return 0 * (self.square(x[:, :2]).sum() + self.across(x[:, :2]).sum() + self.down(x[:, :2]).sum())
+
+
+class Parts(Split):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(torch.split(x, 2, 1), 1)
+
+
+class Named(Split):
+    """Its convs take their input by name."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        passed, first, second, third = torch.split(x, self.sizes, dim=1)
+        return torch.cat((passed, self.square(input=first), self.across(second), self.down(third)), dim=1)
+
+
 def mixer(mix: nn.Module, width: int = 16) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, width, 2, 2), mix, nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, 4, 1))
 
@@ -62,6 +85,7 @@ def plain(**options) -> nn.Conv2d:
         (nn.Sequential(plain(dilation=2, padding=2), plain()), 2),
         (Doubled(16), 3),  # its convs one by one
         (Swapped(16), 3),
+        (Named(16), 3),
         (plain(groups=4), 0),
         (plain(padding_mode="reflect"), 0),
     ],
@@ -83,6 +107,34 @@ def test_depthwise_convs_are_found_and_train_as_before(mix: nn.Module, layers: i
         assert torch.allclose(
             own.double(), wanted, atol=1e-3 * wanted.abs().max().item() + 1e-4
         )  # a bias before a norm has none
+
+
+class Penalised(nn.Module):
+    """It reads the weight and the padding of its conv, besides calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = plain()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(x) + self.mix.weight.square().sum() * self.mix.padding[0]  # type: ignore[index]
+
+
+def test_a_forward_may_read_the_attributes_of_a_conv():
+    net, x = Penalised().to(DEVICE), torch.randn(1, 16, 6, 5, device=DEVICE)
+    with forced("on"):
+        assert torch.allclose(fuse(net)(x), net(x), atol=1e-4)
+
+
+@pytest.mark.parametrize("mix", [Halves(16), Parts(16)])
+def test_other_splits_stay_as_they_are(mix: nn.Module):
+    x = torch.randn(2, 16, 6, 5)
+    assert torch.equal(splits_as_composites(nn.Sequential(copy.deepcopy(mix)))(x), mix(x))
+
+
+def test_an_input_of_other_channels_is_refused_by_torch_as_before():
+    with forced("on"), pytest.raises(RuntimeError, match="channels"):
+        fuse(nn.Sequential(plain()))(torch.randn(1, 12, 6, 6, device=DEVICE))
 
 
 def test_without_kernels_the_result_is_that_of_torch_bit_by_bit():

@@ -140,6 +140,7 @@ def test_trained_filters_are_fitted_by_the_taps_that_bands_have(image: torch.Ten
 def test_they_are_exported(to: str, image: torch.Tensor, tmp_path):
     low = settled(lr.convert(network(), "bands"), image)
     lr.export(low, tmp_path / to, example_input=image)  # which compares the file with the network
+    assert (tmp_path / to).stat().st_size > 10_000
 
 
 def test_a_step_moves_every_filter(image: torch.Tensor):

@@ -1,8 +1,8 @@
 """Whether a depthwise composite runs by our kernels, and the call that runs it.
 
-Torch runs bands of channels one conv at a time, each reading part of every pixel, and copies the results together:
-measured, that takes 6 to 9 times as long, and one depthwise 7x7 of cuDNN twice as long. So nothing is timed here:
-where the kernels can run, they do.
+Torch runs bands of channels one conv at a time, each reading part of every pixel, and copies the results together.
+The kernels read each pixel once, and they run wherever they can: unlike for composites of deep filters, nothing is
+timed first. `benchmarks/depthwise.py` compares the two.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def depthwise_conv2d(
     if not may_fuse(x):
         return None
     x = under_autocast(x)
-    if _obstacle(x, bands):
+    fits = x.shape[1] == sum(band.channels for band in bands) and min(size) > 0  # else torch says what is wrong
+    if not fits or _obstacle(x, bands):
         return None
     from lowrank_cnn.kernels.depthwise import ops
 

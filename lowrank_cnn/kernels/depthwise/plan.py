@@ -1,4 +1,4 @@
-"""What a depthwise launch computes, and how it is divided among programs.
+"""Divide a depthwise layer among the programs of one launch.
 
 A *band* is a run of channels whose filters have one shape; a band without taps passes its channels on. All bands
 of a layer run in one launch, so that each pixel is read from memory once: programs that work on the same pixels,
