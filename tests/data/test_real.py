@@ -21,9 +21,9 @@ def test_cifar10_is_itself(real_data: Path) -> None:
     assert not data.train.problems
 
 
-def test_cifar10_whitened_and_cropped(real_data: Path, tmp_path: Path) -> None:
+def test_cifar10_whitened_and_cropped(real_data: Path) -> None:
     data = open_data(real_data / "cifar10", limit=300, image_size=8)
-    whiten = fit_preprocess("whiten", data.train, epsilon=1e-3, cache=tmp_path)
+    whiten = fit_preprocess("whiten", data.train, epsilon=1e-3)
     made = make_loader(
         data.train, batch_size=100, preprocess=whiten, augment=Augment(crop=6), seed=0, device="cpu", train=True
     )
