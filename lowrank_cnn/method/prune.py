@@ -24,11 +24,10 @@ from lowrank_cnn.core.errors import LowRankError, explained, require
 from lowrank_cnn.core.modules import InputSize, arguments
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.method.chains import outputs_of
-from lowrank_cnn.method.count import count
-from lowrank_cnn.method.rewrite import copy_with, failure, is_channels_last
+from lowrank_cnn.method.rewrite import copy_with, is_channels_last
 from lowrank_cnn.method.schemes import is_depthwise
 from lowrank_cnn.method.select import check_values, parameter_uses
-from lowrank_cnn.method.thin import CONVS, narrowed, tell_if_far
+from lowrank_cnn.method.thin import CONVS, narrowed, noted
 
 _CANNOT = "the network cannot be pruned"
 
@@ -72,10 +71,7 @@ def prune(
     for name, tensor in sizes.state_dict().items():
         if new.state_dict()[name].shape != tensor.shape:
             raise LowRankError(f"{_CANNOT}: its layers do not fit each other any longer, as {name}.")
-    if reason := failure(new, input_size):
-        raise LowRankError(f"{_CANNOT}: {reason}.")
-    tell_if_far("prune", count(new, input_size).macs / count(model, input_size).macs, width, macs, multiple)
-    return _as_it_was(new, model)
+    return noted("prune", _as_it_was(new, model), model, width, macs, input_size, multiple)
 
 
 def _check(model: nn.Module) -> None:
