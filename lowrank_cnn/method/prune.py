@@ -24,10 +24,12 @@ from lowrank_cnn.core.errors import LowRankError, explained, require
 from lowrank_cnn.core.modules import InputSize, arguments
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.method.chains import outputs_of
+from lowrank_cnn.method.convert import convert
+from lowrank_cnn.method.decompose import decompose
 from lowrank_cnn.method.rewrite import copy_with, is_channels_last
-from lowrank_cnn.method.schemes import is_depthwise
+from lowrank_cnn.method.schemes import is_depthwise, parse_scheme
 from lowrank_cnn.method.select import check_values, parameter_uses
-from lowrank_cnn.method.thin import CONVS, narrowed, noted
+from lowrank_cnn.method.thin import CONVS, narrowed, noted, thin, thin_near
 
 _CANNOT = "the network cannot be pruned"
 
@@ -72,6 +74,26 @@ def prune(
         if new.state_dict()[name].shape != tensor.shape:
             raise LowRankError(f"{_CANNOT}: its layers do not fit each other any longer, as {name}.")
     return noted("prune", _as_it_was(new, model), model, width, macs, input_size, multiple)
+
+
+def cheaper(
+    network: nn.Module,
+    *,
+    scheme: str | None = None,
+    macs: float | None = None,
+    input_size: InputSize,
+    pretrained: bool,
+) -> nn.Module:
+    """A low-rank network by a scheme, or else a thinner one, within a share of the MACs; to be trained.
+
+    Weights that are `pretrained` are decomposed or pruned. Otherwise the new layers have fresh weights; they also
+    have with a scheme that fits no trained filters, such as lr.
+    """
+    if scheme is None:
+        assert macs is not None
+        return thin_near(network, macs, input_size, prune if pretrained else thin)
+    make = decompose if pretrained and parse_scheme(scheme).mixes else convert
+    return make(network, scheme, macs=macs, input_size=input_size)
 
 
 def _check(model: nn.Module) -> None:

@@ -361,15 +361,17 @@ def thin_like(dense: nn.Module, model: nn.Module, input_size: InputSize) -> nn.M
         return None
 
 
-def thin_near(model: nn.Module, macs: float, input_size: InputSize) -> nn.Module:
-    """`thin` in multiples of 16 channels, or of 8 or 4 where only these come within a fifth of the MACs."""
+def thin_near(
+    model: nn.Module, macs: float, input_size: InputSize, make: Callable[..., nn.Module] = thin
+) -> nn.Module:
+    """`thin` or `prune` in multiples of 16 channels, or of 8 or 4 if only these come near the MACs."""
     for multiple in (16, 8):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", LowRankWarning)
-            new = thin(model, macs=macs, input_size=input_size, multiple=multiple)
+            new = make(model, macs=macs, input_size=input_size, multiple=multiple)
         if abs(count(new, input_size).macs / count(model, input_size).macs / macs - 1) < _FAR:
             return new
-    return thin(model, macs=macs, input_size=input_size, multiple=4)
+    return make(model, macs=macs, input_size=input_size, multiple=4)
 
 
 def _tell_if_far(what: str, kept: float, width: float | None, macs: float | None, multiple: int) -> None:

@@ -126,9 +126,11 @@ def test_the_last_layer_fits_the_classes_and_the_rest_stays_trained():
     trained = find_model("torchvision:resnet18", classes=CLASSES, pretrained="default")
     assert trained.network[3].out_channels == 7
     assert trained.remark == "The last layer is new, for 7 classes; the others begin with trained weights."
-    rewritten = find_model("torchvision:resnet18", classes=CLASSES, pretrained="default", scheme="lr")
-    assert "Layers that lr rewrites begin with fresh weights: `lowrank decompose` keeps" in rewritten.remark
-    assert find_model("torchvision:resnet18", classes=CLASSES, scheme="lr").remark == ""
+    for scheme, told in (
+        ("lr", "Layers that lr rewrites begin with fresh weights"),
+        ("separable(m=1)", "nearest"),
+    ):
+        assert told in trained.cheaper(scheme, None, (3, 8, 8), pretrained=True).remark
     assert notes(trained.network).begun_from == "torchvision:resnet18, default"
     find_model("timm:resnet18", classes=CLASSES)
     assert given[-1] == {"num_classes": 7}
