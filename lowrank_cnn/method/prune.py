@@ -70,9 +70,9 @@ def prune(
     with explained(_CANNOT), warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")  # about parameters of modules that it does not know
         _remove_channels(new, sizes, input_size, tool)
-    for name, tensor in sizes.state_dict().items():
-        if new.state_dict()[name].shape != tensor.shape:
-            raise LowRankError(f"{_CANNOT}: its layers do not fit each other any longer, as {name}.")
+    pruned = new.state_dict()
+    if wrong := [name for name, tensor in sizes.state_dict().items() if pruned[name].shape != tensor.shape]:
+        raise LowRankError(f"{_CANNOT}: its layers would not fit each other any longer, as {wrong[0]}.")
     return noted("prune", _as_it_was(new, model), model, width, macs, input_size, multiple)
 
 
