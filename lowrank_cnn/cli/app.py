@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import zip_longest
 from typing import Annotated, Any, TextIO
 
 import typer
@@ -171,7 +172,7 @@ def with_default_weights(words: list[str]) -> list[str]:
     ['timm:resnet18', '--pretrained', 'default', '--data', 'photos']
     """
     found: list[str] = []
-    for word, following in zip(words, [*words[1:], "-"], strict=True):
+    for word, following in zip_longest(words, words[1:], fillvalue="-"):
         found.append(word)
         if word == "--pretrained" and (following.startswith("-") or ":" in following):  # an option, or the network
             found.append("default")

@@ -287,9 +287,10 @@ def train_command(
 
     recipe, rare = training.read(config)
     scheme, train = network.training()
-    pretrained, cost = network.pretrained is not None or is_weights(model), network.thin or network.macs
+    pretrained = network.pretrained is not None or is_weights(model)
+    cost = network.macs if network.thin is None else network.thin
     # Trained weights are made cheaper when their images are known, and so is a network within a budget.
-    later = parse_scheme(scheme) if scheme is not None and (pretrained or cost) else None
+    later = parse_scheme(scheme) if scheme is not None and (pretrained or cost is not None) else None
     building = network.building(
         model, None if later else scheme, recipe, rare.pop("norm", None), rare.pop("stride", None)
     )

@@ -126,7 +126,7 @@ def refused(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
         ("train nin --data digits --scheme learned --macs 0", "above 0"),
         ("train nin --data digits --scheme learned --macs 2", "up to 1"),
         ("train nin --data digits --scheme learned", "need a budget"),
-        ("train nin --data digits --scheme lr --macs 0.5", "is for learned shapes"),
+        ("train nin --data digits --macs 0.5", "is for learned shapes"),
         ("train nin --data digits --scheme learned(kx1,kx1) --macs 0.5", "given twice"),
         ("train nin --data digits --shapes nowhere.json", "cannot be read"),
         ("train nin --data digits --shapes nowhere.json --scheme lr", "not both"),

@@ -266,7 +266,7 @@ def test_a_run_is_fine_tuned_for_other_classes(lowrank, tmp_path):
         (("train", "nim", "--data", "squares"), "no network 'nim'"),
         (
             ("train", "nin", "--data", "squares", "--thin", "0.5", "--scheme", "lr"),
-            "fresh weights: leave --scheme",
+            "dense filters fewer: leave --scheme",
         ),
         (("train", "nin", "--data", "squares", "--thin", "0"), "macs must be a number above 0"),
         (("train", "nin", "--data", "squares", "--recipe", "modem"), "did you mean modern"),
