@@ -114,6 +114,7 @@ class Entry:
 
 COMMANDS = {
     "demo": Entry("demo", "Start", "Train a dense network and its low-rank twin on digits, and compare them."),
+    "compare": Entry("compare", "Start", "Say which cheap version of a network to train."),
     "models": Entry("models", "Start", "List the networks with their cost and published accuracy."),
     "count": Entry("models", "Start", "Count multiply-accumulates, parameters and memory, layer by layer."),
     "recipes": Entry("models", "Train", "List the training recipes."),
@@ -124,7 +125,7 @@ COMMANDS = {
     "shrink": Entry("shrink", "Train", "Store large photographs at the size that training needs."),
     "convert": Entry("convert", "Convert", "Rewrite the convolutions of any network with low-rank filters."),
     "decompose": Entry("convert", "Convert", "Approximate trained convolutions by low-rank filters."),
-    "design": Entry("design", "Convert", "Advise whether low-rank filters, fewer filters or both are faster."),
+    "design": Entry("compare", "Convert", "Advise whether low-rank filters, fewer filters or both are faster."),
     "time": Entry("plan", "Deploy", "Time networks layer by layer, beside their dense twins."),
     "plan": Entry("plan", "Deploy", "Find the fastest way to run a network on this machine."),
     "optimize": Entry("plan", "Deploy", "Find the fastest form of a network, and write it to a file."),

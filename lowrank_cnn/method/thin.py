@@ -276,6 +276,11 @@ def thin(
     return new
 
 
+def fresh(model: nn.Module) -> nn.Module:
+    """A copy with fresh weights, by the same rules as those of a thinner one."""
+    return _fresh(copy_with(model).to("meta"), model)
+
+
 def thin_like(dense: nn.Module, model: nn.Module, input_size: InputSize) -> nn.Module | None:
     """A dense network, thinned to within a fifth of the MACs of another one; None if it cannot be.
 
