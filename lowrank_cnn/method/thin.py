@@ -29,7 +29,7 @@ from lowrank_cnn.core.errors import LowRankError, LowRankWarning, check_number, 
 from lowrank_cnn.core.modules import InputSize, arguments, checked_size
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.method.chains import outputs_of
-from lowrank_cnn.method.count import count
+from lowrank_cnn.method.count import ShapesOnly, count
 from lowrank_cnn.method.init import init_
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.rewrite import copy_with, failure, is_channels_last
@@ -432,7 +432,8 @@ def _share_parameters(new: nn.Module, model: nn.Module) -> None:
 def _on_meta(model: nn.Module, size: InputSize) -> Any:
     """Run a network on the meta device on an image of this size, or on an example."""
     args, kwargs = arguments(size, device="meta", dtype=None)
-    return model(*args, **kwargs)
+    with ShapesOnly():
+        return model(*args, **kwargs)
 
 
 def _in_single(size: InputSize) -> InputSize:

@@ -46,10 +46,10 @@ def test_the_width_of_conv5_is_a_control():
     builder = Builder.of_family(FAMILIES["vgg11"], (3, 32, 32), 100)
     with torch.device("meta"):
         nets = {name: builder(find_design(name)) for name in ("wfull", "wfull-2x", "dense-2x", "lr-2x@0.5")}
+        published = create_model("vgg11-gmp-lr-join-wfull", num_classes=100, norm="batch")
     filters = {name: net.get_submodule("features.conv5_2").out_channels for name, net in nets.items()}
     assert filters == {"wfull": 512, "wfull-2x": 1024, "dense-2x": 1024, "lr-2x@0.5": 512}
     assert {net.get_submodule("features.conv4_2").out_channels for net in nets.values()} == {512, 256}
-    published = create_model("vgg11-gmp-lr-join-wfull", num_classes=100, norm="batch")
     assert builder.count(find_design("wfull-2x")).params == pytest.approx(
         count(published, (3, 32, 32)).params, rel=1e-3
     )
