@@ -26,8 +26,9 @@ from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.method.schemes import FactoredConv2d, parse_scheme
 from lowrank_cnn.method.select import stages
 from lowrank_cnn.method.thin import thin
-from lowrank_cnn.models import create_model
+from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.models.airbench import PatchConv2d
+from lowrank_cnn.models.foreign import build_foreign, is_foreign
 from lowrank_cnn.models.network import Network
 
 MULTIPLE, COARSE = 16, 64
@@ -60,10 +61,12 @@ FAMILIES = {
 
 
 def find_family(name: str) -> Family:
-    """A family of the table."""
-    if name not in FAMILIES:
-        raise LowRankError(f"there is no family {name!r}; {nearest(name, FAMILIES)}")
-    return FAMILIES[name]
+    """A family of the table, or that of any network: one of ours, `timm:resnet18`, `mynet.py:make_model`."""
+    if name in FAMILIES:
+        return FAMILIES[name]
+    if not is_foreign(name) and name not in list_models():
+        raise LowRankError(f"there is no network {name!r}; {nearest(name, [*FAMILIES, *list_models()])}")
+    return Family(name, "modern")
 
 
 SMALL_SQUARES = "mixture(3x3)"
@@ -224,6 +227,8 @@ def family_network(
 ) -> nn.Module:
     """The dense network of a family with fresh weights, for images of one size and a number of classes."""
     channels, height, width = size
+    if is_foreign(family.network):
+        return build_foreign(family.network, None, classes)[0]
     made: dict[str, Any] = {"num_classes": classes, "in_channels": channels, "norm": norm}
     made |= {"dropout": 0.0, "width": base, "image_size": height if height == width else None}
     return create_model(family.network, **made, **dict(family.options))
@@ -245,7 +250,8 @@ class Builder:
     @classmethod
     def of_family(cls, family: Family, size: tuple[int, int, int], *more: Any, **options: Any) -> Builder:
         """The builder of a family; the arguments are those of `family_network`."""
-        return cls(partial(family_network, family, size, *more, **options), size, family.kept, on_meta=True)
+        make = partial(family_network, family, size, *more, **options)
+        return cls(make, size, family.kept, on_meta=not is_foreign(family.network))
 
     def __call__(self, design: Design) -> nn.Module:
         """The network with fresh weights, by torch's generator as it stands."""

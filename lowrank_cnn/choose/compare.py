@@ -30,8 +30,9 @@ from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, SeedRun
 from lowrank_cnn.choose.runs import RunMaker, WorkerPool, release_memory
 from lowrank_cnn.choose.target import Target
 from lowrank_cnn.choose.trace import FrontierPlan, Tracer, width_of_time
+from lowrank_cnn.core.environment import environment
 from lowrank_cnn.core.errors import LowRankError, MissingExtra, check_number
-from lowrank_cnn.core.files import below, locked
+from lowrank_cnn.core.files import below, locked, write_json
 from lowrank_cnn.core.notes import note
 from lowrank_cnn.core.progress import lasting, progress, step
 from lowrank_cnn.core.text import counted, duration, text_table
@@ -53,6 +54,7 @@ from lowrank_cnn.train.inputs import (
     trained_on,
 )
 from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.run_folder import load_record
 from lowrank_cnn.train.trained import load_checkpoint
 
 RATES = (0.5, 1.0, 2.0)
@@ -618,7 +620,18 @@ class Comparing:
         for row in rows:
             sample, (choice, tries) = times[row.name], target.choice_of(made[row.name])
             row.timing = DesignTime(sample.ms, sample.low, sample.high, dense, tracer.plan.batch, choice, tries)
+            self._write_timings(row, images)
         self._keep()
+
+    def _write_timings(self, row: DesignRow, images: torch.Tensor) -> None:
+        """A record of the time beside that of each run, for the page."""
+        assert row.timing is not None
+        target, total = self.tracer.target, {"ms": row.timing.ms, "low": row.timing.low, "high": row.timing.high}
+        values = {"kind": "timing", "input": list(images.shape), "total": total, "macs": row.macs * len(images)}
+        values |= {"device": target.device, "runtime": target.engine or "optimize", "environment": environment()}
+        for run in row.runs:
+            folder = self._folder(row, run.seed)
+            write_json(folder / "timing.json", {"model": load_record(folder).model, **values})
 
     def _table(self, rows: Sequence[DesignRow], contenders: Sequence[Contender]) -> list[dict[str, Any]]:
         """All networks, the slowest first; those that were only tried have no test accuracy."""

@@ -113,7 +113,7 @@ class Entry:
 
 
 COMMANDS = {
-    "demo": Entry("demo", "Start", "Train a dense network and its low-rank twin on digits, and compare them."),
+    "demo": Entry("demo", "Start", "Compare a dense network with a thinner and a low-rank one on digits."),
     "compare": Entry("compare", "Start", "Say which cheap version of a network to train."),
     "models": Entry("models", "Start", "List the networks with their cost and published accuracy."),
     "count": Entry("models", "Start", "Count multiply-accumulates, parameters and memory, layer by layer."),
@@ -133,7 +133,7 @@ COMMANDS = {
     "export": Entry("export", "Deploy", "Write a network for ONNX Runtime and other engines, and check the file."),
     "audit": Entry("audit", "Paper", "Compare every published figure and claim with what this code computes."),
     "reproduce": Entry("reproduce", "Paper", "Train the paper's networks and compare their accuracy."),
-    "frontier": Entry("frontier", "Paper", "Train a family over widths and schemes: accuracy against time."),
+    "frontier": Entry("frontier", "Paper", "Train a network over widths and schemes: accuracy against time."),
     "figure": Entry("report", "Paper", "Draw a figure of the paper."),
 }
 
