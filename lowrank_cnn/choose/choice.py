@@ -121,10 +121,11 @@ def choose(contenders: Sequence[Contender], wish: Wish, *, minutes_per_run: floa
 
 
 def _rival(taken: Contender, contenders: Sequence[Contender]) -> Contender | None:
-    """The strongest network of another kind that is as fast, or else the most accurate of another kind."""
+    """The strongest network of another kind that is as fast, or else that is not the dense one."""
     others = [one for one in contenders if one.kind != taken.kind]
     as_fast = [one for one in others if SAME_TIME * one.ms <= taken.ms]
-    return max(as_fast or others, key=lambda one: one.held_out, default=None)
+    cheap = [one for one in others if one.kind != DENSE]
+    return max(as_fast or cheap or others, key=lambda one: one.held_out, default=None)
 
 
 def _sentence(

@@ -43,9 +43,16 @@ from lowrank_cnn.models.foreign import build_foreign, is_foreign
 from lowrank_cnn.train import fit
 from lowrank_cnn.train.distributed import resolve_device, resolve_precision
 from lowrank_cnn.train.failure import NotFiniteError
-from lowrank_cnn.train.inputs import augmentation, check_classes, check_network, image_size, open_for
+from lowrank_cnn.train.fit import recipe_for
+from lowrank_cnn.train.inputs import (
+    augmentation,
+    check_classes,
+    check_network,
+    image_size,
+    open_for,
+    trained_on,
+)
 from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.recipes import get_recipe
 from lowrank_cnn.train.trained import load_checkpoint
 
 RATES = (0.5, 1.0, 2.0)
@@ -152,10 +159,12 @@ def compare(
     if minutes is not None:
         check_number("minutes", minutes, above=0)
     sample = build(model, None)
-    plan = get_recipe(recipe, **settings) if isinstance(recipe, str) else _recipe(recipe, settings)
-    images = open_for(sample, data, plan or Recipe())
+    asked = "modern" if recipe is None else recipe
+    plan = recipe_for(data, asked, settings)
+    images = open_for(sample, data, plan)
     check_classes(images)
-    plan = plan or default_recipe(len(images.train), settings)
+    if recipe is None:
+        plan = recipe_for(data, asked, settings, images=trained_on(images, plan))
     size = image_size(images.test, augmentation(plan))
     builder = Builder(partial(build, model, len(images.classes), size[0]), size)
     check_network(builder(DENSE), images, plan)
@@ -202,21 +211,12 @@ def build(model: Model, classes: int | None, channels: int | None = None) -> nn.
     return create_model(model, norm="batch", **{key: value for key, value in shape.items() if value is not None})
 
 
-def _recipe(recipe: Recipe | None, settings: dict[str, Any]) -> Recipe | None:
-    return replace(recipe, **settings) if recipe is not None else None
-
-
-def default_recipe(images: int, settings: dict[str, Any]) -> Recipe:
-    """The recipe for a number of training images."""
-    return get_recipe("modern", **settings)
-
-
 def in_words(design: Design | DesignRow) -> str:
     """What a design is called in the answer: thin at 0.5 has half of the filters in each layer."""
     name, _, width = design.name.partition("@")
-    if kind_of(design) == THIN:
-        return f"thin at {width}"
-    return f"{name} at {width}" if width else name
+    if not width:
+        return name
+    return f"{'thin' if kind_of(design) == THIN else name} at {float(width):.2g}"
 
 
 def kind_of(design: Design | DesignRow) -> str:
@@ -288,7 +288,7 @@ class Comparing:
 
         def epochs_in(minutes: float, level: int, rates: Sequence[float]) -> int:
             fixed, each = costs(level, rates)
-            return max(1, min(self.recipe.epochs, int((PLANNED * 60 * minutes - fixed) / each)))
+            return max(0, min(self.recipe.epochs, int((PLANNED * 60 * minutes - fixed) / each)))
 
         chosen = self.minutes
         if chosen is None:
@@ -299,7 +299,7 @@ class Comparing:
             for level, rates, share in LEVELS
             if epochs_in(chosen, level, rates) >= share * self.recipe.epochs
         )
-        epochs = epochs_in(chosen, level, rates)
+        epochs = max(1, epochs_in(chosen, level, rates))
         self._keep(minutes=chosen, level=level, rates=list(rates), short=max(2, round(SHORT * epochs)))
         about = f"{counted(len(self.data.train), 'training image')}, {counted(len(self.data.test), 'test image')}"
         tries = f"tries of {counted(len(rates), 'learning rate')}, then " if len(rates) > 1 else ""

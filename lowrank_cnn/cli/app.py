@@ -125,6 +125,7 @@ COMMANDS = {
     "shrink": Entry("shrink", "Train", "Store large photographs at the size that training needs."),
     "convert": Entry("convert", "Convert", "Rewrite the convolutions of any network with low-rank filters."),
     "decompose": Entry("convert", "Convert", "Approximate trained convolutions by low-rank filters."),
+    "thin": Entry("convert", "Convert", "Make a thinner network: fewer channels in every layer."),
     "design": Entry("compare", "Convert", "Advise whether low-rank filters, fewer filters or both are faster."),
     "time": Entry("plan", "Deploy", "Time networks layer by layer, beside their dense twins."),
     "plan": Entry("plan", "Deploy", "Find the fastest way to run a network on this machine."),
