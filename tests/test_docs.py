@@ -160,8 +160,8 @@ def run_python(text: str, page: Path, names: dict[str, object]) -> None:
     exec(compile(text, str(page), "exec"), names)
 
 
-BY_NIGHT = ("docs/devices.md", "docs/export.md", "docs/index.md")
-"""Pages that write many files for engines, as the tests of the engines do; index.md shows what README.md shows."""
+BY_NIGHT = tuple(f"docs/{name}.md" for name in ("devices", "export", "frontier", "index", "your-model"))
+"""Pages that take longest: tests of engines and commands do the same, and index.md shows what README.md shows."""
 
 
 def pages_to_run() -> Iterator[Any]:

@@ -340,7 +340,7 @@ class Guided(nn.Module):
         return self.rest(x) + self.head(x) if self.training else self.rest(x)
 
 
-@pytest.mark.parametrize("budget", [{"macs": 0.6}, {"latency": 0.999}])
+@pytest.mark.parametrize("budget", [{"macs": 0.6}, pytest.param({"latency": 0.999}, marks=pytest.mark.nightly)])
 def test_a_head_that_runs_in_training_alone_keeps_its_filters(budget):
     found = learn(Guided(), shapes=ALL[:-1], **budget).network
     assert type(found.head[0]) is nn.Conv2d

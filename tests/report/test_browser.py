@@ -409,7 +409,7 @@ def test_printed_charts_stand_in_two_columns_without_holes(page: Any):
     assert page.evaluate("document.documentElement.scrollWidth") <= 720
 
 
-@pytest.mark.parametrize("committed", [1100, 1400], indirect=True)
+@pytest.mark.parametrize("committed", [1100, pytest.param(1400, marks=pytest.mark.nightly)], indirect=True)
 def test_no_table_is_cut_off(committed: Any):
     box = committed.locator(".scroll:has(#table-networks)")
     assert box.evaluate("(scroll) => scroll.scrollWidth <= scroll.clientWidth")
@@ -446,6 +446,7 @@ def test_test_images_are_shown_by_class_by_confusion_and_by_confidence(page: Any
     assert "details=vgg11-gmp-lr" in page.url
 
 
+@pytest.mark.nightly
 def test_worst_images_are_shown_where_the_record_carries_them(open_records: Any):
     drawn = io.BytesIO()
     Image.new("RGB", (1, 1)).save(drawn, "PNG")

@@ -265,6 +265,7 @@ def test_batch_norms_are_folded_and_maps_are_transposed_once_in_litert(tmp_path:
     assert not (tmp_path / "net.tflite.json").exists()  # the file itself names its inputs
 
 
+@pytest.mark.nightly
 def test_quantising_takes_residuals(residual: nn.Module, tmp_path):
     installed("executorch")
     assert quantize(residual, torch.randn(4, 8, 6, 6), tmp_path / "net.pte", dynamic=()).error < 0.1
