@@ -20,7 +20,7 @@ from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.prune import cheaper
 from lowrank_cnn.method.schemes import parse_scheme
 from lowrank_cnn.models import create_model, list_models
-from lowrank_cnn.models.foreign import build_foreign, called, function_of, is_foreign
+from lowrank_cnn.models.foreign import build_foreign, called, copy_equal_shapes, function_of, is_foreign
 
 if TYPE_CHECKING:
     from lowrank_cnn.data import Data
@@ -205,23 +205,28 @@ def _from_weights(text: str, into: str | None, classes: Sequence[str] | None) ->
         name = (Path(text).name if Path(text).is_dir() else text) if path.name == WEIGHTS else path.stem
         size = stored.input_size or notes(stored.network).input_size
         source = Source(name, stored.network.eval(), size, trained_of(stored))
-    source = _for_classes(source, classes)
+    source = _for_classes(source, classes, into)
     # Build it anew: loading has converted the first one and filled it with weights.
     dense = find_into(into, text) if notes(source.network).conversion else None
     return source if dense is None else replace(source, dense=dense.eval())
 
 
-def _for_classes(source: Source, classes: Sequence[str] | None) -> Source:
-    """A trained network of ours for other classes than it was trained on: with a new last layer."""
+def _for_classes(source: Source, classes: Sequence[str] | None, into: str | None = None) -> Source:
+    """A trained network for other classes than it was trained on: with a new last layer."""
     if classes is None or source.trained is None or tuple(classes) == source.trained.classes:
         return source
-    from lowrank_cnn.models.build import with_classes
+    from lowrank_cnn.models.build import rebuild, rebuild_options, with_classes
     from lowrank_cnn.models.network import Network
 
-    if not isinstance(source.network, Network):
+    if isinstance(source.network, Network):
+        network = with_classes(source.network, len(classes))
+    elif into is None:
         return source  # `fit` says which number of outputs it needs
-    fresh = replace(source, network=with_classes(source.network, len(classes)), trained=None)
-    return _with_new_head(fresh, "trained", classes)
+    else:
+        network = rebuild(rebuild_options(source.network), into=find_model(into, classes=classes).network)
+        if not copy_equal_shapes(source.network, network):  # it is built for the same number of classes
+            return source
+    return _with_new_head(replace(source, network=network, trained=None), "trained", classes)
 
 
 def parse_size(text: str | None) -> Size | None:
