@@ -152,7 +152,7 @@ class LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
-        return name, command and load_command(str(name)), with_default_weights(rest)
+        return name, command and load_command(str(name)), rest
 
     def invoke(self, ctx: Any) -> Any:
         """Print the last words of a run that was stopped; its exit code depends on the signal, unlike typer's."""
@@ -180,12 +180,19 @@ def with_default_weights(words: list[str]) -> list[str]:
     return found
 
 
+class Command(TyperCommand):
+    """A command in which --pretrained may have no value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, with_default_weights(args))
+
+
 def load_command(name: str) -> TyperCommand:
     """Import the module of a command and build the command from its function."""
     entry = COMMANDS[name]
     function = getattr(import_module(f"lowrank_cnn.cli.{entry.module}"), f"{name}_command")
     app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
-    app.command(name, help=help_text(function.__doc__ or ""), context_settings=_SETTINGS)(function)
+    app.command(name, cls=Command, help=help_text(function.__doc__ or ""), context_settings=_SETTINGS)(function)
     command = typer.main.get_command(app)
     assert isinstance(command, TyperCommand)
     return command
