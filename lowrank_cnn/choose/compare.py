@@ -71,6 +71,8 @@ FINALISTS, FEWEST_RUNS, MOST_RUNS = 4, 3, 5
 MOST_MINUTES = 60
 PLANNED = 0.9
 """The share of the budget that is planned for training; timing and what was not foreseen have the rest."""
+TIMING = 0.015
+"""The share of the budget in which the fastest form of one network is searched."""
 LADDERS: tuple[tuple[str, ...], ...] = (
     ("bands", "lr"),  # of depthwise networks
     ("lr", "mixture"),
@@ -341,6 +343,7 @@ class Comparing:
             and epochs_in(chosen, level, rates) >= share * self.recipe.epochs
         )
         epochs = max(1, epochs_in(chosen, level, rates))
+        self.tracer.target = replace(self.tracer.target, seconds=min(30.0, max(2.0, TIMING * 60 * chosen)))
         self._keep(minutes=chosen, level=level, rates=list(rates), short=max(2, round(SHORT * epochs)))
         about = f"{counted(len(self.data.train), 'training image')}, {counted(len(self.data.test), 'test image')}"
         tries = f"tries of {counted(len(rates), 'learning rate')}, then " if len(rates) > 1 else ""
@@ -385,6 +388,8 @@ class Comparing:
                 step(f"{text} is timed")
                 with self._explaining(reasons):
                     self._add_in_time(find_design(text))
+                if len(tracer.rows) == 1 and not tracer.plan.designs:
+                    break  # the ladder is for other networks
             if len(tracer.rows) > 1:
                 break
         for row in [row for row in tracer.rows.values() if not row.dense]:

@@ -18,7 +18,7 @@ from lowrank_cnn.choose.target import Target
 from lowrank_cnn.cli.app import build
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Data
-from lowrank_cnn.train.trained import load_checkpoint
+from lowrank_cnn.train.trained import carried_by, load_checkpoint
 
 comparing = import_module("lowrank_cnn.choose.compare")
 QUICK = {"epochs": 1, "batch_size": 16, "minutes": 60}
@@ -142,28 +142,34 @@ def test_depthwise_networks_are_compared_with_bands(
 @pytest.mark.usefixtures("no_page")
 def test_the_budget_is_kept(squares: Data, tmp_path: Path):
     said: list[str] = []
-    found = lr.compare(network, squares, out=tmp_path, say=said.append, **{**QUICK, "minutes": 1e-4})
+    found = lr.compare(network, squares, out=tmp_path, say=said.append, **{**QUICK, "minutes": 1e-4, "epochs": 9})
     assert [row["runs"] for row in found.table] == [1, 1, 1]  # one of each is the least that can be compared
     assert "The time is over after 1 run of each network." in said
     assert "without the chance of other runs" in found.sentence
     assert any("--minutes" in remark for remark in found.remarks)
 
 
+def test_in_an_engine_answers_are_those_of_the_file(squares: Data, tmp_path: Path):
+    made, target = network(), Target.parse("torchscript")
+    lr.fit(made, squares, epochs=1, batch_size=16, progress=False)
+    trained = carried_by(made)
+    assert trained is not None
+    deployed = target.deployed(trained, squares, tmp_path)
+    assert deployed is not None
+    assert not isinstance(deployed.network, nn.Sequential)
+    assert torch.equal(target.answers(deployed, squares), Target().answers(trained, squares))
+    (tmp_path / "net.ts").unlink()
+    with pytest.raises(LowRankError):
+        load_checkpoint(tmp_path / "net.ts", trusted=True)
+
+
+@pytest.mark.nightly
 @pytest.mark.usefixtures("no_page")
-def test_in_an_engine_the_accuracy_is_that_of_the_file(
-    squares: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    evaluated: list[str] = []
-    answers = Target.answers
-    monkeypatch.setattr(
-        Target,
-        "answers",
-        lambda self, net, data: evaluated.append(type(net.network).__name__) or answers(self, net, data),
-    )
-    found = lr.compare(network, squares, out=tmp_path, say=str, for_="onnxruntime", schemes=("lr",), **QUICK)
+@pytest.mark.parametrize("where", ["onnxruntime:int8", "ncnn:fp16"])
+def test_networks_are_compared_in_an_engine(squares: Data, tmp_path: Path, where: str):
+    found = lr.compare(network, squares, out=tmp_path, say=str, for_=where, schemes=("lr",), **QUICK)
     assert found.sentence.startswith("Take ")
-    assert (found.winner / "net.onnx").is_file()
-    assert set(evaluated) == {"EngineNetwork"} or not {"Sequential"} & set(evaluated)
+    assert (found.winner / f"net{Target.parse(where).suffix}").is_file()
 
 
 @pytest.mark.parametrize(
