@@ -323,10 +323,10 @@ def train_command(
     recipe = adapted(trained_on(wanted, recipe))
     if first_process() and not as_json:
         _print_start(wanted, recipe, run.out, source.remark, tuned=wanted is not found and is_weights(model))
-        if teacher and not run.teacher:
-            console.print("The network as it was is the teacher (--set distill_weight=0 trains without it).")
         if training.recipe is None:
             console.print(defaults_in_words(recipe, trained_on(wanted, recipe)))
+        if teacher and not run.teacher:
+            console.print("The network as it was is the teacher (--set distill_weight=0 trains without it).")
     told = _problems_of(wanted)
     how = {"workers": images.workers, **rare, **asdict(run), "teacher": teacher, "log": run.log or ()}
     record = train(source.network.train(), wanted, recipe, progress=not as_json, **how)
