@@ -16,6 +16,7 @@ from tables.form import ROOT, markdown, record
 
 from lowrank_cnn.choose.frontier import DENSE_NAME, RECORD, DesignRow, Frontier, load_frontier
 from lowrank_cnn.choose.verdict import BETTER, YES, control_of, read_questions
+from lowrank_cnn.report.style import COLOURS
 
 DENSE, LOW_RANK, THIN = "dense", "low-rank", "thin dense"
 KEYS = {DENSE: "dense", LOW_RANK: "low-rank", THIN: "thin"}
@@ -212,8 +213,8 @@ def _chart(trio: Trio) -> dict[str, Any]:
     y = {"field": "top1", "type": "quantitative", "title": "top-1, %", "scale": {"domain": shares}}
     y["axis"] = {"titlePadding": 14}  # fonts of a browser are wider than the one that is measured here
     kinds = list(KEYS)
-    shapes = {"domain": kinds, "range": ["circle", "square", "diamond"]}
-    colours = {"domain": kinds, "range": ["#d55e00", "#0072b2", "#6a6a6a"]}
+    shapes = {"domain": kinds, "range": ["circle", "diamond", "square"]}
+    colours = {"domain": kinds, "range": [COLOURS[kind][0] for kind in ("dense", "low-rank", "thin")]}
     beside = {"align": "right", "dx": -12}  # a thin network may lie on the low-rank one
     low, thin = (-6, 10) if trio.gap > 0 else (10, -6)
     full = trio.rows[DENSE].name in FULL if DENSE in trio.rows else True  # a longer name would leave the chart

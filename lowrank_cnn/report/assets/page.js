@@ -13,7 +13,7 @@ async function drawLayers() {
 function offerLayers() {
   at("layers-choices").replaceChildren();
   choices(at("layers-choices"), "Network", "layers", pairs(DATA.layers.map((chart) => chart.title)), drawLayers);
-  drawLayers();
+  return drawLayers();
 }
 
 // ---- Tables are sorted by their headings: numbers as numbers, what is missing always last.
@@ -79,11 +79,11 @@ function clearPrint() {
 
 // ---- Start.
 
-function drawAll() {
-  offerTrade();
-  if (DATA.curves.length) offerTraining();
-  if (DATA.details.length) offerDetails();
-  offerLayers();
+async function drawAll() {
+  const parts = { trade: offerTrade, curves: offerTraining, details: offerDetails, layers: offerLayers };
+  delete document.body.dataset.drawn;
+  await Promise.all(Object.entries(parts).map(([name, offer]) => DATA[name].length && offer()));
+  document.body.dataset.drawn = "";
 }
 
 function followTheme() {
@@ -106,6 +106,7 @@ for (const link of document.querySelectorAll("nav a, .skip, .meta a")) link.addE
   event.preventDefault(); // the address keeps what is chosen
   at(link.getAttribute("href").slice(1)).scrollIntoView();
 });
+if (!DATA.trade.length) figureOf("trade").append(html("p", { class: "none" }, "No network here has both an accuracy and a cost."));
 if (!DATA.curves.length) figureOf("curves").append(html("p", { class: "none" }, "No training run among these records: lowrank train writes one."));
 drawAll();
 followTheme();
