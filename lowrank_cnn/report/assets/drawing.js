@@ -29,10 +29,11 @@ function withLabels(vega) {
   return vega;
 }
 
-// On a narrow page the legend's entries stand below each other: side by side they would leave the page.
+// On a narrow page the legend's entries stand below each other: side by side they would leave the page. On paper, two
+// stand side by side.
 function configOf(width, print) {
   const config = DATA.themes[theme(print)];
-  return width < NARROW ? { ...config, legend: { ...config.legend, columns: 1 } } : config;
+  return width < NARROW ? { ...config, legend: { ...config.legend, columns: print ? 2 : 1 } } : config;
 }
 
 function makeView(spec, options) {

@@ -51,14 +51,15 @@ function tableCsv(table) {
 
 // ---- Printed, the page shows every data set.
 
+const PRINTED = 195; // pixels of a chart's height: four rows fill a page
 function drawForPrint() {
   const box = at("print-all");
   box.hidden = false;
   box.replaceChildren(html("h2", {}, "All data sets"));
   const add = (title, { title: own, ...spec }) => {
-    const figure = html("figure", {}, html("h3", {}, own ? `${title}: ${own.text}` : title), html("div", { class: "plot" }));
+    const figure = html("figure", {}, html("h3", {}, own ? `${title}: ${own}` : title), html("div", { class: "plot" }));
     box.append(figure);
-    makeView({ ...spec, width: 400 }, { container: figure.lastChild, print: true }).run();
+    makeView({ ...spec, width: 400, height: Math.min(spec.height, PRINTED) }, { container: figure.lastChild, print: true }).run();
   };
   for (const chart of DATA.trade) add(`${trainedLabel(chart.data, chart.recipe)}: ${chart.y}`, tradeSpec(chart, chart.log ? "log" : "linear", null, true));
   for (const key of unique(DATA.curves.map((run) => JSON.stringify([run.data, run.recipe])))) {
