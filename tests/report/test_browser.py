@@ -491,7 +491,7 @@ def test_what_a_record_says_stays_text(open_records: Any):
     chart(page, "trade").locator(DOTS).first.hover()
     assert name in shown_tip(page)
     assert page.locator("img").count() == 0
-    assert page.title() == "Low-rank networks: report"
+    assert page.title() == "Dense networks: report"
 
 
 def test_everything_that_acts_can_be_reached_by_key(page: Any):

@@ -11,6 +11,7 @@ from lowrank_cnn.report import Records
 from lowrank_cnn.report.charts import (
     LAYER_COLOURS,
     MOST_BARS,
+    curves_spec,
     details_data,
 )
 from lowrank_cnn.report.results import gather
@@ -112,6 +113,20 @@ def test_the_page_gets_complete_charts_and_of_many_classes_the_hardest(records: 
     assert len(classes["datasets"]["bars"]) == MOST_BARS
     assert f"the {MOST_BARS} hardest of 100" in classes["title"]
     assert found["charts"]["confusion"]["encoding"]["x"]["axis"]["labels"] is False
+
+
+def test_a_run_of_one_epoch_is_a_dot():
+    look = {"light": "#0072b2", "dash": [1, 0]}
+    one = {"group": "one", "look": look, "epochs": [1], "accuracy": [None], "train_accuracy": [0.3], "test": None}
+    spec = curves_spec("runs", [one])
+    assert spec["datasets"]["ends"] == spec["datasets"]["curves"] == [{"group": "one", "epoch": 1, "value": 0.3}]
+    assert spec["layer"][1]["encoding"]["y"]["title"] == "Accuracy on training images"
+    tested = curves_spec("runs", [{**one, "test": 0.2}])
+    assert tested["layer"][1]["encoding"]["y"]["title"].endswith("dots: test images")
+
+
+def test_costs_begin_at_zero(records: Records):
+    assert all(chart["costs"]["linear"][0] == 0 for chart in trade_of(records))
 
 
 def test_all_points_are_labelled_or_none():
