@@ -118,19 +118,20 @@ class NetworkOptions:
 class TrainingOptions:
     """The recipe, and what is changed of it."""
 
-    recipe: Annotated[str, option("`lowrank recipes` lists them.", panel=TRAINING)] = "modern"
+    recipe: Annotated[str | None, option("`lowrank recipes` lists them.", panel=TRAINING)] = None
     epochs: Annotated[int | None, option("Epochs to train at most.", panel=TRAINING)] = None
     batch_size: Annotated[int | None, option("Images per step, over all processes.", panel=TRAINING)] = None
     lr: Annotated[float | None, option("Learning rate at the start.", panel=TRAINING)] = None
     settings: Settings = None
 
-    def read(self, file: dict[str, Any]) -> tuple[Recipe, dict[str, Any]]:
-        """The recipe, and the settings that are no part of it; also the recipe's norm, if it was set.
+    def read(self, file: dict[str, Any]) -> tuple[Recipe, Callable[[int], Recipe], dict[str, Any]]:
+        """The recipe, how it adapts to the number of images, and the settings that are no part of it.
 
-        Options replace what --config says, and --set replaces both.
+        Settings include the recipe's norm, if it was set. Options replace what --config says, and --set replaces
+        both. A recipe that was named does not adapt.
         """
         from lowrank_cnn.train.recipe import RunSettings, changed, parse_settings, read_value
-        from lowrank_cnn.train.recipes import get_recipe
+        from lowrank_cnn.train.recipes import get_recipe, suited
 
         own = {"epochs": self.epochs, "batch_size": self.batch_size, "lr": self.lr}
         typed = parse_settings(self.settings or [])
@@ -139,9 +140,10 @@ class TrainingOptions:
         given = file | {name: value for name, value in own.items() if value is not None} | typed
         run = {field.name: given.pop(field.name) for field in fields(RunSettings) if field.name in given}
         rare = {name: read_value(name, kind, given.pop(name)) for name, kind in RARE.items() if name in given}
-        recipe = get_recipe(self.recipe, **given)
+        recipe = get_recipe("modern" if self.recipe is None else self.recipe, **given)
         changed(RunSettings(), run)  # refused now, before images are read
-        return recipe, run | rare | ({"norm": recipe.norm} if "norm" in given else {})
+        adapted = partial(suited, recipe, given=given) if self.recipe is None else lambda _: recipe
+        return recipe, adapted, run | rare | ({"norm": recipe.norm} if "norm" in given else {})
 
 
 @dataclass(frozen=True)
@@ -284,9 +286,17 @@ def train_command(
     from lowrank_cnn.cli.source import build_for, check_model, is_weights
     from lowrank_cnn.method.thin import thin_near
     from lowrank_cnn.train.distributed import seed_generators
-    from lowrank_cnn.train.inputs import as_network_wants, augmentation, check_classes, check_network, input_size
+    from lowrank_cnn.train.inputs import (
+        as_network_wants,
+        augmentation,
+        check_classes,
+        check_network,
+        input_size,
+        trained_on,
+    )
+    from lowrank_cnn.train.recipes import defaults_in_words
 
-    recipe, rare = training.read(config)
+    recipe, adapted, rare = training.read(config)
     scheme, train = network.training()
     building = network.building(model, scheme, recipe, rare.pop("norm", None), rare.pop("stride", None))
     reading = images.reading(data, progress=not as_json, rare=rare)
@@ -303,8 +313,11 @@ def train_command(
         size = input_size(wanted.test, augmentation(recipe))
         source = replace(source, network=thin_near(source.network, network.thin, size), remark="")
     check_network(source.network, wanted, recipe)
+    recipe = adapted(trained_on(wanted, recipe))
     if first_process() and not as_json:
         _print_start(wanted, recipe, run.out, source.remark, tuned=wanted is not found and is_weights(model))
+        if training.recipe is None:
+            console.print(defaults_in_words(recipe, trained_on(wanted, recipe)))
     told = _problems_of(wanted)
     how = {"workers": images.workers, **rare, **asdict(run), "log": run.log or ()}
     record = train(source.network.train(), wanted, recipe, progress=not as_json, **how)

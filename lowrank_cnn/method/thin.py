@@ -31,7 +31,7 @@ from lowrank_cnn.core.modules import InputSize, arguments, checked_size, is_exam
 from lowrank_cnn.core.notes import AsDict, forget, note, notes
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.method.chains import outputs_of
-from lowrank_cnn.method.count import count
+from lowrank_cnn.method.count import ShapesOnly, count
 from lowrank_cnn.method.init import init_
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.rewrite import copy_with, failure, is_channels_last
@@ -302,6 +302,11 @@ def thin(
     return new
 
 
+def fresh(model: nn.Module) -> nn.Module:
+    """A copy with fresh weights, by the same rules as those of a thinner one."""
+    return _fresh(copy_with(model).to("meta"), model)
+
+
 def thin_again(model: nn.Module, thinning: Thinning) -> nn.Module:
     """Make the dense network as thin as another copy of it was made, with fresh weights."""
     if thinning.input_size is None:
@@ -481,7 +486,8 @@ def _share_parameters(new: nn.Module, model: nn.Module) -> None:
 def _on_meta(model: nn.Module, size: InputSize) -> Any:
     """Run a network on the meta device on an image of this size, or on an example."""
     args, kwargs = arguments(size, device="meta", dtype=None)
-    return model(*args, **kwargs)
+    with ShapesOnly():
+        return model(*args, **kwargs)
 
 
 def _in_single(size: InputSize) -> InputSize:

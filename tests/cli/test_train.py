@@ -404,7 +404,7 @@ SETTINGS += ("checkpoint-every=60", "hold-gb=8", "channels=1", "bad=refuse", "lr
 
 
 def test_a_setting_is_found_in_the_recipe_the_run_the_network_or_the_images():
-    recipe, rare = TrainingOptions("modern", epochs=3, lr=0.02, settings=[*SETTINGS]).read(
+    recipe, _, rare = TrainingOptions("modern", epochs=3, lr=0.02, settings=[*SETTINGS]).read(
         {"epochs": 9, "batch_size": 32, "cuda_graphs": "true"}
     )
     assert (recipe.epochs, recipe.batch_size, recipe.lr) == (3, 32, 0.1)
