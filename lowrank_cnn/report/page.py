@@ -150,6 +150,8 @@ class PageTable:
 
 
 _OF_TWIN = "below, the share of the dense twin's"
+_RUN_BY = {"torch": "by layers", "optimize": "optimized"}
+"""How a network was timed: layer by layer, as it was trained, or as `optimize` makes it; else in an engine."""
 _OPTIONAL = ("top-5", f"{CPU} ms/image", f"{GPU} ms/image")
 _HELP = {
     "top-1": "mean over seeds, with the standard deviation",
@@ -225,7 +227,7 @@ def _time(result: NetworkResult, device: str) -> TableCell:
     timing = result.time(device)
     if timing is None:
         return TableCell(DASH)
-    small = f"{_ratio(result, device) or f'batch {timing.batch}'} in {timing.runtime}"
+    small = f"{_ratio(result, device) or f'batch {timing.batch}'} {_RUN_BY.get(timing.runtime, timing.runtime)}"
     return TableCell(f"{timing.ms_per_image:.3g}", timing.ms_per_image, small)
 
 

@@ -14,6 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from lowrank_cnn.choose.choice import DENSE, LOW_RANK, THIN
 from lowrank_cnn.core.errors import LowRankError, require
 from lowrank_cnn.core.files import write_atomically
 
@@ -151,7 +152,7 @@ def _stacked(pictures: Sequence[str]) -> str:
 Look = dict[str, str | list[int]]
 """How a network is drawn: its colour on light and on dark pages, and its dash."""
 
-DENSE, THIN, LOW_RANK, LEARNED = "dense", "thin", "low-rank", "learned shapes"
+LEARNED = "learned shapes"
 COLOURS = {
     DENSE: ("#d55e00", "#ff9a52"),
     THIN: ("#7f00ff", "#9d5cff"),

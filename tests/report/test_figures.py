@@ -186,7 +186,7 @@ def frontier(folder: Path, designs: dict[str, tuple[float, float, int]]) -> Fron
         made = [SeedRun(seed, int(1000 * share) + seed, 0, "", 3.0, 4.0, 1.0, 1.0, 0) for seed in range(runs)]
         found.rows.append(
             DesignRow(
-                {"name": name, "scheme": scheme, "width": 1 - name.count("@") / 2},
+                {"name": name, "scheme": scheme},
                 int(1e6 * ms),
                 10**5,
                 timing,
@@ -200,7 +200,7 @@ def test_a_frontier_names_every_design_and_its_kinds(tmp_path: Path, text_of):
     designs = {"dense": (0.93, 1.0, 3), "dense@0.5": (0.9, 0.5, 3), "lr": (0.91, 0.4, 2), "learned": (0.9, 0.5, 2)}
     found = frontier(tmp_path, designs)
     drawn = draw_frontier(found, tmp_path / "f.svg")
-    words = {"dense@0.5", "dense", "thin", "low-rank", "learned shapes", "Milliseconds for a batch"}
+    words = {"thin at 0.5", "dense", "thin", "low-rank", "learned shapes", "Milliseconds for a batch"}
     assert words <= text_of(drawn)
     assert "Mean of 2 to 3 runs" in drawn.read_text()
     assert "#009e73" in drawn.read_text()
