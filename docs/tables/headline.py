@@ -14,6 +14,7 @@ from typing import Any
 from tables import form, frontier, gpu_models
 from tables.form import ROOT, markdown, record
 
+from lowrank_cnn.choose.compare import in_words
 from lowrank_cnn.choose.frontier import DENSE_NAME, RECORD, DesignRow, Frontier, load_frontier
 from lowrank_cnn.choose.verdict import BETTER, YES, control_of, read_questions
 from lowrank_cnn.report.style import COLOURS
@@ -197,7 +198,12 @@ def draw(path: Path) -> None:
 
 def _chart(trio: Trio) -> dict[str, Any]:
     values = [
-        {"name": row.name, "kind": kind, "ms": trio.ms(kind), "top1": trio.top1(kind)}
+        {
+            "name": in_words(row).replace("thin", KEYS[kind]),
+            "kind": kind,
+            "ms": trio.ms(kind),
+            "top1": trio.top1(kind),
+        }
         for kind, row in trio.rows.items()
     ]
     arrows = [
