@@ -125,7 +125,7 @@ def fit(
     """
     loggers = (log,) if isinstance(log, str) else tuple(log)
     check_loggers(loggers)
-    fields, how = _sorted_settings({"epochs": epochs, "batch_size": batch_size, "lr": lr, **settings})
+    fields, how = sorted_settings({"epochs": epochs, "batch_size": batch_size, "lr": lr, **settings})
     source, asked = data, "modern" if recipe is None else recipe
     chosen, recipe = recipe is None, recipe_for(source, asked, fields)
     check_request(model, recipe, how, loss, teacher)
@@ -201,7 +201,7 @@ def recipe_for(data: Any, recipe: Recipe | str, fields: Mapping[str, Any], *, im
     return found if images is None else suited(found, images, given)
 
 
-def _sorted_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], RunSettings]:
+def sorted_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], RunSettings]:
     """Fields of the recipe, and settings of the run; unknown words are refused with the one to use instead."""
     ours, fields = ({field.name for field in dataclasses.fields(kind)} for kind in (RunSettings, Recipe))
     for name in given:

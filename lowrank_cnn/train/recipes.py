@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from lowrank_cnn.core.errors import check_choice, check_number
+from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.train.recipe import Recipe, changed
 
@@ -192,23 +193,29 @@ def get_recipe(name: str, /, **overrides: object) -> Recipe:
 
 
 LEAST_BATCH, MOST_BATCH = 16, 128
-STEPS_PER_EPOCH = 30
+STEPS_PER_EPOCH, STEPS = 30, 2000
+"""What an epoch and a run of few images should have."""
+MANY_IMAGES = 100_000
 
 
 def defaults_for(images: int, *, batch_size: int | None = None) -> Recipe:
     """The recipe for this many training images if the user names none: `modern`, with other batches and epochs.
 
-    Batches are powers of two that give an epoch about thirty steps or more. The rate falls with the batch, also
-    with a `batch_size` of the user's own. docs/training.md has the measurements.
+    A batch is a power of two, small enough for some thirty steps in an epoch. Small sets get more epochs, until a
+    run has some 2,000 steps. The rate falls with the square root of the batch, also with a `batch_size` of the
+    user's own. docs/training.md has the measurements.
 
     >>> recipe = defaults_for(963)
     >>> recipe.batch_size, recipe.epochs, recipe.lr
-    (32, 60, 0.05)
+    (32, 70, 0.05)
     """
     check_number("images", images, least=1, whole=True)
     power = 2 ** (max(1, images // STEPS_PER_EPOCH).bit_length() - 1)
-    batch = batch_size or min(images, max(LEAST_BATCH, min(MOST_BATCH, power)))
-    return replace(RECIPES["modern"], batch_size=batch, epochs=60, lr=0.05)
+    chosen = min(images, max(LEAST_BATCH, min(MOST_BATCH, power)))
+    batch, epochs = batch_size or chosen, ceil_div(STEPS, images // chosen * 10) * 10
+    rate = float(f"{0.1 * (batch / MOST_BATCH) ** 0.5:.0e}")
+    modern, least = RECIPES["modern"], 60 if images < MANY_IMAGES else 30
+    return replace(modern, batch_size=batch, epochs=min(modern.epochs, max(least, epochs)), lr=rate)
 
 
 def suited(recipe: Recipe, images: int, given: Collection[str]) -> Recipe:
@@ -221,7 +228,7 @@ def suited(recipe: Recipe, images: int, given: Collection[str]) -> Recipe:
 def defaults_in_words(recipe: Recipe, images: int) -> str:
     """The line that is printed before a run whose recipe was chosen from the number of images."""
     steps, more = images // recipe.batch_size * recipe.epochs, ""
-    if recipe.batch_size < MOST_BATCH:
+    if recipe.batch_size < MOST_BATCH <= images:
         more = f" Batches of {MOST_BATCH} would give {images // MOST_BATCH * recipe.epochs:,}."
     each = f"batches of {recipe.batch_size}, {counted(recipe.epochs, 'epoch')}, rate {recipe.lr:g}"
     return f"{counted(images, 'image')}: {each}, {counted(steps, 'step')} in all.{more}"
