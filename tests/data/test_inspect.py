@@ -27,21 +27,21 @@ def photos(tmp_path: Path, write_folder, photo) -> Path:
 
 def test_everything_wrong_with_a_set_is_found(photos: Path) -> None:
     found = lr.inspect_data(photos, progress=False)
-    train, test = found.splits["train"], found.splits["test"]
+    train, test = found.train, found.test
     assert (train.images, train.classes) == (10, {"ant": 8, "bee": 2, "cow": 0})
-    assert train.sizes == {(12, 10): 9, (8, 8): 1}
+    assert train.sizes == {"12x10": 9, "8x8": 1}
     assert train.modes == {"RGB": 9, "L": 1}
-    assert train.problems.found == [
+    assert train.problems == [
         ("empty class folder", "train/cow"),
         ("undecodable image", "train/bee/bad.jpg: not a known image format"),
     ]
     assert found.leaks == [("test/bee/seen.webp", "train/ant/2.png")]
-    assert found.repeated["train"] == [
+    assert train.repeated == [
         ("train/ant/again.bmp", "train/ant/3.png"),
         ("train/bee/other.png", "train/ant/5.png"),
     ]
     assert ("train/bee/other.png", "train/ant/5.png") in found.contradictions
-    assert (test.images, found.repeated["test"]) == (3, [])
+    assert (test.images, test.repeated) == (3, [])
 
 
 def test_the_command_prints_it_and_draws_a_sheet(photos: Path, tmp_path: Path) -> None:
@@ -53,8 +53,8 @@ def test_the_command_prints_it_and_draws_a_sheet(photos: Path, tmp_path: Path) -
         "train: 1 empty class folder:\n  train/cow",
         "bad.jpg: not a known image format",
         "10 images: batches of 10, ",
-        "ant has 8 training images, cow 0: --set class_weights=balanced",
-        "images differ in size, so each is brought to the network's input size",
+        "ant has 8 training images, cow 0: with the recipe's class_weights=balanced",
+        "images differ in size, so they are brought to the network's input size",
     ):
         assert part in shown
     with Image.open(sheet) as drawn:
@@ -70,11 +70,11 @@ def test_the_command_prints_it_and_draws_a_sheet(photos: Path, tmp_path: Path) -
 
 def test_sets_in_memory_and_in_shards_are_inspected(shards: Path) -> None:
     found = lr.inspect_data(shards, progress=False)
-    assert (found.splits["train"].images, found.splits["test"].images, found.leaks) == (40, 10, [])
+    assert (found.train.images, found.test.images, found.leaks) == (40, 10, [])
     digits = lr.inspect_data("digits", limit=60, progress=False)
-    assert digits.splits["train"].modes == {"L": 60}
-    assert digits.splits["train"].sizes == {(28, 28): 60}
-    assert digits.splits["train"].classes == {str(n): 6 for n in range(10)}
+    assert digits.train.modes == {"L": 60}
+    assert digits.train.sizes == {"28x28": 60}
+    assert digits.train.classes == {str(n): 6 for n in range(10)}
 
 
 def test_an_empty_folder_among_classes_is_a_problem(tmp_path: Path, write_folder) -> None:

@@ -49,17 +49,8 @@ def test_a_loss_that_is_no_number_ends_the_test(driver) -> None:
 def test_the_command_prints_a_sentence_and_draws_the_losses(tmp_path: Path, monkeypatch) -> None:
     net = "nn.Sequential(nn.Conv2d(1, 4, 5, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))"
     (tmp_path / "mine.py").write_text(f"from torch import nn\ndef net(): return {net}\n")
-    words = [
-        "train",
-        f"{tmp_path}/mine.py:net",
-        "--data",
-        "digits",
-        "--limit",
-        "64",
-        "--find-lr",
-        "--device",
-        "cpu",
-    ]
+    words = ["train", f"{tmp_path}/mine.py:net", "--data", "digits", "--limit", "64", "--find-lr"]
+    words += ["--device", "cpu"]
     words += ["--set", "norm=none", "--out", str(tmp_path / "run")]
     told = json.loads(CliRunner().invoke(build(), [*words, "--json"], catch_exceptions=False).stdout)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["find-lr.svg"]
