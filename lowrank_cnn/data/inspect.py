@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lowrank_cnn.core.errors import LowRankError, require
 from lowrank_cnn.core.files import write_atomically
@@ -35,14 +35,8 @@ _READING = Lock()
 
 Pairs = list[tuple[str, str]]
 """Names of duplicates: an image, and an earlier one with equal pixels."""
-
-
-class Look(NamedTuple):
-    """The height and width of an image, its colour mode, and a digest of its pixels."""
-
-    size: str
-    mode: str
-    digest: bytes
+Look = tuple[str, str, bytes]
+"""The height and width of an image, its colour mode, and a digest of its pixels."""
 
 
 @dataclass
@@ -91,13 +85,13 @@ def inspect_data(source: str | Path, **options: Any) -> DataSummary:
     for name, split, summary in (("train", data.train, found.train), ("test", data.test, found.test)):
         labels, what = split.labels.tolist(), f"Looking at images of {name}" if shown else ""
         summary.classes = dict.fromkeys(data.classes, 0)
-        for index, look in counting(_looks(split), what, len(split), lambda _: 1):
+        for index, (size, mode, digest) in counting(_looks(split), what, len(split), lambda _: 1):
             summary.images += 1
             summary.classes[data.classes[labels[index]]] += 1
-            summary.sizes[look.size] += 1
-            summary.modes[look.mode] += 1
+            summary.sizes[size] += 1
+            summary.modes[mode] += 1
             here = (split, index, labels[index])
-            if (first := seen.setdefault(look.digest, here)) is not here:
+            if (first := seen.setdefault(digest, here)) is not here:
                 pair = _where(split, index), _where(*first[:2])
                 (summary.repeated if first[0] is split else found.leaks).append(pair)
                 if first[2] != labels[index]:
@@ -107,12 +101,12 @@ def inspect_data(source: str | Path, **options: Any) -> DataSummary:
 
 
 def _looks(split: Split) -> Iterator[tuple[int, Look]]:
-    """Each image by its number, without those that cannot be decoded: they are added to the problems."""
+    """Each image with its number; images that cannot be decoded are added to the problems."""
     with ThreadPoolExecutor() as threads:
         for start in range(0, len(split), _CHUNK):
             chunk = range(start, min(start + _CHUNK, len(split)))
             for index, look in zip(chunk, threads.map(partial(_look, split), chunk), strict=True):
-                if isinstance(look, Look):
+                if isinstance(look, tuple):
                     yield index, look
                 else:
                     split.problems.add(UNDECODABLE, f"{_where(split, index)}: {look}")
@@ -124,7 +118,7 @@ def _look(split: Split, index: int) -> Look | BadImageError:
     except BadImageError as error:
         return error
     size = f"{image.height}x{image.width}"
-    return Look(size, mode, hashlib.blake2b(image.tobytes(), digest_size=16, key=size.encode()).digest())
+    return size, mode, hashlib.blake2b(image.tobytes(), digest_size=16, key=size.encode()).digest()
 
 
 def _decoded(split: Split, index: int) -> tuple[Image, str]:

@@ -14,12 +14,11 @@ from torch import nn
 from lowrank_cnn.core.errors import LowRankError, check_number
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.text import counted
-from lowrank_cnn.data.own import for_classes
 from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.train.distributed import launch, resolve_precision, seed_generators
 from lowrank_cnn.train.failure import oom_as_user_error
-from lowrank_cnn.train.fit import check_request, recipe_for, sorted_settings
-from lowrank_cnn.train.inputs import check_classes, check_fits, make_inputs, open_for, trained_on
+from lowrank_cnn.train.fit import open_with_recipe, sorted_settings
+from lowrank_cnn.train.inputs import check_fits, make_inputs
 from lowrank_cnn.train.objective import Loss, Objective
 from lowrank_cnn.train.optimizers import freeze_parameters
 from lowrank_cnn.train.recipe import Recipe
@@ -79,15 +78,7 @@ def find_lr(
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise LowRankError("find_lr runs in one process: start it without torchrun.")
     fields, how = sorted_settings(settings)
-    asked = "modern" if recipe is None else recipe
-    found = recipe_for(data, asked, fields)
-    check_request(model, found, how, loss, None)
-    opened = open_for(model, data, found)
-    if recipe is None:
-        found = recipe_for(data, asked, fields, images=trained_on(opened, found))
-    if loss is None:
-        opened = for_classes(opened)
-        check_classes(opened)
+    opened, found = open_with_recipe(model, data, recipe, fields, how, loss=loss)
     found = dataclasses.replace(found, ema=0.0, lookahead=0, quantize="none", whiten_first=False)
     fabric = launch(device, found.precision)
     with put_back({}, fabric.device), oom_as_user_error(found.batch_size, fabric.device):
@@ -98,8 +89,8 @@ def find_lr(
         for module in freeze_parameters(network, found.freeze):
             module.eval()
         scaled = resolve_precision(found.precision, fabric.device.type) == "fp16"
-        forward, objective = fabric.setup_module(network), Objective(found, loss=loss)
-        options = {"objective": objective, "scaled": scaled}
+        options = {"objective": Objective(found, loss=loss), "scaled": scaled}
+        forward = fabric.setup_module(network)
         update = TrainingStep(network, forward, fabric.backward, found, fabric.device, **options)
         batches = itertools.chain.from_iterable(inputs.batches(epoch) for epoch in itertools.count())
         rates = [lowest * (highest / lowest) ** (place / (steps - 1)) for place in range(steps)]

@@ -126,17 +126,8 @@ def fit(
     loggers = (log,) if isinstance(log, str) else tuple(log)
     check_loggers(loggers)
     fields, how = sorted_settings({"epochs": epochs, "batch_size": batch_size, "lr": lr, **settings})
-    source, asked = data, "modern" if recipe is None else recipe
-    chosen, recipe = recipe is None, recipe_for(source, asked, fields)
-    check_request(model, recipe, how, loss, teacher)
-    directory = RunDirectory.open(out, data, resume=resume)
-    data = open_for(model, data, recipe)
-    if chosen:
-        recipe = recipe_for(source, asked, fields, images=trained_on(data, recipe))
-    if loss is None:
-        data = for_classes(data)
-        check_classes(data)
-        check_network(model, data, recipe)
+    directory, chosen = RunDirectory.open(out, data, resume=resume), recipe is None
+    data, recipe = open_with_recipe(model, data, recipe, fields, how, loss=loss, teacher=teacher)
     fabric = launch(device, recipe.precision)
     show = Lines() if progress and fabric.is_global_zero else Progress()
     if chosen:
@@ -182,6 +173,30 @@ def fit(
                 _run(trainer, show, loggers)
                 _attach(model, inputs, recipe, identity)
         return trainer.record
+
+
+def open_with_recipe(
+    model: nn.Module,
+    data: Any,
+    recipe: Recipe | str | None,
+    fields: Mapping[str, Any],
+    how: RunSettings,
+    *,
+    loss: Loss | None = None,
+    teacher: Teacher | None = None,
+) -> tuple[Data, Recipe]:
+    """The images of a run and its recipe, which their number determines if none is named; both are checked."""
+    asked = "modern" if recipe is None else recipe
+    found = recipe_for(data, asked, fields)
+    check_request(model, found, how, loss, teacher)
+    opened = open_for(model, data, found)
+    if loss is None:
+        opened = for_classes(opened)
+        check_classes(opened)
+        check_network(model, opened, found)
+    if recipe is None:  # last: counting images may decode them
+        found = recipe_for(data, asked, fields, images=trained_on(opened, found))
+    return opened, found
 
 
 def recipe_for(data: Any, recipe: Recipe | str, fields: Mapping[str, Any], *, images: int | None = None) -> Recipe:

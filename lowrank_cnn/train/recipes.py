@@ -194,8 +194,9 @@ def get_recipe(name: str, /, **overrides: object) -> Recipe:
 
 LEAST_BATCH, MOST_BATCH = 16, 128
 STEPS_PER_EPOCH, STEPS = 30, 2000
-"""What an epoch and a run of few images should have."""
+"""The steps that an epoch of few images and a run of them should have."""
 MANY_IMAGES = 100_000
+"""From here on 30 epochs are enough, as in the recipe `tiny-fast`."""
 
 
 def defaults_for(images: int, *, batch_size: int | None = None) -> Recipe:
@@ -220,7 +221,7 @@ def defaults_for(images: int, *, batch_size: int | None = None) -> Recipe:
 
 def suited(recipe: Recipe, images: int, given: Collection[str]) -> Recipe:
     """A recipe with the defaults for this many images, except for the fields that the user has given."""
-    found = defaults_for(images, batch_size=recipe.batch_size if "batch_size" in given else None)
+    found = defaults_for(max(1, images), batch_size=recipe.batch_size if "batch_size" in given else None)
     free = {"batch_size", "epochs", "lr"} - set(given)
     return replace(recipe, **{name: getattr(found, name) for name in free})
 
