@@ -298,9 +298,11 @@ def train_command(
     check_network(source.network, wanted, recipe)
     recipe = adapted(trained_on(wanted, recipe))
     if first_process() and not as_json:
-        _print_start(wanted, recipe, run.out, source.remark, tuned=wanted is not found and is_weights(model))
+        _print_start(wanted, recipe, source.remark, tuned=wanted is not found and is_weights(model))
         if training.recipe is None:
             console.print(defaults_in_words(recipe, trained_on(wanted, recipe)))
+        if run.out is None and not training.find_lr:
+            console.print("This run is not saved: give --out to keep checkpoints and the record.")
     if training.find_lr:
         how = {"workers": images.workers, **rare, "seed": run.seed, "device": run.device}
         return _find_rate(source.network, wanted, recipe, run.out, as_json=as_json, **how)
@@ -365,7 +367,7 @@ def _told(recipe: Recipe) -> str:
     return "  ".join([recipe.name, *(text for text in told if not text.startswith("name="))])
 
 
-def _print_start(data: Data, recipe: Recipe, out: Path | None, remark: str, *, tuned: bool) -> None:
+def _print_start(data: Data, recipe: Recipe, remark: str, *, tuned: bool) -> None:
     console.print(f"Recipe: {_told(recipe)} (the record has every field)")
     counts = f"{len(data.train):,} to train on, {len(data.test):,} to test on"
     size = f"{data.train.size[1]}x{data.train.size[2]} pixels" if data.train.size else "of many sizes"
@@ -381,8 +383,6 @@ def _print_start(data: Data, recipe: Recipe, out: Path | None, remark: str, *, t
     if remark:
         console.print(remark)
     print_problems(data)
-    if out is None:
-        console.print("This run is not saved: give --out to keep checkpoints and the record.")
 
 
 def _held_out_in_words(data: Data, share: float) -> str:
