@@ -65,6 +65,9 @@ class NetworkOptions:
     width: Width = None
     pretrained: Pretrained = None
     into: Into = None
+    thin: Annotated[float | None, option("Train a thinner network of this share of the MACs.", panel=NETWORK)] = (
+        None
+    )
     macs: Annotated[float | None, option("MACs that scheme learned(...) keeps: 0.4.", panel=NETWORK)] = None
     latency: Annotated[float | None, option("Time that scheme learned(...) keeps: 0.5.", panel=NETWORK)] = None
     shapes: Annotated[Path | None, option("Learned shapes.json to train from scratch.", panel=NETWORK)] = None
@@ -77,6 +80,10 @@ class NetworkOptions:
         from lowrank_cnn.train.fit import fit
 
         budget = Budget.of(macs=self.macs, latency=self.latency)
+        if self.thin is not None and (self.scheme or self.shapes or self.pretrained):
+            raise LowRankError(
+                "--thin trains fewer filters from fresh weights: leave --scheme, --shapes and --pretrained out."
+            )
         learned = self.scheme if self.scheme is not None and self.scheme.strip().startswith("learned") else None
         if self.shapes is not None and self.scheme is not None:
             raise LowRankError("give --scheme or --shapes, not both: learned shapes are a scheme for every layer.")
@@ -278,8 +285,16 @@ def train_command(
       lowrank train runs/photos --data photos --set quantize=int8 --lr 0.001
     """
     from lowrank_cnn.cli.source import build_for, check_model, is_weights
+    from lowrank_cnn.method.thin import thin_near
     from lowrank_cnn.train.distributed import seed_generators
-    from lowrank_cnn.train.inputs import as_network_wants, check_classes, check_network, trained_on
+    from lowrank_cnn.train.inputs import (
+        as_network_wants,
+        augmentation,
+        check_classes,
+        check_network,
+        input_size,
+        trained_on,
+    )
     from lowrank_cnn.train.recipes import defaults_in_words
 
     recipe, adapted, rare = training.read(config)
@@ -295,6 +310,9 @@ def train_command(
     wish = {"input_size": source.input_size, "sized": images.image_size is not None, "tuned": is_weights(model)}
     wanted = as_network_wants(found, source.network, recipe, reading, **wish)
     check_classes(wanted)
+    if network.thin is not None:
+        size = input_size(wanted.test, augmentation(recipe))
+        source = replace(source, network=thin_near(source.network, network.thin, size), remark="")
     check_network(source.network, wanted, recipe)
     recipe = adapted(trained_on(wanted, recipe))
     if first_process() and not as_json:
