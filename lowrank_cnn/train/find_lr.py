@@ -24,8 +24,8 @@ from lowrank_cnn.train.optimizers import freeze_parameters
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.step import TrainingStep, put_back
 
-_KEPT = 0.9
-"""The share of the mean that stays when a loss is averaged in."""
+_KEPT, _SETTLED = 0.9, 10
+"""The share of the mean loss that stays when another is averaged in, and the steps until the mean is steady."""
 _LOST = 4.0
 """The test ends when the mean loss is this many times its lowest: the network is lost."""
 _BELOW_LOWEST = 4.0
@@ -72,7 +72,7 @@ def find_lr(
     ends early when the loss explodes or is no number. The suggestion is a quarter of the rate with the lowest
     loss.
     """
-    check_number("steps", steps, least=10, whole=True)
+    check_number("steps", steps, least=2 * _SETTLED, whole=True)
     check_number("lowest", lowest, above=0)
     check_number("highest", highest, above=lowest)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -115,5 +115,5 @@ def _tested(update: TrainingStep, batches: Any, rates: list[float]) -> RateTest:
     if not losses:
         raise LowRankError("the loss is not finite at the lowest rate: look at the network and its images first.")
     place = losses.index(min(losses))
-    rate = float(f"{rates[place] / _BELOW_LOWEST:.0e}") if place else None
+    rate = float(f"{rates[place] / _BELOW_LOWEST:.0e}") if place >= _SETTLED else None
     return RateTest(tuple(rates[: len(losses)]), tuple(losses), rate)

@@ -41,6 +41,8 @@ def test_a_loss_that_is_no_number_ends_the_test(driver) -> None:
         return loss * float("nan") if len(calls) > 12 else loss
 
     calls: list[torch.Tensor] = []
+    flat = lr.find_lr(driver.tiny_net(), driver.tiny_data(), driver.PLAIN, loss=lambda a, _: a.sum() * 0, **QUIET)
+    assert str(flat).startswith("No rate is suggested: the loss did not fall in 30 steps")
     assert len(lr.find_lr(driver.tiny_net(), driver.tiny_data(), driver.PLAIN, loss=lost, **QUIET).rates) == 12
     with pytest.raises(LowRankError, match="not finite at the lowest rate"):
         lr.find_lr(driver.tiny_net(), driver.tiny_data(), driver.PLAIN, loss=lost, **QUIET)
