@@ -38,10 +38,13 @@ from lowrank_cnn.core.notes import note
 from lowrank_cnn.core.progress import lasting, progress, step
 from lowrank_cnn.core.text import counted, duration, text_table
 from lowrank_cnn.data import Data
+from lowrank_cnn.method.decompose import decompose
+from lowrank_cnn.method.prune import prune
+from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.method.thin import fresh
-from lowrank_cnn.models import create_model
-from lowrank_cnn.models.build import name_of
-from lowrank_cnn.models.foreign import build_foreign, is_foreign
+from lowrank_cnn.models import create_model, list_pretrained
+from lowrank_cnn.models.build import name_of, with_classes
+from lowrank_cnn.models.foreign import DEFAULT, build_foreign, is_foreign
 from lowrank_cnn.train import fit
 from lowrank_cnn.train.distributed import resolve_device, resolve_precision
 from lowrank_cnn.train.failure import NotFiniteError
@@ -56,7 +59,7 @@ from lowrank_cnn.train.inputs import (
 )
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.run_folder import load_record
-from lowrank_cnn.train.trained import load_checkpoint
+from lowrank_cnn.train.trained import Trained, load_checkpoint
 
 RATES = (0.5, 1.0, 2.0)
 """Factors of the recipe's learning rate that every network is tried with."""
@@ -71,6 +74,8 @@ LADDERS: tuple[tuple[str, ...], ...] = (
     ("lr", "mixture"),
 )
 """Low-rank designs, the first that fits the network; with a short budget only its first one is compared."""
+TRAINED = ("lr-join", "separable")
+"""Those that trained filters are decomposed into."""
 LEVELS = ((2, RATES, 1.0), (1, RATES, 1 / 3), (1, (1.0,), 0.0))
 """Low-rank designs, learning rates, and the share of the recipe's epochs that a budget has to allow for them."""
 Model = nn.Module | str | Callable[[], nn.Module]
@@ -138,6 +143,7 @@ def compare(
     schemes: Sequence[str] = (),
     batch: int | None = None,
     recipe: Recipe | str | None = None,
+    pretrained: bool | str = False,
     device: str = "auto",
     say: Callable[[str], None] = lasting,
     **settings: Any,
@@ -147,7 +153,9 @@ def compare(
     >>> print(compare("nin", "photos", minutes=20, for_="onnxruntime:int8"))  # doctest: +SKIP
 
     - `model`: a network, a function that makes one, or a text: one of our names, `timm:resnet18`,
-      `torchvision:resnet18` or `mynet.py:make_model`. Every run begins with fresh weights.
+      `torchvision:resnet18` or `mynet.py:make_model`. Every run begins with fresh weights, unless it is
+      `pretrained`: then the network's own weights (or those named so) are fine-tuned, and cheaper networks are
+      decomposed or pruned from the result, which teaches them. With few images that is much better.
     - `data`: what `fit` takes: a path, what `open_data` gives, data sets of your own.
     - `out`: the folder of everything. The same call goes on with a comparison that was killed.
     - `minutes`: the budget; by default what the recipe's epochs take, at most an hour.
@@ -165,20 +173,20 @@ def compare(
         check_number("batch", batch, least=1, whole=True)
     for text in schemes:
         find_design(text)  # refused before images are read
-    sample = build(model, None)
-    asked = "modern" if recipe is None else recipe
+    sample = build(model, None, pretrained=pretrained)
+    asked = recipe if recipe is not None else "finetune" if pretrained else "modern"
     plan = recipe_for(data, asked, settings)
     images = open_for(sample, data, plan)
     check_classes(images)
-    if recipe is None:
+    if recipe is None and not pretrained:
         plan = recipe_for(data, asked, settings, images=trained_on(images, plan))
     size = image_size(images.test, augmentation(plan))
-    builder = Builder(partial(build, model, len(images.classes), size[0]), size)
+    builder = Builder(partial(build, model, len(images.classes), size[0], pretrained), size)
     check_network(builder(DENSE), images, plan)
     place, name = resolve_device(device), model if isinstance(model, str) else name_of(sample)
     about = {
         "family": name,
-        "network": {"name": name, "base": 1.0},
+        "network": {"name": name, "base": 1.0, "pretrained": pretrained},
         "recipe": plan.to_dict(),
         "data": {
             "name": images.name,
@@ -201,19 +209,26 @@ def compare(
         maker = RunMaker(builder, images, plan, place)
         request = FrontierPlan(tuple(schemes), batch=batch, compile=target.gpu, repeats=9)
         tracer = Tracer(found, maker, WorkerPool(maker), request, lambda _: None, target, Path(scratch))
-        return Comparing(found, tracer, images, plan, wish, minutes, say).run()
+        return Comparing(found, tracer, images, plan, wish, minutes, say, bool(pretrained)).run()
 
 
-def build(model: Model, classes: int | None, channels: int | None = None) -> nn.Module:
-    """The dense network with fresh weights, for a number of classes where that can be chosen."""
+def build(
+    model: Model, classes: int | None, channels: int | None = None, pretrained: bool | str = False
+) -> nn.Module:
+    """The dense network, for a number of classes where that can be chosen; with fresh weights or trained ones."""
+    weights = DEFAULT if pretrained is True else pretrained or None
     if isinstance(model, nn.Module):
-        return fresh(model)
+        return copy_with(model) if pretrained else fresh(model)
     if not isinstance(model, str):
         return model()
     if is_foreign(model):
-        network, size = build_foreign(model, None, classes)
+        network, size = build_foreign(model, None if ".py:" in model else weights, classes)
         note(network, input_size=size)
         return network
+    if weights:
+        known = [data for name, data in list_pretrained() if name == model and weights in (data, DEFAULT)]
+        network = create_model(model, pretrained=known[0] if known else weights)
+        return network if classes is None else with_classes(network, classes)
     shape: dict[str, Any] = {"num_classes": classes, "in_channels": channels}
     return create_model(model, norm="batch", **{key: value for key, value in shape.items() if value is not None})
 
@@ -246,6 +261,7 @@ class Comparing:
     wish: Wish
     minutes: float | None
     say: Callable[[str], None]
+    pretrained: bool = False
     began: float = field(default_factory=time.monotonic)
     spent: float = 0.0
     epoch_seconds: dict[str, float] = field(default_factory=dict)
@@ -309,7 +325,8 @@ class Comparing:
         level, rates = next(
             (level, rates)
             for level, rates, share in LEVELS
-            if epochs_in(chosen, level, rates) >= share * self.recipe.epochs
+            if not (self.pretrained and len(rates) > 1)  # tries would need a fine-tuned network each
+            and epochs_in(chosen, level, rates) >= share * self.recipe.epochs
         )
         epochs = max(1, epochs_in(chosen, level, rates))
         self._keep(minutes=chosen, level=level, rates=list(rates), short=max(2, round(SHORT * epochs)))
@@ -347,7 +364,9 @@ class Comparing:
         tracer, level = self.tracer, self.plan["level"]
         step("the dense network is timed")
         tracer.add(DENSE)
-        ladders = (tuple(tracer.plan.designs),) if tracer.plan.designs else LADDERS
+        ladders = (
+            (tuple(tracer.plan.designs),) if tracer.plan.designs else (TRAINED,) if self.pretrained else LADDERS
+        )
         reasons: list[str] = []
         for ladder in ladders:
             for text in ladder if tracer.plan.designs else ladder[:level]:
@@ -442,13 +461,27 @@ class Comparing:
 
         recipe = replace(self.recipe, epochs=epochs, evaluate_every=epochs, lr=rate * self.recipe.lr)
         torch.manual_seed(seed)
-        network = self.tracer.builder(design)
+        network, teacher = self._network(design, seed)
         how: dict[str, Any] = {"seed": seed, "device": self.tracer.maker.device, "progress": False}
-        how |= {"out": out, "resume": out is not None, "callbacks": (shown,) if told else ()}
+        how |= {"teacher": teacher, "out": out, "resume": out is not None, "callbacks": (shown,) if told else ()}
         try:
             return fit(network, data, recipe, **how)
         finally:
             release_memory()
+
+    def _network(self, design: Design, seed: int) -> tuple[nn.Module, Trained | None]:
+        """The network to train. A cheaper one of a trained network has its weights, and learns from it."""
+        if not self.pretrained or design == DENSE:
+            return self.tracer.builder(design), None
+        dense = load_checkpoint(
+            self._folder(self.tracer.rows[DENSE.name], seed), network=self.tracer.builder(DENSE)
+        )
+        network, size = dense.network, self.tracer.builder.size
+        if design.width != 1:
+            network = prune(network, width=design.width, multiple=design.multiple, input_size=size)
+        if not design.dense:
+            network = decompose(network, design.scheme, input_size=size)
+        return network, dense
 
     def _try_all(self) -> None:
         """Every network with the same learning rates, briefly, on the same images held out."""
@@ -553,7 +586,7 @@ class Comparing:
         design, began = self.tracer.designs[row.name], time.monotonic()
         few, folder = self.data.holdout(self._held, seed), self._folder(row, seed)
         record = self._fit(design, few, epochs=epochs, rate=row.rate, seed=seed, out=folder, told=told)
-        trained = load_checkpoint(folder, network=self.tracer.builder(design))
+        trained = self._trained(row, seed)
         target = self.tracer.target
         step(f"{told} is tested")
         deployed = target.deployed(trained, few, folder)
@@ -580,6 +613,11 @@ class Comparing:
         self._keep()
         left = f"{duration(max(0.0, self.left))} left"
         self.say(f"{told}, {100 * held_out:.1f}% of the images held out; {left}")
+
+    def _trained(self, row: DesignRow, seed: int) -> Trained:
+        """The network of a run, as its folder holds it."""
+        design = DENSE if self.pretrained else self.tracer.designs[row.name]
+        return load_checkpoint(self._folder(row, seed), network=self.tracer.builder(design))
 
     def _folder(self, row: DesignRow, seed: int) -> Path:
         folder = self.found.folder
@@ -625,11 +663,12 @@ class Comparing:
         tracer, made = self.tracer, {}
         target, images = tracer.target, tracer.target.images(tracer.plan.batch, tracer.builder.size)
         for row in rows:
-            folder = self._folder(row, row.runs[0].seed)
+            seed = row.runs[0].seed
+            folder = self._folder(row, seed)
             if target.engine and (files := sorted(folder.glob("net.*"))):
                 made[row.name] = next(f for f in files if f.suffix == target.suffix)
                 continue
-            network = load_checkpoint(folder, network=tracer.builder(tracer.designs[row.name])).network
+            network = self._trained(row, seed).network
             made[row.name] = target.prepared(
                 network, images, tracer.scratch / row.name, compile=target.gpu, repeats=9
             )
