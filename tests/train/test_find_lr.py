@@ -63,3 +63,4 @@ def test_the_command_prints_a_sentence_and_draws_the_losses(tmp_path: Path, monk
     shown = CliRunner().invoke(build(), words, catch_exceptions=False).stdout
     assert f"Suggested rate: {told['rate']:g}." in shown
     assert "There is no picture: " in shown
+    assert "64 images: batches of 16, 200 epochs, rate 0.04, 800 steps in all." in shown
