@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from torch import nn
 from lowrank_cnn.choose.candidates import DENSE, Builder, Design, at_width, find_design, width_of_macs
 from lowrank_cnn.choose.choice import DENSE as DENSE_KIND
 from lowrank_cnn.choose.choice import LOW_RANK, SAME_TIME, THIN, Choice, Contender, Wish, choose, milliseconds
+from lowrank_cnn.choose.design import Advice, design
 from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, SeedRun, open_frontier, pack
 from lowrank_cnn.choose.runs import RunMaker, WorkerPool, release_memory
 from lowrank_cnn.choose.target import Target
@@ -34,6 +35,7 @@ from lowrank_cnn.choose.trace import FrontierPlan, Tracer, width_of_time
 from lowrank_cnn.core.environment import environment
 from lowrank_cnn.core.errors import LowRankError, LowRankWarning, MissingExtra, check_number
 from lowrank_cnn.core.files import below, locked, write_json
+from lowrank_cnn.core.modules import known_inputs
 from lowrank_cnn.core.notes import note
 from lowrank_cnn.core.progress import lasting, progress, step
 from lowrank_cnn.core.text import counted, duration, text_table
@@ -69,6 +71,8 @@ FINALISTS, FEWEST_RUNS, MOST_RUNS = 4, 3, 5
 MOST_MINUTES = 60
 PLANNED = 0.9
 """The share of the budget that is planned for training; timing and what was not foreseen have the rest."""
+TIMING = 0.015
+"""The share of the budget in which the fastest form of one network is searched."""
 LADDERS: tuple[tuple[str, ...], ...] = (
     ("bands", "lr"),  # of depthwise networks
     ("lr", "mixture"),
@@ -131,9 +135,13 @@ class Comparison:
         return {"folder": self.folder, "winner": self.winner, "picture": self.picture, "page": self.page}
 
 
+@overload
+def compare(model: Model, data: None = None, **options: Any) -> Advice: ...
+@overload
+def compare(model: Model, data: Any, **options: Any) -> Comparison: ...
 def compare(
     model: Model,
-    data: Any,
+    data: Any = None,
     *,
     out: str | Path = "runs/compare",
     minutes: float | None = None,
@@ -147,7 +155,7 @@ def compare(
     device: str = "auto",
     say: Callable[[str], None] = lasting,
     **settings: Any,
-) -> Comparison:
+) -> Comparison | Advice:
     """Train dense, thinner and low-rank versions of a network, time each where it will run, and say which to take.
 
     >>> print(compare("nin", "photos", minutes=20, for_="onnxruntime:int8"))  # doctest: +SKIP
@@ -156,7 +164,8 @@ def compare(
       `torchvision:resnet18` or `mynet.py:make_model`. Every run begins with fresh weights, unless it is
       `pretrained`: then the network's own weights (or those named so) are fine-tuned, and cheaper networks are
       decomposed or pruned from the result, which teaches them. With few images that is much better.
-    - `data`: what `fit` takes: a path, what `open_data` gives, data sets of your own.
+    - `data`: what `fit` takes: a path, what `open_data` gives, data sets of your own. Without any, times alone
+      advise on half of the MACs, as `design` does.
     - `out`: the folder of everything. The same call goes on with a comparison that was killed.
     - `minutes`: the budget; by default what the recipe's epochs take, at most an hour.
     - `for_`: where the network will run: "cpu", "cuda", or an engine with a precision ("onnxruntime:int8",
@@ -174,6 +183,11 @@ def compare(
     for text in schemes:
         find_design(text)  # refused before images are read
     sample = build(model, None, pretrained=pretrained)
+    if data is None:
+        size: Any = known_inputs(sample, None, "advice without images")
+        image = torch.randn(batch or target.batch, *size)
+        how: dict[str, Any] = {"engine": target.engine or "torch", "precision": target.precision or None}
+        return design(sample.eval(), image.to(target.device), macs=0.5, **how)
     asked = recipe if recipe is not None else "finetune" if pretrained else "modern"
     plan = recipe_for(data, asked, settings)
     images = open_for(sample, data, plan)
@@ -329,6 +343,7 @@ class Comparing:
             and epochs_in(chosen, level, rates) >= share * self.recipe.epochs
         )
         epochs = max(1, epochs_in(chosen, level, rates))
+        self.tracer.target = replace(self.tracer.target, seconds=min(30.0, max(2.0, TIMING * 60 * chosen)))
         self._keep(minutes=chosen, level=level, rates=list(rates), short=max(2, round(SHORT * epochs)))
         about = f"{counted(len(self.data.train), 'training image')}, {counted(len(self.data.test), 'test image')}"
         tries = f"tries of {counted(len(rates), 'learning rate')}, then " if len(rates) > 1 else ""
@@ -373,6 +388,8 @@ class Comparing:
                 step(f"{text} is timed")
                 with self._explaining(reasons):
                     self._add_in_time(find_design(text))
+                if len(tracer.rows) == 1 and not tracer.plan.designs:
+                    break  # the ladder is for other networks
             if len(tracer.rows) > 1:
                 break
         for row in [row for row in tracer.rows.values() if not row.dense]:
