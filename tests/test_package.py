@@ -101,3 +101,13 @@ def test_what_the_tests_run_with_is_within_the_bounds():
         name, low, high = re.fullmatch(r"([\w-]+)>=([\d.]+),<([\d.]+)", requirement).groups()  # type: ignore
         below, at, above = ([int(part) for part in text.split(".")] for text in (low, pinned[name], high))
         assert below <= at < above, requirement
+
+
+def test_every_advised_install_works_in_a_clone():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "lowrank_cnn").rglob("*.py")]
+    known = {*requirements(), "..."}
+    for page in pages:
+        for what in re.findall(r"""pip install (?:--constraint \S+ )?["']?([^\s"'`:;]+)""", page.read_text()):
+            name, _, extras = what.rstrip("]").partition("[")
+            assert name in (".", "./native", "./tflite") or "{what}" in what, f"{page}: {what}"
+            assert not extras or set(extras.split(",")) <= known, f"{page}: {what}"

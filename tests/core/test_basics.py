@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import stdev
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 import lowrank_cnn
 from lowrank_cnn.core import errors
 from lowrank_cnn.core.environment import commit, environment, is_out_of_memory
-from lowrank_cnn.core.errors import LowRankError, MissingExtra, nearest, require
+from lowrank_cnn.core.errors import LowRankError, MissingExtra, missing_extra, nearest, require
 from lowrank_cnn.core.numbers import (
     deviation,
     holm,
@@ -42,10 +44,32 @@ def test_a_missing_package_is_named_with_its_install(monkeypatch):
         ("no_such_thing.inside", "plots", "no_such_thing"),
         ("torch.utils.tensorboard", "train", "tensorboard"),  # what the module itself lacks
     ):
-        told = rf"^drawing needs {missing}: pip install 'lowrank-cnn\[{extra}\]'$"
+        told = rf"^drawing needs {missing}: pip install '\.\[{extra}\]'$"
         with pytest.raises(MissingExtra, match=told):
             require(module, extra=extra, purpose="drawing")
     assert require("json", extra="plots").dumps([]) == "[]"
+
+
+@pytest.mark.parametrize(
+    ("folder", "record", "told"),
+    [
+        ("clone", None, "'CLONE[zoo]'"),  # from elsewhere; within the clone it is '.[zoo]', as above
+        ("site-packages", {"url": "file://CLONE", "dir_info": {}}, "'CLONE[zoo]'"),  # pip install CLONE
+        ("site-packages", {"url": "file:///gone"}, "'lowrank-cnn[zoo]'"),
+        ("site-packages", None, "'lowrank-cnn[zoo]'"),  # from an index
+    ],
+)
+def test_a_missing_package_is_installed_from_where_ours_came(tmp_path, monkeypatch, folder, record, told):
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    (clone / "pyproject.toml").touch()
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / folder / "lowrank_cnn" / "core" / "errors.py"))
+    text = record and json.dumps(record).replace("CLONE", str(clone))
+    found = SimpleNamespace(read_text=lambda name: text)
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: found)
+    assert str(missing_extra("this", "timm", "zoo")) == f"this needs timm: pip install {told}".replace(
+        "CLONE", str(clone)
+    )
 
 
 @pytest.mark.parametrize(

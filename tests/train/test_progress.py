@@ -138,7 +138,7 @@ def test_a_run_that_is_resumed_continues_where_its_logs_stopped(driver, tmp_path
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_a_client_that_is_not_installed_is_named(driver, monkeypatch, name: str):
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingExtra, match=rf"--log {name} needs {name}: pip install 'lowrank-cnn\[{name}\]'"):
+    with pytest.raises(MissingExtra, match=rf"--log {name} needs {name}: pip install '\.\[{name}\]'"):
         driver.train(None, driver.PLAIN, log=name)
 
 
