@@ -69,6 +69,45 @@ class MissingExtra(LowRankError):
     """
 
 
+class _Caller:
+    """Who hears the messages: Python code, or somebody at the command line."""
+
+    command_line = False
+
+
+@contextmanager
+def on_command_line() -> Iterator[None]:
+    """Within the block, messages name options as the command line writes them, in every thread."""
+    before, _Caller.command_line = _Caller.command_line, True
+    try:
+        yield
+    finally:
+        _Caller.command_line = before
+
+
+def to_caller(python: str, command: str) -> str:
+    """The part of a message that is said in two ways: to Python code, and on the command line."""
+    return command if _Caller.command_line else python
+
+
+def option(name: str, value: object = None) -> str:
+    """An option for a message, with its value unless that is None: `batch_size=8`, or `--batch-size 8`.
+
+    >>> option("resume", True), option("out")
+    ('resume=True', 'out')
+    """
+    dashed = "--" + {"num_classes": "classes"}.get(name, name).replace("_", "-")
+    if value is None:
+        return to_caller(name, dashed)
+    return to_caller(f"{name}={value!r}", dashed if value is True else f"{dashed} {value}")
+
+
+def setting(name: str, value: object) -> str:
+    """A field of the recipe for a message: `holdout=0.1`, or `--set holdout=0.1`."""
+    text = str(value).lower() if isinstance(value, bool) else "" if value == () else value
+    return to_caller(f"{name}={value!r}", f"--set {name}={text}")
+
+
 def require(module: str, *, extra: str, purpose: str = "this") -> ModuleType:
     """Import an optional dependency where it is used, or say in one line how to get it.
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from lowrank_cnn.core.errors import LowRankError, check_number
+from lowrank_cnn.core.errors import LowRankError, check_number, option
 from lowrank_cnn.core.files import open_regular
 from lowrank_cnn.core.text import counted
 
@@ -79,7 +79,7 @@ class Problems:
     def refuse(self) -> None:
         """Raise if there is any problem, naming the first of each kind."""
         if self:
-            raise LowRankError(f"the data has bad images: {self} (bad='skip' leaves them out).")
+            raise LowRankError(f"the data has bad images: {self} ({option('bad', 'skip')} leaves them out).")
 
 
 class Split(Protocol):

@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from lowrank_cnn.core.compare import unchanged
-from lowrank_cnn.core.errors import LowRankError, names_options
+from lowrank_cnn.core.errors import LowRankError, names_options, option, to_caller
 from lowrank_cnn.core.files import as_path, delete, replacing, why_not_written
 from lowrank_cnn.core.notes import AsDict, note, notes
 from lowrank_cnn.core.progress import progress
@@ -201,7 +201,7 @@ def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = Fal
 def check_place(path: Path, overwrite: bool) -> None:
     """Refuse a path that is taken, or has no directory."""
     if path.exists() and not overwrite:
-        raise LowRankError(f"{path} exists; overwrite=True (--overwrite) replaces it.")
+        raise LowRankError(f"{path} exists; {option('overwrite', True)} replaces it.")
     if not path.parent.is_dir():
         raise LowRankError(f"there is no directory {path.parent} to write {path.name} into.")
 
@@ -224,7 +224,7 @@ def stored_of(model: nn.Module | Trained, input_size: Sequence[int] | None) -> S
 def _check_suffix(path: Path) -> None:
     if path.suffix != ".safetensors" and not is_engine_file(path):
         known = ", ".join([*suffixes(), ".safetensors"])
-        folder = "" if path.suffix else "; for a folder, the command takes --to onnx or another target"
+        folder = "" if path.suffix else to_caller("", "; for a folder, give --to onnx or another target")
         raise LowRankError(f"a network's file ends in one of {known}, and {path.name} does not{folder}.")
 
 

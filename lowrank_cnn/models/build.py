@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from lowrank_cnn.core import __version__
-from lowrank_cnn.core.errors import LowRankError, check_choice
+from lowrank_cnn.core.errors import LowRankError, check_choice, to_caller
 from lowrank_cnn.core.modules import InputSize
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.method.branches import fold_branches
@@ -166,9 +166,11 @@ def _ours(description: Mapping[str, Any]) -> nn.Module:
         named = str(description.get("name"))
         function = named if ".py:" in named else "path.py:function"
         raise LowRankError(
-            f"{description.get('class') or 'the network'} is not one of our networks: name the function that "
-            f"builds it as --into {function}; in Python, build the unconverted network and call "
-            "lowrank_cnn.load(path, into=network)."
+            f"{description.get('class') or 'the network'} is not one of our networks: "
+            + to_caller(
+                "build the unconverted network and call lowrank_cnn.load(path, into=network).",
+                f"name the function that builds it as --into {function}.",
+            )
         )
     try:
         return build_network(**config)

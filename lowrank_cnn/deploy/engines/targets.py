@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 from pathlib import Path
 
-from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.core.errors import LowRankError, nearest, option
 from lowrank_cnn.core.files import as_path, write_atomically
 from lowrank_cnn.core.text import si
 from lowrank_cnn.deploy.engines.executorch import EXECUTORCH
@@ -54,7 +54,7 @@ def open_engine(path: str | Path, *, threads: int = 0, trusted: bool = False) ->
         raise LowRankError(f"there is no file {path}.")
     if engine.trusted and not trusted:
         raise LowRankError(
-            f"reading {path.name} can run code stored in it: say trusted=True (--trusted) for a file of your own."
+            f"reading {path.name} can run code stored in it: say {option('trusted', True)} for a file of your own."
         )
     return engine.runner(path, threads=threads)
 
