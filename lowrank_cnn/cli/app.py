@@ -94,6 +94,8 @@ def plain_warnings() -> Iterator[None]:
             errors.print(str(message))
 
     with warnings.catch_warnings():
+        # torch works without numpy, and an install without extras does not bring it.
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy")
         usual, warnings.showwarning = warnings.showwarning, show
         yield
 
