@@ -27,7 +27,7 @@ from lowrank_cnn.cli.options import (
     option,
 )
 from lowrank_cnn.cli.show import console, errors, print_json, print_problems, print_table
-from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.text import counted, first_few
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def _trained(
 ) -> Trained:
     """The trained network at a path or of the package; says if its training has not come to an end."""
     from lowrank_cnn.cli.source import find_into, is_path
-    from lowrank_cnn.models import list_models
+    from lowrank_cnn.models import list_pretrained
     from lowrank_cnn.train.trained import how_far, load_checkpoint, load_pretrained
 
     if pretrained and is_path(model):
@@ -187,8 +187,8 @@ def _trained(
     if pretrained:
         return load_pretrained(model, pretrained)
     if Path(model).name == model and not (is_path(model) or Path(model).with_suffix(".json").exists()):
-        known = nearest(model, list_models())
-        raise LowRankError(f"{model} is neither a checkpoint nor a network's name; {known}")
+        known = " or ".join(f"{name} --pretrained {data}" for name, data in list_pretrained())
+        raise LowRankError(f"{model} is no trained network: give a run, an exported file, or {known}.")
     trained = load_checkpoint(model, best=best, network=find_into(into, model), trusted=trusted)
     if words := how_far(model, best=best):
         errors.print(f"These are the weights of {model} {words}, not those of a finished run.")

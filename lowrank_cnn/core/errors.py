@@ -247,7 +247,7 @@ def names_options(**meant: str) -> Callable[[_F], _F]:
 def nearest(name: object, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown name: the nearest known names, or all if none is near."""
     names = sorted(known)
-    close = difflib.get_close_matches(str(name)[:_LONGEST_NAME], names, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(str(name)[:_LONGEST_NAME], names, n=3, cutoff=0.6)
     return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(names)}."
 
 

@@ -158,8 +158,8 @@ def _find(source: str | Path, missing: Bad) -> Data | LabelledImages:
     if isinstance(source, str) and parquet.is_repository(source):
         return parquet.open_parquet(parquet.download_shards(source), name=source, missing=missing)
     raise LowRankError(
-        f"{source} is no data: give digits, a folder of images (CLASS/* or train/CLASS/*) or of parquet shards, a "
-        f".csv of paths and labels, {small_sets.ARCHIVE}, or a Hub repository as owner/name."
+        f"there is no data at {source}: give digits, a folder of images (CLASS/* or train/CLASS/*) or of parquet "
+        f"shards, a .csv of paths and labels, {small_sets.ARCHIVE}, or a Hub repository as owner/name."
     )
 
 

@@ -72,7 +72,7 @@ def test_sizes_are_sides_or_height_and_width() -> None:
     ("source", "says"),
     [
         *(
-            (name, "is no data: give digits, a folder")
+            (name, "there is no data at .*: give digits, a folder")
             for name in ("nothing/at/all", "./missing", "digit", "/no/such")
         ),
         (None, "by its name or path, not by None"),
