@@ -172,6 +172,8 @@ class Advice:
         ]
         return "\n\n".join([*texts, self.verdict])
 
+    __repr__ = __str__
+
     def to_dict(self) -> dict[str, Any]:
         """In values that JSON can hold; without the network."""
         told = {"verdict": self.verdict, "choice": self.choice, "device": self.device, "engine": self.engine}

@@ -85,7 +85,7 @@ class Learned:
     - `time`: for a budget of time, the measured share of the dense network's time.
     """
 
-    network: nn.Module
+    network: nn.Module = field(repr=False)
     shapes: LearnedShapes
     macs: float | None
     record: Record

@@ -28,6 +28,7 @@ from lowrank_cnn.cli.options import (
 )
 from lowrank_cnn.cli.show import console, errors, print_json, print_problems, print_table
 from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.numbers import accuracy
 from lowrank_cnn.core.text import counted, first_few
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def evaluate_command(
         shown = result.details.to_dict(pictures=False)
         return print_json({"model": model, "data": images.name, **result.to_dict(), "details": shown})
     top5 = {"top-5": f"{result.top5:.2%}"} if len(images.classes) > TOP_FIVE else {}
-    row = {"network": model, "top-1": f"{result.top1:.2%}", **top5}
+    row = {"network": model, "top-1": accuracy(result.top1, result.n), **top5}
     row |= {"n": f"{result.n:,}", "loss": f"{result.loss:.4f}"}
     print_table(f"On {images.name}", list(row), [list(row.values())])
     _print_details(result.details, every_class=every_class)

@@ -26,8 +26,8 @@ class AsDict:
 class TrainingCard:
     """A trained network's recipe and data as JSON, and its preprocessing as tensors."""
 
-    card: Mapping[str, Any]
-    preprocess: Mapping[str, Tensor]
+    card: Mapping[str, Any] = field(repr=False)
+    preprocess: Mapping[str, Tensor] = field(repr=False)
 
 
 _ATTRIBUTE = "_lowrank"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowrank_cnn.core.errors import LowRankError, check_number, option
 from lowrank_cnn.core.files import open_regular
-from lowrank_cnn.core.text import counted
+from lowrank_cnn.core.text import counted, first_few
 
 Size = tuple[int, int, int]
 Bad = Literal["skip", "refuse"]
@@ -151,6 +151,10 @@ class Data:
     train: Split
     test: Split
     details: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """One line, without numbers of images: to count them, bad ones are looked for first."""
+        return f"{self.name}, {counted(len(self.classes), 'class')} ({first_few(self.classes)})"
 
     @cached_property
     def digest(self) -> str:

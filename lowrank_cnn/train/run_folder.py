@@ -45,7 +45,8 @@ from lowrank_cnn.core.files import (
     write_atomically,
     write_json,
 )
-from lowrank_cnn.core.text import counted, html_table, si
+from lowrank_cnn.core.numbers import accuracy
+from lowrank_cnn.core.text import counted, duration, html_table, si
 from lowrank_cnn.data import Data
 from lowrank_cnn.models.build import entry_description
 from lowrank_cnn.train.recipe import Recipe, differences, in_words
@@ -112,18 +113,21 @@ class Record:
     right: Tensor | None = field(default=None, compare=False, repr=False)
     sealed: bool = field(default=True, compare=False)
 
+    def __repr__(self) -> str:
+        """One line: the run and its result."""
+        about = f"{self.model['name']} on {self.data['name']}, recipe {self.recipe['name']}, seed {self.seed}"
+        found = {key: value for key, value in self.result.items() if value is not None}
+        shown = [f"top-{k} {accuracy(found[f'top{k}'], found['n'])}" for k in (1, 5) if f"top{k}" in found]
+        shown += [f"{key} {si(found[key])}" for key in ("n", "macs", "params") if key in found]
+        shown += [duration(found["seconds"])] if "seconds" in found else []
+        return f"{about}: {', '.join([self.status, *shown])}"
+
     def _repr_html_(self) -> str:
         """The summary that notebooks show: the run, its result and its last epochs."""
-        about = (
-            f"{self.model['name']} on {self.data['name']}, {self.recipe['name']}, seed {self.seed}: {self.status}"
-        )
-        shown = {key: f"{self.result[key]:.2%}" for key in ("top1", "top5") if self.result.get(key) is not None}
-        shown |= {key: si(self.result[key]) for key in ("n", "macs", "params", "seconds") if self.result.get(key)}
-        result = ", ".join(f"{key} {value}" for key, value in shown.items())
         columns = (">epoch", ">loss", ">train", ">accuracy", ">lr", ">images/s")
         names = ("epoch", "train_loss", "train_accuracy", "accuracy", "lr", "images_per_second")
         rows = [["" if row[name] is None else f"{row[name]:.4g}" for name in names] for row in self.history[-5:]]
-        return html_table(columns, rows, f"{about}. {result}")
+        return html_table(columns, rows, repr(self))
 
     def save(self, path: Path, *, parents: bool = True) -> None:
         """Write the record with its checksum, in one move; `parents` makes its folder if it is not there."""

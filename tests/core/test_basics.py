@@ -22,6 +22,7 @@ from lowrank_cnn.core import errors
 from lowrank_cnn.core.environment import commit, environment, is_out_of_memory
 from lowrank_cnn.core.errors import LowRankError, MissingExtra, missing_extra, nearest, require
 from lowrank_cnn.core.numbers import (
+    accuracy,
     deviation,
     holm,
     mean,
@@ -30,6 +31,7 @@ from lowrank_cnn.core.numbers import (
     pooled_deviation,
     student_p,
     student_t,
+    wilson,
 )
 from lowrank_cnn.core.processes import apart
 from lowrank_cnn.core.text import counted, duration, printable, si, text_table
@@ -48,6 +50,12 @@ def test_a_missing_package_is_named_with_its_install(monkeypatch):
         with pytest.raises(MissingExtra, match=told):
             require(module, extra=extra, purpose="drawing")
     assert require("json", extra="plots").dumps([]) == "[]"
+
+
+def test_an_accuracy_on_few_images_has_an_interval():
+    assert [round(end, 4) for end in wilson(0.5, 10)] == [0.2366, 0.7634]  # Wilson's, as statsmodels gives it
+    assert (accuracy(1.0, 20), accuracy(0.0, 20)) == ("100.00% (83.9 to 100.0)", "0.00% (0.0 to 16.1)")
+    assert (accuracy(0.912, 4999), accuracy(0.912, 5000)) == ("91.20% (90.4 to 92.0)", "91.20%")
 
 
 @pytest.mark.parametrize(
