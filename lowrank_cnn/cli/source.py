@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import os
 import re
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -12,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lowrank_cnn.cli.show import errors
 from lowrank_cnn.core.errors import LowRankError, check_file
+from lowrank_cnn.core.files import read_json, write_json
 from lowrank_cnn.core.notes import note, notes
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.method.convert import convert
@@ -136,12 +142,62 @@ def build_for(data: Data, text: str, *, into: str | None = None, **options: Any)
 
 
 def find_into(into: str | None, trained: str | Path) -> nn.Module | None:
-    """The network that the weights of a run or a file are loaded into, with as many outputs as these have."""
-    if into is None:
-        return None
-    from lowrank_cnn.train.trained import classes_of
+    """The network that the weights of a run or a file are loaded into, with as many outputs as these have.
 
+    It is named by --into; without it, by what was named for this run before.
+    """
+    from lowrank_cnn.train.trained import classes_of, is_own
+
+    if into is not None:
+        remember(Path(trained), into)
+    elif (into := remembered(trained) if is_own(trained) else None) is None:
+        return None
+    else:
+        errors.print(f"Network: --into {into}, as before.")
     return find_model(into, classes=classes_of(trained)).network
+
+
+# The networks of the user's own runs, by the place of the run. A run or a cache may come from somebody else, and
+# must never name code that is run. The notes are therefore in the home of this user, who named that file, and they
+# hold only while the file is as it was.
+
+
+def _notebook() -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "lowrank-cnn" / "networks.json"
+
+
+def remember(run: Path, into: str) -> None:
+    """Note the network that the weights of a run go into."""
+    file, _, function = into.partition(":")
+    path = Path(file).resolve()
+    entry = [f"{path}:{function}", _digest(path)] if file.endswith(".py") else [into, ""]
+    with contextlib.suppress(OSError, LowRankError):  # then --into is needed again
+        kept = {place: known for place, known in _noted().items() if Path(place).exists()}
+        write_json(_notebook(), kept | {str(run.resolve()): entry})
+
+
+def remembered(run: str | Path) -> str | None:
+    """The network noted for a run; None if there is none, or its file has changed."""
+    entry = _noted().get(str(Path(run).resolve()))
+    if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str)):
+        return None
+    file, _, _ = entry[0].partition(":")
+    return entry[0] if entry[1] == (_digest(Path(file)) if file.endswith(".py") else "") else None
+
+
+def _noted() -> dict[str, Any]:
+    """The notes; none if another user may have written them."""
+    try:
+        about = _notebook().stat()
+        ours = about.st_uid == os.getuid() and not about.st_mode & stat.S_IWOTH
+        return dict(read_json(_notebook())) if ours else {}
+    except (OSError, ValueError, TypeError, AttributeError):  # missing, damaged; a system without users
+        return {}
+
+
+def _digest(file: Path) -> str | None:
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
 
 
 def find_example(text: str, *, option: str = "--example") -> Any:
