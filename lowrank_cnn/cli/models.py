@@ -18,7 +18,7 @@ _LAYER = ("name", "type", "output", "macs", "params", "activation_bytes")
 def stored_counts() -> dict[str, dict[str, Any]]:
     """`count(...).to_dict()` of every network at its own size, from a table: torch alone takes seconds to import.
 
-    `python -m tests.golden.golden --surface` writes the table, and a test compares it with real counts.
+    `tests/golden` writes the table and compares it with real counts.
     """
     table = json.loads((files("lowrank_cnn") / "models/counts.json").read_text(encoding="utf-8"))
     return {

@@ -70,6 +70,11 @@ class Notes:
     unpublished: tuple[str, ...] = ()
     entries: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        """The fields that were set."""
+        known = {name: value for name, value in vars(self).items() if value != getattr(Notes, name, {})}
+        return f"Notes({', '.join(f'{name}={value!r}' for name, value in known.items())})"
+
 
 def notes(module: nn.Module) -> Notes:
     """The notes about a module; empty for a module that the library never worked on.

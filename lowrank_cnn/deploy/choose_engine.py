@@ -74,7 +74,7 @@ class EngineTimes:
         if not all(time.steady for time in (*self.times.values(), *self.rival.values())):
             told += " Some times are unsteady: measure again while the machine is idle."
         if self.fastest.endswith("int8"):
-            told += f" int8 needs real images: {to_caller('lr.quantize', 'export --int8 --calibrate DATA')}."
+            told += f" int8 needs real images: {to_caller('lr.quantize', '--precision int8 --calibrate DATA')}."
         if not self.rival:
             return told
         name, ms = next(iter(self.rival)), next(iter(self.rival.values())).ms

@@ -48,7 +48,7 @@ def trained_in_int8(network: nn.Module, recipe: Recipe, *, processes: int = 1) -
     if any(isinstance(layer, BranchedConv2d) for layer in network.modules()):
         raise LowRankError(
             "strips and their branches become one layer, which int8 rounds: quantise the trained network instead "
-            f"({to_caller('lr.quantize', 'lowrank export --int8')})."
+            f"({to_caller('lr.quantize', 'lowrank export --precision int8')})."
         )
     layers = {name: layer for name, layer in network.named_modules() if isinstance(layer, ROUNDED_INPUTS)}
     if not any(isinstance(layer, ROUNDED_LAYERS) for layer in layers.values()):

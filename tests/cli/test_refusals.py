@@ -94,7 +94,7 @@ def refused(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
         ("export nin net.onnx --dynamic batch,size", "not 'size'"),
         ("export nin -o phone --to tensorrt", "trtexec"),
         ("export nin -o phone --to onx", "did you mean onnx"),
-        ("export nin -o net.onnx --strips --int8", "give --int8 or --strips"),
+        ("export nin -o net.onnx --strips --int8", "give --precision int8 or --strips"),
         ("export nin -o net.pt2 --strips", "run in ONNX Runtime"),
         ("export nin net.onnx --int8", "give --calibrate"),
         ("export nin net.onnx --int8 --calibrate digits", "give --calibrate path.py:function"),

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from lowrank_cnn.core.compare import is_finite, mapped, random_like, unchanged
-from lowrank_cnn.core.errors import LowRankError, explained, to_caller
+from lowrank_cnn.core.errors import LowRankError, explained
 from lowrank_cnn.core.notes import note
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.deploy.block_forms import groups_apart, in_layers
@@ -408,9 +408,7 @@ class InHalf(nn.Module):
 def at_precision(request: ExportRequest, engine: Engine, precision: str) -> ExportRequest:
     """The same request for a file in another precision."""
     if precision not in get_args(Precision):
-        raise LowRankError(
-            f"the precision is fp32 or fp16, not {precision!r}; {to_caller('lr.quantize', '--int8')} writes int8."
-        )
+        raise LowRankError(f"the precision is fp32 or fp16, not {precision!r}; int8 is for export.")
     if precision == "fp32":
         return request
     if dtype_of(request.network) != torch.float32:

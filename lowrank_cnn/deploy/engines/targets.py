@@ -31,6 +31,8 @@ ENGINES: dict[str, Engine] = {
     "onnx-strips": ONNX_STRIPS,
 }
 """The names that `--to` and `--engine` accept. A file is opened by the first engine with its suffix."""
+PRETRAINED = "pretrained"
+"""The name that `--to` accepts besides, for the folder of `save_pretrained`."""
 _ELSEWHERE = {
     "tensorrt": "TensorRT reads .onnx: export to onnx, then trtexec --onnx=net.onnx --saveEngine=net.plan.",
     "coreml": "Core ML reads TorchScript: export to torchscript, then coremltools.convert of it on a Mac.",
@@ -82,7 +84,8 @@ def target_of(name: str) -> Engine:
     """An engine by name; the error for an indirect target says how to convert."""
     if name in ENGINES:
         return ENGINES[name]
-    raise LowRankError(_ELSEWHERE.get(name) or f"there is no target {name!r}; {nearest(name, ENGINES)}")
+    known = nearest(name, [*ENGINES, PRETRAINED])
+    raise LowRankError(_ELSEWHERE.get(name) or f"there is no target {name!r}; {known}")
 
 
 def usage(runner: Runner, path: str | Path, *, precision: str = "fp32") -> str:
