@@ -49,7 +49,7 @@ def design_of(name: str) -> Design:
 
 
 def built(name: str) -> nn.Module:
-    return Builder(find_family("nin"), SIZE, 10)(design_of(name))
+    return Builder.of_family(find_family("nin"), SIZE, 10)(design_of(name))
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,7 @@ def main(arguments: list[str] | None = None) -> None:
     about = {name: getattr(options, name) for name in names} | {"recipe": recipe.to_dict(), "data": data.name}
     book = RunBook(options.out, KIND, about, options.budget)
     size = image_size(data.test, augmentation(recipe))
-    builder = Builder(find_family(options.network), size, len(data.classes), recipe.norm, options.width)
+    builder = Builder.of_family(find_family(options.network), size, len(data.classes), recipe.norm, options.width)
     bench = OperationBench(builder, recipe, data, held_out, options.device, options.processes == 1)
     train_all(bench, book, options)
     rows = summary(bench, book)

@@ -22,7 +22,7 @@ from benchmarks.common import write_record
 from lowrank_cnn.choose.frontier import pack, unpack
 from lowrank_cnn.choose.runs import WorkerPool
 from lowrank_cnn.choose.trace import BudgetSpent
-from lowrank_cnn.choose.verdict import EARLY, NO, OPEN, YES, compare
+from lowrank_cnn.choose.verdict import EARLY, NO, OPEN, YES, paired_gap
 from lowrank_cnn.core.environment import environment
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.numbers import holm
@@ -236,7 +236,7 @@ def paired_answers(
     """
     both = [(a, b) for a, b in pairs if runs.get(a) and runs.get(b)]
     how = {"margin": margin, "alpha": alpha}
-    gaps = [compare(answers_of(runs[a]), answers_of(runs[b]), **how) for a, b in both]
+    gaps = [paired_gap(answers_of(runs[a]), answers_of(runs[b]), **how) for a, b in both]
     found = []
     for (ours, theirs), gap, p in zip(both, gaps, holm([gap.p for gap in gaps]), strict=True):
         verdict = YES if p < alpha else NO if gap.high < margin else OPEN

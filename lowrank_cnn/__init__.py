@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lowrank_cnn.core import __version__
 
 if TYPE_CHECKING:
+    from lowrank_cnn.choose.compare import compare
     from lowrank_cnn.choose.design import design
     from lowrank_cnn.choose.learn_shapes import learn_shapes
     from lowrank_cnn.core.errors import LowRankError, MissingExtra
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 # Every public name is loaded when it is first used, so that `import lowrank_cnn` does not wait for torch.
 _HOMES = {
+    "choose.compare": ["compare"],
     "choose.design": ["design"],
     "choose.learn_shapes": ["learn_shapes"],
     "core.errors": ["LowRankError", "MissingExtra"],
@@ -103,6 +105,7 @@ __all__ = [
     "Scheme",
     "__version__",
     "build_conv",
+    "compare",
     "composite_sigma",
     "conversion_costs",
     "convert",

@@ -35,8 +35,8 @@ class Forked:
     """A function in a process of its own, with its output in pipes: a new Python would first import torch."""
 
     def __init__(self, function: Callable[[], object]) -> None:
-        for slow in ("lightning_fabric", "torch._dynamo"):  # else imported by every process that trains
-            importlib.import_module(slow)
+        importlib.import_module("torch._dynamo")  # else every process that trains would import these two
+        importlib.import_module("lowrank_cnn.train.distributed").import_fabric()
         (out, to_out), (errors, to_errors) = os.pipe(), os.pipe()
         self.number, self.code = os.fork(), None
         if not self.number:

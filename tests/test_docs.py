@@ -91,8 +91,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr("lowrank_cnn.deploy.timing.time_model", partial(time_model, repeats=3))
     monkeypatch.setattr("lowrank_cnn.deploy.choose_engine.apart", called_here)
     monkeypatch.setattr("lowrank_cnn.cli.demo.WIDTH", 0.05)
-    monkeypatch.setattr("lowrank_cnn.models.filters.PIXELS", 160**2)
-    monkeypatch.setattr("lowrank_cnn.open_data", open_few)
+    monkeypatch.setattr("lowrank_cnn.models.filters.PIXELS", 64**2)
+    for place in ("lowrank_cnn", "lowrank_cnn.train.inputs"):
+        monkeypatch.setattr(f"{place}.open_data", open_few)
     monkeypatch.setattr("torch.compile", partial(torch.compile, backend="aot_eager"))  # Inductor starts a compiler
     before = set(sys.modules)
     yield tmp_path
@@ -159,7 +160,18 @@ def run_python(text: str, page: Path, names: dict[str, object]) -> None:
     exec(compile(text, str(page), "exec"), names)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+BY_NIGHT = tuple(f"docs/{name}.md" for name in ("devices", "export", "frontier", "index", "your-model"))
+"""Pages that take longest: tests of engines and commands do the same, and index.md shows what README.md shows."""
+
+
+def pages_to_run() -> Iterator[Any]:
+    for page in PAGES:
+        name = str(page.relative_to(ROOT))
+        if any(not item.reason for item in shown(page)):
+            yield pytest.param(page, id=name, marks=[pytest.mark.nightly] if name in BY_NIGHT else [])
+
+
+@pytest.mark.parametrize("page", pages_to_run())
 def test_what_a_page_shows_runs_from_top_to_bottom(page: Path, folder: Path):
     names: dict[str, object] = {"__name__": "__docs__"}
     for item in shown(page):
@@ -170,6 +182,15 @@ def test_what_a_page_shows_runs_from_top_to_bottom(page: Path, folder: Path):
         elif "/" not in item.command[0]:  # else a listing of files
             assert item.command[0] in PROGRAMS, item.command
             PROGRAMS[item.command[0]](item.command)
+
+
+@pytest.mark.parametrize("name", BY_NIGHT)
+def test_what_such_a_page_shows_can_be_typed(name: str):
+    for item in shown(ROOT / name):
+        compile(item.python, name, "exec")
+        if item.command[:1] == ("lowrank",):
+            _, command, *words = item.command
+            assert load_command(command).make_context(command, words).args == [], item.command
 
 
 @pytest.mark.nightly

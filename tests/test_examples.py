@@ -66,7 +66,7 @@ def test_several_processes_train_a_converted_network(kind: str):
     assert "of the MACs" in run(*launch, str(ROOT / "examples" / "plain_loop.py"), "--parallel", kind, *SMALL)
 
 
-@pytest.mark.parametrize("scheme", ["lr", "lr-join", "separable"])
+@pytest.mark.parametrize("scheme", ["lr-join", pytest.param("separable", marks=pytest.mark.nightly)])
 def test_torch_compile_gives_the_same_outputs_and_gradients(plain_loop, scheme: str):
     """Traced by Dynamo and AOTAutograd; that Inductor makes kernels of it is torch's own business."""
     torch.compiler.reset()  # torch compiles a class, such as Sequential, so many times in a process and no more

@@ -1,17 +1,17 @@
-"""The candidates that `design` and `frontier` compare, as data, and how each becomes a network.
+"""The candidates that `compare` and `frontier` train, as data, and how each becomes a network.
 
 A design is a dense network at some width, with its convs rewritten by a scheme everywhere or in some stages. Thin
-dense networks are designs as well, with the scheme `dense`: they are the controls. `frontier` builds designs of a
-family at their widths; `design` builds three forms of a user's network within a share of its MACs.
+dense networks are designs as well, with the scheme `dense`: they are the controls. `design` builds three forms of
+a network within a share of its MACs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.method.schemes import FactoredConv2d, parse_scheme
 from lowrank_cnn.method.select import stages
 from lowrank_cnn.method.thin import thin
-from lowrank_cnn.models import create_model
+from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.models.airbench import PatchConv2d
+from lowrank_cnn.models.foreign import build_foreign, is_foreign
 from lowrank_cnn.models.network import Network
 
 MULTIPLE, COARSE = 16, 64
@@ -60,10 +61,12 @@ FAMILIES = {
 
 
 def find_family(name: str) -> Family:
-    """A family of the table."""
-    if name not in FAMILIES:
-        raise LowRankError(f"there is no family {name!r}; {nearest(name, FAMILIES)}")
-    return FAMILIES[name]
+    """A family of the table, or that of any network: one of ours, `timm:resnet18`, `mynet.py:make_model`."""
+    if name in FAMILIES:
+        return FAMILIES[name]
+    if not is_foreign(name) and name not in list_models():
+        raise LowRankError(f"there is no network {name!r}; {nearest(name, [*FAMILIES, *list_models()])}")
+    return Family(name, "modern")
 
 
 SMALL_SQUARES = "mixture(3x3)"
@@ -219,24 +222,42 @@ def at_width(design: Design, width: float, matched: str = "") -> Design:
     return replace(design, name=base if width == 1 else f"{base}@{width:g}", width=width, matched=matched)
 
 
+def family_network(
+    family: Family, size: tuple[int, int, int], classes: int, norm: str | None = "batch", base: float = 1.0
+) -> nn.Module:
+    """The dense network of a family with fresh weights, for images of one size and a number of classes."""
+    channels, height, width = size
+    if is_foreign(family.network):
+        return build_foreign(family.network, None, classes)[0]
+    made: dict[str, Any] = {"num_classes": classes, "in_channels": channels, "norm": norm}
+    made |= {"dropout": 0.0, "width": base, "image_size": height if height == width else None}
+    return create_model(family.network, **made, **dict(family.options))
+
+
 @dataclass(frozen=True)
 class Builder:
-    """Builds the designs of one family for images of one size and a number of classes."""
+    """Builds the designs of one network for images of one size.
 
-    family: Family
+    `make` gives the dense network with fresh weights, by torch's generator as it stands. `kept` names the layers
+    that have one width in all designs. `on_meta`: `make` works on the meta device, where counting is fast.
+    """
+
+    make: Callable[[], nn.Module]
     size: tuple[int, int, int]
-    classes: int
-    norm: str | None = "batch"
-    base: float = 1.0
+    kept: tuple[str, ...] = ()
+    on_meta: bool = False
+
+    @classmethod
+    def of_family(cls, family: Family, size: tuple[int, int, int], *more: Any, **options: Any) -> Builder:
+        """The builder of a family; the arguments are those of `family_network`."""
+        make = partial(family_network, family, size, *more, **options)
+        return cls(make, size, family.kept, on_meta=not is_foreign(family.network))
 
     def __call__(self, design: Design) -> nn.Module:
         """The network with fresh weights, by torch's generator as it stands."""
-        channels, height, width = self.size
-        made: dict[str, Any] = {"num_classes": self.classes, "in_channels": channels, "norm": self.norm}
-        made |= {"dropout": 0.0, "width": self.base, "image_size": height if height == width else None}
-        network: nn.Module = create_model(self.family.network, **made, **dict(self.family.options))
+        network = self.make()
         if design.width != 1 or design.last != 1 or design.layers:
-            own = dict.fromkeys(self.family.kept, 1.0)
+            own = dict.fromkeys(self.kept, 1.0)
             if design.last != 1:
                 own |= dict.fromkeys(last_stage(network, self.size), design.last * design.width)
             own |= dict(design.layers)
@@ -255,11 +276,13 @@ class Builder:
 
     def count(self, design: Design) -> Count:
         """The cost for one image, as the network runs once it is trained."""
-        with torch.device("meta"):
+        with torch.device("meta") if self.on_meta else contextlib.nullcontext():
             return count(self(design), self.size)
 
-    def _where(self, network: nn.Module, where: str) -> Sequence[str]:
+    def _where(self, network: nn.Module, where: str) -> Sequence[str] | None:
         """The convs that a scheme is for; never the layer that whitens patches, which is not trained."""
+        if where == "all" and not any(isinstance(module, PatchConv2d) for module in network.modules()):
+            return None  # those that `convert` takes by itself
         found = [
             [name for name in stage if not isinstance(network.get_submodule(name), PatchConv2d)]
             for stage in stages(network, self.size)

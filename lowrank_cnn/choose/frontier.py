@@ -41,8 +41,10 @@ LARGEST_ANSWERS = 2**30
 """Bytes of the largest file of answers that is read: that of 160,000 runs on ILSVRC."""
 DENSE_NAME = "dense"
 """The family's own network, which all others are timed beside."""
-ABOUT = ("family", "network", "recipe", "data", "precision", "device", "teacher")
+ABOUT = ("family", "network", "recipe", "data", "precision", "device", "teacher", "target")
 """What all runs of a frontier share: going on with another is refused."""
+PLAN = "plan"
+"""What a comparison has decided so far; it goes on with that."""
 
 
 @dataclass
@@ -64,6 +66,8 @@ class SeedRun:
     train_accuracy: float
     environment: int
     processes: int = 1
+    held_out: float | None = None
+    """The accuracy on images held out of training, if there were any."""
 
 
 @dataclass
@@ -267,7 +271,7 @@ def load_frontier(folder: str | Path) -> Frontier:
         if values["kind"] != KIND or values["schema"] != SCHEMA:
             raise KeyError("kind")
         rows = [_read_row(row) for row in values["rows"]]
-        about = {key: values.get(key) for key in ABOUT}
+        about = {key: values.get(key) for key in (*ABOUT, PLAN)}
         return Frontier(folder, about, values["images"], rows, values["environments"], values["answers"])
     except (BrokenSealError, UnreadableError) as damage:
         raise LowRankError(f"{path} is damaged: {damage}.") from damage
@@ -300,6 +304,9 @@ def open_frontier(folder: Path, about: dict[str, Any], images: int) -> Frontier:
 
 def shared_settings(about: dict[str, Any]) -> dict[str, Any]:
     """The shared settings of all runs by name, with defaults for recipe fields that are newer than the record."""
-    whole = {**about, "recipe": {**json.loads(json.dumps(Recipe().to_dict())), **(about["recipe"] or {})}}
+    whole = {
+        **{key: about.get(key) for key in ABOUT},
+        "recipe": {**json.loads(json.dumps(Recipe().to_dict())), **(about["recipe"] or {})},
+    }
     nested = {key: value if isinstance(value, dict) else {"": value} for key, value in whole.items()}
     return {f"{key} {name}".strip(): value for key, fields in nested.items() for name, value in fields.items()}

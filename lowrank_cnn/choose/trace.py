@@ -14,7 +14,7 @@ from math import exp, log
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowrank_cnn.choose.candidates import (
     DENSE,
@@ -32,12 +32,13 @@ from lowrank_cnn.choose.candidates import (
 )
 from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, SeedRun, open_frontier
 from lowrank_cnn.choose.runs import DesignRun, RunMaker, RunOutcome, WorkerPool
-from lowrank_cnn.core.clock import check_budget, measure
+from lowrank_cnn.choose.target import Target
+from lowrank_cnn.core.clock import check_budget
 from lowrank_cnn.core.errors import LowRankError, check_number
 from lowrank_cnn.core.files import locked
 from lowrank_cnn.core.text import duration
 from lowrank_cnn.data import Data
-from lowrank_cnn.deploy.optimize import Optimized, optimize
+from lowrank_cnn.deploy.optimize import Optimized
 from lowrank_cnn.train import get_recipe
 from lowrank_cnn.train.distributed import resolve_device, resolve_precision
 from lowrank_cnn.train.inputs import augmentation, image_size
@@ -129,7 +130,7 @@ def trace_frontier(
     resolved = get_recipe(recipe or kind.recipe, **(settings or {}))
     place = resolve_device(device)
     size = image_size(data.test, augmentation(resolved))
-    builder = Builder(kind, size, len(data.classes), resolved.norm, plan.base)
+    builder = Builder.of_family(kind, size, len(data.classes), resolved.norm, plan.base)
     about = {
         "family": family,
         "network": {"name": kind.network, "base": plan.base},
@@ -143,7 +144,7 @@ def trace_frontier(
         found = open_frontier(Path(out), about, len(data.test))
         maker = RunMaker(builder, data, resolved, place, plan.teacher, Path(out))
         with WorkerPool(maker, plan.processes) as pool:
-            Tracer(found, maker, pool, plan, say).run()
+            Tracer(found, maker, pool, plan, say, Target(place)).run()
     return found
 
 
@@ -155,7 +156,8 @@ class BudgetSpent(Exception):
 class Tracer:
     """Carries a plan out, one step at a time, saving after each.
 
-    `designs` and `rows` hold the designs of the plan by name; the folder may hold more.
+    `designs` and `rows` hold the designs of the plan by name; the folder may hold more. Files of engines are
+    written to `scratch`.
     """
 
     found: Frontier
@@ -163,10 +165,12 @@ class Tracer:
     pool: WorkerPool[DesignRun, RunOutcome]
     plan: FrontierPlan
     say: Say
+    target: Target
+    scratch: Path = Path()
     began: float = field(default_factory=time.monotonic)
     designs: dict[str, Design] = field(default_factory=dict)
     rows: dict[str, DesignRow] = field(default_factory=dict)
-    reference: Optimized | None = None
+    reference: Optimized | Path | None = None
 
     def run(self) -> None:
         candidates = [find_design(text) for text in self.plan.designs]
@@ -212,28 +216,21 @@ class Tracer:
             self.say(f"{design.name}: {ms:.3f} ms, {row.macs / 1e6:.1f} M MACs ({row.timing.choice})")
 
     def time(self, design: Design) -> DesignTime:
-        """The time of a design in its fastest form, in turns with the dense network of the family."""
-        draw = torch.Generator().manual_seed(0)
-        images = torch.randn(self.plan.batch, *self.builder.size, generator=draw)
-        if torch.device(self.maker.device).type == "cuda":  # in bf16, as networks are trained there
-            images = images.to(self.maker.device, torch.bfloat16, memory_format=torch.channels_last)
-        else:
-            images = images.to(self.maker.device)
-        ours = self._optimized(design, images)
+        """The time of a design where it will run, in turns with the dense network."""
+        images = self.target.images(self.plan.batch, self.builder.size)
+        ours = self._prepared(design, images)
         if self.reference is None:
-            self.reference = ours if design == DENSE else self._optimized(DENSE, images)
-        dense = self.reference
-        runs = {"ours": lambda: ours(images), "dense": lambda: dense(images)}
-        times = measure(runs, repeats=self.plan.repeats, cuda=images.is_cuda)
-        sample, tries = times["ours"], {name: one.ms for name, one in ours.report.times.items()}
+            self.reference = ours if design == DENSE else self._prepared(DENSE, images)
+        times = self.target.times({"ours": ours, "dense": self.reference}, images, repeats=self.plan.repeats)
+        sample, (choice, tries) = times["ours"], self.target.choice_of(ours)
         # The dense network beside itself: the difference of two clocks is not a ratio.
         other = sample.ms if design == DENSE else times["dense"].ms
-        return DesignTime(sample.ms, sample.low, sample.high, other, self.plan.batch, ours.report.choice, tries)
+        return DesignTime(sample.ms, sample.low, sample.high, other, self.plan.batch, choice, tries)
 
-    def _optimized(self, design: Design, images: Tensor) -> Optimized:
+    def _prepared(self, design: Design, images: Tensor) -> Optimized | Path:
         torch.manual_seed(0)
-        network: nn.Module = self.builder(design).to(images.device, images.dtype).eval()
-        return optimize(network, images, compile=self.plan.compile, repeats=self.plan.repeats)
+        how = {"compile": self.plan.compile, "repeats": self.plan.repeats}
+        return self.target.prepared(self.builder(design), images, self.scratch / design.name, **how)
 
     def _widen(self, design: Design) -> None:
         """The design as wide as the dense network allows, by MACs and by time."""

@@ -33,32 +33,50 @@ class PairedGap:
     p: float
 
 
-def compare(ours: Tensor, theirs: Tensor, *, margin: float, alpha: float) -> PairedGap:
+def paired_gap(ours: Tensor, theirs: Tensor, *, margin: float, alpha: float) -> PairedGap:
     """Answers [runs, images] of two designs; the interval leaves a share `alpha` outside, half on each side.
 
     `p` is for the claim that the gap is above `margin` points, by Student's t with the degrees of freedom of
     Satterthwaite (1946).
     """
-    sides = [side.double() for side in (ours, theirs)]
-    by_image = sides[0].mean(0) - sides[1].mean(0)
+    by_image = ours.double().mean(0) - theirs.double().mean(0)
     points, images = 100 * by_image.mean().item(), len(by_image)
     if images < 2:
         return PairedGap(points, -100.0, 100.0, 1.0)
     variance = by_image.var().item() / images
     uncertainty = variance**2 / (images - 1)
-    for runs, freedom in ((side, len(side) - 1) for side in sides if len(side) > 1):
-        between = runs.mean(1).var().item()
-        # The noise of single runs on single images is in the variance over images already.
-        noise = (runs - runs.mean(1, keepdim=True)).sub(runs.mean(0) - runs.mean()).square().sum().item()
-        noise /= freedom * (images - 1)
-        variance += max(0.0, between - noise / images) / len(runs)
-        uncertainty += (between / len(runs)) ** 2 / freedom
+    for side in (ours, theirs):
+        if len(side) > 1:
+            between, noise = _run_parts(side)
+            # The noise of single runs on single images is in the variance over images already.
+            variance += max(0.0, between - noise) / len(side)
+            uncertainty += (between / len(side)) ** 2 / (len(side) - 1)
     if not variance:  # all runs gave the same answers
         return PairedGap(points, points, points, float(points <= margin))
     freedom, error = max(1.0, variance**2 / uncertainty), 100 * variance**0.5
     reach = student_t(1 - alpha / 2, freedom) * error
     low, high = max(-100.0, points - reach), min(100.0, points + reach)
     return PairedGap(points, low, high, student_p((margin - points) / error, freedom))
+
+
+def _run_parts(runs: Tensor) -> tuple[float, float]:
+    """The variance between the means of runs, and the part of it that is the noise of single answers."""
+    runs, images = runs.double(), runs.shape[1]
+    noise = (runs - runs.mean(1, keepdim=True)).sub(runs.mean(0) - runs.mean()).square().sum().item()
+    return runs.mean(1).var().item(), noise / ((len(runs) - 1) * (images - 1)) / images
+
+
+def gap_parts(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
+    """The variance of a gap that other images would bring, and that of one run on each side, as shares squared."""
+    by_image = ours.double().mean(0) - theirs.double().mean(0)
+    images = by_image.var().item() / len(by_image)
+    each = 0.0
+    for side in (ours, theirs):
+        if len(side) > 1:
+            between, noise = _run_parts(side)
+            images -= noise / len(side)
+            each += max(between, noise)
+    return max(0.0, images), each
 
 
 BETTER, FASTER, SEARCHED = "better", "faster", "better than a searched rival"
@@ -121,7 +139,7 @@ def answer(found: Frontier) -> list[Answer]:
     alike = [found, *(other for other in beside if shared_settings(other.about) == settings)]
     for question, margin, row, control in _pairs(found, questions, asked):
         ours, theirs = found.right_answers(row), found.right_answers(control)
-        gap = compare(ours, theirs, margin=margin, alpha=alpha)
+        gap = paired_gap(ours, theirs, margin=margin, alpha=alpha)
         time = row.timing.ratio / control.timing.ratio if row.timing and control.timing else None
         values = (gap.points, gap.low, gap.high, gap.p, gap.p, OPEN, (len(ours), len(theirs)))
         more = (row.params / control.params, _notes(alike, row, control))

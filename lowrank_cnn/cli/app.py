@@ -115,7 +115,8 @@ class Entry:
 
 
 COMMANDS = {
-    "demo": Entry("demo", "Start", "Train a dense network and its low-rank twin on digits, and compare them."),
+    "demo": Entry("demo", "Start", "Compare a dense network with a thinner and a low-rank one on digits."),
+    "compare": Entry("compare", "Start", "Say which cheap version of a network to train."),
     "models": Entry("models", "Start", "List the networks with their cost and published accuracy."),
     "count": Entry("models", "Start", "Count multiply-accumulates, parameters and memory, layer by layer."),
     "recipes": Entry("models", "Train", "List the training recipes."),
@@ -126,14 +127,15 @@ COMMANDS = {
     "shrink": Entry("shrink", "Train", "Store large photographs at the size that training needs."),
     "convert": Entry("convert", "Convert", "Rewrite the convolutions of any network with low-rank filters."),
     "decompose": Entry("convert", "Convert", "Approximate trained convolutions by low-rank filters."),
-    "design": Entry("design", "Convert", "Advise whether low-rank filters, fewer filters or both are faster."),
+    "thin": Entry("convert", "Convert", "Make a thinner network: fewer channels in every layer."),
+    "design": Entry("compare", "Convert", "Advise whether low-rank filters, fewer filters or both are faster."),
     "time": Entry("plan", "Deploy", "Time networks layer by layer, beside their dense twins."),
     "plan": Entry("plan", "Deploy", "Find the fastest way to run a network on this machine."),
     "optimize": Entry("plan", "Deploy", "Find the fastest form of a network, and write it to a file."),
     "export": Entry("export", "Deploy", "Write a network for ONNX Runtime and other engines, and check the file."),
     "audit": Entry("audit", "Paper", "Compare every published figure and claim with what this code computes."),
     "reproduce": Entry("reproduce", "Paper", "Train the paper's networks and compare their accuracy."),
-    "frontier": Entry("frontier", "Paper", "Train a family over widths and schemes: accuracy against time."),
+    "frontier": Entry("frontier", "Paper", "Train a network over widths and schemes: accuracy against time."),
     "figure": Entry("report", "Paper", "Draw a figure of the paper."),
 }
 

@@ -1,4 +1,4 @@
-"""The commands `lowrank convert` and `lowrank decompose`."""
+"""The commands `lowrank convert`, `lowrank decompose` and `lowrank thin`."""
 
 from __future__ import annotations
 
@@ -121,15 +121,48 @@ def decompose_command(
     _finish(source, new, size, out, as_json)
 
 
+@grouped
+def thin_command(
+    model: Model,
+    named: SourceOptions,
+    macs: Annotated[float | None, option("Keep about this share of the MACs.")] = None,
+    channels: Annotated[float | None, option("Keep this share of every layer's channels instead.")] = None,
+    multiple: Annotated[int, option("Round the channels to multiples of this.", min=1)] = 16,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Make a thinner network: fewer channels in every layer.
+
+    All weights are fresh and need training: `lowrank train MODEL --thin 0.5` trains such a network.
+
+    Examples:
+
+      lowrank thin vgg11-gmp --macs 0.5
+      lowrank thin model.py:make --input 3x32x32 --channels 0.5 -o n.safetensors
+    """
+    from lowrank_cnn.method.thin import thin
+
+    source, size = named.find(model)
+    if (macs is None) == (channels is None):
+        raise LowRankError("give the share to keep: --macs 0.5, or --channels 0.7.")
+    new = thin(source.network, macs=macs, width=channels, multiple=multiple, input_size=size)
+    _finish(replace(source, trained=None), new, size, out, as_json)
+
+
 def _finish(source: Source, new: nn.Module, size: tuple[int, ...], out: Path | None, as_json: bool) -> None:
     """Write the new network, and print its layers with their cost before and after."""
     from lowrank_cnn.method.convert import conversion_costs
+    from lowrank_cnn.method.rewrite import Conversion, change_of
 
     *costs, total = conversion_costs(source.network, new, size)
     if out is not None:
         export_source(source, new, out, size)
     report, fitted = notes(new).conversion, notes(new).decomposition
-    assert report is not None
+    if report is None:  # it was made thinner
+        old = source.network.get_submodule
+        report = Conversion(
+            tuple(change_of(c.name, old(c.name), new.get_submodule(c.name), "thin") for c in costs)
+        )
     if as_json:
         about = {"costs": [vars(cost) for cost in (*costs, total)], "fitted": [row.to_dict() for row in fitted]}
         return print_json({"model": source.name, "input": list(size), **report.to_dict(), **about})

@@ -63,7 +63,7 @@ class PlanOptions:
 
 @grouped
 def frontier_command(
-    family: Annotated[str, typer.Argument(help="airbench, nin, vgg11 or resnet18.")],
+    family: Annotated[str, typer.Argument(help="airbench, nin, vgg11, resnet18 or any network, as for compare.")],
     out: Annotated[Path, option("Folder of record and picture; finished runs are not repeated.", "--out", "-o")],
     networks: PlanOptions,
     data: Annotated[str | None, option("The images; without them, show what is finished.")] = None,
@@ -75,10 +75,11 @@ def frontier_command(
     image_size: Size = None,
     as_json: Json = False,
 ) -> None:
-    """Train a family over widths and schemes: accuracy against time.
+    """Train a network over widths and schemes: accuracy against time.
 
-    Every network is trained and timed; one record and one picture hold the results. A command that was killed
-    continues when it is started again.
+    This is the long form of `lowrank compare`, for research: many runs, and questions that were written down
+    before them. One record and one picture hold the results. A command that was killed continues when it is
+    started again.
 
     Examples:
 

@@ -66,6 +66,9 @@ class NetworkOptions:
     width: Width = None
     pretrained: Pretrained = None
     into: Into = None
+    thin: Annotated[float | None, option("Train a thinner network of this share of the MACs.", panel=NETWORK)] = (
+        None
+    )
     macs: Annotated[float | None, option("MACs that scheme learned(...) keeps: 0.4.", panel=NETWORK)] = None
     latency: Annotated[float | None, option("Time that scheme learned(...) keeps: 0.5.", panel=NETWORK)] = None
     shapes: Annotated[Path | None, option("Learned shapes.json to train from scratch.", panel=NETWORK)] = None
@@ -78,6 +81,10 @@ class NetworkOptions:
         from lowrank_cnn.train.fit import fit
 
         budget = Budget.of(macs=self.macs, latency=self.latency)
+        if self.thin is not None and (self.scheme or self.shapes or self.pretrained):
+            raise LowRankError(
+                "--thin trains fewer filters from fresh weights: leave --scheme, --shapes and --pretrained out."
+            )
         learned = self.scheme if self.scheme is not None and self.scheme.strip().startswith("learned") else None
         if self.shapes is not None and self.scheme is not None:
             raise LowRankError("give --scheme or --shapes, not both: learned shapes are a scheme for every layer.")
@@ -112,19 +119,20 @@ class NetworkOptions:
 class TrainingOptions:
     """The recipe, and what is changed of it."""
 
-    recipe: Annotated[str, option("`lowrank recipes` lists them.", panel=TRAINING)] = "modern"
+    recipe: Annotated[str | None, option("`lowrank recipes` lists them.", panel=TRAINING)] = None
     epochs: Annotated[int | None, option("Epochs to train at most.", panel=TRAINING)] = None
     batch_size: Annotated[int | None, option("Images per step, over all processes.", panel=TRAINING)] = None
     lr: Annotated[float | None, option("Learning rate at the start.", panel=TRAINING)] = None
     settings: Settings = None
 
-    def read(self, file: dict[str, Any]) -> tuple[Recipe, dict[str, Any]]:
-        """The recipe, and the settings that are no part of it; also the recipe's norm, if it was set.
+    def read(self, file: dict[str, Any]) -> tuple[Recipe, Callable[[int], Recipe], dict[str, Any]]:
+        """The recipe, how it adapts to the number of images, and the settings that are no part of it.
 
-        Options replace what --config says, and --set replaces both.
+        Settings include the recipe's norm, if it was set. Options replace what --config says, and --set replaces
+        both. A recipe that was named does not adapt.
         """
         from lowrank_cnn.train.recipe import RunSettings, changed, parse_settings, read_value
-        from lowrank_cnn.train.recipes import get_recipe
+        from lowrank_cnn.train.recipes import get_recipe, suited
 
         own = {"epochs": self.epochs, "batch_size": self.batch_size, "lr": self.lr}
         typed = parse_settings(self.settings or [])
@@ -133,9 +141,10 @@ class TrainingOptions:
         given = file | {name: value for name, value in own.items() if value is not None} | typed
         run = {field.name: given.pop(field.name) for field in fields(RunSettings) if field.name in given}
         rare = {name: read_value(name, kind, given.pop(name)) for name, kind in RARE.items() if name in given}
-        recipe = get_recipe(self.recipe, **given)
+        recipe = get_recipe("modern" if self.recipe is None else self.recipe, **given)
         changed(RunSettings(), run)  # refused now, before images are read
-        return recipe, run | rare | ({"norm": recipe.norm} if "norm" in given else {})
+        adapted = partial(suited, recipe, given=given) if self.recipe is None else lambda _: recipe
+        return recipe, adapted, run | rare | ({"norm": recipe.norm} if "norm" in given else {})
 
 
 @dataclass(frozen=True)
@@ -276,10 +285,19 @@ def train_command(
       lowrank train runs/photos --data photos --set quantize=int8 --lr 0.001
     """
     from lowrank_cnn.cli.source import build_for, check_model, is_weights, remember, remembered
+    from lowrank_cnn.method.thin import thin_near
     from lowrank_cnn.train.distributed import seed_generators
-    from lowrank_cnn.train.inputs import as_network_wants, check_classes, check_network
+    from lowrank_cnn.train.inputs import (
+        as_network_wants,
+        augmentation,
+        check_classes,
+        check_network,
+        input_size,
+        trained_on,
+    )
+    from lowrank_cnn.train.recipes import defaults_in_words
 
-    recipe, rare = training.read(config)
+    recipe, adapted, rare = training.read(config)
     scheme, train = network.training()
     building = network.building(model, scheme, recipe, rare.pop("norm", None), rare.pop("stride", None))
     reading = images.reading(data, progress=not as_json, rare=rare)
@@ -292,9 +310,15 @@ def train_command(
     wish = {"input_size": source.input_size, "sized": images.image_size is not None, "tuned": is_weights(model)}
     wanted = as_network_wants(found, source.network, recipe, reading, **wish)
     check_classes(wanted)
+    if network.thin is not None:
+        size = input_size(wanted.test, augmentation(recipe))
+        source = replace(source, network=thin_near(source.network, network.thin, size), remark="")
     check_network(source.network, wanted, recipe)
+    recipe = adapted(trained_on(wanted, recipe))
     if first_process() and not as_json:
         _print_start(wanted, recipe, run.out, source.remark, tuned=wanted is not found and is_weights(model))
+        if training.recipe is None:
+            console.print(defaults_in_words(recipe, trained_on(wanted, recipe)))
     if run.out and first_process():
         remember(run.out, network.into or remembered(model) or model)
     told = _problems_of(wanted)

@@ -43,6 +43,7 @@ class Notes:
     - `training_card`: recipe, data and preprocessing of the run that trained it.
     - `int8_ranges`: the ranges of layers' inputs that training with `quantize="int8"` found.
     - `conversion`: the layers that `convert` or `decompose` rewrote, and why the others stayed (a `Conversion`).
+    - `thinning`: the channels that `thin` left each layer (a `Thinning`).
     - `decomposition`: how well `decompose` fitted each layer (`Fitted`).
     - `merging`: what `merge` folded, and why the rest stayed (`Merging`).
     - `plan`: what `plan` measured for each block, and what it chose (a `NetworkPlan`).
@@ -62,6 +63,7 @@ class Notes:
     training_card: TrainingCard | None = None
     int8_ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     conversion: Any = None
+    thinning: Any = None
     decomposition: tuple[Any, ...] = ()
     merging: tuple[Any, ...] = ()
     plan: Any = None

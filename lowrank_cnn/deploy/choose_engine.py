@@ -128,7 +128,7 @@ def time_engines(
             paths = {name: str(files[run]) for name, run in own.items()}
             asked = paths, list(image.shape), threads, torch.get_num_threads(), repeats
             try:
-                found = apart(__file__, "_time_files", *asked)
+                found = apart(__file__, "time_files", *asked)
             except LowRankError as error:
                 search.failed |= dict.fromkeys(own.values(), first_line(error))
                 continue
@@ -197,7 +197,7 @@ def write_to_time(
     return path
 
 
-def _time_files(
+def time_files(
     files: Mapping[str, str], shape: Sequence[int], threads: int, torch_threads: int, repeats: int
 ) -> dict[str, tuple[float, ...]]:
     """The times of files of one engine, in turns. `apart` calls it."""

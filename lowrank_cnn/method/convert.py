@@ -196,7 +196,7 @@ def explain_already_low_rank(model: nn.Module) -> Iterator[None]:
 
 
 def conversion_costs(before: nn.Module, after: nn.Module, input_size: InputSize) -> tuple[Cost, ...]:
-    """The cost of each rewritten layer on one image (channels, height, width), and in the last row the total.
+    """The cost of each layer that was rewritten, or made thinner, on one image; in the last row the total.
 
     >>> from torch import nn
     >>> import lowrank_cnn as lr
@@ -207,10 +207,11 @@ def conversion_costs(before: nn.Module, after: nn.Module, input_size: InputSize)
     """
     old, new = (count(model, input_size) for model in (before, after))
     costs = []
-    for change in changes_of(after):
-        rows = [rows_of(found.layers, change.name) for found in (old, new)]
+    thinning = notes(after).thinning
+    for name in [change.name for change in changes_of(after)] or (thinning.channels if thinning else ()):
+        rows = [rows_of(found.layers, name) for found in (old, new)]
         macs = [sum(row.macs for row in found) for found in rows]
-        costs.append(Cost(change.name, *macs, *(sum(row.params for row in found) for found in rows)))
+        costs.append(Cost(name, *macs, *(sum(row.params for row in found) for found in rows)))
     return *costs, Cost("total", old.macs, new.macs, old.params, new.params)
 
 

@@ -120,8 +120,18 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1])
 
 
-# On the meta device torch runs a linear layer by decomposition, and loads its compiler (a second) to do so.
-_SHAPES: dict[object, Callable[..., Tensor]] = {
+def _norm(x: Tensor, *given: object) -> tuple[Tensor, Tensor, Tensor]:
+    for values in given[:4]:  # weight, bias, mean and variance
+        if isinstance(values, Tensor) and values.shape != x.shape[1:2]:
+            raise RuntimeError(f"a batch norm of {values.shape[0]} channels meets {x.shape[1]}")
+    return torch.empty_like(x), x.new_empty(0), x.new_empty(0)
+
+
+# On the meta device torch runs these by decomposition in Python: a batch norm takes 4 ms, and before a linear
+# layer torch loads its compiler (a second).
+_SHAPES: dict[object, Callable[..., Any]] = {
+    torch.ops.aten.native_batch_norm.default: _norm,
+    torch.ops.aten.gelu.default: lambda x: torch.empty_like(x),
     torch.ops.aten.addmm.default: lambda _bias, a, b: _product(a, b),
     torch.ops.aten.mm.default: _product,
 }
@@ -229,7 +239,22 @@ def _run(model: nn.Module, inputs: InputSize, *, training: bool) -> None:
         raise LowRankError(f"the model does not take an input of {size}: {first_line(error)}") from error
 
 
-class _Book(TorchDispatchMode):
+class ShapesOnly(TorchDispatchMode):
+    """Gives slow operations on the meta device an empty result of the right shape."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from loading its compiler, which takes more than a second and is not used here."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        shape = _SHAPES.get(func)
+        return shape(*args) if shape else func(*args, **(kwargs or {}))
+
+
+class _Book(ShapesOnly):
     """Books each operation's MACs on the layer that is running; what runs outside any is booked on its caller."""
 
     def __init__(self, *, biases: bool) -> None:
@@ -242,16 +267,10 @@ class _Book(TorchDispatchMode):
         self.outputs: dict[str, tuple[int, ...]] = {}
         self.memory: dict[str, int] = {}
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Keep torch from loading its compiler, which takes more than a second and is not used here."""
-        return False
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        shape = _SHAPES.get(func)
-        out = shape(*args) if shape else func(*args, **(kwargs or {}))
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         macs = macs_of(func, args, kwargs or {}, out)
         if macs is None:
             label = str(func._overloadpacket)

@@ -245,7 +245,7 @@ def _fresh_in(network: nn.Module) -> Fill:
     return fill
 
 
-def change_of(name: str, conv: nn.Module, layer: nn.Module, scheme: Scheme) -> Change:
+def change_of(name: str, conv: nn.Module, layer: nn.Module, scheme: Scheme | str) -> Change:
     """Describe how a layer was rewritten."""
     before, after = (" -> ".join(_filters(module)) for module in (conv, layer))
     sizes = [sum(p.numel() for p in fold_branches(module).parameters()) for module in (conv, layer)]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -26,10 +27,11 @@ from torch.overrides import TorchFunctionMode
 
 from lowrank_cnn.core.compare import mapped, tensors_of, unchanged
 from lowrank_cnn.core.errors import LowRankError, LowRankWarning, check_number, explained, nearest
-from lowrank_cnn.core.modules import InputSize, arguments, checked_size
+from lowrank_cnn.core.modules import InputSize, arguments, checked_size, is_example
+from lowrank_cnn.core.notes import AsDict, forget, note, notes
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.method.chains import outputs_of
-from lowrank_cnn.method.count import count
+from lowrank_cnn.method.count import ShapesOnly, count
 from lowrank_cnn.method.init import init_
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.rewrite import copy_with, failure, is_channels_last
@@ -225,6 +227,25 @@ _FAR = 0.2
 """Users are told where the MACs miss what they asked for by more than this share of it."""
 
 
+@dataclass(frozen=True)
+class Thinning(AsDict):
+    """What `thin` did: enough to do it again on the dense network, which had these MACs and parameters.
+
+    `channels` are the outputs of each layer that has other ones now. `input_size` is None if an example was given.
+    """
+
+    channels: Mapping[str, int]
+    input_size: tuple[int, ...] | None
+    macs_before: int
+    params_before: int
+    macs: int
+
+    @property
+    def share(self) -> float:
+        """The share of the MACs that is left."""
+        return self.macs / max(1, self.macs_before)
+
+
 @progress("thin")
 def thin(
     model: nn.Module,
@@ -268,31 +289,64 @@ def thin(
     blank = copy_with(model).to("meta").float().eval()
     own = _own_widths(blank, layers or {})
     plan = _Thinning(blank, _in_single(input_size), multiple, own)
-    target = float(share) * count(model, input_size).macs if width is None else 0
-    new = _fresh(plan.at(float(share)) if width is not None else plan.nearest(target), model)
+    before = count(model, input_size)
+    new = _fresh(plan.at(float(share)) if width is not None else plan.nearest(float(share) * before.macs), model)
     if reason := failure(new, input_size):  # the meta device does not check the shapes of every operation
         raise LowRankError(f"the network cannot be made thinner: {reason}")
-    _tell_if_far(count(new, input_size).macs / count(model, input_size).macs, width, macs, multiple)
+    after, known = count(new, input_size).macs, notes(model).thinning
+    _tell_if_far(after / before.macs, width, macs, multiple)
+    told = (known.macs_before, known.params_before) if known else (before.macs, before.params)
+    size = None if is_example(input_size) else checked_size(input_size)
+    if channels := (known.channels if known else {}) | _other_outputs(model, new):
+        note(new, thinning=Thinning(channels, size, *told, after))
     return new
 
 
-def thin_like(dense: nn.Module, model: nn.Module, input_size: InputSize) -> nn.Module | None:
-    """A dense network, thinned to within a fifth of the MACs of another one; None if it cannot be.
+def fresh(model: nn.Module) -> nn.Module:
+    """A copy with fresh weights, by the same rules as those of a thinner one."""
+    return _fresh(copy_with(model).to("meta"), model)
 
-    Narrow networks are rounded to fewer channels at a time: in sixteens they would stay as they are.
-    """
+
+def thin_again(model: nn.Module, thinning: Thinning) -> nn.Module:
+    """Make the dense network as thin as another copy of it was made, with fresh weights."""
+    if thinning.input_size is None:
+        raise LowRankError("this network was made thinner on an example input: pass the thinner network itself.")
+    blank = copy_with(model).to("meta").float().eval()
+    plan = _Thinning(blank, checked_size(thinning.input_size), 1, {})
+    names = {layer: name for name, layer in blank.named_modules()}
+    new = _fresh(plan.built(lambda layer: lambda n: thinning.channels.get(names[layer], n)), model)
+    note(new, thinning=thinning)
+    return new
+
+
+def _other_outputs(model: nn.Module, new: nn.Module) -> dict[str, int]:
+    """The outputs of each layer that has more or fewer than before."""
+    layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, (*CONVS, nn.Linear)))
+    both = ((name, outputs_of(layer), outputs_of(new.get_submodule(name))) for name, layer in layers)
+    return {name: now for name, before, now in both if now != before}
+
+
+def thin_like(dense: nn.Module, model: nn.Module, input_size: InputSize) -> nn.Module | None:
+    """A dense network, thinned to within a fifth of the MACs of another one; None if it cannot be."""
     try:
         macs = count(model, input_size).macs
-        for multiple in (16, 8, 4):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", LowRankWarning)
-                share = macs / count(dense, input_size).macs
-                thinner = thin(dense.eval(), macs=share, input_size=input_size, multiple=multiple).eval()
-            if 0.8 < count(thinner, input_size).macs / macs < 1.2:
-                return thinner
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LowRankWarning)
+            thinner = thin_near(dense.eval(), macs / count(dense, input_size).macs, input_size).eval()
+        return thinner if abs(count(thinner, input_size).macs / macs - 1) < _FAR else None
     except LowRankError:  # it has layers that cannot be thinned, or counted
-        pass
-    return None
+        return None
+
+
+def thin_near(model: nn.Module, macs: float, input_size: InputSize) -> nn.Module:
+    """`thin` in multiples of 16 channels, or of 8 or 4 where only these come within a fifth of the MACs."""
+    for multiple in (16, 8):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LowRankWarning)
+            new = thin(model, macs=macs, input_size=input_size, multiple=multiple)
+        if abs(count(new, input_size).macs / count(model, input_size).macs / macs - 1) < _FAR:
+            return new
+    return thin(model, macs=macs, input_size=input_size, multiple=4)
 
 
 def _tell_if_far(kept: float, width: float | None, macs: float | None, multiple: int) -> None:
@@ -351,8 +405,12 @@ class _Thinning:
 
     def at(self, width: float) -> nn.Module:
         """The network at a width."""
+        return self.built(lambda layer: self._channels(layer, width))
+
+    def built(self, channels: Callable[[nn.Module], Callable[[int], int]]) -> nn.Module:
+        """The network with other channels: `channels` gives for each layer the function from old to new ones."""
         pending = {
-            layer: PendingLayer(copy.deepcopy(layer), self._channels(layer, width))
+            layer: PendingLayer(copy.deepcopy(layer), channels(layer))
             for layer in self.blank.modules()
             if (type(layer) in LAYERS and not _computed(layer)) or isinstance(layer, NORMS)
         }
@@ -393,6 +451,7 @@ def _fresh(new: nn.Module, model: nn.Module) -> nn.Module:
     for module in model.modules():
         twins[id(module)].training = module.training
         take_hooks(twins[id(module)], module, twins)
+    forget(new, "begun_from", "training_card", "int8_ranges")  # its weights are fresh
     return new
 
 
@@ -427,7 +486,8 @@ def _share_parameters(new: nn.Module, model: nn.Module) -> None:
 def _on_meta(model: nn.Module, size: InputSize) -> Any:
     """Run a network on the meta device on an image of this size, or on an example."""
     args, kwargs = arguments(size, device="meta", dtype=None)
-    return model(*args, **kwargs)
+    with ShapesOnly():
+        return model(*args, **kwargs)
 
 
 def _in_single(size: InputSize) -> InputSize:

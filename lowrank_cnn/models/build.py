@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 from lowrank_cnn.core import __version__
 from lowrank_cnn.core.errors import LowRankError, check_choice, nearest, to_caller
-from lowrank_cnn.core.modules import InputSize
+from lowrank_cnn.core.modules import InputSize, checked_size
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.method.branches import fold_branches
 from lowrank_cnn.method.convert import rows_of
@@ -23,6 +23,7 @@ from lowrank_cnn.method.init import INITIALISATIONS
 from lowrank_cnn.method.rewrite import Change, changes_of, low_rank_layers, rewrite
 from lowrank_cnn.method.schemes import Scheme, parse_scheme
 from lowrank_cnn.method.shaped_layers import shaped_layer
+from lowrank_cnn.method.thin import Thinning, thin_again
 from lowrank_cnn.models import airbench, googlenet, nin, resnet, vgg
 from lowrank_cnn.models.network import Network, Options
 
@@ -79,12 +80,14 @@ def build_network(name: str, *, init: str = "composite", **given: Any) -> Networ
 
 
 def rebuild_options(model: nn.Module) -> dict[str, Any]:
-    """The options of one of our networks (None for another), and what was rewritten in it."""
+    """The options of one of our networks (None for another), and what was made thinner or rewritten in it."""
+    thinning = notes(model).thinning
     return {
         "version": __version__,
         "model": dict(model.config) if isinstance(model, Network) else None,
         "class": type(model).__name__,
         "conversion": {"changed": [asdict(change) for change in changes_of(model)]},
+        **({"thinning": thinning.to_dict()} if thinning else {}),
     }
 
 
@@ -95,6 +98,9 @@ def rebuild(description: Mapping[str, Any], *, into: nn.Module | None = None) ->
     """
     if into is None:
         into = _ours(description)
+    thinning, known = _thinning(description.get("thinning")), notes(into).thinning
+    if thinning and (known is None or known.channels != thinning.channels):
+        into = thin_again(into, thinning)
     schemes = _schemes(description.get("conversion", {}))
     done = {change.name: parse_scheme(change.scheme) for change in changes_of(into)}
     return into if schemes == done or not schemes else rewrite(into, schemes, build=shaped_layer)
@@ -134,19 +140,21 @@ def run_entry(model: nn.Module) -> dict[str, Any]:
     """The entry of a network in the record of a run: a name for people, and the values that `rebuild` needs."""
     found, name = rebuild_options(model), name_of(model)
     config, changed = found["model"], found["conversion"]["changed"]
-    if not changed:
+    thinning = notes(model).thinning
+    if not changed and not thinning:
         return config or {"name": name, "class": found["class"]}
+    thin = [f"thin({thinning.share:.2g})"] if thinning else []
     schemes = dict.fromkeys(str(row["scheme"]).partition("(")[0] for row in changed)
-    told = {"name": "+".join((name, *schemes)), "base": name, "config": config, "class": found["class"]}
+    told = {"name": "+".join((name, *thin, *schemes)), "base": name, "config": config, "class": found["class"]}
     rows = [{"name": row["name"], "scheme": row["scheme"]} for row in changed]  # enough to repeat the conversion
-    return told | {"conversion": {"changed": rows}}
+    return told | {"conversion": {"changed": rows}, **({"thinning": thinning.to_dict()} if thinning else {})}
 
 
 def entry_description(entry: Mapping[str, Any]) -> dict[str, Any]:
     """The description that a `run_entry` holds."""
     if "conversion" in entry:
         known = {"model": entry.get("config"), "name": entry.get("base"), "class": entry.get("class")}
-        return known | {"conversion": entry["conversion"]}
+        return known | {key: entry[key] for key in ("conversion", "thinning") if key in entry}
     ours = "num_classes" in entry
     return {
         "model": dict(entry) if ours else None,
@@ -162,6 +170,18 @@ def _schemes(conversion: object) -> dict[str, Scheme]:
     if not all(isinstance(row, Mapping) and {"name", "scheme"} <= row.keys() for row in rows):
         raise LowRankError("a stored conversion lists the layers that it changed, each with its scheme.")
     return {str(row["name"]): parse_scheme(str(row["scheme"])) for row in rows}
+
+
+def _thinning(stored: object) -> Thinning | None:
+    if stored is None:
+        return None
+    try:
+        given: Any = stored
+        channels = {str(name): int(n) for name, n in given["channels"].items()}
+        size = None if given["input_size"] is None else tuple(given["input_size"])
+        return Thinning(channels, size, *(int(given[name]) for name in ("macs_before", "params_before", "macs")))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise LowRankError("a stored thinner network lists the channels of its layers.") from error
 
 
 def _ours(description: Mapping[str, Any]) -> nn.Module:
@@ -201,19 +221,22 @@ def dense_twin(model: nn.Module) -> Network | None:
         return None
     config, name = model.config, str(model.config["name"])
     dense = baseline_of(name)
-    if name == dense and config["scheme"] is None and notes(model).conversion is None:
+    rewritten = notes(model).conversion or notes(model).thinning
+    if name == dense and config["scheme"] is None and not rewritten:
         return None
     return build_network(**{**config, "name": dense, "scheme": None})
 
 
 def dense_cost(model: nn.Module, input_size: InputSize) -> tuple[int, int] | None:
-    """Multiply-accumulates and parameters of a network before it was converted; its own if it never was.
+    """Multiply-accumulates and parameters of a network before `convert` or `thin`; its own if it never was.
 
     For one of ours that is built with low-rank layers, those of its dense twin. None for other networks with
     low-rank layers that no recorded conversion made: the layers that they replaced are unknown.
     """
-    changed = changes_of(model)
-    if low_rank_layers(model).keys() - {change.name for change in changed}:
+    changed, thinning = changes_of(model), notes(model).thinning
+    if thinning and thinning.input_size == checked_size(input_size):
+        return thinning.macs_before, thinning.params_before
+    if thinning or low_rank_layers(model).keys() - {change.name for change in changed}:
         with torch.device("meta"):
             twin = dense_twin(model)
             return None if twin is None else (count(twin, input_size).macs, count(twin, input_size).params)

@@ -293,7 +293,7 @@ SCRIPTS = ("vega/vega.js", "base.js", "drawing.js", "trade.js", "curves.js", "de
 """In the order in which the page runs them."""
 
 
-def write_report(run_paths: Sequence[str | Path], out: str | Path) -> Path:
+def write_report(run_paths: Sequence[str | Path], out: str | Path, *, headline: str = "") -> Path:
     """Write the page about the records in these files and folders, and return the path that it was written to.
 
     Example:
@@ -301,19 +301,19 @@ def write_report(run_paths: Sequence[str | Path], out: str | Path) -> Path:
     """
     records = read_records(run_paths)
     require_records(run_paths, records)
-    return write_page(records, out)
+    return write_page(records, out, headline=headline)
 
 
-def write_page(records: Records, out: str | Path) -> Path:
+def write_page(records: Records, out: str | Path, *, headline: str = "") -> Path:
     """Write the page about records that were read before, in one move."""
     out = Path(out)
     if out.is_dir():
         raise LowRankError(f"{out} is a folder: name a file, such as {out / 'report.html'}.")
-    write_atomically(out, render(records).encode())
+    write_atomically(out, render(records, headline).encode())
     return out
 
 
-def render(records: Records) -> str:
+def render(records: Records, first: str = "") -> str:
     """The page as text."""
     results, here = gather(records), environment()
     told = cards(results)
@@ -326,7 +326,7 @@ def render(records: Records) -> str:
         made=f"{str(here['date'])[:16].replace('T', ' ')} UTC by lowrank-cnn {here['lowrank_cnn']}",
         found=found_in(records),
         unsealed=sum(not run.sealed for run in records.runs),
-        headline=headline(told),
+        headline=first or headline(told),
         cards=told,
         networks=summary_table(results),
         findings=len(findings),

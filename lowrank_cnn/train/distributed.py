@@ -6,6 +6,7 @@ The same call serves a laptop, one GPU, and every process that `torchrun` starte
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
 import random
@@ -32,9 +33,24 @@ _FOUND: dict[str, Callable[[], int]] = {
 }
 
 
+def import_fabric() -> ModuleType:
+    """Fabric imports torchmetrics for its version alone, and with it transformers, which takes four seconds.
+
+    A module without a version stands in for it: Fabric then asks the installed package.
+    """
+    empty = ModuleType("torchmetrics")
+    if importlib.util.find_spec("torchmetrics"):
+        sys.modules.setdefault("torchmetrics", empty)
+    try:
+        return require("lightning_fabric", extra="train", purpose="training")
+    finally:
+        if sys.modules.get("torchmetrics") is empty:
+            del sys.modules["torchmetrics"]
+
+
 def launch(device: str = "auto", precision: str = "auto") -> Fabric:
     """A Fabric on the device asked for, joined with the other processes that torchrun started."""
-    fabric = require("lightning_fabric", extra="train", purpose="training")
+    fabric = import_fabric()
     logging.getLogger("lightning_fabric").setLevel(logging.WARNING)  # its remarks on precision are in the record
     kind, _, index = resolve_device(device).partition(":")
     world = int(os.environ.get("WORLD_SIZE", 1))

@@ -43,6 +43,7 @@ from lowrank_cnn.train.inputs import (
     check_network,
     make_inputs,
     open_for,
+    trained_on,
     whiten_first_layer,
 )
 from lowrank_cnn.train.int8 import range_states, ranges_of, trained_in_int8
@@ -51,7 +52,7 @@ from lowrank_cnn.train.objective import Loss, Objective, balanced_weights
 from lowrank_cnn.train.optimizers import flags_restored
 from lowrank_cnn.train.progress import Lines, Progress, check_loggers, showing
 from lowrank_cnn.train.recipe import Recipe, RunSettings, changed
-from lowrank_cnn.train.recipes import get_recipe
+from lowrank_cnn.train.recipes import defaults_in_words, get_recipe, suited
 from lowrank_cnn.train.run_folder import Checkpoint, Record, RunDirectory
 from lowrank_cnn.train.step import put_back
 from lowrank_cnn.train.trained import Teacher, Trained, held_out_part, make_teacher
@@ -76,7 +77,7 @@ _NAMES = ("loss", "callbacks", "teacher", "seed", "out", "resume", "device", "lo
 def fit(
     model: nn.Module,
     data: Any,
-    recipe: Recipe | str = "modern",
+    recipe: Recipe | str | None = None,
     *,
     loss: Loss | None = None,
     callbacks: Sequence[Callback] = (),
@@ -103,6 +104,8 @@ def fit(
       preprocessing and crops are not applied. A DataLoader's batch size replaces the recipe's. In the place of the
       image, a tuple or a dictionary of tensors holds the inputs of a network that takes several.
       `data` may be a `data.holdout(...)`, for a search that never sees the test set.
+    - `recipe`: a name or a `Recipe`, used as it is. Without one, the number of training images chooses batch size,
+      epochs and learning rate for the recipe `modern` (`defaults_for`), and a line says which.
     - `loss`: a function of the outputs and targets of a batch in place of cross-entropy, for any other task.
     - `callbacks`: functions called after each epoch with its figures and the network; True ends the run.
     - `teacher`: a trained network whose answers count beside the labels (`distill_weight` of the recipe).
@@ -123,16 +126,21 @@ def fit(
     loggers = (log,) if isinstance(log, str) else tuple(log)
     check_loggers(loggers)
     fields, how = _sorted_settings({"epochs": epochs, "batch_size": batch_size, "lr": lr, **settings})
-    recipe = recipe_for(data, recipe, fields)
+    source, asked = data, "modern" if recipe is None else recipe
+    chosen, recipe = recipe is None, recipe_for(source, asked, fields)
     check_request(model, recipe, how, loss, teacher)
     directory = RunDirectory.open(out, data, resume=resume)
     data = open_for(model, data, recipe)
+    if chosen:
+        recipe = recipe_for(source, asked, fields, images=trained_on(data, recipe))
     if loss is None:
         data = for_classes(data)
         check_classes(data)
         check_network(model, data, recipe)
     fabric = launch(device, recipe.precision)
     show = Lines() if progress and fabric.is_global_zero else Progress()
+    if chosen:
+        show.say(defaults_in_words(recipe, trained_on(data, recipe)))
     identity = about(model, data, seed)  # now: later the layers of the model are replaced by faster ones
     with (
         oom_as_user_error(recipe.batch_size, fabric.device),
@@ -176,8 +184,11 @@ def fit(
         return trainer.record
 
 
-def recipe_for(data: Any, recipe: Recipe | str, fields: Mapping[str, Any]) -> Recipe:
-    """The recipe with the fields that are given, None left out, and the batch size of a DataLoader."""
+def recipe_for(data: Any, recipe: Recipe | str, fields: Mapping[str, Any], *, images: int | None = None) -> Recipe:
+    """The recipe with the fields that are given, None left out, and the batch size of a DataLoader.
+
+    With a number of `images` to train on, other fields get the defaults for that many.
+    """
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
     own = loader_batch(data[0] if isinstance(data, tuple | list) and data else data)
     if own is not None and fields.get("batch_size") not in (None, own):
@@ -185,7 +196,9 @@ def recipe_for(data: Any, recipe: Recipe | str, fields: Mapping[str, Any]) -> Re
             f"the DataLoader makes batches of {own}: leave batch_size out, or change the DataLoader."
         )
     fields = {**fields, "batch_size": own or fields.get("batch_size")}
-    return changed(recipe, {name: value for name, value in fields.items() if value is not None})
+    given = {name: value for name, value in fields.items() if value is not None}
+    found = changed(recipe, given)
+    return found if images is None else suited(found, images, given)
 
 
 def _sorted_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], RunSettings]:

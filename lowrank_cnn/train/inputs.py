@@ -142,6 +142,11 @@ def held_out(recipe: Recipe, images: int) -> int:
     return number
 
 
+def trained_on(data: Data, recipe: Recipe) -> int:
+    """The number of images that a run trains on: all but those that the recipe holds out."""
+    return len(data.train) - (held_out(recipe, len(data.train)) if recipe.holdout else 0)
+
+
 def _check_batch(recipe: Recipe, images: int, all_images: int) -> None:
     """Refuse a batch larger than the training set: training drops what does not fill one."""
     if images >= recipe.batch_size:

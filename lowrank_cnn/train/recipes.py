@@ -6,7 +6,11 @@ from. Weight decay acts on weights alone; biases and normalisation are left free
 
 from __future__ import annotations
 
-from lowrank_cnn.core.errors import check_choice
+from collections.abc import Collection
+from dataclasses import replace
+
+from lowrank_cnn.core.errors import check_choice, check_number
+from lowrank_cnn.core.text import counted
 from lowrank_cnn.train.recipe import Recipe, changed
 
 RECIPES: dict[str, Recipe] = {
@@ -185,3 +189,39 @@ def get_recipe(name: str, /, **overrides: object) -> Recipe:
     """
     check_choice("recipe", name, RECIPES)
     return changed(RECIPES[name], overrides)
+
+
+LEAST_BATCH, MOST_BATCH = 16, 128
+STEPS_PER_EPOCH = 30
+
+
+def defaults_for(images: int, *, batch_size: int | None = None) -> Recipe:
+    """The recipe for this many training images if the user names none: `modern`, with other batches and epochs.
+
+    Batches are powers of two that give an epoch about thirty steps or more. The rate falls with the batch, also
+    with a `batch_size` of the user's own. docs/training.md has the measurements.
+
+    >>> recipe = defaults_for(963)
+    >>> recipe.batch_size, recipe.epochs, recipe.lr
+    (32, 60, 0.05)
+    """
+    check_number("images", images, least=1, whole=True)
+    power = 2 ** (max(1, images // STEPS_PER_EPOCH).bit_length() - 1)
+    batch = batch_size or min(images, max(LEAST_BATCH, min(MOST_BATCH, power)))
+    return replace(RECIPES["modern"], batch_size=batch, epochs=60, lr=0.05)
+
+
+def suited(recipe: Recipe, images: int, given: Collection[str]) -> Recipe:
+    """A recipe with the defaults for this many images, except for the fields that the user has given."""
+    found = defaults_for(images, batch_size=recipe.batch_size if "batch_size" in given else None)
+    free = {"batch_size", "epochs", "lr"} - set(given)
+    return replace(recipe, **{name: getattr(found, name) for name in free})
+
+
+def defaults_in_words(recipe: Recipe, images: int) -> str:
+    """The line that is printed before a run whose recipe was chosen from the number of images."""
+    steps, more = images // recipe.batch_size * recipe.epochs, ""
+    if recipe.batch_size < MOST_BATCH:
+        more = f" Batches of {MOST_BATCH} would give {images // MOST_BATCH * recipe.epochs:,}."
+    each = f"batches of {recipe.batch_size}, {counted(recipe.epochs, 'epoch')}, rate {recipe.lr:g}"
+    return f"{counted(images, 'image')}: {each}, {counted(steps, 'step')} in all.{more}"

@@ -497,12 +497,20 @@ def _identity(about: Mapping[str, Any]) -> dict[str, Any]:
     model, data = about["model"], about["data"]
     found = entry_description(model)
     ours = found["model"] is not None
-    apart = ("name", "base", "class", "config", "conversion")  # another network's name may change with its file
+    apart = (
+        "name",
+        "base",
+        "class",
+        "config",
+        "conversion",
+        "thinning",
+    )  # another network's name may change with its file
     options = {field: value for field, value in {**model, **(found["model"] or {})}.items() if field not in apart}
     return {
         "network": model["name"] if ours else model.get("class", model["name"]),
         **{f"network's {field}": value for field, value in options.items()},
         **{f"layer {row['name']} as": row["scheme"] for row in found["conversion"]["changed"]},
+        **{f"channels of {name}": n for name, n in found.get("thinning", {}).get("channels", {}).items()},
         "data set": data["name"],
         "number of classes": len(data["classes"]),
         **{f"class number {number} as": name for number, name in enumerate(data["classes"])},

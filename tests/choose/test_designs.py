@@ -19,7 +19,7 @@ from lowrank_cnn.method.count import count
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.airbench import PatchConv2d
 
-SMALL = Builder(FAMILIES["airbench"], (1, 12, 12), 5, base=0.25)
+SMALL = Builder.of_family(FAMILIES["airbench"], (1, 12, 12), 5, base=0.25)
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
@@ -33,7 +33,7 @@ def test_every_candidate_can_be_built_counted_and_run(name: str):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_kind_of_design_can_be_counted_in_every_family(family: str):
-    builder = Builder(FAMILIES[family], (3, 32, 32), 10, base=0.5)
+    builder = Builder.of_family(FAMILIES[family], (3, 32, 32), 10, base=0.5)
     dense = builder.count(Design("dense")).macs
     assert builder.count(Design("h", width=0.5)).macs < 0.45 * dense
     assert builder.count(find_design("lr")).macs < 0.8 * dense
@@ -43,13 +43,13 @@ def test_every_kind_of_design_can_be_counted_in_every_family(family: str):
 
 
 def test_the_width_of_conv5_is_a_control():
-    builder = Builder(FAMILIES["vgg11"], (3, 32, 32), 100)
+    builder = Builder.of_family(FAMILIES["vgg11"], (3, 32, 32), 100)
     with torch.device("meta"):
         nets = {name: builder(find_design(name)) for name in ("wfull", "wfull-2x", "dense-2x", "lr-2x@0.5")}
+        published = create_model("vgg11-gmp-lr-join-wfull", num_classes=100, norm="batch")
     filters = {name: net.get_submodule("features.conv5_2").out_channels for name, net in nets.items()}
     assert filters == {"wfull": 512, "wfull-2x": 1024, "dense-2x": 1024, "lr-2x@0.5": 512}
     assert {net.get_submodule("features.conv4_2").out_channels for net in nets.values()} == {512, 256}
-    published = create_model("vgg11-gmp-lr-join-wfull", num_classes=100, norm="batch")
     assert builder.count(find_design("wfull-2x")).params == pytest.approx(
         count(published, (3, 32, 32)).params, rel=1e-3
     )
@@ -99,14 +99,14 @@ def test_learned_shapes_are_a_design(tmp_path, monkeypatch: pytest.MonkeyPatch):
     design = find_design(f"shapes:{path}")
     monkeypatch.chdir(tmp_path)
     assert {design.name, find_design("shapes:run/shapes.json").name} == {"learned-run"}
-    builder = Builder(FAMILIES["nin"], (3, 16, 16), 4, base=0.25)
+    builder = Builder.of_family(FAMILIES["nin"], (3, 16, 16), 4, base=0.25)
     assert str(builder(design).get_submodule("features.conv1_1").composite) == "5x1,16 + 1x5,32"
     with pytest.raises(LowRankError, match="no others"):
         builder(at_width(design, 0.5))
 
 
 def test_a_rival_can_have_3x3_filters_or_layers_with_widths_of_their_own():
-    builder = Builder(FAMILIES["nin"], (3, 32, 32), 10)
+    builder = Builder.of_family(FAMILIES["nin"], (3, 32, 32), 10)
     small, own = find_design("dense-3x3"), builder(find_design("dense-32s/features.conv2_1=0.5"))
     dense = builder.count(Design("dense"))
     saved = 16 * (3 * 192 * 32**2 + 96 * 192 * 16**2)  # 16 of 25 taps in the first two convs

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.choose import target as targets
 from lowrank_cnn.choose import trace as tracing
 from lowrank_cnn.choose.candidates import FAMILIES, Builder, Design
 from lowrank_cnn.choose.frontier import ANSWERS, RECORD, DesignTime, Frontier, load_frontier, pack
@@ -247,7 +248,7 @@ def test_runs_side_by_side_find_what_runs_alone_find(trace, tmp_path: Path):
 @pytest.mark.parametrize("held_out", [False, True])
 def test_a_run_in_another_process_finds_the_same(squares: Data, held_out: bool):
     """What another process gets is a pickled copy."""
-    builder = Builder(FAMILIES["airbench"], (1, 12, 12), 2, base=0.25)
+    builder = Builder.of_family(FAMILIES["airbench"], (1, 12, 12), 2, base=0.25)
     maker = RunMaker(builder, squares, get_recipe("cifar10-fast", **SMALL), "cpu")
     run = DesignRun(Design("dense"), 3, 0.5, held_out)
     copy = pickle.loads(pickle.dumps(maker))
@@ -262,7 +263,7 @@ def test_a_design_is_timed_beside_the_dense_network_of_its_family(trace, monkeyp
         network.report = SimpleNamespace(times={"as is": SimpleNamespace(ms=1.0)}, choice="as is")  # type: ignore[assignment]
         return network
 
-    monkeypatch.setattr(tracing, "optimize", found)  # it is tested elsewhere, and takes its time
+    monkeypatch.setattr(targets, "optimize", found)  # it is tested elsewhere, and takes its time
     plan = FrontierPlan(("lr",), match=(), seeds=0, batch=2, repeats=3, base=0.25)
     dense, low_rank = (row.timing for row in trace(plan).rows)
     assert dense.ratio == 1.0

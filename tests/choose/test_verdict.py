@@ -22,7 +22,7 @@ from lowrank_cnn.choose.verdict import (
     PairedGap,
     add_answers,
     answer,
-    compare,
+    paired_gap,
     read_questions,
 )
 from lowrank_cnn.core.numbers import student_t
@@ -181,10 +181,10 @@ def answers(runs: int, share: float, seed: int, *, noise: float = 0.1) -> torch.
 
 
 def test_a_gap_that_is_there_is_found_and_one_that_is_not_is_not():
-    same = compare(answers(16, 0.9, 1), answers(16, 0.9, 2), margin=0.0, alpha=0.01)
+    same = paired_gap(answers(16, 0.9, 1), answers(16, 0.9, 2), margin=0.0, alpha=0.01)
     assert same.low < 0 < same.high
     assert same.p > 0.01
-    better = compare(answers(16, 0.95, 1), answers(16, 0.85, 2), margin=0.2, alpha=0.01)
+    better = paired_gap(answers(16, 0.95, 1), answers(16, 0.85, 2), margin=0.2, alpha=0.01)
     assert better.low > 0.2
     assert better.p < 0.001
     assert better.points == pytest.approx(10, abs=2.5)
@@ -206,7 +206,7 @@ def test_intervals_hold_the_true_gap_as_often_as_they_say(runs: int, images: int
     trials, held, false = 300, 0, 0
     for _ in range(trials):
         difficulty = 2.2 + 2.2 * torch.randn(images, generator=draw)
-        gap = compare(answers_to(difficulty), answers_to(difficulty), margin=0.0, alpha=0.05)
+        gap = paired_gap(answers_to(difficulty), answers_to(difficulty), margin=0.0, alpha=0.05)
         held, false = held + (gap.low < 0 < gap.high), false + (gap.p < 0.05)
     assert 0.92 <= held / trials <= 0.99
     assert false / trials <= 0.08
@@ -216,16 +216,16 @@ def test_the_spread_of_seeds_is_that_of_students_t():
     """Where images add nothing: a gap of two designs whose runs differ, and whose images are all alike."""
     share = torch.tensor([0.2, 0.4, 0.5, 0.9, 0.6])
     ours = (torch.arange(1000) < 1000 * share[:, None]).repeat_interleave(100, 1)
-    gap = compare(ours, ours[:1], margin=0.0, alpha=0.05)
+    gap = paired_gap(ours, ours[:1], margin=0.0, alpha=0.05)
     reach = student_t(0.975, 4) * 100 * float(share.std()) / 5**0.5
     assert (gap.high - gap.low) / 2 == pytest.approx(reach, rel=0.01)
 
 
 def test_one_image_decides_nothing():
     ours, theirs = torch.ones(3, 1), torch.zeros(3, 1)
-    assert compare(ours, theirs, margin=0.2, alpha=0.01) == PairedGap(100.0, -100.0, 100.0, 1.0)
+    assert paired_gap(ours, theirs, margin=0.2, alpha=0.01) == PairedGap(100.0, -100.0, 100.0, 1.0)
 
 
 def test_runs_that_all_gave_the_same_answers_have_no_interval():
     ours = answers(1, 0.9, 1).expand(3, -1)
-    assert compare(ours, ours, margin=0.2, alpha=0.01) == PairedGap(0.0, 0.0, 0.0, 1.0)
+    assert paired_gap(ours, ours, margin=0.2, alpha=0.01) == PairedGap(0.0, 0.0, 0.0, 1.0)

@@ -78,6 +78,18 @@ def test_decompose_refits_a_trained_run_on_images_prepared_as_in_training(output
         out.unlink()
 
 
+def test_thin_prints_its_layers_and_its_file_is_read(output_of, tmp_path):
+    out, options = tmp_path / "net.safetensors", ["--multiple", "4", *SMALL]
+    text = output_of("thin", "nin", "--channels", "0.5", "--out", out, *options)
+    assert "features.conv2_1" in text
+    assert "5x5,8" in text
+    total = json.loads(output_of("thin", "nin", "--macs", "0.5", "--json", *options))["costs"][-1]
+    assert total["macs_after"] == pytest.approx(0.5 * total["macs_before"], rel=0.2)
+    assert json.loads(output_of("count", out, "--json"))["macs"] < total["macs_before"]
+    with pytest.raises(LowRankError, match="give the share to keep"):
+        output_of("thin", "nin")
+
+
 def test_decompose_fits_within_a_budget(output_of, tmp_path):
     out = tmp_path / "net.safetensors"
     printed = json.loads(output_of("decompose", "nin", "--macs", "0.5", "--out", out, "--json", *SMALL))

@@ -10,7 +10,7 @@ from lowrank_cnn.graph.finalize_shapes import has_learned
 from lowrank_cnn.train import load_record
 from lowrank_cnn.train.trained import load_checkpoint
 
-SMALL = ["nin", "--data", "digits", "--limit", "40", "--width", "0.1", "--epochs", "2", "--batch-size", "20"]
+SMALL = ["nin", "--data", "digits", "--limit", "20", "--width", "0.05", "--epochs", "2", "--batch-size", "10"]
 
 
 def test_shapes_are_learned_and_used_again(tmp_path, capsys):

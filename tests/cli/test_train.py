@@ -77,11 +77,11 @@ def test_training_with_rounded_layers_keeps_their_ranges(train_small, tmp_path):
     assert "leave compile and checkpoint_activations out" in str(wrong.exception)
 
 
-def own_network(folder: Path) -> Path:
+def own_network(folder: Path, filters: int = 4) -> Path:
     path = folder / "mine.py"
     path.write_text(
-        "from torch import nn\ndef net():\n    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), "
-        "nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))\n"
+        f"from torch import nn\ndef net():\n    return nn.Sequential(nn.Conv2d(1, {filters}, 3, padding=1), "
+        f"nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear({filters}, 2))\n"
     )
     return path
 
@@ -125,6 +125,16 @@ def test_a_network_in_the_users_file_is_trained_and_used(lowrank, tmp_path):
     assert predicted.exit_code == 0
     width = lowrank("train", f"{own}:net", *more, "--width", "0.5").exception
     assert "width can be set for our own networks" in str(width)
+
+
+def test_a_thinner_network_is_trained_and_used(lowrank, tmp_path):
+    own, out = own_network(tmp_path, 8), tmp_path / "run"
+    more = ["--data", "squares", *SMALL[2:], "--thin", "0.5", "--out", out]
+    assert "+thin(0." in lowrank("train", f"{own}:net", *more, "--json").output
+    record = load_record(out)
+    assert record.result["macs"] < 0.7 * record.result["dense"]["macs"]
+    evaluated = lowrank("evaluate", out, "--data", "squares", "--device", "cpu", "--into", f"{own}:net", "--json")
+    assert json.loads(evaluated.output)["top1"] == record.result["top1"]
 
 
 def test_what_is_said_at_the_end_can_be_typed(lowrank, train_small, tmp_path):
@@ -280,6 +290,11 @@ def test_a_run_is_fine_tuned_for_other_classes(lowrank, tmp_path):
         (("train", "nin", "--data", "squares", "--pretrained", "cifar10", "--width", "0.5"), "are for width=1.0"),
         (("train", "vgg11", "--data", "squares", "--pretrained", "cifar10"), "no weights of vgg11 on cifar10"),
         (("train", "nim", "--data", "squares"), "no network 'nim'"),
+        (
+            ("train", "nin", "--data", "squares", "--thin", "0.5", "--scheme", "lr"),
+            "fresh weights: leave --scheme",
+        ),
+        (("train", "nin", "--data", "squares", "--thin", "0"), "macs must be a number above 0"),
         (("train", "nin", "--data", "squares", "--recipe", "modem"), "did you mean modern"),
         (("train", "nin", "--data", "squares", "--set", "lrr=1"), "no field 'lrr'"),
         (("train", "nin", "--data", "squares", "--set", "batch_size=inf"), "batch_size wants"),
@@ -415,7 +430,7 @@ SETTINGS += ("checkpoint-every=60", "hold-gb=8", "channels=1", "bad=refuse", "lr
 
 
 def test_a_setting_is_found_in_the_recipe_the_run_the_network_or_the_images():
-    recipe, rare = TrainingOptions("modern", epochs=3, lr=0.02, settings=[*SETTINGS]).read(
+    recipe, _, rare = TrainingOptions("modern", epochs=3, lr=0.02, settings=[*SETTINGS]).read(
         {"epochs": 9, "batch_size": 32, "cuda_graphs": "true"}
     )
     assert (recipe.epochs, recipe.batch_size, recipe.lr) == (3, 32, 0.1)

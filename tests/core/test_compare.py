@@ -168,13 +168,24 @@ CALLS = {
 TRAINED = (Standardize(torch.zeros(3), torch.ones(3)), Recipe(), ("a", "b"), (3, 8, 8))
 KINDS = ("counts", "stores", "draws", "overwrites")
 SLOW = {"design": ("overwrites",), "export to .onnx": ("draws",), "quantize": ("overwrites",)}
+BY_DAY = (KINDS[::2], KINDS[1::2])
+"""Every call meets two kinds of networks in turn, and all of them by night."""
 TRAINING = ("count", "time_model", "convert", "decompose", "thin", "export to .ts", "quantize")
 """Calls that also take a network in training mode, and leave it there."""
 FRESH = ("convert", "thin")
 """Calls whose result has fresh weights: they draw these from torch's generator."""
 
 
-@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in CALLS for kind in SLOW.get(name, KINDS)])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind)
+        if kind in SLOW.get(name, BY_DAY[at % 2])
+        else pytest.param(name, kind, marks=pytest.mark.nightly)
+        for at, name in enumerate(CALLS)
+        for kind in SLOW.get(name, KINDS)
+    ],
+)
 def test_no_call_changes_the_network_the_generators_or_the_example(name: str, kind: str, tmp_path):
     net, x = Restless(kind), torch.randn(2, 3, 8, 8)
     net.train(name in TRAINING and kind in ("draws", "overwrites"))

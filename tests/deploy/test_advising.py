@@ -157,6 +157,9 @@ def test_int8_is_measured_in_an_engine(monkeypatch):
 def test_bad_wishes_get_one_sentence(options, words):
     with pytest.raises(lr.LowRankError, match=words):
         design(net(), EXAMPLE, repeats=3, **options)
+
+
+def test_examples_that_do_not_fit_get_one_sentence():
     for example in (EXAMPLE[0], EXAMPLE.byte(), [1.0]):
         with pytest.raises(lr.LowRankError, match="batch of images"):
             design(net(), example, macs=0.5)

@@ -50,7 +50,7 @@ def test_a_network_captured_for_one_size_leaves_other_sizes_to_the_original():
         torch.testing.assert_close(whole(x, scale=3.0), net(x, scale=3.0))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     st.sampled_from(["dense", "lr", "lr-join", "separable", "mixture(kx1=3, 1xk=3, kxk=2, join)"]),
     st.sampled_from([{}, {}, {"stride": 2}, {"padding": 0}, {"channel_groups": 2}, {"padding_mode": "circular"}]),
@@ -116,7 +116,7 @@ def test_groups_are_rectified_and_pooled_before_they_are_concatenated(residual: 
 KERNELS = st.sampled_from([(3, 1), (1, 3), (3, 3), (1, 1)])
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(KERNELS, st.integers(1, 4)), min_size=1, max_size=4),
     st.booleans(),

@@ -29,7 +29,7 @@ def tiny() -> nn.Module:
 
 
 @pytest.mark.parametrize("suffix", [".onnx", ".xml", ".tflite", pytest.param(".pte", marks=pytest.mark.nightly)])
-def test_int8_is_near_the_network(suffix: str, tmp_path):
+def test_int8_is_near_the_network(suffix: str, tmp_path, capsys):
     pytest.importorskip(
         {".onnx": "onnxruntime", ".xml": "nncf", ".tflite": "onnx_tflite", ".pte": "executorch"}[suffix]
     )
@@ -38,6 +38,7 @@ def test_int8_is_near_the_network(suffix: str, tmp_path):
         found = quantize(net, images, tmp_path / f"net{suffix}")
     assert [*dict.fromkeys(said)] == ["reading images", *(f"rounding {n}" for n in "037"), said[-1]]
     assert repr(found).endswith("B in int8; in float: none")
+    assert capsys.readouterr().out == ""
     given = torch.from_numpy(open_engine(Path(found.path))(images.numpy())["output"])
     error = (given - net(images)).norm() / net(images).norm()
     assert 0 < error < 0.1

@@ -244,7 +244,7 @@ NETWORKS = st.integers(0, 2**31).map(network)
 SLOWLY = [HealthCheck.too_slow]
 
 
-@settings(max_examples=40, suppress_health_check=SLOWLY)
+@settings(max_examples=20, suppress_health_check=SLOWLY)
 @given(NETWORKS, st.sampled_from([None, False, True]), st.sampled_from([None, True]))
 def test_merge(net: nn.Module, told: bool | None, chains: bool | None):
     inputs = None if told is None else example(net, told)
@@ -275,14 +275,14 @@ FIXTURE = HealthCheck.function_scoped_fixture  # which stays the same for all ex
 
 
 @pytest.mark.parametrize("way", ["by group", "merged"])
-@settings(max_examples=20, suppress_health_check=[*SLOWLY, FIXTURE])
+@settings(max_examples=8, suppress_health_check=[*SLOWLY, FIXTURE])
 @given(net=NETWORKS, told=st.booleans())
 def test_plan(last_wins: None, way: str, net: nn.Module, told: bool):
     ways = {"as given": CANDIDATES["as given"], way: CANDIDATES[way]}
     assert_same_function(lambda net: plan(net, example(net, told), cache=False, candidates=ways), net)
 
 
-@settings(max_examples=12, suppress_health_check=[*SLOWLY, FIXTURE])
+@settings(max_examples=6, suppress_health_check=[*SLOWLY, FIXTURE])
 @given(net=NETWORKS, told=st.booleans())
 def test_optimize(last_wins: None, net: nn.Module, told: bool):
     assert_same_function(lambda net: optimize(net, example(net, told), compile=False, cache=False), net)
@@ -303,13 +303,13 @@ def test_export(net: nn.Module):
 
 def test_the_networks_drawn_are_folded_planned_and_refused(last_wins: None):
     folded, used, refused = 0, 0, 0
-    for seed in range(60):
+    for seed in range(40):
         merged = merge(network(seed), chains=True, example_input=EXAMPLE)
         folded += any(row.error is not None for row in notes(merged).merging)
         planned = notes(plan(network(seed), EXAMPLE, cache=False)).plan
         used += planned.used and any(row.choice != "as given" for row in planned.decisions)
         refused += bool(planned.reason)
-    assert min(folded, used, 2 * refused) >= 5, (folded, used, refused)
+    assert min(folded, used, 3 * refused) >= 3, (folded, used, refused)
 
 
 class Remembers(nn.Module):

@@ -19,12 +19,13 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 import fault_run as run
 import torch
 from fault_kinds import KINDS, WORK
+
+from lowrank_cnn.train.distributed import import_fabric
 
 OUTCOMES = ("identical", "wedged", "hung", "lost", "silently wrong")
 
@@ -72,7 +73,7 @@ def faults(count: int, seed: int = 0) -> Iterator[Fault]:
 def run_faults(count: int, folder: Path, *, seed: int = 0, show: bool = False) -> tuple[Counter[str], list[str]]:
     """Inject this many faults: how many had which outcome, and an explanation of each that was not identical."""
     torch.set_num_threads(1)
-    import_module("lightning_fabric")  # once, here, not in every forked process
+    import_fabric()  # once, here, not in every forked process
     works = {fault.work for fault in faults(count, seed)}
     references = {work: _undisturbed(folder / work, work) for work in works}
     outcomes: Counter[str] = Counter(injected=0, **dict.fromkeys(OUTCOMES, 0))

@@ -12,10 +12,13 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the harness for
 
 
 @pytest.mark.slow
-def test_runs_survive_every_kind_of_fault(tmp_path):
+@pytest.mark.parametrize("without", ["kill an export", pytest.param(None, marks=pytest.mark.nightly)])
+def test_runs_survive_every_kind_of_fault(tmp_path, monkeypatch, without):
     from fault_harness import faults, run_faults
     from fault_kinds import KINDS
 
+    if without:  # its processes import for seconds
+        monkeypatch.delitem(KINDS, without)
     assert [fault.kind for fault in faults(len(KINDS))] == list(KINDS)
     outcomes, explained = run_faults(len(KINDS), tmp_path)
     assert outcomes["identical"] == outcomes["injected"] == len(KINDS), "\n".join(explained)

@@ -16,9 +16,9 @@ FAST = tuple(step for step in STEPS if step != "exported")
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
-        ("pytorchcv:resnet20_cifar10", FAST),
+        pytest.param("pytorchcv:resnet20_cifar10", FAST, marks=pytest.mark.nightly),
         ("transformers:ResNetForImageClassification", STEPS),
-        ("transformers:Wav2Vec2ForSequenceClassification", FAST),
+        pytest.param("transformers:Wav2Vec2ForSequenceClassification", FAST, marks=pytest.mark.nightly),
         pytest.param("diffusers:AutoencoderTiny", FAST, marks=pytest.mark.nightly),
         pytest.param("diffusers:UNet2DModel", FAST, marks=pytest.mark.nightly),
         pytest.param("monai:UNet 3-D", FAST, marks=pytest.mark.nightly),

@@ -100,6 +100,7 @@ def loss_and_gradients(network, model, x):
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
+@pytest.mark.nightly
 def test_a_whole_network_trains_alike():
     pytest.importorskip("triton")
     torch.manual_seed(0)

@@ -158,6 +158,7 @@ def test_the_kernels_compute_the_same():
     assert_the_kernels_compute_the_same(convert(network(activation=nn.SiLU()), "lr"))
 
 
+@pytest.mark.nightly
 def test_the_kernels_pass_through_the_compiler():
     pytest.importorskip("triton")
     torch.compiler.reset()  # torch compiles a class, such as Sequential, so many times in a process and no more

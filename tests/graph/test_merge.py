@@ -64,7 +64,7 @@ def networks(draw: st.DrawFn) -> nn.Module:
     return shaken(nn.Sequential(*layers)).double().eval()
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(networks())
 def test_merging_keeps_what_any_network_computes(net: nn.Module):
     x = torch.randn(2, 4, 64, 65, dtype=torch.float64)

@@ -23,9 +23,9 @@ SHAPES = [(), (1, 1), (3, 3), (1, 5), (5, 1), (1, 11), (11, 1), (7, 7), (2, 4)]
 def drawn_layer(data: st.DataObject) -> tuple[lr.CompositeConv2d, torch.Tensor]:
     """A layer of one to four bands of any shapes, and an input for it."""
     shapes = data.draw(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=3))
-    filters = [data.draw(st.sampled_from([1, 3, 12, 20])) for _ in shapes]
+    filters = [data.draw(st.sampled_from([1, 3, 12])) for _ in shapes]
     groups = [lr.FilterGroup(*shape, n, depthwise=True) for shape, n in zip(shapes, filters, strict=True)]
-    height, width = data.draw(st.tuples(st.integers(11, 14), st.integers(11, 14)))
+    height, width = data.draw(st.tuples(st.integers(11, 13), st.integers(11, 13)))
     options: dict[str, Any] = {
         "stride": data.draw(st.sampled_from([1, 2, (1, 2), 3])),
         "padding": data.draw(st.sampled_from(["same", "valid", 2, ((0, 3), (4, 1))])),
@@ -46,7 +46,7 @@ def gradients(layer: lr.CompositeConv2d, x: torch.Tensor, upstream: torch.Tensor
 
 
 @given(st.data(), st.sampled_from(list(ROUNDING)))
-@settings(max_examples=4)
+@settings(max_examples=2)
 def test_any_bands_equal_torch_in_float64_with_their_gradients(data: st.DataObject, dtype: torch.dtype):
     layer, x = drawn_layer(data)
     layer, x = layer.to(dtype), x.to(dtype)

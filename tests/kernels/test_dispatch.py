@@ -197,7 +197,7 @@ def test_torch_compile_takes_the_dense_conv_whole(as_dense):
     assert torch.linalg.vector_norm(ours - right) <= 3e-3 * torch.linalg.vector_norm(right)
 
 
-@pytest.mark.parametrize("how", ["on", "off"])
+@pytest.mark.parametrize("how", ["on", pytest.param("off", marks=pytest.mark.nightly)])
 def test_torch_compile_takes_it_whole_at_every_batch(how):
     pytest.importorskip("triton")
     torch._dynamo.reset()

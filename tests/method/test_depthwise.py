@@ -136,7 +136,9 @@ def test_trained_filters_are_fitted_by_the_taps_that_bands_have(image: torch.Ten
         lr.decompose(net, "bands", macs=0.5)
 
 
-@pytest.mark.parametrize("to", ["network.onnx", "network.pt2", "network.ts"])
+@pytest.mark.parametrize(
+    "to", [pytest.param("network.onnx", marks=pytest.mark.nightly), "network.pt2", "network.ts"]
+)
 def test_they_are_exported(to: str, image: torch.Tensor, tmp_path):
     low = settled(lr.convert(network(), "bands"), image)
     lr.export(low, tmp_path / to, example_input=image)  # which compares the file with the network

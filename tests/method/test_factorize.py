@@ -73,7 +73,7 @@ def kept(found: dict[str, Curve], chosen: dict[str, int | None]) -> float:
     return math.prod(step.energy for name, curve in found.items() for step in curve if step.scheme == chosen[name])
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(curves(), st.integers(5, 200))
 def test_a_budget_is_kept_and_no_step_that_helps_is_left_unpaid(found: dict[str, Curve], budget: int):
     assume(sum(curve[0].cost for curve in found.values()) <= budget)
@@ -87,7 +87,7 @@ def test_a_budget_is_kept_and_no_step_that_helps_is_left_unpaid(found: dict[str,
         assert all(spent - here.cost + step.cost > budget for step in better)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.lists(st.lists(st.floats(0.01, 1), min_size=1, max_size=4), min_size=1, max_size=3), st.integers(3, 15))
 def test_where_gains_shrink_in_equal_steps_nothing_keeps_more(gains: list[list[float]], budget: int):
     found = {}

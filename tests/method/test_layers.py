@@ -34,7 +34,7 @@ def layers(draw: st.DrawFn) -> CompositeConv2d:
     return layer
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(layers(), st.integers(9, 14), st.integers(9, 14))
 def test_a_composite_equals_its_dense_view(layer: CompositeConv2d, height: int, width: int):
     x = torch.randn(2, layer.in_channels, height, width, dtype=torch.float64)

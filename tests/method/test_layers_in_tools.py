@@ -44,7 +44,7 @@ def image() -> torch.Tensor:
 
 
 QUICK = [(scheme, tool) for scheme in (*SCHEMES, *BRANCHED) for tool in ("script", "symbolic_trace", "trace")]
-SLOW = [(scheme, tool) for scheme in ("lr-join", "mixture", "lr(branches)") for tool in ("compile", "export")]
+SLOW = [(scheme, tool) for scheme in ("lr-join", "lr(branches)") for tool in ("compile", "export")]
 
 
 @pytest.mark.parametrize(("scheme", "tool"), QUICK + SLOW)

@@ -20,7 +20,7 @@ NETWORKS = [
     ("nin", 16, "batch", SCHEMES[0]),
     ("vgg11", 32, "batch", SCHEMES[1]),
     ("vgg11-gmp", 32, None, SCHEMES[0]),
-    ("resnet18-small", 8, "batch", SCHEMES[1]),
+    pytest.param("resnet18-small", 8, "batch", SCHEMES[1], marks=pytest.mark.nightly),
 ]
 
 

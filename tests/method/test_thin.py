@@ -9,10 +9,13 @@ import torch
 from torch import nn
 
 from lowrank_cnn.core.errors import LowRankError, LowRankWarning
+from lowrank_cnn.deploy.export import export, load
 from lowrank_cnn.method import thin as thinning
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.thin import PendingLayer, resized, thin
+from lowrank_cnn.models import create_model
+from lowrank_cnn.models.build import dense_cost, rebuild
 
 SIZE = (3, 32, 32)
 
@@ -429,3 +432,35 @@ def test_a_layer_that_waits_for_its_input_shows_what_the_layer_has():
         _ = waiting.depth
     assert waiting(input=MAPS.to("meta")).shape == (2, 8, 4, 4)
     assert waiting.weight.shape == (8, 12, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "scheme"),
+    [(lambda: create_model("nin", width=0.1, norm="batch"), None), (Residual, "lr")],
+    ids=["ours", "not ours"],
+)
+def test_a_thinner_network_is_loaded_again_from_its_file(make, scheme: str | None, tmp_path):
+    dense = make().eval()
+    net = thin(thin(dense, width=0.8, input_size=SIZE, multiple=8), width=0.8, input_size=SIZE, multiple=8)
+    net = convert(net, scheme) if scheme else net
+    path = export(net, tmp_path / "net.safetensors", input_size=SIZE).path
+    x = torch.randn(2, *SIZE)
+    for into in (dense, make(), net) if isinstance(dense, Residual) else (None,):
+        assert load(path, into=into).eval()(x).equal(net.eval()(x))
+    macs, params = count(dense, SIZE).macs, count(dense, SIZE).params
+    assert dense_cost(net, SIZE) == (macs, params)
+
+
+def test_a_network_thinned_on_an_example_is_loaded_into_itself(tmp_path):
+    dense = Residual()
+    net = thin(dense, width=0.5, input_size=torch.randn(1, *SIZE))
+    path = export(net, tmp_path / "net.safetensors", input_size=SIZE).path
+    assert load(path, into=net).stem.out_channels == 32
+    with pytest.raises(LowRankError, match="pass the thinner network itself"):
+        load(path, into=dense)
+
+
+@pytest.mark.parametrize("stored", [[], {"channels": 3}, {"channels": {"stem": "many"}}, {"channels": {}}])
+def test_a_damaged_description_is_refused(stored: object):
+    with pytest.raises(LowRankError, match="lists the channels"):
+        rebuild({"thinning": stored}, into=Residual())

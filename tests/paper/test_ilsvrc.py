@@ -48,7 +48,7 @@ def assert_same_run(one: Path, other: Path, network: str = LR) -> None:
         assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["folders", "hub"])
+@pytest.mark.parametrize("layout", ["folders", pytest.param("hub", marks=pytest.mark.nightly)])
 def test_both_layouts_are_streamed_and_trained_on(layout, request, tmp_path):
     source = request.getfixturevalue(layout)
     data = open_data(source)

@@ -57,7 +57,7 @@ class Tab:
     def __init__(self, browser: Any, address: str, width: int, scheme: str) -> None:
         self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         self.context.set_default_timeout(300_000)  # a busy machine draws slowly
-        self.page, self.address, self.size = self.context.new_page(), address, {"width": width, "height": 900}
+        self.page, self.address = self.context.new_page(), address
         self.complaints: list[str] = []
         self.requests: list[str] = []
         self.page.on("console", lambda message: self.complaints.append(message.text))
@@ -69,9 +69,11 @@ class Tab:
     def wait(self) -> None:
         self.page.locator("[data-chart=layers] figcaption").wait_for()
 
-    def reset(self) -> None:
-        """Undo what a test chose: loading the page again takes several times as long."""
+    def reset(self, width: int, scheme: str) -> None:
+        """Undo what a test chose, at a width and in a theme: loading the page again would take far longer."""
         self.complaints.clear()
+        self.page.emulate_media(media="screen", color_scheme=scheme)
+        self.page.set_viewport_size({"width": width, "height": 900})
         self.page.mouse.move(0, 0)
         self.page.evaluate(RESET)
         self.wait()
@@ -84,12 +86,14 @@ class Tab:
 @pytest.fixture(scope="module")
 def tabs(browser: Any) -> Iterator[Callable[..., Tab]]:
     """The page as it opens, at a width and in a theme, loaded once."""
-    kept: dict[tuple[str, int, str], Tab] = {}
+    kept: dict[str, Tab] = {}
 
-    def tab(*given: Any) -> Tab:
-        if given in kept:
-            kept[given].reset()
-        return kept.setdefault(given, kept.get(given) or Tab(browser, *given))
+    def tab(address: str, width: int, scheme: str) -> Tab:
+        if address in kept:
+            kept[address].reset(width, scheme)
+        else:
+            kept[address] = Tab(browser, address, width, scheme)
+        return kept[address]
 
     yield tab
     for one in kept.values():
@@ -105,39 +109,30 @@ def page(tabs: Callable[..., Tab], address: str, request: pytest.FixtureRequest)
 
 
 @pytest.fixture
-def committed(tabs: Callable[..., Tab], committed_address: str) -> Iterator[Any]:
-    """The page about the committed records."""
-    tab = tabs(committed_address, 1200, "light")
+def committed(tabs: Callable[..., Tab], committed_address: str, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The page about the committed records, at the width that a test asks for."""
+    tab = tabs(committed_address, getattr(request, "param", 1200), "light")
     yield tab.page
     tab.check()
 
 
 @pytest.fixture
-def open_tab(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Open a page for one test alone: the test need not undo its changes."""
+def open_records(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Opens the page about finished runs with these fields."""
     opened: list[Tab] = []
 
-    def page_of(address: str, width: int = 1200) -> Any:
-        opened.append(Tab(browser, address, width, "light"))
+    def page_of(*records: dict[str, Any]) -> Any:
+        for number, record in enumerate(records):
+            made = {"kind": "training", "status": "finished", **record}
+            (tmp_path / f"{number}.json").write_text(json.dumps(made))
+        address = write_report([tmp_path], tmp_path / "report.html").as_uri()
+        opened.append(Tab(browser, address, 1200, "light"))
         return opened[-1].page
 
     yield page_of
     for tab in opened:
         tab.context.close()
         tab.check()
-
-
-@pytest.fixture
-def open_records(open_tab: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
-    """Opens the page about finished runs with these fields."""
-
-    def page_of(*records: dict[str, Any], width: int = 1200) -> Any:
-        for number, record in enumerate(records):
-            made = {"kind": "training", "status": "finished", **record}
-            (tmp_path / f"{number}.json").write_text(json.dumps(made))
-        return open_tab(write_report([tmp_path], tmp_path / "report.html").as_uri(), width)
-
-    return page_of
 
 
 def chart(page: Any, name: str) -> Any:
@@ -202,8 +197,7 @@ def test_no_label_lies_on_another_or_on_a_point(page: Any):
     assert overlaps == [6, 0]
 
 
-def test_headings_sort_by_mouse_and_by_key_and_what_is_missing_comes_last(open_tab: Any, address: str):
-    page = open_tab(address)
+def test_headings_sort_by_mouse_and_by_key_and_what_is_missing_comes_last(page: Any):
     heading = page.locator("#table-networks th button", has_text="top-1")
     heading.click()
     assert page.locator("#table-networks th[aria-sort=ascending]").inner_text().startswith("top-1")
@@ -265,6 +259,7 @@ def test_no_two_networks_of_a_chart_look_alike_and_its_tooltip_keeps_the_best(co
     assert len(set(looks)) == len(looks) == 8
 
 
+@pytest.mark.nightly
 def test_the_tooltip_lists_every_network_in_two_columns_if_they_are_many(open_records: Any):
     def record(i: int) -> dict[str, Any]:
         rows = [{"epoch": e, "train_loss": 1.0, "accuracy": 0.5 + 0.01 * i + 0.02 * e} for e in (1, 2, 3)]
@@ -321,17 +316,20 @@ def test_no_text_of_a_chart_leaves_a_narrow_page(page: Any):
     assert out == []
 
 
-@pytest.mark.parametrize("width", [400, 1200])
-def test_long_names_leave_the_chart_its_room(open_records: Any, width: int):
+@pytest.mark.nightly
+def test_long_names_leave_the_chart_its_room(open_records: Any):
     places = {"short": (16_700_000, 0.9167), "a" * 54: (7_820_000, 0.9167)}
     places |= {"b" * 85: (7_820_000, 0.4375), "c" * 55: (7_820_000, 0.4167)}
     records = [
         {"model": {"name": name}, "data": {"name": "photos"}, "result": {"top1": top1, "macs": macs, "n": 48}}
         for name, (macs, top1) in places.items()
     ]
-    trade = chart(open_records(*records, width=width), "trade")
-    axis = trade.locator(".role-axis-domain line").first.bounding_box()
-    assert axis["width"] > 0.6 * trade.bounding_box()["width"]
+    page = open_records(*records)
+    for width in (1200, 400):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.evaluate("drawAll()")
+        axis = chart(page, "trade").locator(".role-axis-domain line").first.bounding_box()
+        assert axis["width"] > 0.6 * chart(page, "trade").bounding_box()["width"]
 
 
 def test_networks_can_be_hidden_and_the_address_remembers(browser: Any, page: Any):
@@ -395,8 +393,8 @@ def test_printed_it_shows_every_data_set(page: Any):
     assert page.locator("#print-all svg").count() == 0
 
 
-def test_printed_charts_stand_in_two_columns_without_holes(open_tab: Any, address: str):
-    page = open_tab(address)
+@pytest.mark.nightly
+def test_printed_charts_stand_in_two_columns_without_holes(page: Any):
     page.emulate_media(media="print")
     page.set_viewport_size({"width": 720, "height": 1000})  # A4 with its margins
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
@@ -411,9 +409,9 @@ def test_printed_charts_stand_in_two_columns_without_holes(open_tab: Any, addres
     assert page.evaluate("document.documentElement.scrollWidth") <= 720
 
 
-@pytest.mark.parametrize("width", [1100, 1400])
-def test_no_table_is_cut_off(open_tab: Any, committed_address: str, width: int):
-    box = open_tab(committed_address, width).locator(".scroll:has(#table-networks)")
+@pytest.mark.parametrize("committed", [1100, pytest.param(1400, marks=pytest.mark.nightly)], indirect=True)
+def test_no_table_is_cut_off(committed: Any):
+    box = committed.locator(".scroll:has(#table-networks)")
     assert box.evaluate("(scroll) => scroll.scrollWidth <= scroll.clientWidth")
 
 
@@ -448,6 +446,7 @@ def test_test_images_are_shown_by_class_by_confusion_and_by_confidence(page: Any
     assert "details=vgg11-gmp-lr" in page.url
 
 
+@pytest.mark.nightly
 def test_worst_images_are_shown_where_the_record_carries_them(open_records: Any):
     drawn = io.BytesIO()
     Image.new("RGB", (1, 1)).save(drawn, "PNG")
@@ -460,9 +459,7 @@ def test_worst_images_are_shown_where_the_record_carries_them(open_records: Any)
     assert "cat, taken for dog (90% sure)" in page.locator("#details-worst").inner_text()
 
 
-def test_the_theme_follows_the_button(open_tab: Any, address: str):
-    page = open_tab(address)
-
+def test_the_theme_follows_the_button(page: Any):
     def background() -> str:
         return page.evaluate("getComputedStyle(document.body).backgroundColor")
 
@@ -471,9 +468,11 @@ def test_the_theme_follows_the_button(open_tab: Any, address: str):
     button.click()
     assert button.inner_text() == "Theme: dark"
     assert background() != light
+    button.click()  # as the system again
+    assert background() == light
 
 
-@pytest.mark.parametrize("page", [(390, "light"), (390, "dark"), (1200, "dark")], indirect=True)
+@pytest.mark.parametrize("page", [(390, "light"), (1200, "dark")], indirect=True)
 def test_the_page_never_scrolls_sideways(page: Any):
     page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -494,6 +493,7 @@ def test_what_a_record_says_stays_text(open_records: Any):
     assert page.title() == "Low-rank networks: report"
 
 
+@pytest.mark.nightly
 def test_everything_that_acts_can_be_reached_by_key(page: Any):
     page.evaluate("""() => { window.reached = new Set(); addEventListener("focusin", ({ target: e }) =>
         reached.add(e.id || (e.closest("[data-chart]") || {dataset: {}}).dataset.chart || e.tagName)); }""")

@@ -122,7 +122,7 @@ def mutated(record: dict) -> st.SearchStrategy[dict]:
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.lists(mutated(RUN) | mutated(CONVERTED) | mutated(TIMING), max_size=4))
 def test_whatever_a_record_holds_the_page_can_be_made(found: list[dict]):
     records = records_of(*found, RUN)

@@ -42,14 +42,11 @@ def low_rank_network(name: str) -> nn.Module:
     return nn.Sequential(*blocks, nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(8, 5))
 
 
-LARGE = [
-    pytest.param(name, fused, marks=pytest.mark.nightly)
-    for name in ("vgg11-gmp-lr-join", "googlenet-lr")
-    for fused in (False, True)
-]
+LARGE = [(name, fused) for name in ("nin-c3-lr", "vgg11-gmp-lr-join", "googlenet-lr") for fused in (False, True)]
+BY_NIGHT = [pytest.param(*pair, marks=pytest.mark.nightly) for pair in (("chains", False), *LARGE)]
 
 
-@pytest.mark.parametrize(("name", "fused"), [("nin-c3-lr", True), ("chains", False), *LARGE])
+@pytest.mark.parametrize(("name", "fused"), [("chains", True), *BY_NIGHT])
 def test_our_layers_have_no_graph_break(name, fused):
     from lowrank_cnn.graph.fuse import fuse
 

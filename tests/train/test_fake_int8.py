@@ -147,10 +147,8 @@ def averaged(pool: nn.Module) -> nn.Sequential:
         (composite, None, 1 / 3, ".xml", 0.15, 0.5),  # OpenVINO rounds the groups once more before it joins them
         (pooled, "2", 40, ".onnx", 0.05, 0.07),
         (lambda: averaged(nn.AvgPool2d(6)), "2", 1 / 8, ".onnx", 0.05, 0.3),
-        (lambda: averaged(nn.AdaptiveAvgPool2d(1)), "2", 1 / 8, ".onnx", 0.05, 0.3),
         (lambda: averaged(GlobalAveragePool()), "2", 1 / 8, ".onnx", 0.05, 0.3),
         (lambda: averaged(nn.AdaptiveAvgPool2d(1)), "2", 1 / 8, ".xml", 0.05, 0.3),
-        (lambda: averaged(nn.AvgPool2d(6)), "2", 1 / 8, ".tflite", 0.05, 0.3),
         (lambda: averaged(nn.AdaptiveAvgPool2d(1)), "2", 1 / 8, ".tflite", 0.05, 0.3),
     ],
 )

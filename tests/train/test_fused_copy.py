@@ -112,9 +112,8 @@ def whole_run(name: str, monkeypatch: pytest.MonkeyPatch, *, fused: bool, **opti
     return network, record
 
 
-RUNS = [("nin-c3-lr", {}), ("vgg11-gmp-lr-join", {})]
-RUNS.append(pytest.param("googlenet-lr", {}, marks=pytest.mark.nightly))
-RUNS.append(("nin-c3-lr", {"checkpoint_activations": True}))
+RUNS = [pytest.param(name, {}, marks=pytest.mark.nightly) for name in ("vgg11-gmp-lr-join", "googlenet-lr")]
+RUNS += [("nin-c3-lr", {}), ("nin-c3-lr", {"checkpoint_activations": True})]
 
 
 @pytest.mark.parametrize(("name", "options"), RUNS)

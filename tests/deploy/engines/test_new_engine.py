@@ -85,7 +85,7 @@ def test_the_commands_export_and_plan_take_its_name(tmp_path: Path, monkeypatch:
         "from torch import nn\ndef make():\n    return nn.Sequential(nn.Flatten(), nn.Linear(16, 2))\n"
     )
     # A process of its own would not know an engine that only this one has registered.
-    here = choose_engine._time_files
+    here = choose_engine.time_files
     monkeypatch.setattr(choose_engine, "apart", lambda _file, _function, *asked: here(*asked))
     source = [f"{tmp_path}/model.py:make", "--input", "1x4x4"]
     for command in (

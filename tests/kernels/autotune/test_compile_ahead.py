@@ -58,6 +58,7 @@ def test_the_type_of_the_bias_is_noted():
     assert {each.bias for each in asked} == {torch.float32}
 
 
+@pytest.mark.nightly
 def test_what_is_compiled_ahead_is_not_compiled_again(program, monkeypatch, tmp_path):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

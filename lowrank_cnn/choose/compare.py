@@ -1,0 +1,705 @@
+"""`compare`: which cheap version of a network to train and ship, on your images and where it will run.
+
+The dense network, low-rank ones and thinner ones that run in the time of these are timed first. All are then tried
+briefly, by the same learning rates, on images held out of training. The best of each kind are trained several
+times, each time with other images held out, which decide. The test images are used once, for the figures in the
+answer. Everything is in one folder; a comparison that was killed goes on from there.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowrank_cnn.choose.candidates import DENSE, Builder, Design, at_width, find_design, width_of_macs
+from lowrank_cnn.choose.choice import DENSE as DENSE_KIND
+from lowrank_cnn.choose.choice import LOW_RANK, SAME_TIME, THIN, Choice, Contender, Wish, choose, milliseconds
+from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, SeedRun, open_frontier, pack
+from lowrank_cnn.choose.runs import RunMaker, WorkerPool, release_memory
+from lowrank_cnn.choose.target import Target
+from lowrank_cnn.choose.trace import FrontierPlan, Tracer, width_of_time
+from lowrank_cnn.core.environment import environment
+from lowrank_cnn.core.errors import LowRankError, MissingExtra, check_number
+from lowrank_cnn.core.files import below, locked, write_json
+from lowrank_cnn.core.notes import note
+from lowrank_cnn.core.progress import lasting, progress, step
+from lowrank_cnn.core.text import counted, duration, text_table
+from lowrank_cnn.data import Data
+from lowrank_cnn.method.thin import fresh
+from lowrank_cnn.models import create_model
+from lowrank_cnn.models.build import name_of
+from lowrank_cnn.models.foreign import build_foreign, is_foreign
+from lowrank_cnn.train import fit
+from lowrank_cnn.train.distributed import resolve_device, resolve_precision
+from lowrank_cnn.train.failure import NotFiniteError
+from lowrank_cnn.train.fit import recipe_for
+from lowrank_cnn.train.inputs import (
+    augmentation,
+    check_classes,
+    check_network,
+    image_size,
+    open_for,
+    trained_on,
+)
+from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.run_folder import load_record
+from lowrank_cnn.train.trained import load_checkpoint
+
+RATES = (0.5, 1.0, 2.0)
+"""Factors of the recipe's learning rate that every network is tried with."""
+SHORT = 1 / 4
+"""The share of the epochs of a run that a try has."""
+FINALISTS, FEWEST_RUNS, MOST_RUNS = 4, 3, 5
+MOST_MINUTES = 60
+PLANNED = 0.9
+"""The share of the budget that is planned for training; timing and what was not foreseen have the rest."""
+LADDERS: tuple[tuple[str, ...], ...] = (
+    ("bands", "lr"),  # of depthwise networks
+    ("lr", "mixture"),
+)
+"""Low-rank designs, the first that fits the network; with a short budget only its first one is compared."""
+LEVELS = ((2, RATES, 1.0), (1, RATES, 1 / 3), (1, (1.0,), 0.0))
+"""Low-rank designs, learning rates, and the share of the recipe's epochs that a budget has to allow for them."""
+Model = nn.Module | str | Callable[[], nn.Module]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The answer: a sentence, a table, and a folder with every run, the record, a picture and a page.
+
+    `winner` is the run folder of the network to take, ready for `lr.export`.
+    """
+
+    folder: Path
+    choice: Choice
+    table: list[dict[str, Any]]
+    remarks: tuple[str, ...]
+    winner: Path
+    picture: Path | None
+    page: Path | None
+
+    @property
+    def sentence(self) -> str:
+        return self.choice.sentence
+
+    def rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """The headings and lines of the table."""
+        lines = []
+        for row in self.table:
+            accuracies = (row["accuracy"], row["held_out"])
+            shown = ["" if share is None else f"{100 * share:.1f}%" for share in accuracies]
+            lines.append((row["network"], f"{row['macs']:.2f}", milliseconds(row["ms"]), *shown, str(row["runs"])))
+        return ("network", "MACs", "time", "test", "held out", "runs"), lines
+
+    def __str__(self) -> str:
+        names, lines = self.rows()
+        table = text_table([names[0], *(f">{name}" for name in names[1:])], lines)
+        return "\n".join([table, "", self.sentence, *self.remarks])
+
+    def to_dict(self) -> dict[str, Any]:
+        """In values that JSON can hold."""
+        gap = self.choice.gap
+        return {
+            "sentence": self.sentence,
+            "take": self.choice.taken.name,
+            "decided": self.choice.decided,
+            "gap": gap and {"points": gap.points, "low": gap.low, "high": gap.high},
+            "rows": self.table,
+            "remarks": list(self.remarks),
+            **{name: str(path) if path else None for name, path in self._paths().items()},
+        }
+
+    def _paths(self) -> dict[str, Path | None]:
+        return {"folder": self.folder, "winner": self.winner, "picture": self.picture, "page": self.page}
+
+
+def compare(
+    model: Model,
+    data: Any,
+    *,
+    out: str | Path = "runs/compare",
+    minutes: float | None = None,
+    for_: str = "auto",
+    at_most: float | None = None,
+    at_least: float | None = None,
+    schemes: Sequence[str] = (),
+    batch: int | None = None,
+    recipe: Recipe | str | None = None,
+    device: str = "auto",
+    say: Callable[[str], None] = lasting,
+    **settings: Any,
+) -> Comparison:
+    """Train dense, thinner and low-rank versions of a network, time each where it will run, and say which to take.
+
+    >>> print(compare("nin", "photos", minutes=20, for_="onnxruntime:int8"))  # doctest: +SKIP
+
+    - `model`: a network, a function that makes one, or a text: one of our names, `timm:resnet18`,
+      `torchvision:resnet18` or `mynet.py:make_model`. Every run begins with fresh weights.
+    - `data`: what `fit` takes: a path, what `open_data` gives, data sets of your own.
+    - `out`: the folder of everything. The same call goes on with a comparison that was killed.
+    - `minutes`: the budget; by default what the recipe's epochs take, at most an hour.
+    - `for_`: where the network will run: "cpu", "cuda", or an engine with a precision ("onnxruntime:int8",
+      "ncnn:fp16"), in which accuracy is measured too.
+    - `at_most`, `at_least`: the milliseconds that the network may take for a `batch`, the accuracy that it must
+      reach, between 0 and 1. Without them, the fastest within a point of the best is taken.
+    - `schemes`: the low-rank designs to compare, in place of those that suit the network.
+    - `recipe` and other settings are those of `fit`.
+    """
+    wish, target = Wish(at_most, at_least), Target.parse(for_, device)
+    if minutes is not None:
+        check_number("minutes", minutes, above=0)
+    sample = build(model, None)
+    asked = "modern" if recipe is None else recipe
+    plan = recipe_for(data, asked, settings)
+    images = open_for(sample, data, plan)
+    check_classes(images)
+    if recipe is None:
+        plan = recipe_for(data, asked, settings, images=trained_on(images, plan))
+    size = image_size(images.test, augmentation(plan))
+    builder = Builder(partial(build, model, len(images.classes), size[0]), size)
+    check_network(builder(DENSE), images, plan)
+    place, name = resolve_device(device), model if isinstance(model, str) else name_of(sample)
+    about = {
+        "family": name,
+        "network": {"name": name, "base": 1.0},
+        "recipe": plan.to_dict(),
+        "data": {
+            "name": images.name,
+            "train": len(images.train),
+            "test": len(images.test),
+            "digest": images.digest,
+        },
+        "precision": resolve_precision(plan.precision, place),
+        "device": torch.device(place).type,
+        "teacher": None,
+        "target": str(target),
+    }
+    about["data"]["digest"] = images.digest
+    folder = Path(out)
+    with locked(folder), progress("compare"), tempfile.TemporaryDirectory() as scratch:
+        found = open_frontier(folder, about, len(images.test))
+        if batch is None:
+            batch = next((row.timing.batch for row in found.rows if row.timing), target.batch)
+        found.check_batch(batch)
+        maker = RunMaker(builder, images, plan, place)
+        request = FrontierPlan(tuple(schemes), batch=batch, compile=target.gpu, repeats=9)
+        tracer = Tracer(found, maker, WorkerPool(maker), request, lambda _: None, target, Path(scratch))
+        return Comparing(found, tracer, images, plan, wish, minutes, say).run()
+
+
+def build(model: Model, classes: int | None, channels: int | None = None) -> nn.Module:
+    """The dense network with fresh weights, for a number of classes where that can be chosen."""
+    if isinstance(model, nn.Module):
+        return fresh(model)
+    if not isinstance(model, str):
+        return model()
+    if is_foreign(model):
+        network, size = build_foreign(model, None, classes)
+        note(network, input_size=size)
+        return network
+    shape: dict[str, Any] = {"num_classes": classes, "in_channels": channels}
+    return create_model(model, norm="batch", **{key: value for key, value in shape.items() if value is not None})
+
+
+def in_words(design: Design | DesignRow) -> str:
+    """What a design is called in the answer: thin at 0.5 has half of the filters in each layer."""
+    name, _, width = design.name.partition("@")
+    if not width:
+        return name
+    return f"{'thin' if kind_of(design) == THIN else name} at {float(width):.2g}"
+
+
+def kind_of(design: Design | DesignRow) -> str:
+    """Dense, thin or low-rank."""
+    return LOW_RANK if not design.dense else THIN if "@" in design.name else DENSE_KIND
+
+
+class BudgetSpent(Exception):
+    """The time is over."""
+
+
+@dataclass
+class Comparing:
+    """One comparison: what is done is in the record, and is not done again."""
+
+    found: Frontier
+    tracer: Tracer
+    data: Data
+    recipe: Recipe
+    wish: Wish
+    minutes: float | None
+    say: Callable[[str], None]
+    began: float = field(default_factory=time.monotonic)
+    spent: float = 0.0
+    epoch_seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds of an epoch of each network, as last measured."""
+    run_seconds: list[float] = field(default_factory=list)
+    """Seconds of everything else in each run: much the same for all networks."""
+
+    def run(self) -> Comparison:
+        self.spent = self.plan.get("spent", 0.0)
+        if "level" not in self.plan:
+            self._make_plan()
+        self._find_candidates()
+        self._try_all()
+        names = self._finalists()
+        self._train(names)
+        return self._answer(names)
+
+    # The plan: it is made once, and kept in the record.
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        if self.found.about.get("plan") is None:
+            self.found.about["plan"] = {}
+        return self.found.about["plan"]
+
+    def _keep(self, **decided: Any) -> None:
+        self.plan.update(decided, spent=self.spent + time.monotonic() - self.began)
+        self.found.save()
+
+    @property
+    def left(self) -> float:
+        """Seconds of the budget."""
+        minutes = self.minutes if self.minutes is not None else self.plan["minutes"]
+        return 60 * minutes - self.spent - (time.monotonic() - self.began)
+
+    def _make_plan(self) -> None:
+        """How many networks and tries the budget allows for, by the speed of the dense network."""
+        step("how fast the dense network trains")
+        epoch, once = self._probe()
+
+        def costs(level: int, rates: Sequence[float]) -> tuple[float, float]:
+            """Seconds of all runs without their epochs, and of one epoch of all."""
+            networks = 1 + 2 * level
+            tried = len(rates) * networks if len(rates) > 1 else 0
+            final = FEWEST_RUNS * min(networks, FINALISTS)
+            return once * (tried + final), epoch * (tried * SHORT + final)
+
+        def epochs_in(minutes: float, level: int, rates: Sequence[float]) -> int:
+            fixed, each = costs(level, rates)
+            return max(0, min(self.recipe.epochs, int((PLANNED * 60 * minutes - fixed) / each)))
+
+        chosen = self.minutes
+        if chosen is None:
+            fixed, each = costs(*LEVELS[0][:2])
+            chosen = min(MOST_MINUTES, max(1, math.ceil((fixed + each * self.recipe.epochs) / PLANNED / 60)))
+        level, rates = next(
+            (level, rates)
+            for level, rates, share in LEVELS
+            if epochs_in(chosen, level, rates) >= share * self.recipe.epochs
+        )
+        epochs = max(1, epochs_in(chosen, level, rates))
+        self._keep(minutes=chosen, level=level, rates=list(rates), short=max(2, round(SHORT * epochs)))
+        about = f"{counted(len(self.data.train), 'training image')}, {counted(len(self.data.test), 'test image')}"
+        tries = f"tries of {counted(len(rates), 'learning rate')}, then " if len(rates) > 1 else ""
+        told = f"dense, thin and low-rank: {tries}{FEWEST_RUNS} runs of up to {counted(epochs, 'epoch')} each"
+        self.say(f"{about}; {told}; for {self.tracer.target}. At most {chosen:g} minutes (--minutes).")
+
+    def _probe(self) -> tuple[float, float]:
+        """Seconds of an epoch of the dense network, and of everything else in a run."""
+        few = self.data.holdout(self._held, 1)
+        count = min(len(few.train), 4 * self.recipe.batch_size)
+        part = replace(few, train=few.train.subset(torch.arange(count)))
+        self._fit(DENSE, part, epochs=1, rate=1.0, seed=0)  # the first run also imports and compiles
+        began = time.monotonic()
+        record = self._fit(DENSE, part, epochs=2, rate=1.0, seed=0)
+        wall, speed = time.monotonic() - began, record.result["images_per_second"]
+        return len(few.train) / speed, max(wall - 2 * count / speed, 0.0)
+
+    @property
+    def _held(self) -> int:
+        """How many training images decide: a fifth of a small set, at most five thousand."""
+        return max(1, min(round(0.2 * len(self.data.train)), 5000))
+
+    # The candidates, timed where they will run.
+
+    def _find_candidates(self) -> None:
+        if "candidates" in self.plan:
+            for name in self.plan["candidates"]:
+                row = self.found.row(name)
+                assert row is not None
+                self.tracer.add(Design(**row.design))
+            return
+        tracer, level = self.tracer, self.plan["level"]
+        step("the dense network is timed")
+        tracer.add(DENSE)
+        ladders = (tuple(tracer.plan.designs),) if tracer.plan.designs else LADDERS
+        reasons: list[str] = []
+        for ladder in ladders:
+            for text in ladder if tracer.plan.designs else ladder[:level]:
+                step(f"{text} is timed")
+                with self._explaining(reasons):
+                    self._add_in_time(find_design(text))
+            if len(tracer.rows) > 1:
+                break
+        for row in [row for row in tracer.rows.values() if not row.dense]:
+            step(f"thinner networks are timed beside {in_words(row)}")
+            with self._explaining(reasons):
+                self._add_thin(row)
+        if not any(kind_of(row) == THIN for row in tracer.rows.values()):
+            with self._explaining(reasons):
+                thin = replace(DENSE, multiple=8)
+                width = width_of_macs(tracer.builder, thin, tracer.rows[DENSE.name].macs / 2)
+                self._add_in_time(at_width(thin, width))
+        if len(tracer.rows) == 1:
+            raise LowRankError(f"there is no cheaper version of this network: {' '.join(dict.fromkeys(reasons))}")
+        self._keep(candidates=list(tracer.rows))
+
+    @contextmanager
+    def _explaining(self, reasons: list[str]) -> Iterator[None]:
+        try:
+            yield
+        except LowRankError as error:
+            reasons.append(str(error))
+
+    def _add_in_time(self, design: Design) -> None:
+        """A design, thinner where the wish demands that."""
+        tracer, dense = self.tracer, self.tracer.rows[DENSE.name]
+        tracer.add(design)
+        assert dense.timing is not None
+        for _ in range(4):
+            row = tracer.rows[design.name]
+            assert row.timing is not None
+            over = row.timing.ms / self.wish.at_most if self.wish.at_most else 0.0
+            if over <= 1:
+                return
+            del tracer.rows[design.name]
+            width = width_of_time({design.width: row.timing.ms}, 0.98 * row.timing.ms / over)
+            design = at_width(design, min(width, design.width - 1 / 32))
+            tracer.add(design)
+
+    def _add_thin(self, row: DesignRow) -> None:
+        """The thin network that takes the time of a low-rank one, or that of its MACs where that takes longer."""
+        tracer = self.tracer
+        thin = replace(DENSE, multiple=8)
+        width = min(1.0, width_of_macs(tracer.builder, thin, row.macs))
+        times: dict[float, float] = {}
+        assert row.timing is not None
+        for _ in range(3):
+            if width >= 1:
+                return  # the dense network is its rival
+            design = at_width(thin, width, f"time of {row.name}")
+            tracer.add(design)
+            timing = tracer.rows[design.name].timing
+            assert timing is not None
+            times[width] = timing.ratio
+            if abs(timing.ratio / row.timing.ratio - 1) <= 1 - SAME_TIME:
+                return
+            last, width = width, min(1.0, width_of_time({1.0: 1.0, **times}, row.timing.ratio))
+            if width == last or width in times:
+                return
+            if len(times) < 3:
+                del tracer.rows[design.name]
+
+    # The runs.
+
+    def _fit(
+        self,
+        design: Design,
+        data: Data,
+        *,
+        epochs: int,
+        rate: float,
+        seed: int,
+        out: Path | None = None,
+        told: str = "",
+    ) -> Any:
+        def shown(figures: Any, _network: nn.Module) -> bool:
+            step(f"{told}, epoch {figures.epoch} of {epochs}; {duration(max(0.0, self.left))} left")
+            return False
+
+        recipe = replace(self.recipe, epochs=epochs, evaluate_every=epochs, lr=rate * self.recipe.lr)
+        torch.manual_seed(seed)
+        network = self.tracer.builder(design)
+        how: dict[str, Any] = {"seed": seed, "device": self.tracer.maker.device, "progress": False}
+        how |= {"out": out, "resume": out is not None, "callbacks": (shown,) if told else ()}
+        try:
+            return fit(network, data, recipe, **how)
+        finally:
+            release_memory()
+
+    def _try_all(self) -> None:
+        """Every network with the same learning rates, briefly, on the same images held out."""
+        rates, short = self.plan["rates"], self.plan["short"]
+        few, jobs = self.data.holdout(self._held, 0), []
+        for row in self.tracer.rows.values():
+            jobs += [(row, rate) for rate in rates if len(rates) > 1 and not row.tried(rate).accuracies]
+        for place, (row, rate) in enumerate(jobs):
+            told = f"try {place + 1} of {len(jobs)}: {in_words(row)} at {rate:g} times the rate"
+            step(told)
+            began = time.monotonic()
+            try:
+                record = self._fit(self.tracer.designs[row.name], few, epochs=short, rate=rate, seed=0, told=told)
+                accuracy, speed = record.result["top1"], record.result["images_per_second"]
+            except NotFiniteError:
+                accuracy, speed = 0.0, None
+            self._learn_speed(row.name, time.monotonic() - began, short, speed)
+            row.tried(rate).accuracies.append(accuracy)
+            self._keep()
+            self.say(f"{told}: {100 * accuracy:.1f}% of the images held out; {duration(max(0.0, self.left))} left")
+        for row in self.tracer.rows.values():
+            tried = [one for one in row.tries if one.accuracies]
+            row.rate = max(tried, key=lambda one: one.accuracies[0]).rate if tried else 1.0
+        self._keep()
+
+    def _learn_speed(self, name: str, wall: float, epochs: int, speed: float | None) -> None:
+        if speed:
+            self.epoch_seconds[name] = (len(self.data.train) - self._held) / speed
+            self.run_seconds.append(max(0.0, wall - epochs * self.epoch_seconds[name]))
+
+    def _finalists(self) -> list[str]:
+        """The networks that are trained in full: dense, the best thin and low-rank one, and one more.
+
+        Best is what lies highest above everything that is as fast, on the images held out.
+        """
+        if "finalists" in self.plan:
+            return self.plan["finalists"]
+        rows = list(self.tracer.rows.values())
+        scores = {
+            row.name: max((max(one.accuracies, default=0.0) for one in row.tries), default=0.0) for row in rows
+        }
+
+        def above(row: DesignRow) -> float:
+            ms = self._ms(row)
+            rivals = [scores[one.name] for one in rows if one is not row and SAME_TIME * self._ms(one) <= ms]
+            return scores[row.name] - max(rivals, default=0.0)
+
+        ranked = sorted((row for row in rows if kind_of(row) != DENSE_KIND), key=above, reverse=True)
+        if self.wish.at_most is not None:
+            in_time = [row for row in ranked if self._ms(row) <= self.wish.at_most]
+            ranked = in_time or ranked
+        kinds = [next((row for row in ranked if kind_of(row) == kind), None) for kind in (THIN, LOW_RANK)]
+        first = [row for row in kinds if row is not None]
+        chosen = [*first, *(row for row in ranked if row not in first)][: FINALISTS - 1]
+        names = [DENSE.name, *(row.name for row in sorted(chosen, key=rows.index))]
+        self._keep(finalists=names)
+        return names
+
+    def _ms(self, row: DesignRow) -> float:
+        ms = self.found.ms(row)
+        assert ms is not None
+        return ms
+
+    def _train(self, names: Sequence[str]) -> None:
+        """All finalists with the first seed before the second, so that all are treated alike."""
+        if "epochs" not in self.plan:
+            self._keep(epochs=self._epochs(names))
+        rows = [self.tracer.rows[name] for name in names]
+        for seed in range(1, MOST_RUNS + 1):
+            missing = [row for row in rows if seed not in _seeds(row)]
+            # Time alone ends it, never a result: stopping at a good moment would make chance look like a gain.
+            if seed > FEWEST_RUNS and missing and self._seconds(names, self.plan["epochs"]) > PLANNED * self.left:
+                break
+            if seed > 1 and missing and self._seconds(names, self.plan["epochs"]) > self.left:
+                self.say(f"The time is over after {counted(seed - 1, 'run')} of each network.")
+                break
+            for row in missing:
+                told = f"run {seed} of {in_words(row)}"
+                step(told)
+                try:
+                    self._run_once(row, seed, self.plan["epochs"], told)
+                except NotFiniteError:
+                    row.failed.append(seed)
+                    self._keep()
+                    self.say(f"{told}: the loss was not finite")
+
+    def _epochs(self, names: Sequence[str]) -> int:
+        """How many epochs fit into the time that is left, with the fewest runs."""
+        if not self.epoch_seconds:  # nothing was tried in this process
+            epoch, once = self._probe()
+            self.epoch_seconds, self.run_seconds = dict.fromkeys(names, epoch), [once]
+        once, each = self._seconds(names, 0), self._seconds(names, 1) - self._seconds(names, 0)
+        return max(1, min(self.recipe.epochs, int((PLANNED * self.left / FEWEST_RUNS - once) / each)))
+
+    def _seconds(self, names: Sequence[str], epochs: int) -> float:
+        """The expected time of one run of each network."""
+        slowest = max(self.epoch_seconds.values())
+        each = (median(self.run_seconds) + epochs * self.epoch_seconds.get(name, slowest) for name in names)
+        return sum(each)
+
+    def _run_once(self, row: DesignRow, seed: int, epochs: int, told: str) -> None:
+        """Train a network, test it where it will run, and write its answers into the record."""
+        design, began = self.tracer.designs[row.name], time.monotonic()
+        few, folder = self.data.holdout(self._held, seed), self._folder(row, seed)
+        record = self._fit(design, few, epochs=epochs, rate=row.rate, seed=seed, out=folder, told=told)
+        trained = load_checkpoint(folder, network=self.tracer.builder(design))
+        target = self.tracer.target
+        step(f"{told} is tested")
+        deployed = target.deployed(trained, few, folder)
+        held_out = target.answers(deployed, few).double().mean().item() if deployed else record.result["top1"]
+        right = target.answers(deployed or trained, self.data)
+        wall = time.monotonic() - began
+        self._learn_speed(row.name, wall, epochs, record.result["images_per_second"])
+        environment = self.found.here()
+        place, checksum = self.found.add_answers(pack(right))
+        row.runs.append(
+            SeedRun(
+                seed=seed,
+                correct=int(right.sum()),
+                row=place,
+                sha256=checksum,
+                seconds=record.result["seconds"],
+                wall=wall,
+                images_per_second=record.result["images_per_second"],
+                train_accuracy=record.history[-1]["train_accuracy"],
+                environment=environment,
+                held_out=held_out,
+            )
+        )
+        self._keep()
+        left = f"{duration(max(0.0, self.left))} left"
+        self.say(f"{told}, {100 * held_out:.1f}% of the images held out; {left}")
+
+    def _folder(self, row: DesignRow, seed: int) -> Path:
+        folder = self.found.folder
+        return below(folder, folder / "runs" / f"{in_words(row).replace(' ', '-')}-{seed}")
+
+    # The answer.
+
+    def _answer(self, names: Sequence[str]) -> Comparison:
+        rows = [self.tracer.rows[name] for name in names if not self.tracer.rows[name].failed]
+        runs = min((len(row.runs) for row in rows), default=0)
+        if not runs:
+            raise LowRankError("no network was trained in the time: give more --minutes.")
+        step("the trained networks are timed")
+        self._time_trained(rows)
+        contenders = [
+            Contender(
+                in_words(row),
+                kind_of(row),
+                self._ms(row),
+                sum(run.held_out or 0.0 for run in row.runs[:runs]) / runs,
+                self.found.right_answers(row)[:runs],
+            )
+            for row in rows
+        ]
+        per_run = sum(run.wall for row in rows for run in row.runs[:runs]) / runs / 60
+        choice = choose(contenders, self.wish, minutes_per_run=per_run)
+        taken = next(row for row in rows if in_words(row) == choice.taken.name)
+        winner = self._copy_winner(taken)
+        self._keep(sentence=choice.sentence)
+        picture, page = self._picture(), self._page(choice.sentence)
+        return Comparison(
+            self.found.folder,
+            choice,
+            self._table(rows, contenders),
+            self._remarks(choice, names),
+            winner,
+            picture,
+            page,
+        )
+
+    def _time_trained(self, rows: Sequence[DesignRow]) -> None:
+        """All finalists once more, in turns, with their trained weights and, in an engine, their very files."""
+        tracer, made = self.tracer, {}
+        target, images = tracer.target, tracer.target.images(tracer.plan.batch, tracer.builder.size)
+        for row in rows:
+            folder = self._folder(row, row.runs[0].seed)
+            if target.engine and (files := sorted(folder.glob("net.*"))):
+                made[row.name] = next(f for f in files if f.suffix == target.suffix)
+                continue
+            network = load_checkpoint(folder, network=tracer.builder(tracer.designs[row.name])).network
+            made[row.name] = target.prepared(
+                network, images, tracer.scratch / row.name, compile=target.gpu, repeats=9
+            )
+        times = target.times(made, images, repeats=21)
+        dense = times[DENSE.name].ms if DENSE.name in times else next(iter(times.values())).ms
+        for row in rows:
+            sample, (choice, tries) = times[row.name], target.choice_of(made[row.name])
+            row.timing = DesignTime(sample.ms, sample.low, sample.high, dense, tracer.plan.batch, choice, tries)
+            self._write_timings(row, images)
+        self._keep()
+
+    def _write_timings(self, row: DesignRow, images: torch.Tensor) -> None:
+        """A record of the time beside that of each run, for the page."""
+        assert row.timing is not None
+        target, total = self.tracer.target, {"ms": row.timing.ms, "low": row.timing.low, "high": row.timing.high}
+        values = {"kind": "timing", "input": list(images.shape), "total": total, "macs": row.macs * len(images)}
+        values |= {"device": target.device, "runtime": target.engine or "optimize", "environment": environment()}
+        for run in row.runs:
+            folder = self._folder(row, run.seed)
+            write_json(folder / "timing.json", {"model": load_record(folder).model, **values})
+
+    def _table(self, rows: Sequence[DesignRow], contenders: Sequence[Contender]) -> list[dict[str, Any]]:
+        """All networks, the slowest first; those that were only tried have no test accuracy."""
+        dense, by_name = self.tracer.rows[DENSE.name], {one.name: one for one in contenders}
+        table = []
+        for row in self.tracer.rows.values():
+            one = by_name.get(in_words(row))
+            tried = max((max(each.accuracies, default=0.0) for each in row.tries), default=None)
+            table.append(
+                {
+                    "network": in_words(row),
+                    "kind": kind_of(row),
+                    "macs": row.macs / dense.macs,
+                    "params": row.params / dense.params,
+                    "ms": self._ms(row),
+                    "accuracy": one.accuracy if one else None,
+                    "held_out": one.held_out if one else tried,
+                    "runs": one.runs if one else 0,
+                    "rate": row.rate,
+                }
+            )
+        return sorted(table, key=lambda row: -row["ms"])
+
+    def _remarks(self, choice: Choice, names: Sequence[str]) -> tuple[str, ...]:
+        """What the answer rests on, and what a longer budget would decide."""
+        told = [choice.more] if choice.more else []
+        epochs, usual = self.plan["epochs"], self.recipe.epochs
+        if epochs < usual:
+            spent = (self.spent + time.monotonic() - self.began) / 60
+            more = math.ceil(spent * usual / epochs)
+            told.append(
+                f"The runs had {counted(epochs, 'epoch')} of {usual}: --minutes {more} would allow for all."
+            )
+        failed = [in_words(row) for row in map(self.tracer.rows.__getitem__, names) if row.failed]
+        if failed:
+            told.append(f"Left out, since a loss was not finite: {', '.join(failed)}.")
+        unsteady = [
+            row for row in self.tracer.rows.values() if row.timing and row.timing.high > 1.5 * row.timing.low
+        ]
+        if unsteady:
+            told.append("Times are unsteady: another process ran meanwhile, so compare again on an idle machine.")
+        return tuple(told)
+
+    def _copy_winner(self, row: DesignRow) -> Path:
+        """The first run of the network to take, in a folder of its own."""
+        source, winner = (
+            self._folder(row, row.runs[0].seed),
+            below(self.found.folder, self.found.folder / "winner"),
+        )
+        if winner.exists():
+            shutil.rmtree(winner)
+        shutil.copytree(source, winner)
+        return winner
+
+    def _picture(self) -> Path | None:
+        from lowrank_cnn.report.trade import draw_frontier  # report builds on choose
+
+        with suppress(MissingExtra):
+            return draw_frontier(self.found, self.found.folder / "compare.svg")
+        return None
+
+    def _page(self, sentence: str) -> Path | None:
+        from lowrank_cnn.report import write_report
+
+        with suppress(MissingExtra):
+            return write_report([self.found.folder / "runs"], self.found.folder / "report.html", headline=sentence)
+        return None
+
+
+def _seeds(row: DesignRow) -> set[int]:
+    return {*(run.seed for run in row.runs), *row.failed}

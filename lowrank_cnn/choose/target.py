@@ -1,0 +1,148 @@
+"""Where a network will run: its time there, and its answers in the very file that is shipped.
+
+    Target.parse("cuda"), Target.parse("onnxruntime:int8")
+
+In torch, a network runs in the form that `optimize` finds. In an engine it is a file, which is timed in a process
+of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.core.clock import Sample, measure
+from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.core.processes import apart
+from lowrank_cnn.data import Data
+from lowrank_cnn.deploy import choose_engine
+from lowrank_cnn.deploy.choose_engine import write_to_time
+from lowrank_cnn.deploy.engines.targets import ENGINES, target_of
+from lowrank_cnn.deploy.export import export
+from lowrank_cnn.deploy.optimize import Optimized, optimize
+from lowrank_cnn.deploy.quantize import quantize
+from lowrank_cnn.train.distributed import resolve_device
+from lowrank_cnn.train.evaluate import evaluate
+from lowrank_cnn.train.trained import Trained, load_checkpoint
+
+ENGINE_WORDS = {"onnxruntime": "onnx"}
+"""Names of engines that are better known than those of their files."""
+PRECISIONS = ("fp32", "fp16", "int8")
+GPU_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device of torch (`engine` is empty), or an engine of `export` on this CPU with a precision."""
+
+    device: str = "cpu"
+    engine: str = ""
+    precision: str = ""
+
+    @classmethod
+    def parse(cls, text: str, device: str = "auto") -> Target:
+        """The target that a text names; "auto" is the device that trains.
+
+        >>> Target.parse("onnxruntime:int8")
+        Target(device='cpu', engine='onnx', precision='int8')
+        """
+        name, _, precision = text.partition(":")
+        name = ENGINE_WORDS.get(name, name)
+        if name in ENGINES:
+            precision = precision or "fp32"
+            if precision not in PRECISIONS or (precision == "int8" and not target_of(name).int8):
+                kinds = [kind for kind in PRECISIONS if kind != "int8" or target_of(name).int8]
+                raise LowRankError(f"{name} runs in {', '.join(kinds)}, not in {precision!r}.")
+            if not target_of(name).installed:
+                raise LowRankError(f"{name} is not installed here: pip install '.[engines]' in the clone.")
+            return cls("cpu", name, precision)
+        if text != "auto" and text.partition(":")[0] not in ("cpu", "cuda", "mps"):
+            raise LowRankError(
+                f"a network runs on cpu or cuda, or in an engine (onnxruntime:int8), not on {text!r}; "
+                f"{nearest(name, ['cpu', 'cuda', *ENGINE_WORDS, *ENGINES])}"
+            )
+        return cls(resolve_device(device if text == "auto" else text))
+
+    @property
+    def gpu(self) -> bool:
+        return torch.device(self.device).type == "cuda"
+
+    @property
+    def batch(self) -> int:
+        """The images that are timed at once if the user names no number."""
+        return GPU_BATCH if self.gpu else 1
+
+    def __str__(self) -> str:
+        if self.engine:
+            return f"{self.engine} ({self.precision}) on this CPU"
+        return torch.cuda.get_device_name(self.device) if self.gpu else f"this {self.device.upper()}"
+
+    @property
+    def suffix(self) -> str:
+        """That of the engine's file."""
+        return target_of(self.engine).suffix
+
+    def images(self, batch: int, size: tuple[int, ...]) -> Tensor:
+        """Images to time a network with; on a GPU in bf16, as networks are trained there."""
+        images = torch.randn(batch, *size, generator=torch.Generator().manual_seed(0))
+        if self.gpu:
+            return images.to(self.device, torch.bfloat16, memory_format=torch.channels_last)
+        return images.to(self.device)
+
+    def prepared(
+        self, network: nn.Module, images: Tensor, folder: Path, *, compile: bool, repeats: int
+    ) -> Optimized | Path:
+        """The network as it will run on such images: optimised, or the file of an engine in a folder."""
+        network = network.to(images.device, images.dtype).eval()
+        if not self.engine:
+            return optimize(network, images, compile=compile, repeats=repeats)
+        folder.mkdir(parents=True, exist_ok=True)
+        return write_to_time(network, self.engine, self.precision, images, folder, strips=self._strips)
+
+    @property
+    def _strips(self) -> bool:
+        return target_of(self.engine).strips
+
+    def times(
+        self, made: Mapping[str, Optimized | Path], images: Tensor, *, repeats: int, budget: float = 20.0
+    ) -> dict[str, Sample]:
+        """Milliseconds of prepared networks, in turns."""
+        if self.engine:
+            paths = {name: str(path) for name, path in made.items()}
+            asked = paths, list(images.shape), torch.get_num_threads(), torch.get_num_threads(), repeats
+            return {n: Sample(*s) for n, s in apart(choose_engine.__file__, "time_files", *asked).items()}
+        runs = {name: lambda one=one: one(images) for name, one in made.items()}  # type: ignore[operator]
+        return measure(runs, repeats=repeats, budget=budget, cuda=images.is_cuda)
+
+    def choice_of(self, made: Optimized | Path) -> tuple[str, dict[str, float]]:
+        """The form that was fastest, and the times of all forms."""
+        if isinstance(made, Path):
+            return f"{self.engine}, {self.precision}", {}
+        return made.report.choice, {name: one.ms for name, one in made.report.times.items()}
+
+    def deployed(self, trained: Trained, data: Data, folder: Path) -> Trained | None:
+        """The trained network read from the file that the engine runs; None where torch runs it.
+
+        In int8, the ranges come from the training images.
+        """
+        if not self.engine:
+            return None
+        path = folder / f"net{self.suffix}"
+        if self.precision == "int8":
+            quantize(trained, data, path, test=1, overwrite=True)
+        else:
+            how: Any = {"precision": self.precision, "strips": self._strips}
+            export(trained, path, overwrite=True, **how)
+        return load_checkpoint(path, trusted=True)
+
+    def answers(self, network: Trained, data: Data) -> Tensor:
+        """Whether each test image of the data is classified correctly, in their order."""
+        found = evaluate(network, data, device="cpu" if self.engine else self.device, progress=False)
+        assert found.details is not None
+        assert found.details.right is not None
+        return found.details.right

@@ -1,0 +1,208 @@
+"""The commands `lowrank compare` and `lowrank design`, which is compare without images."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from lowrank_cnn.cli.options import (
+    IMAGES,
+    TRAINING,
+    Bad,
+    Batch,
+    Device,
+    Json,
+    Latency,
+    Limit,
+    Macs,
+    Model,
+    Settings,
+    Size,
+    SourceOptions,
+    Threads,
+    grouped,
+    option,
+)
+from lowrank_cnn.cli.show import console, continued_by_same_command, errors, print_json, print_table
+from lowrank_cnn.core.errors import LowRankError
+
+if TYPE_CHECKING:
+    from lowrank_cnn.choose.compare import Comparison
+    from lowrank_cnn.choose.design import Advice
+
+_BATCHES, _IMAGES = 4, 32
+"""Batches, and images in each, that `design --data` measures on."""
+Precision = Annotated[str | None, option("fp32, fp16 or bf16; in an engine fp32, fp16 or int8.")]
+
+
+@grouped
+def compare_command(
+    model: Model,
+    named: SourceOptions,
+    data: Annotated[
+        str | None, option("Images to train and test on; without them, times alone advise.", panel=IMAGES)
+    ] = None,
+    out: Annotated[Path | None, option("Folder of the runs, the record, picture and page.", "--out", "-o")] = None,
+    minutes: Annotated[float | None, option("Minutes to spend; the default is printed at the start.")] = None,
+    target: Annotated[
+        str, option("Where it will run: cpu, cuda, or an engine (onnxruntime:int8, ncnn:fp16).", "--for")
+    ] = "auto",
+    at_most: Annotated[str | None, option("The time it may take, as 3ms.")] = None,
+    at_least: Annotated[str | None, option("The accuracy it must reach, as 90%.")] = None,
+    scheme: Annotated[list[str] | None, option("A low-rank design to compare; repeatable.", "--scheme")] = None,
+    recipe: Annotated[str | None, option("Another recipe than the images suggest.", panel=TRAINING)] = None,
+    settings: Settings = None,
+    batch: Annotated[int | None, option("Images per timed batch: 1, or 256 on a GPU.", min=1, max=10**6)] = None,
+    macs: Macs = None,
+    device: Device = "auto",
+    bad: Bad = "skip",
+    limit: Limit = None,
+    image_size: Size = None,
+    as_json: Json = False,
+) -> None:
+    """Say which cheap version of a network to train.
+
+    Dense, thinner and low-rank ones are trained on your images within a budget of time, and timed where they will
+    run. The answer is one sentence; --out holds a picture, a page, every run, and the winner, ready for
+    `lowrank export`. A command that was killed continues when it is started again.
+
+    Examples:
+
+      lowrank compare mynet.py:make_model --data photos --minutes 20 -o runs/choice
+      lowrank compare timm:resnet18 --data photos --for onnxruntime:int8 --at-most 3ms
+      lowrank compare vgg11-gmp --macs 0.4
+    """
+    if data is None:
+        from lowrank_cnn.choose.target import Target
+
+        place = Target.parse(target, device)
+        how = {"engine": place.engine or "torch", "precision": place.precision or None, "device": place.device}
+        share = {"macs": 0.5 if macs is None else macs, "latency": None}
+        return _print_advice(*_advise(model, named, batch=batch or place.batch, **share, **how), as_json=as_json)
+    from lowrank_cnn.choose.compare import compare
+    from lowrank_cnn.data import open_data
+    from lowrank_cnn.train.recipe import parse_settings
+
+    if macs is not None:
+        raise LowRankError("--macs is for advice without --data: give --at-most or --at-least.")
+    read: dict[str, Any] = {"bad": bad, "limit": limit, "image_size": image_size}
+    given = any(value is not None and value != "skip" for value in read.values())
+    folder = out or Path("runs") / f"compare-{re.sub(r'[^A-Za-z0-9.]+', '-', model).strip('-')}"
+    with continued_by_same_command():
+        found = compare(
+            model,
+            open_data(data, **read) if given else data,
+            out=folder,
+            minutes=minutes,
+            for_=target,
+            at_most=_milliseconds(at_most),
+            at_least=_share(at_least),
+            schemes=scheme or (),
+            batch=batch,
+            recipe=recipe,
+            device=device,
+            say=errors.print,
+            **parse_settings(settings or []),
+        )
+    return print_json(found.to_dict()) if as_json else print_comparison(found)
+
+
+def print_comparison(found: Comparison) -> None:
+    """Print the table, the sentence, what would make it more certain, and where everything is."""
+    print_table("Dense, thin and low-rank", *found.rows())
+    console.print(found.sentence, soft_wrap=True)
+    for remark in found.remarks:
+        console.print(remark, soft_wrap=True)
+    for name, path in (("The picture", found.picture), ("The page", found.page), ("To export", found.winner)):
+        if path is not None:
+            console.print(f"{name}: {path}", soft_wrap=True)
+
+
+def _milliseconds(text: str | None) -> float | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(ms|us|s)?", text.strip())
+    if not found:
+        raise LowRankError(f"--at-most is a time such as 3ms, not {text!r}.")
+    return float(found[1]) * {"ms": 1.0, None: 1.0, "us": 1e-3, "s": 1e3}[found[2]]
+
+
+def _share(text: str | None) -> float | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(%)?", text.strip())
+    if not found:
+        raise LowRankError(f"--at-least is an accuracy such as 90%, not {text!r}.")
+    return float(found[1]) / (100 if found[2] or float(found[1]) > 1 else 1)
+
+
+@grouped
+def design_command(
+    model: Model,
+    named: SourceOptions,
+    macs: Macs = None,
+    latency: Latency = None,
+    data: Annotated[
+        str | None, option("Training images, to weigh what a trained network would lose as well.")
+    ] = None,
+    engine: Annotated[
+        str, option("torch, optimize, an engine (onnx, openvino, ncnn, ...), or auto: the fastest.")
+    ] = "torch",
+    precision: Precision = None,
+    batch: Batch = 1,
+    device: Device = "auto",
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Advise whether low-rank filters, fewer filters or both are faster.
+
+    Every layer is measured as strips and as a thinner conv, then whole networks within the budget are. This is
+    `lowrank compare` without images, and has more options.
+
+    Examples:
+
+      lowrank design vgg11-gmp --macs 0.4
+      lowrank design nin --pretrained cifar10 --latency 0.5 --data photos
+    """
+    from lowrank_cnn.core.clock import torch_threads
+
+    if not as_json:
+        errors.print("`lowrank compare` asks the same, and with --data it trains the networks on your images.")
+    with torch_threads(threads):
+        how: dict[str, Any] = {"macs": macs, "latency": latency, "engine": engine, "precision": precision}
+        advice = _advise(model, named, data=data, batch=batch, device=device, **how)
+    return _print_advice(*advice, as_json=as_json)
+
+
+def _advise(
+    model: str, named: SourceOptions, *, batch: int, device: str, data: str | None = None, **how: Any
+) -> tuple[str, list[int], Advice]:
+    """The network's name, the shape that was measured, and the advice."""
+    from lowrank_cnn.choose.design import design
+    from lowrank_cnn.cli.source import random_images
+    from lowrank_cnn.train.distributed import resolve_device
+
+    source, size = named.find(model)
+    place = resolve_device(device)
+    network = source.network.eval().to(place)
+    example = random_images(network, size, batch, place)
+    batches = None
+    if data is not None:
+        if source.trained is None:
+            raise LowRankError("--data weighs what a trained network would lose: give a run, or --pretrained.")
+        batches = source.images(data, size, batch=_IMAGES, batches=_BATCHES, device=place)
+    return source.name, list(example.shape), design(network, example, data=batches, **how)
+
+
+def _print_advice(name: str, shape: list[int], advice: Advice, *, as_json: bool) -> None:
+    if as_json:
+        return print_json({"model": name, "input": shape, **advice.to_dict()})
+    layers, networks = advice.tables()
+    print_table(f"{name}: layers", *layers)
+    print_table("Networks within the budget", *networks)
+    console.print(advice.verdict, soft_wrap=True)
+    if advice.device == "cpu" and advice.engine == "torch":
+        told = "On a CPU, engines differ, since some have Winograd's algorithm: --engine auto takes the fastest."
+        console.print(told, soft_wrap=True)
+    return None

@@ -1,0 +1,221 @@
+"""`compare` from end to end on images that take no time, and what it writes."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import lowrank_cnn as lr
+from lowrank_cnn.choose import target as targets
+from lowrank_cnn.choose.frontier import load_frontier
+from lowrank_cnn.choose.target import Target
+from lowrank_cnn.cli.app import build
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.data import Data
+from lowrank_cnn.train.trained import load_checkpoint
+
+comparing = import_module("lowrank_cnn.choose.compare")
+QUICK = {"epochs": 2, "batch_size": 8, "minutes": 60}
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch):
+    """One low-rank design, no tries of the learning rate, three runs; networks are timed as they are."""
+
+    def as_is(model: nn.Module, images: torch.Tensor, **_: object) -> nn.Module:
+        model.report = SimpleNamespace(times={"as is": SimpleNamespace(ms=1.0)}, choice="as is")  # type: ignore[assignment]
+        return model
+
+    monkeypatch.setattr(targets, "optimize", as_is)
+    monkeypatch.setattr(comparing, "LEVELS", ((1, (1.0,), 0.0),))
+    monkeypatch.setattr(comparing, "MOST_RUNS", 3)
+
+
+def network() -> nn.Module:
+    convs = nn.Conv2d(1, 16, 3, padding=1), nn.Conv2d(16, 32, 3, stride=2, padding=1)
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 2)
+    return nn.Sequential(convs[0], nn.BatchNorm2d(16), nn.ReLU(), convs[1], nn.ReLU(), *head)
+
+
+def depthwise() -> nn.Module:
+    layers = nn.Conv2d(1, 16, 1), nn.Conv2d(16, 16, 7, padding=3, groups=16), nn.BatchNorm2d(16), nn.ReLU()
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 2))
+
+
+def test_it_ends_in_a_sentence_a_picture_a_page_and_a_run_to_export(squares: Data, tmp_path: Path):
+    said: list[str] = []
+    made = network()
+    before = {name: tensor.clone() for name, tensor in made.state_dict().items()}
+    found = lr.compare(made, squares, out=tmp_path / "choice", say=said.append, **QUICK)
+    assert found.sentence.startswith("Take ")
+    assert "95%" in found.sentence
+    assert {row["kind"] for row in found.table} == {"dense", "thin", "low-rank"}
+    assert str(found).endswith("\n".join([found.sentence, *found.remarks]))
+    assert all(row["runs"] == 3 for row in found.table)
+    assert "64 training images, 20 test images" in said[0]
+    assert "minutes" in said[0]
+    for path in (found.picture, found.page):
+        assert path is not None
+        assert path.stat().st_size > 1000
+    assert found.sentence.split(":")[0] in found.page.read_text()
+    row = next(row for row in found.table if row["network"] == found.choice.taken.name)
+    winner = load_checkpoint(found.winner, network=network())
+    assert lr.count(winner.network, (1, 12, 12)).macs / lr.count(made, (1, 12, 12)).macs == row["macs"]
+    lr.export(winner, tmp_path / "net.onnx")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in made.state_dict().items())
+    # Each run held out other images, and the test images were used once for each.
+    record = load_frontier(found.folder)
+    assert [[run.seed for run in one.runs] for one in record.rows if one.runs] == [[1, 2, 3]] * 3
+    assert all(run.held_out is not None for one in record.rows for run in one.runs)
+
+
+def test_a_comparison_that_was_killed_goes_on(squares: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It ends as one that was not killed, and trains nothing twice."""
+    whole = lr.compare(network, squares, out=tmp_path / "whole", say=str, **QUICK)
+    trained, fit = [], comparing.fit
+
+    def killed(*given, **options):
+        if options["out"]:
+            trained.append(options["out"].name)
+        if len(trained) == 5:
+            trained.pop()
+            raise KeyboardInterrupt
+        return fit(*given, **options)
+
+    monkeypatch.setattr(comparing, "fit", killed)
+    with pytest.raises(KeyboardInterrupt):
+        lr.compare(network, squares, out=tmp_path / "killed", say=str, **QUICK)
+    kept = json.loads((tmp_path / "killed" / "frontier.json").read_text())["plan"]
+    monkeypatch.setattr(
+        comparing, "fit", lambda *a, **k: (k["out"] and trained.append(k["out"].name)) or fit(*a, **k)
+    )
+    again = lr.compare(network, squares, out=tmp_path / "killed", say=str, **QUICK)
+    assert len(trained) == len(set(trained)) == 9
+    assert {key: again_plan(again)[key] for key in ("epochs", "candidates", "minutes")} == {
+        key: kept[key] for key in ("epochs", "candidates", "minutes")
+    }
+    rows = [load_frontier(one.folder).rows for one in (whole, again)]
+    same = {row.name for row in rows[0]} & {row.name for row in rows[1]}  # thin ones depend on times
+    first, second = (
+        {row.name: [run.sha256 for run in row.runs] for row in each if row.name in same} for each in rows
+    )
+    assert first == second
+    with pytest.raises(LowRankError, match="choose another --out"):
+        lr.compare(network, squares, out=tmp_path / "killed", say=str, **{**QUICK, "epochs": 3})
+
+
+def again_plan(found) -> dict:
+    return json.loads((found.folder / "frontier.json").read_text())["plan"]
+
+
+def test_with_time_every_network_is_tried_with_the_same_rates(
+    squares: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(comparing, "LEVELS", ((2, (0.5, 1.0, 2.0), 0.0),))
+    monkeypatch.setattr(comparing, "FEWEST_RUNS", 2)
+    monkeypatch.setattr(comparing, "MOST_RUNS", 2)
+    found = lr.compare(network, squares, out=tmp_path, say=str, epochs=1, batch_size=8, minutes=5, at_most=1e6)
+    rows = load_frontier(found.folder).rows
+    assert len(rows) >= 4  # lr, mixture, and a thin one at least
+    for row in rows:
+        assert [(one.rate, len(one.accuracies)) for one in row.tries] == [(0.5, 1), (1.0, 1), (2.0, 1)]
+        assert row.rate in (0.5, 1.0, 2.0)
+    assert sum(bool(row.runs) for row in rows) == 4
+    assert {len(row.runs) for row in rows if row.runs} == {2}
+
+
+def test_depthwise_networks_are_compared_with_bands(squares: Data, tmp_path: Path):
+    found = lr.compare(depthwise, squares, out=tmp_path, say=str, **QUICK)
+    assert "bands" in [row["network"] for row in found.table]
+
+
+def test_the_budget_is_kept(squares: Data, tmp_path: Path):
+    said: list[str] = []
+    found = lr.compare(network, squares, out=tmp_path, say=said.append, **{**QUICK, "minutes": 1e-4})
+    assert [row["runs"] for row in found.table] == [1, 1, 1]  # one of each is the least that can be compared
+    assert "The time is over after 1 run of each network." in said
+    assert "without the chance of other runs" in found.sentence
+    assert any("--minutes" in remark for remark in found.remarks)
+
+
+def test_in_an_engine_the_accuracy_is_that_of_the_file(
+    squares: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    evaluated: list[str] = []
+    answers = Target.answers
+    monkeypatch.setattr(
+        Target,
+        "answers",
+        lambda self, net, data: evaluated.append(type(net.network).__name__) or answers(self, net, data),
+    )
+    found = lr.compare(network, squares, out=tmp_path, say=str, for_="onnxruntime", schemes=("lr",), **QUICK)
+    assert found.sentence.startswith("Take ")
+    assert (found.winner / "net.onnx").is_file()
+    assert set(evaluated) == {"EngineNetwork"} or not {"Sequential"} & set(evaluated)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"for_": "ncnn:int8"}, "ncnn runs in fp32, fp16"),
+        ({"for_": "toaster"}, "a network runs on cpu or cuda"),
+        ({"minutes": 0}, "minutes"),
+        ({"at_least": 90}, "at_least"),
+        ({"schemes": ("nonsense",)}, "neither a design nor a scheme"),
+        ({"batch": 0}, "batch"),
+    ],
+)
+def test_bad_wishes_are_refused(squares: Data, tmp_path: Path, options: dict, told: str):
+    with pytest.raises(LowRankError, match=told):
+        lr.compare(network, squares, out=tmp_path / "out", say=str, **{**QUICK, **options})
+    assert not list(tmp_path.rglob("runs"))
+
+
+def test_a_network_without_a_cheaper_version_is_refused(squares: Data, tmp_path: Path):
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(144, 2))
+    with pytest.raises(LowRankError, match="there is no cheaper version of this network"):
+        lr.compare(flat, squares, out=tmp_path, say=str, **QUICK)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--at-most", "soon"], "a time such as 3ms"),
+        (["--at-least", "most"], "an accuracy such as 90%"),
+        (["--macs", "0.5"], "--macs is for advice without --data"),
+    ],
+)
+def test_the_command_refuses_in_one_sentence(words: list[str], told: str):
+    done = CliRunner().invoke(build(), ["compare", "nin", "--data", "digits", *words])
+    assert isinstance(done.exception, LowRankError) or done.exit_code == 2
+    assert told in (str(done.exception) + done.output)
+
+
+def test_the_command_prints_the_answer(tmp_path: Path):
+    (tmp_path / "mynet.py").write_text(
+        "from torch import nn\n\n\ndef make(num_classes=10):\n    return nn.Sequential(nn.Conv2d(1, 16, 3, 4), "
+        "nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(400, num_classes))\n"
+    )
+    words = [
+        "--data",
+        "digits",
+        "--limit",
+        "60",
+        "--minutes",
+        "0.01",
+        "--set",
+        "epochs=1",
+        "-o",
+        str(tmp_path / "o"),
+    ]
+    done = CliRunner().invoke(build(), ["compare", f"{tmp_path}/mynet.py:make", *words])
+    assert done.exit_code == 0, done.output
+    assert "Take " in done.output
+    assert "To export:" in done.output
