@@ -108,7 +108,7 @@ def export_command(
       lowrank export runs/photos net.onnx --merge --preprocess nhwc
       lowrank export model.py:make net.pt2 --scheme lr --input 3x32x32
       lowrank export runs/photos -o phone --to ncnn --precision fp16
-      lowrank export runs/photos -o net.int8.onnx --precision int8 --calibrate photos
+      lowrank export runs/photos net.onnx --precision int8 --calibrate photos
       lowrank export model.py:make net.onnx --example model.py:inputs
     """
     from lowrank_cnn.deploy.engines.targets import PRETRAINED, target_of
