@@ -169,21 +169,25 @@ def _notebook() -> Path:
 
 def remember(run: Path, into: str) -> None:
     """Note the network that the weights of a run go into."""
-    file, _, function = into.partition(":")
-    path = Path(file).resolve()
-    entry = [f"{path}:{function}", _digest(path)] if file.endswith(".py") else [into, ""]
     with contextlib.suppress(OSError, LowRankError):  # then --into is needed again
         kept = {place: known for place, known in _noted().items() if Path(place).exists()}
-        write_json(_notebook(), kept | {str(run.resolve()): entry})
+        write_json(_notebook(), kept | {str(run.resolve()): _entry(into)})
 
 
 def remembered(run: str | Path) -> str | None:
     """The network noted for a run; None if there is none, or its file has changed."""
-    entry = _noted().get(str(Path(run).resolve()))
-    if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str)):
-        return None
-    file, _, _ = entry[0].partition(":")
-    return entry[0] if entry[1] == (_digest(Path(file)) if file.endswith(".py") else "") else None
+    entry = str(_noted().get(str(Path(run).resolve()), ""))
+    into = entry.rpartition("#")[0]
+    return into if into and _entry(into) == entry else None
+
+
+def _entry(into: str) -> str:
+    """A network by the absolute path of its file, and that file's digest."""
+    file, _, function = into.partition(":")
+    path = Path(file).resolve()
+    if not file.endswith(".py") or not path.is_file():
+        return f"{into}#"
+    return f"{path}:{function}#{hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
 def _noted() -> dict[str, Any]:
@@ -194,10 +198,6 @@ def _noted() -> dict[str, Any]:
         return dict(read_json(_notebook())) if ours else {}
     except (OSError, ValueError, TypeError, AttributeError):  # missing, damaged; a system without users
         return {}
-
-
-def _digest(file: Path) -> str | None:
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
 
 
 def find_example(text: str, *, option: str = "--example") -> Any:

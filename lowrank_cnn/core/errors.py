@@ -69,25 +69,23 @@ class MissingExtra(LowRankError):
     """
 
 
-class _Caller:
-    """Who hears the messages: Python code, or somebody at the command line."""
-
-    command_line = False
+_commands: list[str] = []
+"""What the command line runs, if it is the one that hears the messages; else Python code does."""
 
 
 @contextmanager
 def on_command_line() -> Iterator[None]:
     """Within the block, messages name options as the command line writes them, in every thread."""
-    before, _Caller.command_line = _Caller.command_line, True
+    _commands.append("lowrank")
     try:
         yield
     finally:
-        _Caller.command_line = before
+        _commands.pop()
 
 
 def to_caller(python: str, command: str) -> str:
     """The part of a message that is said in two ways: to Python code, and on the command line."""
-    return command if _Caller.command_line else python
+    return command if _commands else python
 
 
 def option(name: str, value: object = None) -> str:
