@@ -119,3 +119,14 @@ def test_every_advised_install_works_in_a_clone():
             name, _, extras = what.rstrip("]").partition("[")
             assert name in (".", "./native", "./tflite") or "{what}" in what, f"{page}: {what}"
             assert not extras or set(extras.split(",")) <= known, f"{page}: {what}"
+
+
+def test_make_does_not_install_torchvision():
+    """An unpinned torchvision may be built for another torch, and then does not import."""
+    named = set(re.findall(r'"\.\[([\w,]+)\]"', (ROOT / "Makefile").read_text()))
+    found = {extra for words in named for extra in words.split(",")}
+    for _ in requirements():  # extras hold extras
+        wanted = (each for extra in found for each in requirements()[extra])
+        found |= {x for each in wanted if each[:12] == "lowrank-cnn[" for x in each[12:-1].split(",")}
+    assert {"train", "dev"} <= found
+    assert "zoo" not in found
