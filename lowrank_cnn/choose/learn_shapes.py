@@ -134,7 +134,7 @@ def learn_shapes(
     budget = Budget.of(macs=macs, latency=latency)
     if budget is None or budget.share == 1:
         raise LowRankError(
-            f"learning shapes needs a share of the dense: {option('macs', 0.4)} or {option('latency', 0.5)}."
+            f"learn_shapes needs a budget below 1: {option('macs', 0.4)} or {option('latency', 0.5)}."
         )
     fields = {name: options.pop(name, None) for name in ("batch_size", "lr", "quantize")}
     recipe = recipe_for(data, recipe, {**fields, "epochs": epochs})
