@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lowrank_cnn.method.decompose import decompose
     from lowrank_cnn.method.init import composite_sigma, init_
     from lowrank_cnn.method.layers import CompositeConv2d
+    from lowrank_cnn.method.prune import prune
     from lowrank_cnn.method.schemes import Basis, FactoredConv2d, Scheme, build_conv, parse_scheme, register_scheme
     from lowrank_cnn.method.select import stages
     from lowrank_cnn.method.spec import Composite, FilterGroup
@@ -63,6 +64,7 @@ _HOMES = {
     "graph.finalize_shapes": ["LearnedShapes", "load_shapes"],
     "method.init": ["composite_sigma", "init_"],
     "method.layers": ["CompositeConv2d"],
+    "method.prune": ["prune"],
     "method.schemes": ["Basis", "FactoredConv2d", "Scheme", "build_conv", "parse_scheme", "register_scheme"],
     "method.select": ["stages"],
     "method.spec": ["Composite", "FilterGroup"],
@@ -132,6 +134,7 @@ __all__ = [
     "parse_scheme",
     "plan",
     "predict",
+    "prune",
     "push_to_hub",
     "quantize",
     "register_scheme",

@@ -12,6 +12,7 @@ import math
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,7 @@ from lowrank_cnn.choose.runs import RunMaker, WorkerPool, release_memory
 from lowrank_cnn.choose.target import Target
 from lowrank_cnn.choose.trace import FrontierPlan, Tracer, width_of_time
 from lowrank_cnn.core.environment import environment
-from lowrank_cnn.core.errors import LowRankError, MissingExtra, check_number
+from lowrank_cnn.core.errors import LowRankError, LowRankWarning, MissingExtra, check_number
 from lowrank_cnn.core.files import below, locked, write_json
 from lowrank_cnn.core.notes import note
 from lowrank_cnn.core.progress import lasting, progress, step
@@ -160,6 +161,10 @@ def compare(
     wish, target = Wish(at_most, at_least), Target.parse(for_, device)
     if minutes is not None:
         check_number("minutes", minutes, above=0)
+    if batch is not None:
+        check_number("batch", batch, least=1, whole=True)
+    for text in schemes:
+        find_design(text)  # refused before images are read
     sample = build(model, None)
     asked = "modern" if recipe is None else recipe
     plan = recipe_for(data, asked, settings)
@@ -250,13 +255,17 @@ class Comparing:
 
     def run(self) -> Comparison:
         self.spent = self.plan.get("spent", 0.0)
+        for row in self.found.rows:
+            for run in row.runs:
+                self._learn_speed(row.name, run.wall, self.plan["epochs"], run.images_per_second)
         if "level" not in self.plan:
             self._make_plan()
-        self._find_candidates()
-        self._try_all()
-        names = self._finalists()
-        self._train(names)
-        return self._answer(names)
+        with warnings.catch_warnings(action="ignore", category=LowRankWarning):  # what they warn of is measured
+            self._find_candidates()
+            self._try_all()
+            names = self._finalists()
+            self._train(names)
+            return self._answer(names)
 
     # The plan: it is made once, and kept in the record.
 
@@ -279,7 +288,8 @@ class Comparing:
     def _make_plan(self) -> None:
         """How many networks and tries the budget allows for, by the speed of the dense network."""
         step("how fast the dense network trains")
-        epoch, once = self._probe()
+        self._probe()
+        epoch, once = self.epoch_seconds[DENSE.name], self.run_seconds[0]
 
         def costs(level: int, rates: Sequence[float]) -> tuple[float, float]:
             """Seconds of all runs without their epochs, and of one epoch of all."""
@@ -308,8 +318,8 @@ class Comparing:
         told = f"dense, thin and low-rank: {tries}{FEWEST_RUNS} runs of up to {counted(epochs, 'epoch')} each"
         self.say(f"{about}; {told}; for {self.tracer.target}. At most {chosen:g} minutes (--minutes).")
 
-    def _probe(self) -> tuple[float, float]:
-        """Seconds of an epoch of the dense network, and of everything else in a run."""
+    def _probe(self) -> None:
+        """Find the seconds of an epoch of the dense network, and of everything else in a run."""
         few = self.data.holdout(self._held, 1)
         count = min(len(few.train), 4 * self.recipe.batch_size)
         part = replace(few, train=few.train.subset(torch.arange(count)))
@@ -317,7 +327,8 @@ class Comparing:
         began = time.monotonic()
         record = self._fit(DENSE, part, epochs=2, rate=1.0, seed=0)
         wall, speed = time.monotonic() - began, record.result["images_per_second"]
-        return len(few.train) / speed, max(wall - 2 * count / speed, 0.0)
+        self.epoch_seconds[DENSE.name] = len(few.train) / speed
+        self.run_seconds.append(max(wall - 2 * count / speed, 0.0))
 
     @property
     def _held(self) -> int:
@@ -354,6 +365,10 @@ class Comparing:
                 thin = replace(DENSE, multiple=8)
                 width = width_of_macs(tracer.builder, thin, tracer.rows[DENSE.name].macs / 2)
                 self._add_in_time(at_width(thin, width))
+        dense = tracer.rows[DENSE.name]
+        for row in [row for row in tracer.rows.values() if row is not dense and row.macs >= dense.macs]:
+            reasons.append(f"{in_words(row)} has as many MACs.")
+            self._drop(tracer.designs[row.name])
         if len(tracer.rows) == 1:
             raise LowRankError(f"there is no cheaper version of this network: {' '.join(dict.fromkeys(reasons))}")
         self._keep(candidates=list(tracer.rows))
@@ -376,10 +391,14 @@ class Comparing:
             over = row.timing.ms / self.wish.at_most if self.wish.at_most else 0.0
             if over <= 1:
                 return
-            del tracer.rows[design.name]
+            self._drop(design)
             width = width_of_time({design.width: row.timing.ms}, 0.98 * row.timing.ms / over)
             design = at_width(design, min(width, design.width - 1 / 32))
             tracer.add(design)
+
+    def _drop(self, design: Design) -> None:
+        """Forget a design that was only timed to find another."""
+        self.found.rows.remove(self.tracer.rows.pop(design.name))
 
     def _add_thin(self, row: DesignRow) -> None:
         """The thin network that takes the time of a low-rank one, or that of its MACs where that takes longer."""
@@ -402,7 +421,7 @@ class Comparing:
             if width == last or width in times:
                 return
             if len(times) < 3:
-                del tracer.rows[design.name]
+                self._drop(design)
 
     # The runs.
 
@@ -518,14 +537,13 @@ class Comparing:
 
     def _epochs(self, names: Sequence[str]) -> int:
         """How many epochs fit into the time that is left, with the fewest runs."""
-        if not self.epoch_seconds:  # nothing was tried in this process
-            epoch, once = self._probe()
-            self.epoch_seconds, self.run_seconds = dict.fromkeys(names, epoch), [once]
         once, each = self._seconds(names, 0), self._seconds(names, 1) - self._seconds(names, 0)
         return max(1, min(self.recipe.epochs, int((PLANNED * self.left / FEWEST_RUNS - once) / each)))
 
     def _seconds(self, names: Sequence[str], epochs: int) -> float:
         """The expected time of one run of each network."""
+        if not self.epoch_seconds:  # nothing was trained in this process yet, nor recorded
+            self._probe()
         slowest = max(self.epoch_seconds.values())
         each = (median(self.run_seconds) + epochs * self.epoch_seconds.get(name, slowest) for name in names)
         return sum(each)

@@ -153,7 +153,7 @@ class LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
-        return name, command and load_command(str(name)), rest
+        return name, command and load_command(str(name)), with_default_weights(rest)
 
     def invoke(self, ctx: Any) -> Any:
         """Print the last words of a run that was stopped; its exit code depends on the signal, unlike typer's."""
@@ -166,6 +166,20 @@ class LazyGroup(TyperGroup):
             if str(stopped) and first_process():
                 errors.print(str(stopped))
             raise typer.Exit(getattr(stopped, "exit_code", INTERRUPTED)) from stopped
+
+
+def with_default_weights(words: list[str]) -> list[str]:
+    """Write --pretrained without a value as --pretrained default: typer has no options whose value may be absent.
+
+    >>> with_default_weights(["timm:resnet18", "--pretrained", "--data", "photos"])
+    ['timm:resnet18', '--pretrained', 'default', '--data', 'photos']
+    """
+    found: list[str] = []
+    for word, following in zip(words, [*words[1:], "-"], strict=True):
+        found.append(word)
+        if word == "--pretrained" and (following.startswith("-") or ":" in following):  # an option, or the network
+            found.append("default")
+    return found
 
 
 def load_command(name: str) -> TyperCommand:

@@ -50,7 +50,7 @@ Inputs = Annotated[
     ),
 ]
 Pretrained = Annotated[
-    str | None, option("Trained weights: cifar10; for timm and torchvision, default.", panel=NETWORK)
+    str | None, option("Begin with trained weights: the default ones, or these.", panel=NETWORK)
 ]
 PackageWeights = Annotated[
     str | None, option("Use the weights that come with the package: cifar10.", "--pretrained", panel=NETWORK)

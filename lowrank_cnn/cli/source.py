@@ -19,9 +19,11 @@ from torch import nn
 from lowrank_cnn.cli.show import errors
 from lowrank_cnn.core.errors import LowRankError, check_file
 from lowrank_cnn.core.files import read_json, write_json
+from lowrank_cnn.core.modules import InputSize
 from lowrank_cnn.core.notes import note, notes
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.method.convert import convert
+from lowrank_cnn.method.prune import cheaper
 from lowrank_cnn.method.schemes import parse_scheme
 from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.models.foreign import build_foreign, called, function_of, is_foreign
@@ -73,11 +75,19 @@ class Source:
 
     def converted(self, scheme: str) -> Source:
         """The network with its convs rewritten, their weights fresh."""
-        fresh = (
-            f"Layers that {scheme} rewrites begin with fresh weights: `lowrank decompose` keeps the trained ones."
+        return replace(self, network=convert(self.network, scheme), trained=None, dense=self.network)
+
+    def cheaper(self, scheme: str | None, macs: float | None, size: InputSize, *, pretrained: bool) -> Source:
+        """The network with low-rank filters, or thinner; its trained weights are decomposed or pruned."""
+        new = cheaper(self.network, scheme=scheme, macs=macs, input_size=size, pretrained=pretrained)
+        told = (
+            f"Layers that {scheme} rewrites begin with fresh weights: separable and lr-join keep the trained ones."
         )
-        new = convert(self.network, scheme)
-        remark = f"{self.remark} {fresh}" if self.remark else ""
+        if scheme is None:
+            told = "It is made thinner: the channels of the largest weights stay."
+        elif notes(new).decomposition:
+            told = "Low-rank filters begin as those that are nearest to the trained ones."
+        remark = f"{self.remark} {told}".strip() if pretrained else ""
         return replace(self, network=new, trained=None, dense=self.network, remark=remark)
 
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from lowrank_cnn.data import Data
     from lowrank_cnn.train import Recipe
     from lowrank_cnn.train.run_folder import Record
+    from lowrank_cnn.train.trained import Trained
 
 # The options of `lowrank train`, in groups. Rare settings have none: --set NAME=VALUE changes them.
 
@@ -69,7 +70,7 @@ class NetworkOptions:
     thin: Annotated[float | None, option("Train a thinner network of this share of the MACs.", panel=NETWORK)] = (
         None
     )
-    macs: Annotated[float | None, option("MACs that scheme learned(...) keeps: 0.4.", panel=NETWORK)] = None
+    macs: Annotated[float | None, option("Share of the MACs that the scheme keeps: 0.4.", panel=NETWORK)] = None
     latency: Annotated[float | None, option("Time that scheme learned(...) keeps: 0.5.", panel=NETWORK)] = None
     shapes: Annotated[Path | None, option("Learned shapes.json to train from scratch.", panel=NETWORK)] = None
 
@@ -81,14 +82,12 @@ class NetworkOptions:
         from lowrank_cnn.train.fit import fit
 
         budget = Budget.of(macs=self.macs, latency=self.latency)
-        if self.thin is not None and (self.scheme or self.shapes or self.pretrained):
-            raise LowRankError(
-                "--thin trains fewer filters from fresh weights: leave --scheme, --shapes and --pretrained out."
-            )
+        if self.thin is not None and (self.scheme or self.shapes):
+            raise LowRankError("--thin makes dense filters fewer: leave --scheme and --shapes out.")
         learned = self.scheme if self.scheme is not None and self.scheme.strip().startswith("learned") else None
         if self.shapes is not None and self.scheme is not None:
             raise LowRankError("give --scheme or --shapes, not both: learned shapes are a scheme for every layer.")
-        if learned is None and budget is not None:
+        if learned is None and budget is not None and (self.scheme is None or budget.kind != "macs"):
             raise LowRankError(
                 f"--{budget.kind} is for learned shapes: add --scheme 'learned(kx1, 1xk, 1x1, kxk)'."
             )
@@ -285,7 +284,7 @@ def train_command(
       lowrank train runs/photos --data photos --set quantize=int8 --lr 0.001
     """
     from lowrank_cnn.cli.source import build_for, check_model, is_weights, remember, remembered
-    from lowrank_cnn.method.thin import thin_near
+    from lowrank_cnn.method.schemes import parse_scheme
     from lowrank_cnn.train.distributed import seed_generators
     from lowrank_cnn.train.inputs import (
         as_network_wants,
@@ -299,7 +298,12 @@ def train_command(
 
     recipe, adapted, rare = training.read(config)
     scheme, train = network.training()
-    building = network.building(model, scheme, recipe, rare.pop("norm", None), rare.pop("stride", None))
+    pretrained, cost = network.pretrained is not None or is_weights(model), network.thin or network.macs
+    # Trained weights are made cheaper when their images are known, and so is a network within a budget.
+    later = parse_scheme(scheme) if scheme is not None and (pretrained or cost) else None
+    building = network.building(
+        model, None if later else scheme, recipe, rare.pop("norm", None), rare.pop("stride", None)
+    )
     reading = images.reading(data, progress=not as_json, rare=rare)
     seed_generators(run.seed)
     check_model(model, **building)  # before the images are read, which may take long
@@ -310,19 +314,23 @@ def train_command(
     wish = {"input_size": source.input_size, "sized": images.image_size is not None, "tuned": is_weights(model)}
     wanted = as_network_wants(found, source.network, recipe, reading, **wish)
     check_classes(wanted)
-    if network.thin is not None:
+    teacher = run.teacher and _load_teacher(run.teacher, network.into or model)
+    if later or network.thin is not None:
         size = input_size(wanted.test, augmentation(recipe))
-        source = replace(source, network=thin_near(source.network, network.thin, size), remark="")
+        source = source.cheaper(later and str(later), cost, size, pretrained=pretrained)
+        teacher = teacher or _own_teacher(source.dense, wanted, recipe, size)
     check_network(source.network, wanted, recipe)
     recipe = adapted(trained_on(wanted, recipe))
     if first_process() and not as_json:
         _print_start(wanted, recipe, run.out, source.remark, tuned=wanted is not found and is_weights(model))
         if training.recipe is None:
             console.print(defaults_in_words(recipe, trained_on(wanted, recipe)))
+        if teacher and not run.teacher:
+            console.print("The network as it was is the teacher (--set distill_weight=0 trains without it).")
     if run.out and first_process():
         remember(run.out, network.into or remembered(model) or model)
     told = _problems_of(wanted)
-    how = {"workers": images.workers, **rare, **asdict(run), "log": run.log or ()}
+    how = {"workers": images.workers, **rare, **asdict(run), "teacher": teacher, "log": run.log or ()}
     record = train(source.network.train(), wanted, recipe, progress=not as_json, **how)
     if not first_process():
         return None
@@ -337,6 +345,28 @@ def train_command(
         hint = shlex.join(["lowrank", "evaluate", str(run.out), "--data", data, *named])
         console.print(f"The run is in {run.out}: try `{hint}`", soft_wrap=True)
     return None
+
+
+def _load_teacher(path: Path, into: str) -> Trained | Path:
+    """The network of a run; one that is not ours is built by the function that builds the student."""
+    from lowrank_cnn.cli.source import find_into, is_foreign
+    from lowrank_cnn.train.trained import load_checkpoint
+
+    if not is_foreign(into):
+        return path
+    try:
+        return load_checkpoint(path)
+    except LowRankError:  # its run holds no code
+        return load_checkpoint(path, network=find_into(into, path))
+
+
+def _own_teacher(network: Any, data: Data, recipe: Recipe, size: Any) -> Trained | None:
+    """The network that was made cheaper, if it was trained on such images and for these classes."""
+    from lowrank_cnn.train.trained import carried_by
+
+    known = carried_by(network)
+    alike = known and (known.classes, known.input_size, known.recipe.preprocess)
+    return known if alike == (data.classes, tuple(size), recipe.preprocess) else None
 
 
 def _problems_of(data: Data) -> tuple[str, str]:

@@ -30,7 +30,8 @@ from lowrank_cnn.core.errors import LowRankError, LowRankWarning, check_number, 
 from lowrank_cnn.core.modules import InputSize, arguments, checked_size, is_example
 from lowrank_cnn.core.notes import AsDict, forget, note, notes
 from lowrank_cnn.core.progress import progress, step
-from lowrank_cnn.method.chains import outputs_of
+from lowrank_cnn.method.branches import BranchedConv2d
+from lowrank_cnn.method.chains import FactoredConv2d, FactoredLayer, outputs_of
 from lowrank_cnn.method.count import ShapesOnly, count
 from lowrank_cnn.method.init import init_
 from lowrank_cnn.method.layers import CompositeConv2d
@@ -43,6 +44,7 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 LAYERS = (*CONVS, *NORMS, nn.Linear, nn.GroupNorm, nn.PReLU)
+LOW_RANK = (CompositeConv2d, BranchedConv2d, FactoredConv2d, FactoredLayer)
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name)
 
 
@@ -278,23 +280,49 @@ def thin(
     >>> lr.count(thin, (3, 64, 64)).macs < lr.count(dense, (3, 64, 64)).macs
     True
     """
+    blank = narrowed("thin", model, width, macs, input_size, multiple, layers or {}, most=4)
+    return noted("thin", _fresh(blank, model), model, width, macs, input_size, multiple)
+
+
+def narrowed(
+    what: str,
+    model: nn.Module,
+    width: float | None,
+    macs: float | None,
+    input_size: InputSize,
+    multiple: int,
+    layers: Mapping[str, float],
+    *,
+    most: float,
+) -> nn.Module:
+    """The network that `thin` or `prune` is asked for, on the meta device: its shapes without its weights."""
     check_rewritable(model)
     if (width is None) == (macs is None):
-        raise LowRankError("thin takes either a width or a share of the multiply-accumulates (macs).")
+        raise LowRankError(f"{what} takes either a width or a share of the multiply-accumulates (macs).")
     share = width if width is not None else macs
-    check_number("macs" if width is None else "width", share, above=0, most=4)
+    check_number("macs" if width is None else "width", share, above=0, most=most)
     assert share is not None
-    if found := [name for name, layer in model.named_modules() if isinstance(layer, CompositeConv2d)]:
-        raise LowRankError(f"thin takes dense networks, and {found[0]} is low-rank: thin first, then convert.")
+    if found := [name for name, layer in model.named_modules() if isinstance(layer, LOW_RANK)]:
+        raise LowRankError(f"{what} takes dense networks, and {found[0]} is low-rank: {what} first, then convert.")
     blank = copy_with(model).to("meta").float().eval()
-    own = _own_widths(blank, layers or {})
-    plan = _Thinning(blank, _in_single(input_size), multiple, own)
-    before = count(model, input_size)
-    new = _fresh(plan.at(float(share)) if width is not None else plan.nearest(float(share) * before.macs), model)
+    plan = _Thinning(blank, _in_single(input_size), multiple, _own_widths(blank, layers))
+    return plan.at(share) if width is not None else plan.nearest(share * count(model, input_size).macs)
+
+
+def noted(
+    what: str,
+    new: nn.Module,
+    model: nn.Module,
+    width: float | None,
+    macs: float | None,
+    input_size: InputSize,
+    multiple: int,
+) -> nn.Module:
+    """Run a thinner network once, and note its channels, with which it is built again."""
     if reason := failure(new, input_size):  # the meta device does not check the shapes of every operation
         raise LowRankError(f"the network cannot be made thinner: {reason}")
-    after, known = count(new, input_size).macs, notes(model).thinning
-    _tell_if_far(after / before.macs, width, macs, multiple)
+    before, after, known = count(model, input_size), count(new, input_size).macs, notes(model).thinning
+    _tell_if_far(what, after / before.macs, width, macs, multiple)
     told = (known.macs_before, known.params_before) if known else (before.macs, before.params)
     size = None if is_example(input_size) else checked_size(input_size)
     if channels := (known.channels if known else {}) | _other_outputs(model, new):
@@ -338,27 +366,29 @@ def thin_like(dense: nn.Module, model: nn.Module, input_size: InputSize) -> nn.M
         return None
 
 
-def thin_near(model: nn.Module, macs: float, input_size: InputSize) -> nn.Module:
-    """`thin` in multiples of 16 channels, or of 8 or 4 where only these come within a fifth of the MACs."""
+def thin_near(
+    model: nn.Module, macs: float, input_size: InputSize, make: Callable[..., nn.Module] = thin
+) -> nn.Module:
+    """`thin` or `prune` in multiples of 16 channels, or of 8 or 4 if only these come near the MACs."""
     for multiple in (16, 8):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", LowRankWarning)
-            new = thin(model, macs=macs, input_size=input_size, multiple=multiple)
+            new = make(model, macs=macs, input_size=input_size, multiple=multiple)
         if abs(count(new, input_size).macs / count(model, input_size).macs / macs - 1) < _FAR:
             return new
-    return thin(model, macs=macs, input_size=input_size, multiple=4)
+    return make(model, macs=macs, input_size=input_size, multiple=4)
 
 
-def _tell_if_far(kept: float, width: float | None, macs: float | None, multiple: int) -> None:
+def _tell_if_far(what: str, kept: float, width: float | None, macs: float | None, multiple: int) -> None:
     """Warn if the network misses the requested width or MACs: a rival that is not thin proves nothing."""
     small = "; a smaller multiple comes nearer" if multiple > 1 else ""
     if macs is not None and abs(kept / macs - 1) > _FAR:
-        told = f"thin was asked for {macs:.2f} of the MACs, and comes to {kept:.2f}"
+        told = f"{what} was asked for {macs:.2f} of the MACs, and comes to {kept:.2f}"
     elif width is not None and width < 1 and kept == 1:
-        told = f"thin was asked for {width:.2f} of the channels, and makes no layer thinner"
+        told = f"{what} was asked for {width:.2f} of the channels, and makes no layer thinner"
     else:
         return
-    warnings.warn(f"{told}, in multiples of {multiple} channels{small}.", LowRankWarning, stacklevel=4)
+    warnings.warn(f"{told}, in multiples of {multiple} channels{small}.", LowRankWarning, stacklevel=5)
 
 
 def _own_widths(model: nn.Module, layers: Mapping[str, float]) -> dict[nn.Module, float]:

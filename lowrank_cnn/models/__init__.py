@@ -90,7 +90,7 @@ def _with_weights(name: str, data: str, options: Mapping[str, object]) -> Networ
     weights = file.weights()
     fresh = {name: own for name, own in model.state_dict().items() if own.shape != weights[name].shape}
     model.load_state_dict(weights | fresh)
-    note(model, begun_from=f"{name} on {data}")
+    note(model, begun_from=f"{name} on {file.path.stem.rpartition('.')[2]}")
     if not fresh:
         note(model, training_card=TrainingCard({"model": config, **(file.card or {})}, file.preprocess()))
     return model.eval()

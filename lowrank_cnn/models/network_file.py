@@ -255,10 +255,12 @@ def list_pretrained(folder: Path = FOLDER) -> list[tuple[str, str]]:
 
 
 def read_pretrained(name: str, data: str, folder: Path = FOLDER) -> NetworkFile:
-    """The file of a network trained on a data set."""
+    """The file of a network trained on a data set; "default" is the first one that there is."""
+    if data == "default":
+        data = next((one for known, one in list_pretrained(folder) if known == name), data)
     if (name, data) not in list_pretrained(folder):
         known = ", ".join(f"{name} on {data}" for name, data in list_pretrained(folder)) or "none"
-        other = to_caller("", " Networks of timm and torchvision take --pretrained default.")
+        other = to_caller("", " Networks of timm and torchvision take --pretrained.")
         raise LowRankError(f"there are no weights of {name} on {data}; there are: {known}.{other}")
     path = folder / f"{name}.{data}.safetensors"
     try:

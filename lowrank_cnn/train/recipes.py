@@ -153,6 +153,17 @@ RECIPES: dict[str, Recipe] = {
             dropout=0.0,
         ),
         Recipe(
+            name="finetune",
+            batch_size=32,
+            epochs=20,
+            lr=0.01,
+            nesterov=True,
+            weight_decay=5e-4,
+            schedule="cosine",
+            warmup=1.0,
+            pad=4,
+        ),
+        Recipe(
             name="tiny-vgg",
             batch_size=128,
             epochs=30,

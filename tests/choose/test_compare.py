@@ -38,6 +38,11 @@ def short(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(comparing, "MOST_RUNS", 3)
 
 
+@pytest.fixture
+def no_page(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(comparing.Comparing, "_page", lambda *_: None)
+
+
 def network() -> nn.Module:
     convs = nn.Conv2d(1, 16, 3, padding=1), nn.Conv2d(16, 32, 3, stride=2, padding=1)
     head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 2)
@@ -76,6 +81,7 @@ def test_it_ends_in_a_sentence_a_picture_a_page_and_a_run_to_export(squares: Dat
     assert all(run.held_out is not None for one in record.rows for run in one.runs)
 
 
+@pytest.mark.usefixtures("no_page")
 def test_a_comparison_that_was_killed_goes_on(squares: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It ends as one that was not killed, and trains nothing twice."""
     whole = lr.compare(network, squares, out=tmp_path / "whole", say=str, **QUICK)
@@ -115,6 +121,7 @@ def again_plan(found) -> dict:
     return json.loads((found.folder / "frontier.json").read_text())["plan"]
 
 
+@pytest.mark.usefixtures("no_page")
 def test_with_time_every_network_is_tried_with_the_same_rates(
     squares: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -131,11 +138,13 @@ def test_with_time_every_network_is_tried_with_the_same_rates(
     assert {len(row.runs) for row in rows if row.runs} == {2}
 
 
+@pytest.mark.usefixtures("no_page")
 def test_depthwise_networks_are_compared_with_bands(squares: Data, tmp_path: Path):
     found = lr.compare(depthwise, squares, out=tmp_path, say=str, **QUICK)
     assert "bands" in [row["network"] for row in found.table]
 
 
+@pytest.mark.usefixtures("no_page")
 def test_the_budget_is_kept(squares: Data, tmp_path: Path):
     said: list[str] = []
     found = lr.compare(network, squares, out=tmp_path, say=said.append, **{**QUICK, "minutes": 1e-4})
@@ -145,6 +154,7 @@ def test_the_budget_is_kept(squares: Data, tmp_path: Path):
     assert any("--minutes" in remark for remark in found.remarks)
 
 
+@pytest.mark.usefixtures("no_page")
 def test_in_an_engine_the_accuracy_is_that_of_the_file(
     squares: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

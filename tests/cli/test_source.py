@@ -76,15 +76,19 @@ def test_networks_of_timm_and_torchvision_convert(output_of):
     [
         ("timm:resnet18", None, ("resnet18", False)),
         ("timm:resnet18", "default", ("resnet18", True)),
+        ("timm:resnet18", "", ("resnet18", True)),
         ("timm:resnet18", "a1_in1k", ("resnet18.a1_in1k", True)),
         ("torchvision:resnet18", None, ("resnet18", None)),
         ("torchvision:resnet18", "default", ("resnet18", "DEFAULT")),
+        ("torchvision:resnet18", "", ("resnet18", "DEFAULT")),
         ("torchvision:resnet18", "IMAGENET1K_V1", ("resnet18", "IMAGENET1K_V1")),
     ],
 )
 def test_weights_of_others_are_taken_by_name(output_of, model: str, weights: str | None, asked: tuple):
-    output_of("convert", model, *(["--pretrained", weights] if weights else []))
-    assert sys.modules["torchvision.models"].asked == [asked]
+    words = [] if weights is None else ["--pretrained", *filter(None, [weights])]
+    output_of("convert", model, *words, "--scheme", "lr")
+    output_of("convert", "--scheme", "lr", *words, model)
+    assert sys.modules["torchvision.models"].asked == [asked, asked]
 
 
 def test_without_timm_the_command_says_how_to_get_it(output_of, monkeypatch: pytest.MonkeyPatch):
@@ -122,9 +126,11 @@ def test_the_last_layer_fits_the_classes_and_the_rest_stays_trained():
     trained = find_model("torchvision:resnet18", classes=CLASSES, pretrained="default")
     assert trained.network[3].out_channels == 7
     assert trained.remark == "The last layer is new, for 7 classes; the others begin with trained weights."
-    rewritten = find_model("torchvision:resnet18", classes=CLASSES, pretrained="default", scheme="lr")
-    assert "Layers that lr rewrites begin with fresh weights: `lowrank decompose` keeps" in rewritten.remark
-    assert find_model("torchvision:resnet18", classes=CLASSES, scheme="lr").remark == ""
+    for scheme, told in (
+        ("lr", "Layers that lr rewrites begin with fresh weights"),
+        ("separable(m=1)", "nearest"),
+    ):
+        assert told in trained.cheaper(scheme, None, (3, 8, 8), pretrained=True).remark
     assert notes(trained.network).begun_from == "torchvision:resnet18, default"
     find_model("timm:resnet18", classes=CLASSES)
     assert given[-1] == {"num_classes": 7}

@@ -153,6 +153,7 @@ CALLS = {
     "decompose": lambda net, x, _: lr.decompose(net, macs=0.8, input_size=x),
     "decompose by images": lambda net, x, _: lr.decompose(net, macs=0.8, images=x),
     "thin": lambda net, x, _: lr.thin(net, width=0.5, multiple=4, input_size=x),
+    "prune": lambda net, x, _: lr.prune(net, width=0.5, multiple=4, input_size=x),
     "merge": lambda net, x, _: lr.merge(net, example_input=x),
     "plan": lambda net, x, _: lr.plan(net, x, cache=False, repeats=3),
     "plan by keyword": lambda net, x, _: lr.plan(net, {"x": x}, cache=False, repeats=3),

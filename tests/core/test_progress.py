@@ -75,7 +75,9 @@ def test_what_the_user_gives_gets_every_step_at_once_and_nothing_is_shown(clock,
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("name", ["optimize", "plan", "thin", "decompose", "design", "export", "quantize"])
+@pytest.mark.parametrize(
+    "name", ["optimize", "plan", "thin", "prune", "decompose", "design", "export", "quantize"]
+)
 def test_calls_that_may_take_long_show_progress(name: str, monkeypatch):
     """Each begins a line, whatever else is wrong with what it is given."""
     begun: list[str] = []
@@ -85,6 +87,7 @@ def test_calls_that_may_take_long_show_progress(name: str, monkeypatch):
     net = lr.create_model("nin", width=0.1).eval()
     call = {
         "thin": lambda: lr.thin(net, macs=0.0, input_size=(3, 8, 8)),
+        "prune": lambda: lr.prune(net, macs=0.0, input_size=(3, 8, 8)),
         "quantize": lambda: lr.quantize(net, 0, 0),
     }
     with pytest.raises(Exception):  # noqa: B017, PT011

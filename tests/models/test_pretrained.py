@@ -88,6 +88,7 @@ def test_create_model_takes_them(stored, monkeypatch):
     monkeypatch.setattr(module, "FOLDER", folder)
     monkeypatch.setattr(read_pretrained, "__defaults__", (folder,))
     monkeypatch.setattr(list_pretrained, "__defaults__", (folder,))
+    assert notes(create_model("nin-c3-lr", pretrained="default")).begun_from == "nin-c3-lr on toys"
     net = create_model("nin-c3-lr", pretrained="toys")
     assert not net.training
     x = torch.randn(2, 3, 32, 32)
