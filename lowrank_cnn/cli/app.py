@@ -175,7 +175,7 @@ def with_default_weights(words: list[str]) -> list[str]:
     ['timm:resnet18', '--pretrained', 'default', '--data', 'photos']
     """
     found: list[str] = []
-    for word, following in zip(words, [*words[1:], "-"], strict=True):
+    for word, following in zip(words, [*words, "-"][1:], strict=True):
         found.append(word)
         if word == "--pretrained" and (following.startswith("-") or ":" in following):  # an option, or the network
             found.append("default")
