@@ -33,6 +33,7 @@ MOST_NOT_RUN = 16
 
 SMALLER = {
     "demo": "--epochs 1 --limit 64",
+    "compare": "--limit 16 --set epochs=1 --set batch_size=4 --minutes 0.01",
     "train": "--epochs 1 --batch-size 8 --limit 16",
     "evaluate": "--limit 16",
     "frontier": "--limit 64 --set epochs=1 --set batch_size=32 --set crop=12 --batch 0 --seeds 1"
@@ -91,6 +92,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr("lowrank_cnn.deploy.timing.time_model", partial(time_model, repeats=3))
     monkeypatch.setattr("lowrank_cnn.deploy.choose_engine.apart", called_here)
     monkeypatch.setattr("lowrank_cnn.cli.demo.WIDTH", 0.05)
+    monkeypatch.setattr("lowrank_cnn.cli.demo.MINUTES", 0.01)
     monkeypatch.setattr("lowrank_cnn.models.filters.PIXELS", 64**2)
     for place in ("lowrank_cnn", "lowrank_cnn.train.inputs"):
         monkeypatch.setattr(f"{place}.open_data", open_few)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from torch import nn
 from lowrank_cnn.choose.candidates import DENSE, Builder, Design, at_width, find_design, width_of_macs
 from lowrank_cnn.choose.choice import DENSE as DENSE_KIND
 from lowrank_cnn.choose.choice import LOW_RANK, SAME_TIME, THIN, Choice, Contender, Wish, choose, milliseconds
+from lowrank_cnn.choose.design import Advice, design
 from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, SeedRun, open_frontier, pack
 from lowrank_cnn.choose.runs import RunMaker, WorkerPool, release_memory
 from lowrank_cnn.choose.target import Target
@@ -34,14 +35,18 @@ from lowrank_cnn.choose.trace import FrontierPlan, Tracer, width_of_time
 from lowrank_cnn.core.environment import environment
 from lowrank_cnn.core.errors import LowRankError, LowRankWarning, MissingExtra, check_number
 from lowrank_cnn.core.files import below, locked, write_json
+from lowrank_cnn.core.modules import known_inputs
 from lowrank_cnn.core.notes import note
 from lowrank_cnn.core.progress import lasting, progress, step
 from lowrank_cnn.core.text import counted, duration, text_table
 from lowrank_cnn.data import Data
+from lowrank_cnn.method.decompose import decompose
+from lowrank_cnn.method.prune import prune
+from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.method.thin import fresh
-from lowrank_cnn.models import create_model
-from lowrank_cnn.models.build import name_of
-from lowrank_cnn.models.foreign import build_foreign, is_foreign
+from lowrank_cnn.models import create_model, list_pretrained
+from lowrank_cnn.models.build import name_of, with_classes
+from lowrank_cnn.models.foreign import DEFAULT, build_foreign, is_foreign
 from lowrank_cnn.train import fit
 from lowrank_cnn.train.distributed import resolve_device, resolve_precision
 from lowrank_cnn.train.failure import NotFiniteError
@@ -56,7 +61,7 @@ from lowrank_cnn.train.inputs import (
 )
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.run_folder import load_record
-from lowrank_cnn.train.trained import load_checkpoint
+from lowrank_cnn.train.trained import Trained, load_checkpoint
 
 RATES = (0.5, 1.0, 2.0)
 """Factors of the recipe's learning rate that every network is tried with."""
@@ -66,11 +71,15 @@ FINALISTS, FEWEST_RUNS, MOST_RUNS = 4, 3, 5
 MOST_MINUTES = 60
 PLANNED = 0.9
 """The share of the budget that is planned for training; timing and what was not foreseen have the rest."""
+TIMING = 0.015
+"""The share of the budget in which the fastest form of one network is searched."""
 LADDERS: tuple[tuple[str, ...], ...] = (
     ("bands", "lr"),  # of depthwise networks
     ("lr", "mixture"),
 )
 """Low-rank designs, the first that fits the network; with a short budget only its first one is compared."""
+TRAINED = ("lr-join", "separable")
+"""Those that trained filters are decomposed into."""
 LEVELS = ((2, RATES, 1.0), (1, RATES, 1 / 3), (1, (1.0,), 0.0))
 """Low-rank designs, learning rates, and the share of the recipe's epochs that a budget has to allow for them."""
 Model = nn.Module | str | Callable[[], nn.Module]
@@ -126,9 +135,13 @@ class Comparison:
         return {"folder": self.folder, "winner": self.winner, "picture": self.picture, "page": self.page}
 
 
+@overload
+def compare(model: Model, data: None = None, **options: Any) -> Advice: ...
+@overload
+def compare(model: Model, data: Any, **options: Any) -> Comparison: ...
 def compare(
     model: Model,
-    data: Any,
+    data: Any = None,
     *,
     out: str | Path = "runs/compare",
     minutes: float | None = None,
@@ -138,17 +151,21 @@ def compare(
     schemes: Sequence[str] = (),
     batch: int | None = None,
     recipe: Recipe | str | None = None,
+    pretrained: bool | str = False,
     device: str = "auto",
     say: Callable[[str], None] = lasting,
     **settings: Any,
-) -> Comparison:
+) -> Comparison | Advice:
     """Train dense, thinner and low-rank versions of a network, time each where it will run, and say which to take.
 
     >>> print(compare("nin", "photos", minutes=20, for_="onnxruntime:int8"))  # doctest: +SKIP
 
     - `model`: a network, a function that makes one, or a text: one of our names, `timm:resnet18`,
-      `torchvision:resnet18` or `mynet.py:make_model`. Every run begins with fresh weights.
-    - `data`: what `fit` takes: a path, what `open_data` gives, data sets of your own.
+      `torchvision:resnet18` or `mynet.py:make_model`. Every run begins with fresh weights, unless it is
+      `pretrained`: then the network's own weights (or those named so) are fine-tuned, and cheaper networks are
+      decomposed or pruned from the result, which teaches them. With few images that is much better.
+    - `data`: what `fit` takes: a path, what `open_data` gives, data sets of your own. Without any, times alone
+      advise on half of the MACs, as `design` does.
     - `out`: the folder of everything. The same call goes on with a comparison that was killed.
     - `minutes`: the budget; by default what the recipe's epochs take, at most an hour.
     - `for_`: where the network will run: "cpu", "cuda", or an engine with a precision ("onnxruntime:int8",
@@ -165,20 +182,25 @@ def compare(
         check_number("batch", batch, least=1, whole=True)
     for text in schemes:
         find_design(text)  # refused before images are read
-    sample = build(model, None)
-    asked = "modern" if recipe is None else recipe
+    sample = build(model, None, pretrained=pretrained)
+    if data is None:
+        size: Any = known_inputs(sample, None, "advice without images")
+        image = torch.randn(batch or target.batch, *size)
+        how: dict[str, Any] = {"engine": target.engine or "torch", "precision": target.precision or None}
+        return design(sample.eval(), image.to(target.device), macs=0.5, **how)
+    asked = recipe if recipe is not None else "finetune" if pretrained else "modern"
     plan = recipe_for(data, asked, settings)
     images = open_for(sample, data, plan)
     check_classes(images)
-    if recipe is None:
+    if recipe is None and not pretrained:
         plan = recipe_for(data, asked, settings, images=trained_on(images, plan))
     size = image_size(images.test, augmentation(plan))
-    builder = Builder(partial(build, model, len(images.classes), size[0]), size)
+    builder = Builder(partial(build, model, len(images.classes), size[0], pretrained), size)
     check_network(builder(DENSE), images, plan)
     place, name = resolve_device(device), model if isinstance(model, str) else name_of(sample)
     about = {
         "family": name,
-        "network": {"name": name, "base": 1.0},
+        "network": {"name": name, "base": 1.0, "pretrained": pretrained},
         "recipe": plan.to_dict(),
         "data": {
             "name": images.name,
@@ -201,19 +223,26 @@ def compare(
         maker = RunMaker(builder, images, plan, place)
         request = FrontierPlan(tuple(schemes), batch=batch, compile=target.gpu, repeats=9)
         tracer = Tracer(found, maker, WorkerPool(maker), request, lambda _: None, target, Path(scratch))
-        return Comparing(found, tracer, images, plan, wish, minutes, say).run()
+        return Comparing(found, tracer, images, plan, wish, minutes, say, bool(pretrained)).run()
 
 
-def build(model: Model, classes: int | None, channels: int | None = None) -> nn.Module:
-    """The dense network with fresh weights, for a number of classes where that can be chosen."""
+def build(
+    model: Model, classes: int | None, channels: int | None = None, pretrained: bool | str = False
+) -> nn.Module:
+    """The dense network, for a number of classes where that can be chosen; with fresh weights or trained ones."""
+    weights = DEFAULT if pretrained is True else pretrained or None
     if isinstance(model, nn.Module):
-        return fresh(model)
+        return copy_with(model) if pretrained else fresh(model)
     if not isinstance(model, str):
         return model()
     if is_foreign(model):
-        network, size = build_foreign(model, None, classes)
+        network, size = build_foreign(model, None if ".py:" in model else weights, classes)
         note(network, input_size=size)
         return network
+    if weights:
+        known = [data for name, data in list_pretrained() if name == model and weights in (data, DEFAULT)]
+        network = create_model(model, pretrained=known[0] if known else weights)
+        return network if classes is None else with_classes(network, classes)
     shape: dict[str, Any] = {"num_classes": classes, "in_channels": channels}
     return create_model(model, norm="batch", **{key: value for key, value in shape.items() if value is not None})
 
@@ -246,6 +275,7 @@ class Comparing:
     wish: Wish
     minutes: float | None
     say: Callable[[str], None]
+    pretrained: bool = False
     began: float = field(default_factory=time.monotonic)
     spent: float = 0.0
     epoch_seconds: dict[str, float] = field(default_factory=dict)
@@ -309,9 +339,11 @@ class Comparing:
         level, rates = next(
             (level, rates)
             for level, rates, share in LEVELS
-            if epochs_in(chosen, level, rates) >= share * self.recipe.epochs
+            if not (self.pretrained and len(rates) > 1)  # tries would need a fine-tuned network each
+            and epochs_in(chosen, level, rates) >= share * self.recipe.epochs
         )
         epochs = max(1, epochs_in(chosen, level, rates))
+        self.tracer.target = replace(self.tracer.target, seconds=min(30.0, max(2.0, TIMING * 60 * chosen)))
         self._keep(minutes=chosen, level=level, rates=list(rates), short=max(2, round(SHORT * epochs)))
         about = f"{counted(len(self.data.train), 'training image')}, {counted(len(self.data.test), 'test image')}"
         tries = f"tries of {counted(len(rates), 'learning rate')}, then " if len(rates) > 1 else ""
@@ -347,13 +379,17 @@ class Comparing:
         tracer, level = self.tracer, self.plan["level"]
         step("the dense network is timed")
         tracer.add(DENSE)
-        ladders = (tuple(tracer.plan.designs),) if tracer.plan.designs else LADDERS
+        ladders = (
+            (tuple(tracer.plan.designs),) if tracer.plan.designs else (TRAINED,) if self.pretrained else LADDERS
+        )
         reasons: list[str] = []
         for ladder in ladders:
             for text in ladder if tracer.plan.designs else ladder[:level]:
                 step(f"{text} is timed")
                 with self._explaining(reasons):
                     self._add_in_time(find_design(text))
+                if len(tracer.rows) == 1 and not tracer.plan.designs:
+                    break  # the ladder is for other networks
             if len(tracer.rows) > 1:
                 break
         for row in [row for row in tracer.rows.values() if not row.dense]:
@@ -442,13 +478,27 @@ class Comparing:
 
         recipe = replace(self.recipe, epochs=epochs, evaluate_every=epochs, lr=rate * self.recipe.lr)
         torch.manual_seed(seed)
-        network = self.tracer.builder(design)
+        network, teacher = self._network(design, seed)
         how: dict[str, Any] = {"seed": seed, "device": self.tracer.maker.device, "progress": False}
-        how |= {"out": out, "resume": out is not None, "callbacks": (shown,) if told else ()}
+        how |= {"teacher": teacher, "out": out, "resume": out is not None, "callbacks": (shown,) if told else ()}
         try:
             return fit(network, data, recipe, **how)
         finally:
             release_memory()
+
+    def _network(self, design: Design, seed: int) -> tuple[nn.Module, Trained | None]:
+        """The network to train. A cheaper one of a trained network has its weights, and learns from it."""
+        if not self.pretrained or design == DENSE:
+            return self.tracer.builder(design), None
+        dense = load_checkpoint(
+            self._folder(self.tracer.rows[DENSE.name], seed), network=self.tracer.builder(DENSE)
+        )
+        network, size = dense.network, self.tracer.builder.size
+        if design.width != 1:
+            network = prune(network, width=design.width, multiple=design.multiple, input_size=size)
+        if not design.dense:
+            network = decompose(network, design.scheme, input_size=size)
+        return network, dense
 
     def _try_all(self) -> None:
         """Every network with the same learning rates, briefly, on the same images held out."""
@@ -553,7 +603,7 @@ class Comparing:
         design, began = self.tracer.designs[row.name], time.monotonic()
         few, folder = self.data.holdout(self._held, seed), self._folder(row, seed)
         record = self._fit(design, few, epochs=epochs, rate=row.rate, seed=seed, out=folder, told=told)
-        trained = load_checkpoint(folder, network=self.tracer.builder(design))
+        trained = self._trained(row, seed)
         target = self.tracer.target
         step(f"{told} is tested")
         deployed = target.deployed(trained, few, folder)
@@ -580,6 +630,11 @@ class Comparing:
         self._keep()
         left = f"{duration(max(0.0, self.left))} left"
         self.say(f"{told}, {100 * held_out:.1f}% of the images held out; {left}")
+
+    def _trained(self, row: DesignRow, seed: int) -> Trained:
+        """The network of a run, as its folder holds it."""
+        design = DENSE if self.pretrained else self.tracer.designs[row.name]
+        return load_checkpoint(self._folder(row, seed), network=self.tracer.builder(design))
 
     def _folder(self, row: DesignRow, seed: int) -> Path:
         folder = self.found.folder
@@ -625,11 +680,12 @@ class Comparing:
         tracer, made = self.tracer, {}
         target, images = tracer.target, tracer.target.images(tracer.plan.batch, tracer.builder.size)
         for row in rows:
-            folder = self._folder(row, row.runs[0].seed)
+            seed = row.runs[0].seed
+            folder = self._folder(row, seed)
             if target.engine and (files := sorted(folder.glob("net.*"))):
                 made[row.name] = next(f for f in files if f.suffix == target.suffix)
                 continue
-            network = load_checkpoint(folder, network=tracer.builder(tracer.designs[row.name])).network
+            network = self._trained(row, seed).network
             made[row.name] = target.prepared(
                 network, images, tracer.scratch / row.name, compile=target.gpu, repeats=9
             )

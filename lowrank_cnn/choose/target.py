@@ -9,7 +9,7 @@ of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,15 @@ GPU_BATCH = 256
 
 @dataclass(frozen=True)
 class Target:
-    """A device of torch (`engine` is empty), or an engine of `export` on this CPU with a precision."""
+    """A device of torch (`engine` is empty), or an engine of `export` on this CPU with a precision.
+
+    `seconds` is the budget of `optimize` for one network.
+    """
 
     device: str = "cpu"
     engine: str = ""
     precision: str = ""
+    seconds: float = field(default=30.0, repr=False)
 
     @classmethod
     def parse(cls, text: str, device: str = "auto") -> Target:
@@ -100,7 +104,7 @@ class Target:
         """The network as it will run on such images: optimised, or the file of an engine in a folder."""
         network = network.to(images.device, images.dtype).eval()
         if not self.engine:
-            return optimize(network, images, compile=compile, repeats=repeats)
+            return optimize(network, images, compile=compile, repeats=repeats, budget=self.seconds)
         folder.mkdir(parents=True, exist_ok=True)
         return write_to_time(network, self.engine, self.precision, images, folder, strips=self._strips)
 

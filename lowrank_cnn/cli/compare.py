@@ -101,6 +101,7 @@ def compare_command(
             schemes=scheme or (),
             batch=batch,
             recipe=recipe,
+            pretrained=named.pretrained or False,
             device=device,
             say=errors.print,
             **parse_settings(settings or []),

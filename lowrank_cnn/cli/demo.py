@@ -50,6 +50,6 @@ def demo(
     digits = open_data("digits", limit=limit)
     shape: dict[str, Any] = {"num_classes": len(digits.classes), "in_channels": 1}
     make = partial(create_model, "nin", width=WIDTH, norm="batch", **shape)
-    own = {} if epochs is None else {"epochs": epochs}
+    own: dict[str, Any] = {} if epochs is None else {"epochs": epochs}
     how: dict[str, Any] = {"recipe": "digits", "schemes": ("lr",), "for_": "cpu", "device": device}
     return compare(make, digits, out=out, minutes=MINUTES, say=errors.print, **how, **own)

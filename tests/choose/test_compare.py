@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,15 +18,15 @@ from lowrank_cnn.choose.target import Target
 from lowrank_cnn.cli.app import build
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Data
-from lowrank_cnn.train.trained import load_checkpoint
+from lowrank_cnn.train.trained import carried_by, load_checkpoint
 
 comparing = import_module("lowrank_cnn.choose.compare")
-QUICK = {"epochs": 2, "batch_size": 8, "minutes": 60}
+QUICK = {"epochs": 1, "batch_size": 16, "minutes": 60}
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch):
-    """One low-rank design, no tries of the learning rate, three runs; networks are timed as they are."""
+    """One low-rank design, no tries of the learning rate, two runs; networks are timed as they are."""
 
     def as_is(model: nn.Module, images: torch.Tensor, **_: object) -> nn.Module:
         model.report = SimpleNamespace(times={"as is": SimpleNamespace(ms=1.0)}, choice="as is")  # type: ignore[assignment]
@@ -35,7 +34,8 @@ def short(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(targets, "optimize", as_is)
     monkeypatch.setattr(comparing, "LEVELS", ((1, (1.0,), 0.0),))
-    monkeypatch.setattr(comparing, "MOST_RUNS", 3)
+    monkeypatch.setattr(comparing, "FEWEST_RUNS", 2)
+    monkeypatch.setattr(comparing, "MOST_RUNS", 2)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_it_ends_in_a_sentence_a_picture_a_page_and_a_run_to_export(squares: Dat
     assert "95%" in found.sentence
     assert {row["kind"] for row in found.table} == {"dense", "thin", "low-rank"}
     assert str(found).endswith("\n".join([found.sentence, *found.remarks]))
-    assert all(row["runs"] == 3 for row in found.table)
+    assert all(row["runs"] == 2 for row in found.table)
     assert "64 training images, 20 test images" in said[0]
     assert "minutes" in said[0]
     for path in (found.picture, found.page):
@@ -77,48 +77,40 @@ def test_it_ends_in_a_sentence_a_picture_a_page_and_a_run_to_export(squares: Dat
     assert all(torch.equal(tensor, before[name]) for name, tensor in made.state_dict().items())
     # Each run held out other images, and the test images were used once for each.
     record = load_frontier(found.folder)
-    assert [[run.seed for run in one.runs] for one in record.rows if one.runs] == [[1, 2, 3]] * 3
+    assert [[run.seed for run in one.runs] for one in record.rows if one.runs] == [[1, 2]] * 3
     assert all(run.held_out is not None for one in record.rows for run in one.runs)
 
 
 @pytest.mark.usefixtures("no_page")
 def test_a_comparison_that_was_killed_goes_on(squares: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It ends as one that was not killed, and trains nothing twice."""
-    whole = lr.compare(network, squares, out=tmp_path / "whole", say=str, **QUICK)
+    """It keeps its plan, and trains nothing twice."""
     trained, fit = [], comparing.fit
 
     def killed(*given, **options):
         if options["out"]:
-            trained.append(options["out"].name)
-        if len(trained) == 5:
+            trained.append(options["out"])
+        if len(trained) == 4:
             trained.pop()
             raise KeyboardInterrupt
         return fit(*given, **options)
 
     monkeypatch.setattr(comparing, "fit", killed)
     with pytest.raises(KeyboardInterrupt):
-        lr.compare(network, squares, out=tmp_path / "killed", say=str, **QUICK)
-    kept = json.loads((tmp_path / "killed" / "frontier.json").read_text())["plan"]
+        lr.compare(network, squares, out=tmp_path, say=str, **QUICK)
+    before = load_frontier(tmp_path)
     monkeypatch.setattr(
         comparing, "fit", lambda *a, **k: (k["out"] and trained.append(k["out"].name)) or fit(*a, **k)
     )
-    again = lr.compare(network, squares, out=tmp_path / "killed", say=str, **QUICK)
-    assert len(trained) == len(set(trained)) == 9
-    assert {key: again_plan(again)[key] for key in ("epochs", "candidates", "minutes")} == {
-        key: kept[key] for key in ("epochs", "candidates", "minutes")
-    }
-    rows = [load_frontier(one.folder).rows for one in (whole, again)]
-    same = {row.name for row in rows[0]} & {row.name for row in rows[1]}  # thin ones depend on times
-    first, second = (
-        {row.name: [run.sha256 for run in row.runs] for row in each if row.name in same} for each in rows
-    )
-    assert first == second
+    lr.compare(network, squares, out=tmp_path, say=str, **QUICK)
+    after = load_frontier(tmp_path)
+    assert len(trained) == len(set(trained)) == 6  # where nothing is left to plan, nothing is tried
+    for key in ("epochs", "candidates", "finalists", "minutes"):
+        assert before.about["plan"][key] == after.about["plan"][key]
+    for then, now in zip(before.rows, after.rows, strict=True):
+        assert now.runs[: len(then.runs)] == then.runs
+        assert len(now.runs) == 2
     with pytest.raises(LowRankError, match="choose another --out"):
-        lr.compare(network, squares, out=tmp_path / "killed", say=str, **{**QUICK, "epochs": 3})
-
-
-def again_plan(found) -> dict:
-    return json.loads((found.folder / "frontier.json").read_text())["plan"]
+        lr.compare(network, squares, out=tmp_path, say=str, **{**QUICK, "epochs": 3})
 
 
 @pytest.mark.usefixtures("no_page")
@@ -126,20 +118,23 @@ def test_with_time_every_network_is_tried_with_the_same_rates(
     squares: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(comparing, "LEVELS", ((2, (0.5, 1.0, 2.0), 0.0),))
-    monkeypatch.setattr(comparing, "FEWEST_RUNS", 2)
-    monkeypatch.setattr(comparing, "MOST_RUNS", 2)
-    found = lr.compare(network, squares, out=tmp_path, say=str, epochs=1, batch_size=8, minutes=5, at_most=1e6)
+    monkeypatch.setattr(comparing, "MOST_RUNS", 1)
+    monkeypatch.setattr(comparing, "FEWEST_RUNS", 1)
+    found = lr.compare(network, squares, out=tmp_path, say=str, at_most=1e6, **QUICK)
     rows = load_frontier(found.folder).rows
     assert len(rows) >= 4  # lr, mixture, and a thin one at least
     for row in rows:
         assert [(one.rate, len(one.accuracies)) for one in row.tries] == [(0.5, 1), (1.0, 1), (2.0, 1)]
         assert row.rate in (0.5, 1.0, 2.0)
     assert sum(bool(row.runs) for row in rows) == 4
-    assert {len(row.runs) for row in rows if row.runs} == {2}
+    assert {len(row.runs) for row in rows if row.runs} == {1}
 
 
 @pytest.mark.usefixtures("no_page")
-def test_depthwise_networks_are_compared_with_bands(squares: Data, tmp_path: Path):
+def test_depthwise_networks_are_compared_with_bands(
+    squares: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(comparing, "MOST_RUNS", 1)
     found = lr.compare(depthwise, squares, out=tmp_path, say=str, **QUICK)
     assert "bands" in [row["network"] for row in found.table]
 
@@ -147,28 +142,34 @@ def test_depthwise_networks_are_compared_with_bands(squares: Data, tmp_path: Pat
 @pytest.mark.usefixtures("no_page")
 def test_the_budget_is_kept(squares: Data, tmp_path: Path):
     said: list[str] = []
-    found = lr.compare(network, squares, out=tmp_path, say=said.append, **{**QUICK, "minutes": 1e-4})
+    found = lr.compare(network, squares, out=tmp_path, say=said.append, **{**QUICK, "minutes": 1e-4, "epochs": 9})
     assert [row["runs"] for row in found.table] == [1, 1, 1]  # one of each is the least that can be compared
     assert "The time is over after 1 run of each network." in said
     assert "without the chance of other runs" in found.sentence
     assert any("--minutes" in remark for remark in found.remarks)
 
 
+def test_in_an_engine_answers_are_those_of_the_file(squares: Data, tmp_path: Path):
+    made, target = network(), Target.parse("torchscript")
+    lr.fit(made, squares, epochs=1, batch_size=16, progress=False)
+    trained = carried_by(made)
+    assert trained is not None
+    deployed = target.deployed(trained, squares, tmp_path)
+    assert deployed is not None
+    assert not isinstance(deployed.network, nn.Sequential)
+    assert torch.equal(target.answers(deployed, squares), Target().answers(trained, squares))
+    (tmp_path / "net.ts").unlink()
+    with pytest.raises(LowRankError):
+        load_checkpoint(tmp_path / "net.ts", trusted=True)
+
+
+@pytest.mark.nightly
 @pytest.mark.usefixtures("no_page")
-def test_in_an_engine_the_accuracy_is_that_of_the_file(
-    squares: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    evaluated: list[str] = []
-    answers = Target.answers
-    monkeypatch.setattr(
-        Target,
-        "answers",
-        lambda self, net, data: evaluated.append(type(net.network).__name__) or answers(self, net, data),
-    )
-    found = lr.compare(network, squares, out=tmp_path, say=str, for_="onnxruntime", schemes=("lr",), **QUICK)
+@pytest.mark.parametrize("where", ["onnxruntime:int8", "ncnn:fp16"])
+def test_networks_are_compared_in_an_engine(squares: Data, tmp_path: Path, where: str):
+    found = lr.compare(network, squares, out=tmp_path, say=str, for_=where, schemes=("lr",), **QUICK)
     assert found.sentence.startswith("Take ")
-    assert (found.winner / "net.onnx").is_file()
-    assert set(evaluated) == {"EngineNetwork"} or not {"Sequential"} & set(evaluated)
+    assert (found.winner / f"net{Target.parse(where).suffix}").is_file()
 
 
 @pytest.mark.parametrize(
@@ -229,3 +230,22 @@ def test_the_command_prints_the_answer(tmp_path: Path):
     assert done.exit_code == 0, done.output
     assert "Take " in done.output
     assert "To export:" in done.output
+
+
+@pytest.mark.usefixtures("no_page")
+def test_trained_networks_are_pruned_and_decomposed_and_learn_from_the_original(
+    squares: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(comparing, "MOST_RUNS", 1)
+    taught, fit = {}, comparing.fit
+
+    def noted(made, *given, **options):
+        if options["out"]:
+            taught[options["out"].name.rsplit("-", 1)[0]] = options["teacher"] is not None
+        return fit(made, *given, **options)
+
+    monkeypatch.setattr(comparing, "fit", noted)
+    found = lr.compare(network(), squares, out=tmp_path, say=str, pretrained=True, **QUICK)
+    thin = next(row["network"] for row in found.table if row["kind"] == "thin").replace(" ", "-")
+    assert taught == {"dense": False, "lr-join": True, thin: True}
+    assert found.sentence.startswith("Take ")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from lowrank_cnn.cli import demo as module
-from lowrank_cnn.cli.demo import demo
-from lowrank_cnn.deploy.timing import time_model
-from lowrank_cnn.train import RECIPES, load_record
+from lowrank_cnn.train import RECIPES
 
 
 def test_count_prints_the_published_integers_as_json(output_of):
@@ -54,32 +51,16 @@ def test_recipes_are_listed_with_every_field_as_json(output_of):
     assert json.loads(output_of("recipes", "--json"))["modern"]["lr"] == RECIPES["modern"].lr
 
 
-def test_it_trains_both_twins_once_compares_them_and_writes_a_report(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("lowrank_cnn.deploy.timing.time_model", partial(time_model, repeats=3))
+def test_the_demo_compares_three_networks_and_goes_on_where_it_was(tmp_path: Path, monkeypatch, output_of):
     monkeypatch.setattr(module, "WIDTH", 0.05)
-    said: list[str] = []
-    (dense, low_rank), report = demo(tmp_path, epochs=1, device="cpu", limit=64, say=said.append)
-    assert [line.split(" network")[0] for line in said] == ["Training the dense", "Training the low-rank"]
-    assert (dense["name"], low_rank["name"]) == ("dense", "low-rank")
-    assert low_rank["macs"] < 0.6 * dense["macs"]
-    assert low_rank["params"] < dense["params"]
-    assert min(dense["ms_per_image"], low_rank["ms_per_image"]) > 0
-    assert load_record(tmp_path / "low-rank" / "record.json").result["macs"] == low_rank["macs"]
-    assert "nin lr width 0.05" in report.read_text()
-
-    before = (tmp_path / "dense" / "record.json").stat().st_mtime_ns
-    monkeypatch.setattr("lowrank_cnn.report.write_report", lambda runs, page: page)
-    (again, _), _ = demo(tmp_path, epochs=1, device="cpu", limit=64)
-    assert again["top1"] == dense["top1"]
-    assert (tmp_path / "dense" / "record.json").stat().st_mtime_ns == before
-
-
-def test_the_command_prints_the_ratios(output_of, monkeypatch):
-    fields = ("name", "top1", "n", "macs", "params", "ms_per_image")
-    figures = (("dense", 0.9, 500, 200, 50, 2.0), ("lr", 0.91, 500, 100, 20, 1.5))
-    twins = [dict(zip(fields, row, strict=True)) for row in figures]
-    monkeypatch.setattr(module, "demo", lambda *_, **__: (twins, Path("report.html")))
-    assert "+1.0 points x 0.50 x 0.40 x 0.75" in " ".join(output_of("demo").split())
+    monkeypatch.setattr(module, "MINUTES", 0.01)
+    options = ("demo", "--epochs", "1", "--limit", "64", "--device", "cpu", "--out", str(tmp_path))
+    told = json.loads(output_of(*options, "--json"))
+    assert {row["kind"] for row in told["rows"]} == {"dense", "thin", "low-rank"}
+    assert "nin" in Path(told["page"]).read_text()
+    before = (tmp_path / "runs" / "dense-1" / "record.json").stat().st_mtime_ns
+    assert told["sentence"].partition(":")[0] in output_of(*options)
+    assert (tmp_path / "runs" / "dense-1" / "record.json").stat().st_mtime_ns == before
 
 
 def test_photographs_are_stored_smaller_and_bad_ones_named(output_of, tmp_path):
