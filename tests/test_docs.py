@@ -32,7 +32,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MOST_NOT_RUN = 16
 
 SMALLER = {
-    "demo": "--epochs 1 --limit 64",
+    "demo": "--epochs 1 --limit 128",
     "compare": "--limit 16 --set epochs=1 --set batch_size=4 --minutes 0.01",
     "train": "--epochs 1 --batch-size 8 --limit 16",
     "evaluate": "--limit 16",

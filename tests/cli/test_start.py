@@ -54,7 +54,7 @@ def test_recipes_are_listed_with_every_field_as_json(output_of):
 def test_the_demo_compares_three_networks_and_goes_on_where_it_was(tmp_path: Path, monkeypatch, output_of):
     monkeypatch.setattr(module, "WIDTH", 0.05)
     monkeypatch.setattr(module, "MINUTES", 0.01)
-    options = ("demo", "--epochs", "1", "--limit", "64", "--device", "cpu", "--out", str(tmp_path))
+    options = ("demo", "--epochs", "1", "--limit", "128", "--device", "cpu", "--out", str(tmp_path))
     told = json.loads(output_of(*options, "--json"))
     assert {row["kind"] for row in told["rows"]} == {"dense", "thin", "low-rank"}
     assert "nin" in Path(told["page"]).read_text()
