@@ -9,6 +9,7 @@ import re
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,8 +164,11 @@ def find_into(into: str | None, trained: str | Path) -> nn.Module | None:
     elif (into := remembered(trained) if is_own(trained) else None) is None:
         return None
     else:
-        errors.print(f"Network: --into {into}, as before.")
+        _print_once(f"Network: --into {into}, as before.")
     return find_model(into, classes=classes_of(trained)).network
+
+
+_print_once = cache(errors.print)  # a network is built again as its own dense twin
 
 
 # The networks of the user's own runs, by the place of the run. A run or a cache may come from somebody else, and

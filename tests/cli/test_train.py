@@ -119,6 +119,9 @@ def test_a_network_in_the_users_file_is_trained_and_used(lowrank, tmp_path):
         evaluated = lowrank("evaluate", out, *evaluate, *into)
         assert json.loads(evaluated.stdout)["top1"] == load_record(out).result["top1"]
     assert f"--into {own}:net, as before" in evaluated.stderr
+    counted = lowrank("count", out, "--json")  # which builds it twice
+    assert json.loads(counted.stdout)["macs"]
+    assert counted.stderr.count("as before") <= 1
     image = pytest.importorskip("PIL.Image")
     image.new("L", (16, 16), 230).save(tmp_path / "a.png")
     predicted = lowrank("predict", out, tmp_path / "a.png", "--device", "cpu", "--into", f"{own}:net")
