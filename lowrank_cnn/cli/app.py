@@ -24,7 +24,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from lowrank_cnn.cli import CTRL_C, INTERRUPTED
 from lowrank_cnn.core import __version__
-from lowrank_cnn.core.errors import LowRankError, LowRankWarning
+from lowrank_cnn.core.errors import LowRankError, LowRankWarning, on_command_line
 from lowrank_cnn.core.processes import first_process
 
 # Standard output that outlives its reader: `lowrank train ... | head -1` trains to the end. Plain warnings.
@@ -95,6 +95,8 @@ def plain_warnings() -> Iterator[None]:
             errors.print(str(message))
 
     with warnings.catch_warnings():
+        # torch works without numpy, and an install without extras does not bring it.
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy")
         usual, warnings.showwarning = warnings.showwarning, show
         yield
 
@@ -158,7 +160,8 @@ class LazyGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Print the last words of a run that was stopped; its exit code depends on the signal, unlike typer's."""
         try:
-            return super().invoke(ctx)
+            with on_command_line():
+                return super().invoke(ctx)
         except KeyboardInterrupt as stopped:
             from lowrank_cnn.cli.show import errors
 

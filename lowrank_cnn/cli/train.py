@@ -34,6 +34,7 @@ from lowrank_cnn.cli.options import (
 from lowrank_cnn.cli.show import console, print_json, print_problems, print_table
 from lowrank_cnn.core.errors import LowRankError, MissingExtra, check_number, first_line, nearest
 from lowrank_cnn.core.files import read_text
+from lowrank_cnn.core.numbers import accuracy
 from lowrank_cnn.core.processes import first_process
 from lowrank_cnn.core.text import counted, first_few, si
 
@@ -283,7 +284,7 @@ def train_command(
       lowrank train vgg11-gmp-lr --data photos --image-size 64 -o runs/photos
       lowrank train runs/photos --data photos --set quantize=int8 --lr 0.001
     """
-    from lowrank_cnn.cli.source import build_for, check_model, is_weights
+    from lowrank_cnn.cli.source import build_for, check_model, is_weights, remember, remembered
     from lowrank_cnn.method.schemes import parse_scheme
     from lowrank_cnn.train.distributed import seed_generators
     from lowrank_cnn.train.inputs import (
@@ -333,6 +334,8 @@ def train_command(
     if training.find_lr:
         how = {"workers": images.workers, **rare, "seed": run.seed, "device": run.device}
         return _find_rate(source.network, wanted, recipe, run.out, as_json=as_json, **how)
+    if run.out and first_process():
+        remember(run.out, network.into or remembered(model) or model)
     told = _problems_of(wanted)
     how = {"workers": images.workers, **rare, **asdict(run), "teacher": teacher, "log": run.log or ()}
     record = train(source.network.train(), wanted, recipe, progress=not as_json, **how)
@@ -345,7 +348,8 @@ def train_command(
     if _problems_of(wanted) != told:  # a stream finds them on its way
         print_problems(wanted)
     if run.out:
-        hint = _next_command(record, run.out, data, network.into or model, images.class_names)
+        named = ["--class-names", str(images.class_names)] if images.class_names else []
+        hint = shlex.join(["lowrank", "evaluate", str(run.out), "--data", data, *named])
         console.print(f"The run is in {run.out}: try `{hint}`", soft_wrap=True)
     return None
 
@@ -396,15 +400,6 @@ def _problems_of(data: Data) -> tuple[str, str]:
     return str(data.train.problems), str(data.test.problems)
 
 
-def _next_command(record: Record, out: Path, data: str, source: str, names: Path | None) -> str:
-    """The command that evaluates the run. A run holds no code, so --into names a network that is not ours."""
-    from lowrank_cnn.models.build import entry_description
-
-    ours = entry_description(record.model)["model"] is not None
-    into, named = [] if ours else ["--into", source], ["--class-names", str(names)] if names else []
-    return shlex.join(["lowrank", "evaluate", str(out), "--data", data, *into, *named])
-
-
 def _told(recipe: Recipe) -> str:
     """The name, the usual settings, and every field that differs from its default."""
     from lowrank_cnn.train.optimizers import warmup_epochs
@@ -449,7 +444,7 @@ def _print_result(record: Record) -> None:
 
     r = record.result
     top5 = {"top-5": f"{r['top5']:.2%}"} if len(record.data["classes"]) > TOP_FIVE else {}
-    row = {"network": record.model["name"], "top-1": f"{r['top1']:.2%}", **top5, "n": f"{r['n']:,}"}
+    row = {"network": record.model["name"], "top-1": accuracy(r["top1"], r["n"]), **top5, "n": f"{r['n']:,}"}
     row |= {"MACs": si(r["macs"]) if r["macs"] else "", "params": si(r["params"])}
     row |= {"seconds": f"{r['seconds']:.1f}", "images/s": f"{r['images_per_second']:,.0f}"}
     print_table(f"Trained on {record.data['name']}", tuple(row), [tuple(row.values())])

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.core.compare import unchanged
-from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.core.errors import LowRankError, nearest, option, setting
 from lowrank_cnn.core.notes import note, notes
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.data import Data
@@ -278,12 +278,12 @@ def remarks(model: nn.Module, recipe: Recipe, inputs: Inputs, device: torch.devi
         yield "There is no data set to test on, as in fit(network, (train, test)): the images trained on are used."
     precision = resolve_precision(recipe.precision, device.type)
     if device.type == "cpu" and precision in ("bf16", "fp16"):
-        yield f"{precision} trains many times slower than fp32 on most CPUs (--set precision=fp32)."
+        yield f"{precision} trains many times slower than fp32 on most CPUs ({setting('precision', 'fp32')})."
     batches = len(inputs.train)
     if batches * recipe.epochs < FEW_STEPS and recipe.batch_size > SMALL_BATCH:
         each = f"{counted(batches, 'batch')} of {counted(recipe.batch_size, 'image')} in an epoch"
         told = f"This run has {counted(batches * recipe.epochs, 'step')}, {each}"
-        yield f"{told}: a smaller --batch-size or more --epochs gives more."
+        yield f"{told}: a smaller {option('batch_size')} or more {option('epochs')} gives more."
 
 
 def about(model: nn.Module, data: Data, seed: int) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def test_words_are_understood():
         ({"early_stop": 3}, "set holdout"),
         ({"early_stop": 3, "holdout": 0.1, "levels": 2}, "clear early_stop or levels"),
         ({"lookahead": 5, "ema": 0.9}, "lookahead and ema both average weights"),
-        ({"alternate_mirror": True, "mirror": False}, "set mirror=true as well"),
+        ({"alternate_mirror": True, "mirror": False}, "set mirror=True as well"),
         ({"levels": 2}, "watches held-out training images"),
         ({"levels": 2, "holdout": 0.1, "drop_epochs": "5"}, "levels finds the drops"),
     ],
