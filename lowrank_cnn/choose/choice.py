@@ -13,11 +13,11 @@ from math import ceil
 
 from torch import Tensor
 
+from lowrank_cnn.choose.frontier import DENSE_NAME
 from lowrank_cnn.choose.verdict import PairedGap, gap_parts, paired_gap
 from lowrank_cnn.core.errors import LowRankError, check_number
 from lowrank_cnn.core.text import counted
 
-DENSE, THIN, LOW_RANK = "dense", "thin", "low-rank"
 LOSS = 0.01
 """Without a wish, the network may lose this much accuracy to the best one, if it is faster."""
 SAME_TIME = 0.95
@@ -124,14 +124,14 @@ def _rival(taken: Contender, contenders: Sequence[Contender]) -> Contender | Non
     """The strongest network of another kind that is as fast, or else that is not the dense one."""
     others = [one for one in contenders if one.kind != taken.kind]
     as_fast = [one for one in others if SAME_TIME * one.ms <= taken.ms]
-    cheap = [one for one in others if one.kind != DENSE]
+    cheap = [one for one in others if one.kind != DENSE_NAME]
     return max(as_fast or cheap or others, key=lambda one: one.held_out, default=None)
 
 
 def _sentence(
     taken: Contender, rival: Contender | None, gap: PairedGap | None, contenders: Sequence[Contender], wish: Wish
 ) -> str:
-    dense = next((one for one in contenders if one.kind == DENSE), None)
+    dense = next((one for one in contenders if one.kind == DENSE_NAME), None)
     beside = [one for one in dict.fromkeys((rival, dense)) if one is not None and one is not taken]
     others = "; ".join(f"{one.name}{' has' * (place == 0)} {one}" for place, one in enumerate(beside))
     start = " ".join(filter(None, [wish.unfulfilled(taken), f"Take {taken.name}: {taken}."]))

@@ -25,10 +25,21 @@ import torch
 from torch import nn
 
 from lowrank_cnn.choose.candidates import DENSE, Builder, Design, at_width, find_design, width_of_macs
-from lowrank_cnn.choose.choice import DENSE as DENSE_KIND
-from lowrank_cnn.choose.choice import LOW_RANK, SAME_TIME, THIN, Choice, Contender, Wish, choose, milliseconds
+from lowrank_cnn.choose.choice import SAME_TIME, Choice, Contender, Wish, choose, milliseconds
 from lowrank_cnn.choose.design import Advice, design
-from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, SeedRun, open_frontier, pack
+from lowrank_cnn.choose.frontier import (
+    DENSE_NAME,
+    LOW_RANK,
+    THIN,
+    DesignRow,
+    DesignTime,
+    Frontier,
+    SeedRun,
+    in_words,
+    kind_of,
+    open_frontier,
+    pack,
+)
 from lowrank_cnn.choose.runs import RunMaker, WorkerPool, release_memory
 from lowrank_cnn.choose.target import Target
 from lowrank_cnn.choose.trace import FrontierPlan, Tracer, width_of_time
@@ -245,23 +256,6 @@ def build(
         return network if classes is None else with_classes(network, classes)
     shape: dict[str, Any] = {"num_classes": classes, "in_channels": channels}
     return create_model(model, norm="batch", **{key: value for key, value in shape.items() if value is not None})
-
-
-def in_words(design: Design | DesignRow) -> str:
-    """What a design is called in the answer: thin at 0.5 has half of the filters in each layer."""
-    name, _, width = design.name.partition("@")
-    if not width:
-        return name
-    return f"{'thin' if kind_of(design) == THIN else name} at {float(width):.2g}"
-
-
-def kind_of(design: Design | DesignRow) -> str:
-    """Dense, thin or low-rank."""
-    return LOW_RANK if not design.dense else THIN if "@" in design.name else DENSE_KIND
-
-
-class BudgetSpent(Exception):
-    """The time is over."""
 
 
 @dataclass
@@ -546,7 +540,7 @@ class Comparing:
             rivals = [scores[one.name] for one in rows if one is not row and SAME_TIME * self._ms(one) <= ms]
             return scores[row.name] - max(rivals, default=0.0)
 
-        ranked = sorted((row for row in rows if kind_of(row) != DENSE_KIND), key=above, reverse=True)
+        ranked = sorted((row for row in rows if kind_of(row) != DENSE_NAME), key=above, reverse=True)
         if self.wish.at_most is not None:
             in_time = [row for row in ranked if self._ms(row) <= self.wish.at_most]
             ranked = in_time or ranked

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowrank_cnn.choose.candidates import is_branched, is_dense
+from lowrank_cnn.choose.candidates import Design, is_branched, is_dense
 from lowrank_cnn.core.environment import environment
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.files import (
@@ -39,8 +39,8 @@ KIND, SCHEMA = "frontier", 1
 RECORD, ANSWERS = "frontier.json", "answers.bits"
 LARGEST_ANSWERS = 2**30
 """Bytes of the largest file of answers that is read: that of 160,000 runs on ILSVRC."""
-DENSE_NAME = "dense"
-"""The family's own network, which all others are timed beside."""
+DENSE_NAME, THIN, LOW_RANK = "dense", "thin", "low-rank"
+"""Kinds of designs, the first also the name of the network that all others are timed beside."""
 ABOUT = ("family", "network", "recipe", "data", "precision", "device", "teacher", "target")
 """What all runs of a frontier share: going on with another is refused."""
 PLAN = "plan"
@@ -244,6 +244,19 @@ class Frontier:
                 raise LowRankError(f"{path} is damaged: row {run.row} is not what was written.")
             found.append(unpack(packed, self.images))
         return torch.stack(found)
+
+
+def in_words(design: Design | DesignRow) -> str:
+    """What a design is called in the answer: thin at 0.5 has half of the filters in each layer."""
+    name, _, width = design.name.partition("@")
+    if not width:
+        return name
+    return f"{'thin' if kind_of(design) == THIN else name} at {float(width):.2g}"
+
+
+def kind_of(design: Design | DesignRow) -> str:
+    """Dense, thin or low-rank."""
+    return LOW_RANK if not design.dense else THIN if "@" in design.name else DENSE_NAME
 
 
 def pack(right: Tensor) -> bytes:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowrank_cnn.choose.choice import DENSE, LOW_RANK, THIN, Contender, Wish, choose, milliseconds
-from lowrank_cnn.choose.frontier import load_frontier
+from lowrank_cnn.choose.choice import Contender, Wish, choose, milliseconds
+from lowrank_cnn.choose.frontier import DENSE_NAME as DENSE
+from lowrank_cnn.choose.frontier import LOW_RANK, THIN, load_frontier
 from lowrank_cnn.core.errors import LowRankError
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "results" / "frontier"
