@@ -54,6 +54,7 @@ SKIPPED = {
     "LearnedShapes": "needs the file of a run",
     "design": "measures",
     "evaluate": "needs a run",
+    "find_lr": "trains",
     "fit": "trains",
     "learn_shapes": "trains",
     "load": "needs a run",

@@ -14,8 +14,10 @@ from typing import Any
 from tables import form, frontier, gpu_models
 from tables.form import ROOT, markdown, record
 
+from lowrank_cnn.choose.compare import in_words
 from lowrank_cnn.choose.frontier import DENSE_NAME, RECORD, DesignRow, Frontier, load_frontier
 from lowrank_cnn.choose.verdict import BETTER, YES, control_of, read_questions
+from lowrank_cnn.report.style import COLOURS
 
 DENSE, LOW_RANK, THIN = "dense", "low-rank", "thin dense"
 KEYS = {DENSE: "dense", LOW_RANK: "low-rank", THIN: "thin"}
@@ -196,7 +198,12 @@ def draw(path: Path) -> None:
 
 def _chart(trio: Trio) -> dict[str, Any]:
     values = [
-        {"name": row.name, "kind": kind, "ms": trio.ms(kind), "top1": trio.top1(kind)}
+        {
+            "name": in_words(row).replace("thin", KEYS[kind]),
+            "kind": kind,
+            "ms": trio.ms(kind),
+            "top1": trio.top1(kind),
+        }
         for kind, row in trio.rows.items()
     ]
     arrows = [
@@ -212,8 +219,8 @@ def _chart(trio: Trio) -> dict[str, Any]:
     y = {"field": "top1", "type": "quantitative", "title": "top-1, %", "scale": {"domain": shares}}
     y["axis"] = {"titlePadding": 14}  # fonts of a browser are wider than the one that is measured here
     kinds = list(KEYS)
-    shapes = {"domain": kinds, "range": ["circle", "square", "diamond"]}
-    colours = {"domain": kinds, "range": ["#d55e00", "#0072b2", "#6a6a6a"]}
+    shapes = {"domain": kinds, "range": ["circle", "diamond", "square"]}
+    colours = {"domain": kinds, "range": [COLOURS[kind][0] for kind in ("dense", "low-rank", "thin")]}
     beside = {"align": "right", "dx": -12}  # a thin network may lie on the low-rank one
     low, thin = (-6, 10) if trio.gap > 0 else (10, -6)
     full = trio.rows[DENSE].name in FULL if DENSE in trio.rows else True  # a longer name would leave the chart

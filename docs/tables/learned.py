@@ -17,7 +17,7 @@ from lowrank_cnn.method.schemes import parse_scheme
 from lowrank_cnn.models import create_model
 from lowrank_cnn.report.figures import shapes_spec
 from lowrank_cnn.report.style import save_charts
-from lowrank_cnn.report.trade import DENSE, LEARNED, LOW_RANK, TradePoint, trade_chart, trade_spec
+from lowrank_cnn.report.trade import LEARNED, LOW_RANK, THIN, TradePoint, trade_chart, trade_spec
 
 UNDECIDED = "nothing is decided"
 NOT_TUNED = "no verdict, since all ways trained at one learning rate"
@@ -190,7 +190,7 @@ def _timed_spec(found: dict[str, Any]) -> dict[str, Any]:
 
 def _timed_point(way: str, ms: float, rows: list[dict[str, Any]]) -> TradePoint:
     shares = [row["top1"] for row in rows if row["top1"] is not None]
-    kind = {"thin": DENSE, "strips": LOW_RANK, "points": LOW_RANK}.get(way.partition(":")[0], LEARNED)
+    kind = {"thin": THIN, "strips": LOW_RANK, "points": LOW_RANK}.get(way.partition(":")[0], LEARNED)
     spread = {"top1": stdev(shares)} if len(shares) > 1 else {}
     return TradePoint(way, kind, "", "", {"top1": fmean(shares), "batch": ms}, spread, n=rows[0]["images"])
 

@@ -118,6 +118,7 @@ COMMANDS = {
     "compare": Entry("compare", "Start", "Say which cheap version of a network to train."),
     "models": Entry("models", "Start", "List the networks with their cost and published accuracy."),
     "count": Entry("models", "Start", "Count multiply-accumulates, parameters and memory, layer by layer."),
+    "data": Entry("data", "Train", "Check a data set: counts, sizes, classes, duplicates, unreadable images."),
     "recipes": Entry("models", "Train", "List the training recipes."),
     "train": Entry("train", "Train", "Train a network, from scratch or from trained weights."),
     "evaluate": Entry("evaluate", "Train", "Measure accuracy on test images."),

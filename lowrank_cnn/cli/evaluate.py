@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import exp
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -166,10 +167,10 @@ def _print_details(details: EvaluationDetails, *, every_class: bool) -> None:
         print_table("Most confused", ("class", "<taken for", "images", "of the class"), pairs)
     if every_class and details.worst:
         wrong = [
-            (image.image, image.true, image.predicted, f"{image.probability:.1%}")
+            (image.image, image.true, f"{exp(-image.loss):.2%}", image.predicted, f"{image.probability:.1%}")
             for image in details.worst[:_SHOWN_PAIRS]
         ]
-        print_table("Most wrong", ("image", "<class", "<taken for", "probability"), wrong)
+        print_table("Most wrong", ("image", "<class", "probability", "<taken for", "probability"), wrong)
     error = details.calibration_error
     console.print(f"Confidence and accuracy differ by {error:.1%} on average (calibration).")
 

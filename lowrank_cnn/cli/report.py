@@ -29,7 +29,8 @@ def report_command(
 ) -> None:
     """Write one HTML page about training runs and timings.
 
-    The page holds tables, charts and the audit in one file, and loads nothing from the network.
+    The page holds tables and charts in one file, and loads nothing from the network. If networks of the paper are
+    among the runs, its tables and the audit are there too.
 
     Examples:
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -35,7 +35,7 @@ from lowrank_cnn.method.count import count
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.rewrite import copy_with, in_channels_last
 from lowrank_cnn.method.select import check_module
-from lowrank_cnn.models.build import dense_twin, name_of
+from lowrank_cnn.models.build import dense_twin, name_of, run_entry
 
 # Networks ready to be timed: a copy in torch, or a file in its engine, each with its inputs.
 
@@ -173,7 +173,8 @@ class Timing(AsDict):
     """A network's time for one batch. `correlation` is Pearson's r of MACs and time over its layers.
 
     `twin` is the dense network that it is compared with, if any, timed in the same turns. `input` is the shape of
-    the first input; `more_inputs` are the shapes of the others.
+    the first input; `more_inputs` are the shapes of the others. `model` describes the network as the record of a
+    run does; None for a file.
     """
 
     name: str
@@ -187,6 +188,7 @@ class Timing(AsDict):
     correlation: float | None
     twin: Timing | None = None
     more_inputs: tuple[tuple[int, ...], ...] = ()
+    model: Mapping[str, Any] | None = None
 
 
 @unchanged()  # a dense twin draws weights when it is built, and forwards may draw
@@ -282,4 +284,5 @@ def _timing(
     layers = tuple(LayerTime(key, types.get(key, ""), macs.get(key, 0), ms) for key, ms in times.items())
     whole = sum(macs.values()) if model is None else runner.times * count(model, runner.counted).macs
     (shape, *more), used, r = runner.shapes, torch.get_num_threads(), layer_correlation(layers)
-    return Timing(name, shape, *where, used, whole, total, layers, r, more_inputs=tuple(more))
+    about = None if model is None else run_entry(model)
+    return Timing(name, shape, *where, used, whole, total, layers, r, more_inputs=tuple(more), model=about)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowrank_cnn.core.numbers import ceil_div, pearson
 from lowrank_cnn.core.text import counted, percent, si
@@ -22,8 +22,11 @@ from lowrank_cnn.report.records import (
     pool_answers,
     trained_label,
 )
-from lowrank_cnn.report.results import NetworkResult, is_twin
+from lowrank_cnn.report.results import NetworkResult, kind_of
 from lowrank_cnn.report.style import Look, Spec, filled, kind_colours, network_looks, template
+
+if TYPE_CHECKING:
+    from lowrank_cnn.train.find_lr import RateTest
 
 MOST_EPOCHS = 400
 """Epochs of a run that are shown: of longer ones, every n-th."""
@@ -32,6 +35,11 @@ MEASURES = {
     "train_accuracy": "Accuracy on training images",
     "train_loss": "Mean training loss of an epoch",
 }
+TESTED = {
+    "accuracy": "Accuracy on watched images, dots: test images",
+    "train_accuracy": "Accuracy on training images, dots: test images",
+}
+"""The names of these axes if test accuracies stand there as dots."""
 EARLY = 0.1
 """The first share of a run, whose accuracies are near chance and do not stretch the axis of a figure."""
 
@@ -41,9 +49,9 @@ CURVES_SPEC = template("curves")
 def training_curves(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
     """The history of every run that has one, as plain data for the page."""
     shown = [(result, run) for result in results for run in result.runs if run.history]
-    charts: dict[tuple[str, str], dict[str, bool]] = {}
+    charts: dict[tuple[str, str], dict[str, str]] = {}
     for result, run in shown:
-        charts.setdefault((result.data, run.recipe), {})[result.label] = is_twin(result)
+        charts.setdefault((result.data, run.recipe), {})[result.label] = kind_of(result)
     looks = {chart: network_looks(networks) for chart, networks in charts.items()}
     return [_curve(result, run, looks[result.data, run.recipe][result.label]) for result, run in shown]
 
@@ -85,12 +93,14 @@ def curves_spec(title: str, curves: Sequence[dict[str, Any]]) -> Spec:
         for curve in curves
         if curve["test"] is not None
     ]
+    y = TESTED[measure] if ends else MEASURES[measure]
+    ends += [row for row in rows if sum(row["group"] == other["group"] for other in rows) == 1]  # no line
     looks = {curve["group"]: curve["look"] for curve in curves}
     scales = {
         "{colours}": {"domain": list(looks), "range": [look["light"] for look in looks.values()]},
         "{dashes}": {"domain": list(looks), "range": [look["dash"] for look in looks.values()]},
     }
-    spec: Spec = filled(CURVES_SPEC, {"{y}": MEASURES[measure], "{format}": ".0%", **scales})
+    spec: Spec = filled(CURVES_SPEC, {"{y}": y, "{format}": ".0%", **scales})
     last = max((row["epoch"] for row in rows), default=1)
     late = [row["value"] for row in [*rows, *ends] if row["epoch"] >= EARLY * last]
     if late:
@@ -100,6 +110,15 @@ def curves_spec(title: str, curves: Sequence[dict[str, Any]]) -> Spec:
         ]
     subtitle = "Lines: mean over runs; bands: lowest to highest run; dots: test accuracy of each run"
     return {**spec, "title": {"text": title, "subtitle": subtitle}, "datasets": {"curves": rows, "ends": ends}}
+
+
+def rates_spec(tested: RateTest) -> Spec:
+    """The loss over the rates of a range test; a dashed line is the suggested rate."""
+    rows = [{"rate": rate, "loss": loss} for rate, loss in zip(tested.rates, tested.losses, strict=True)]
+    suggested = [] if tested.rate is None else [{"rate": tested.rate}]
+    spec: Spec = filled(template("rates"), {"{rates}": rows, "{suggested}": suggested})
+    told = "No rate is suggested" if tested.rate is None else f"Suggested rate: {tested.rate:g}"
+    return {**spec, "title": {"text": "Learning-rate range test", "subtitle": told}}
 
 
 MOST_BARS = 25
@@ -124,7 +143,7 @@ def _details(result: NetworkResult) -> dict[str, Any]:
     return {
         "network": result.label,
         "trained": trained_label(result.data, result.recipe),
-        "colours": kind_colours(dense=is_twin(result)),
+        "colours": kind_colours(kind_of(result)),
         "classes": list(answers.classes),
         "confusion": answers.confusion.tolist(),
         "charts": dict(_details_specs(answers)),
@@ -179,10 +198,11 @@ LAYER_COLOURS = {"MACs": "#7d8792", "CPU time": "#a94fd0", "GPU time": "#6aa121"
 """None is a colour of a network."""
 
 
-def layer_charts(measured: Sequence[TimedNetwork]) -> list[dict[str, Any]]:
+def layer_charts(measured: Sequence[TimedNetwork], *, paper: bool = True) -> list[dict[str, Any]]:
     """MACs beside time as shares of their totals: the networks timed here, then the paper's own, as plain data."""
     detailed = sorted((timing for timing in measured if len(timing.layers) > 1), key=_same_layers)
-    return [*(_layers_of(list(group)) for _, group in groupby(detailed, key=_same_layers)), _published_layers()]
+    ours = [_layers_of(list(group)) for _, group in groupby(detailed, key=_same_layers)]
+    return [*ours, _published_layers()] if paper else ours
 
 
 def layers_spec(chart: dict[str, Any]) -> Spec:

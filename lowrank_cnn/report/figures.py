@@ -9,7 +9,7 @@ import base64
 import math
 import struct
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -43,7 +43,15 @@ from lowrank_cnn.report.charts import (
 from lowrank_cnn.report.records import Records, data_label
 from lowrank_cnn.report.results import comparable, gather
 from lowrank_cnn.report.style import GRID, Spec, check_format, filled, save_charts, template
-from lowrank_cnn.report.trade import TradePoint, our_point, published_point, trade_chart, trade_spec
+from lowrank_cnn.report.trade import (
+    AUGMENTED,
+    OURS,
+    TradePoint,
+    our_point,
+    published_point,
+    trade_chart,
+    trade_spec,
+)
 
 
 @dataclass(frozen=True)
@@ -101,11 +109,18 @@ def trade_figure(name: str, options: FigureOptions) -> list[Spec]:
     charts = {home: [*published, *ours.pop(home, [])]} | ours
     specs = []
     for data, points in charts.items():
-        shown = [p for p in points if figure.error in p.values and figure.cost in p.values]
+        shown = _told_apart([p for p in points if figure.error in p.values and figure.cost in p.values])
         title = figure.title if data == home else f"The same networks trained here on {data}"
         spec = trade_spec(trade_chart(shown, figure.cost, figure.error, error=True))
         specs.append({**spec, "title": title, "width": figure.size[0], "height": figure.size[1]})
     return specs
+
+
+def _told_apart(points: Sequence[TradePoint]) -> list[TradePoint]:
+    """Published points of one name: those with more augmentation say so."""
+    names = Counter(point.label for point in points if point.kind not in OURS)
+    twice = [p.kind == AUGMENTED and names[p.label] > 1 for p in points]
+    return [replace(p, label=f"{p.label}, augmented") if t else p for p, t in zip(points, twice, strict=True)]
 
 
 def _ours(figure: TradeFigure, options: FigureOptions) -> dict[str, list[TradePoint]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -32,45 +33,49 @@ from lowrank_cnn.report.results import (
     comparable,
     gather,
     is_twin,
+    kind_of,
     layer_times,
+    of_paper,
+    twin_id,
     twin_known,
 )
 
 MOST_CARDS = 4
-MOST_ACCURATE, CHEAPEST = "Most accurate low-rank network", f"Cheapest within {COMPARABLE:g} point"
 COSTS = {GPU: "GPU time", CPU: "CPU time", "macs": "MACs", "params": "parameters"}
 """What a network costs; a measured time tells more than a count."""
 
 
 def cards(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
-    """By data set and its best recipe: the most accurate low-rank network, and the cheapest comparable one."""
+    """By data set, its best recipe and kind: the most accurate network, and the cheapest comparable one."""
     found: list[dict[str, Any]] = []
     for group in _compared(results):
+        kind = kind_of(group[0])
+        title = (
+            f"Most accurate of {len(group)} {kind} networks" if len(group) > 1 else f"{kind} network".capitalize()
+        )
         best = max(group, key=lambda result: result.ratios["top1"])
         near = [result for result in group if result.ratios["top1"] >= -COMPARABLE and _cost(result) < 1]
-        cheapest = min(near, key=_cost, default=best)
-        if cheapest is not best:
-            found += [_card(MOST_ACCURATE, best), _card(CHEAPEST, cheapest)]
-        else:
-            found.append(_card(f"{MOST_ACCURATE}, and {CHEAPEST.lower()}" if near else MOST_ACCURATE, best))
+        found.append(_card(title, best))
+        if (cheapest := min(near, key=_cost, default=best)) is not best:
+            found.append(_card(f"Cheapest of these within {COMPARABLE:g} point", cheapest))
     return found[:MOST_CARDS]
 
 
-def headline(found: Sequence[Mapping[str, Any]]) -> str:
-    """The title of the page: it speaks of a gain only where every card shows one."""
-    if not found:
-        return "Networks trained and timed"
-    gained = all(card["gain"] for card in found)
-    return "What low rank gained" if gained else "Low-rank networks beside their dense twins"
+def headline(results: Sequence[NetworkResult]) -> str:
+    """The title of the page: the kinds of networks that it is about."""
+    kinds = sorted({kind_of(result) for result in results}, key=list(style.COLOURS).index)
+    return f"{' and '.join(filter(None, (', '.join(kinds[:-1]), kinds[-1])))} networks".capitalize()
 
 
 def _compared(results: Sequence[NetworkResult]) -> list[list[NetworkResult]]:
-    """The low-rank networks with a trained twin, by data set; of each the first recipe, which is the best."""
+    """Low-rank and thin networks with a trained twin, by data set; of each the first recipe, which is the best."""
     groups: dict[str, dict[str, list[NetworkResult]]] = {}
     for result in comparable(results):
         if "top1" in result.ratios and not is_twin(result) and "macs" in result.ratios:
             groups.setdefault(result.data, {}).setdefault(result.recipe, []).append(result)
-    return [next(iter(recipes.values())) for recipes in groups.values()]
+    best = [next(iter(recipes.values())) for recipes in groups.values()]
+    split = [[r for r in group if kind_of(r) == kind] for group in best for kind in (style.LOW_RANK, style.THIN)]
+    return list(filter(None, split))
 
 
 def _cost(result: NetworkResult) -> float:
@@ -78,11 +83,7 @@ def _cost(result: NetworkResult) -> float:
 
 
 def _card(title: str, result: NetworkResult) -> dict[str, Any]:
-    """One low-rank network beside its dense twin, in words.
-
-    `mood` is good, bad or quiet: how the certainty is coloured. `gain` is whether the network is shown to be
-    more accurate, or cheaper and as good.
-    """
+    """One network beside its dense twin, in words. `mood` is good, bad or quiet: how the certainty is coloured."""
     gap, reach = result.ratios["top1"], result.gap_half_width
     costs = [f"{TIMES}{result.ratios[name]:.2f} {words}" for name, words in COSTS.items() if name in result.ratios]
     sure, mood = certainty(gap, reach)
@@ -98,7 +99,6 @@ def _card(title: str, result: NetworkResult) -> dict[str, Any]:
         "cost": ", ".join(costs),
         "sure": f"{interval}{sure}{otherwise}.",
         "mood": mood,
-        "gain": mood == "good" and (gap - (reach or 0) > 0 or _cost(result) < 1),
     }
 
 
@@ -133,6 +133,8 @@ class TableCell:
     value: float | str | None = None
     small: str = ""
     more: Sequence[str] = ()
+    kind: str = ""
+    """The kind of the network, which colours a dot."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,9 @@ class PageTable:
 
 
 _OF_TWIN = "below, the share of the dense twin's"
+_RUN_BY = {"torch": "by layers", "optimize": "optimized"}
+"""How a network was timed: layer by layer, as it was trained, or as `optimize` makes it; else in an engine."""
+_OPTIONAL = ("top-5", f"{CPU} ms/image", f"{GPU} ms/image")
 _HELP = {
     "top-1": "mean over seeds, with the standard deviation",
     "to twin": "difference to the dense twin in points, with its 95% interval corrected for all networks",
@@ -160,21 +165,22 @@ _HELP = {
 
 
 def summary_table(results: Sequence[NetworkResult]) -> PageTable:
-    """A row for each network, with the runs behind it; without top-5 where no network has one."""
+    """A row for each network, with the runs behind it; without top-5 and times that no network has."""
     found = [_summary_row(result) for result in results]
-    for row in found if all(result.top5 is None for result in results) else ():
-        del row["top-5"]
+    empty = [name for name in _OPTIONAL if all(row[name].value is None for row in found)]
+    found = [{name: cell for name, cell in row.items() if name not in empty} for row in found]
     return PageTable("networks", "Networks of these records", found, ["network"], _HELP)
 
 
 def _summary_row(result: NetworkResult) -> dict[str, TableCell]:
-    words = [trained_label(result.data, result.recipe), result.variant, runs_in_words(result)]
-    origin = ", ".join(filter(None, words)) if result.runs else "timed only"
+    kind = kind_of(result)
+    words = [kind, trained_label(result.data, result.recipe), result.variant, runs_in_words(result)]
+    origin = ", ".join(filter(None, words)) if result.runs else f"{kind}, timed only"
     spread = f"±{100 * result.top1_spread:.2f}" if result.top1_spread is not None else ""
     known = result.gap_half_width is not None and not is_twin(result)
     reach = f"±{result.gap_half_width:.2f}" if known else ""
     return {
-        "network": TableCell(result.network.label, result.label, origin, list(_named_runs(result))),
+        "network": TableCell(result.network.label, result.label, origin, list(_named_runs(result)), kind),
         "top-1": TableCell(percent(result.top1), result.top1, spread),
         "to twin": TableCell(_to_twin(result), result.ratios.get("top1"), reach),
         "top-5": TableCell(percent(result.top5), result.top5),
@@ -221,7 +227,7 @@ def _time(result: NetworkResult, device: str) -> TableCell:
     timing = result.time(device)
     if timing is None:
         return TableCell(DASH)
-    small = _ratio(result, device) or f"batch {timing.batch}"
+    small = f"{_ratio(result, device) or f'batch {timing.batch}'} {_RUN_BY.get(timing.runtime, timing.runtime)}"
     return TableCell(f"{timing.ms_per_image:.3g}", timing.ms_per_image, small)
 
 
@@ -315,9 +321,8 @@ def write_page(records: Records, out: str | Path, *, headline: str = "") -> Path
 
 def render(records: Records, first: str = "") -> str:
     """The page as text."""
-    results, here = gather(records), environment()
-    told = cards(results)
-    findings = audits.audit(accuracies(records.runs), layer_times(records.timings))
+    results, here, paper = gather(records), environment(), of_paper(records.runs)
+    findings = audits.audit(accuracies(records.runs), layer_times(records.timings)) if paper else []
     css, script = _asset("page.css"), "\n".join(map(_asset, SCRIPTS))
     return _template().render(
         policy=_policy(css, script),
@@ -326,32 +331,44 @@ def render(records: Records, first: str = "") -> str:
         made=f"{str(here['date'])[:16].replace('T', ' ')} UTC by lowrank-cnn {here['lowrank_cnn']}",
         found=found_in(records),
         unsealed=sum(not run.sealed for run in records.runs),
-        headline=first or headline(told),
-        cards=told,
+        headline=first or headline(results),
+        cards=cards(results),
         networks=summary_table(results),
+        untimed=timing_command(results),
         findings=len(findings),
         verdicts=[(verdict, n, VERDICT_COLOURS[verdict]) for verdict, n in audits.summary(findings).items()],
         audit=audit_table(findings),
         machines=environment_table(records, here),
         skipped=records.skipped,
-        data=_chart_data(records, results),
+        data=_chart_data(records, results, paper=paper),
     )
 
 
-def _chart_data(records: Records, results: Sequence[NetworkResult]) -> dict[str, Any]:
+def timing_command(results: Sequence[NetworkResult]) -> str:
+    """The command that times the networks of these runs, if none of them was timed."""
+    folders = dict.fromkeys(str(Path(result.runs[0].path).parent) for result in results if result.runs)
+    if not folders or any(result.timings for result in results):
+        return ""
+    into = dict.fromkeys(r.network.base or r.network.name for r in results if not twin_id(r.network).ours)
+    own = ["--into", next(iter(into))] if into else []
+    return f"{shlex.join(['lowrank', 'time', *folders, *own, '--json'])} > times.json"
+
+
+def _chart_data(records: Records, results: Sequence[NetworkResult], *, paper: bool) -> dict[str, Any]:
     """The charts' data, and once for all of them their specifications."""
     return {
-        "trade": trade.trade_charts(trade.trade_points(results)),
+        "trade": trade.trade_charts(trade.trade_points(results, paper=paper)),
         "curves": charts.training_curves(results),
-        "layers": charts.layer_charts(records.timings),
+        "layers": charts.layer_charts(records.timings, paper=paper),
         "details": charts.details_data(results),
         "specs": {"trade": trade.SPEC, "curves": charts.CURVES_SPEC, "layers": charts.LAYERS_SPEC},
-        "labels": {name: style.LABELS[name] for name in ("transform", "leaders")},
+        "labels": {name: style.LABELS[name] for name in ("transform", "leaders", "halo")},
         "themes": {"light": style.theme(), "dark": style.theme(dark=True)},
         "kinds": {
             kind: dict(zip(("shape", "light", "dark"), look, strict=True)) for kind, look in trade.KINDS.items()
         },
         "measures": charts.MEASURES,
+        "tested": charts.TESTED,
         "axes": trade.AXES,
     }
 

@@ -41,7 +41,8 @@ MOST_WORST = 20
 class NetworkId:
     """The network of a record: its name, and the options that change its cost.
 
-    `base` is the name of the network that it was converted from, if it was.
+    `base` is the name of the network that it was converted from or made thinner from, if it was; `thin` says
+    whether it has fewer filters than that network, all of them dense.
     """
 
     name: str
@@ -51,6 +52,7 @@ class NetworkId:
     stride: int | None = None
     image: tuple[int, ...] = ()
     base: str | None = None
+    thin: bool = False
 
     @property
     def ours(self) -> bool:
@@ -390,6 +392,7 @@ def read_network(model: Fields, image: tuple[int, ...]) -> NetworkId:
         stride=None if stride == own_stride else stride,
         image=image,
         base=base,
+        thin="thinning" in model and not model.object("conversion").list("changed"),
     )
 
 
@@ -403,7 +406,7 @@ def read_timing(values: Fields, path: str) -> Iterator[TimedNetwork]:
     if not ms:
         raise LowRankError("it is a timing without any time.")
     macs, twin = (values.whole("macs") or 0) // batch or None, values.object("twin")
-    model = values.object("model") if "model" in values else Fields({"name": values.text("name")})
+    model = values.object("model") if values.values.get("model") else Fields({"name": values.text("name")})
     built = read_network(model, size[-3:])
     if twin.text("name") == built.name and twin.whole("macs") != values.whole("macs"):
         # Its twin has the same name, but another cost: it is the converted form of the twin.

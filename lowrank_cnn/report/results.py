@@ -21,6 +21,7 @@ from lowrank_cnn.models.build import baseline_of
 from lowrank_cnn.paper.audit import Accuracies, LayerTimes
 from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.report.records import CPU, GPU, NetworkId, Records, Run, TimedNetwork, data_label, settings_of
+from lowrank_cnn.report.style import DENSE, LOW_RANK, THIN
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recipes import get_recipe
 
@@ -136,7 +137,7 @@ OWN = {
 def twin_id(built: NetworkId) -> NetworkId:
     """The network a low-rank one is compared with: its dense base, with the same options."""
     name = built.base or built.name
-    return replace(built, name=baseline_of(name), scheme=None, base=None)
+    return replace(built, name=baseline_of(name), scheme=None, base=None, thin=False)
 
 
 def twin_known(entry: NetworkResult) -> bool:
@@ -147,6 +148,11 @@ def twin_known(entry: NetworkResult) -> bool:
 def is_twin(entry: NetworkResult) -> bool:
     """Whether a network is its own dense twin."""
     return twin_known(entry) and entry.network == twin_id(entry.network)
+
+
+def kind_of(entry: NetworkResult) -> str:
+    """Dense, thin or low-rank: each has one colour in all charts."""
+    return DENSE if is_twin(entry) else THIN if entry.network.thin else LOW_RANK
 
 
 def identity(built: NetworkId) -> tuple[str, ...]:
@@ -272,10 +278,14 @@ def _name_data_apart(runs: Sequence[Run]) -> list[Run]:
     """Data sets of one name but of different images get different names: their runs are never averaged."""
     known: dict[str, dict[str, str]] = defaultdict(dict)
     for run in runs:
-        _, *counts = run.images.split(" ")  # of images without a digest
-        words = f"{' + '.join(counts)} images" if counts else run.images[:8]
-        known[run.data].setdefault(run.images, f"{run.data} ({len(known[run.data]) + 1}: {words})")
-    return [run if len(known[run.data]) == 1 else replace(run, data=known[run.data][run.images]) for run in runs]
+        others, counts = known[run.data], [str(n) for n in (dict(run.settings).get("images"), run.n) if n]
+        words = f"{' + '.join(counts)} images" if counts else "set 1"
+        if words in others.values() and run.images not in others:
+            words = f"{words.removesuffix('set 1')} set {len(others) + 1}".strip()
+        others.setdefault(run.images, words)
+    apart = {data: sets for data, sets in known.items() if len(sets) > 1}
+    told = {(data, key): f"{data} ({words})" for data, sets in apart.items() for key, words in sets.items()}
+    return [replace(run, data=told.get((run.data, run.images), run.data)) for run in runs]
 
 
 def _mark_shared(runs: Sequence[Run]) -> list[Run]:
@@ -441,6 +451,12 @@ def accuracies(runs: Iterable[Run]) -> Accuracies:
             if values := by_seed(chosen, measure):
                 found[row.table, row.network, measure] = tuple(values)
     return found
+
+
+def of_paper(runs: Iterable[Run]) -> bool:
+    """Whether a network of the paper was trained on a data set of the paper."""
+    names, data = list_models(paper=True), {data_label(row.dataset) for row in rows()}
+    return any((run.network.base or run.network.name) in names and data_label(run.data) in data for run in runs)
 
 
 def layer_times(timings: Iterable[TimedNetwork]) -> list[LayerTimes]:

@@ -8,13 +8,13 @@ vl-convert, which runs the same Vega without a browser. Vega-Lite cannot keep la
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from lowrank_cnn.choose.choice import DENSE, LOW_RANK, THIN
 from lowrank_cnn.core.errors import LowRankError, require
 from lowrank_cnn.core.files import write_atomically
 
@@ -42,7 +42,7 @@ def filled(value: Any, parts: dict[str, Any]) -> Any:
 
 
 _OFFSETS = (6, 12, 20, 30, 42, 56)
-_ANCHORS = ("right", "left", "top", "bottom", "top-right", "bottom-right", "top-left", "bottom-left")
+_ANCHORS = ("top-right", "bottom-right", "top-left", "bottom-left", "right", "left", "top", "bottom")
 LABELS: Spec = filled(
     template("labels"),
     {
@@ -52,48 +52,22 @@ LABELS: Spec = filled(
 )
 """How labels are placed: `transform` is Vega's, which finds the first free place around a point, from near to far.
 
-`layer` shows the labels, and invisible ones on points and lines, so that no label is placed there. Vega can avoid
-marks by itself, but needs a browser for it. A label goes to the right of its place first. An invisible label is
-shifted to the left by as much, and so stands on the mark. `leaders` are lines from points to labels far from them.
+`layer` places the labels, and invisible ones on points, so that no label is placed there. Vega can avoid marks by
+itself, but needs a browser for it. A label goes to the upper right first, beside the steps of a Pareto front. An
+invisible label is shifted back by as much, and so stands on the mark. `leaders` are lines from points to labels
+far from them. `halo` writes labels on an edge in the colour of the page: no line strikes through them.
 """
-MOST_LABELS = 60
+MOST_LABELS = 30
 """Charts of more points label none: they would all be lost in the crowd."""
-FEW_LABELS = 12
-"""Up to this many points, labels keep clear of every line; with more points, only of the middles of the arrows."""
-SIZE, APART = (600, 360), 10
-"""Pixels that the points of a chart spread over, roughly, and between the places of a line that labels avoid."""
 
 
-def label_rows(points: Sequence[Spec], arrows: Sequence[Spec], others: Sequence[Spec] = ()) -> list[Spec]:
-    """The data of the labels: one for each point, and the points and lines that labels keep clear of."""
+def label_rows(points: Sequence[Spec]) -> list[Spec]:
+    """The data of the labels: one for each point, and an invisible one on it, which keeps others away."""
     if len(points) > MOST_LABELS:
         return []
-    few = len(points) <= FEW_LABELS
-    spans = [_span([one[axis] for one in points]) for axis in "xy"]
-    on_points = [{"label": "\N{BLACK CIRCLE}", **_from_to(p, p), "t": 0} for p in points]
-    on_lines = [
-        {"label": "\N{BULLET}", **line, "t": t}
-        for line in ([*arrows, *others] if few else arrows)
-        for t in _steps(line, spans)
-        if few or 0.2 <= t <= 0.8
-    ]
-    labels = [{"label": p["label"], "x": p["x"], "y": p["y"], "block": 0} for p in points]
-    return [*({**block, "block": 1} for block in (*on_points, *on_lines)), *labels]
-
-
-def _span(values: Sequence[float]) -> float:
-    return max(values) - min(values) or 1.0
-
-
-def _steps(line: Spec, spans: Sequence[float]) -> list[float]:
-    """Places along a line, about `APART` pixels apart: invisible labels that overlap push each other aside."""
-    across, up = ((line[f"{axis}2"] - line[axis]) / span for axis, span in zip("xy", spans, strict=True))
-    n = int(math.hypot(across * SIZE[0], up * SIZE[1]) / APART)
-    return [(i + 0.5) / n for i in range(n)]
-
-
-def _from_to(one: Spec, other: Spec) -> Spec:
-    return {"x": one["x"], "y": one["y"], "x2": other["x"], "y2": other["y"]}
+    places = [{"label": point["label"], "x": point["x"], "y": point["y"]} for point in points]
+    blocks = [{**place, "label": "\N{BLACK CIRCLE}", "block": 1} for place in places]
+    return [*blocks, *({**place, "block": 0} for place in places)]
 
 
 def theme(*, dark: bool = False) -> Spec:
@@ -111,7 +85,11 @@ def theme(*, dark: bool = False) -> Spec:
         "title": {"color": ink, "fontSize": 14, "anchor": "start"},
         "range": {"heatmap": list(DARK_HEAT if dark else HEAT)},
         "text": {"color": ink},
-        "style": {"label": {"fill": ink}, "leader": {"stroke": soft}},
+        "style": {
+            "label": {"fill": ink},
+            "leader": {"stroke": soft},
+            "halo": {"stroke": "#181d23" if dark else "white", "strokeWidth": 4},
+        },
     }
 
 
@@ -122,7 +100,7 @@ def with_labels(compiled: Spec) -> Spec:
         if mark.get("type") == "group":
             marks.append(with_labels(mark))
         elif mark.get("name") == "labels_marks":
-            marks += [{**mark, "transform": [LABELS["transform"]]}, LABELS["leaders"]]
+            marks += [{**mark, "transform": [LABELS["transform"]]}, LABELS["leaders"], *LABELS["halo"]]
         else:
             marks.append(mark)
     return {**compiled, "marks": marks}
@@ -174,35 +152,43 @@ def _stacked(pictures: Sequence[str]) -> str:
 Look = dict[str, str | list[int]]
 """How a network is drawn: its colour on light and on dark pages, and its dash."""
 
-DENSE, LOW_RANK, LEARNED = ("#d55e00", "#ff9a52"), ("#0072b2", "#56b4e9"), ("#009e73", "#35d3a3")
-"""Of each kind of network trained here, on light and on dark pages.
+LEARNED = "learned shapes"
+COLOURS = {
+    DENSE: ("#d55e00", "#ff9a52"),
+    THIN: ("#7f00ff", "#9d5cff"),
+    LOW_RANK: ("#0072b2", "#56b4e9"),
+    LEARNED: ("#009e73", "#35d3a3"),
+}
+"""Of each kind of network trained here, on light and on dark pages."""
+OTHERS = (COLOURS[LOW_RANK], ("#a67c00", "#e8d800"), COLOURS[LEARNED], ("#222222", "#f5f5f5"), COLOURS[THIN])
+OTHERS += (("#8b2500", "#9c6b6b"),)
+"""Of networks of one kind in a chart of their own: there the colour is free to tell them apart.
 
-Other networks of a kind in the same chart are of its hue: warm for dense, cool for low-rank. All are distinct to
-readers with any of the common colour deficiencies.
+These are distinct to readers with any of the common colour deficiencies, and so are the kinds.
 """
-WARM = (DENSE, ("#403500", "#a64f32"), ("#a6896c", "#f2b39d"))
-COOL = (LOW_RANK, ("#3019a6", "#9326ff"), ("#203a40", "#a6f8ff"), ("#0000ff", "#3966bf"), ("#000040", "#46818c"))
 DASHES = ([1, 0], [7, 4], [2, 3], [9, 3, 2, 3], [12, 4], [1, 5])
-"""Networks beyond the last colour begin with the first again, in another dash."""
+"""Networks of the same colour differ in their dash."""
 
 
-def kind_colours(*, dense: bool) -> dict[str, str]:
+def kind_colours(kind: str) -> dict[str, str]:
     """The colour of a kind on light and on dark pages."""
-    return dict(zip(("light", "dark"), DENSE if dense else LOW_RANK, strict=True))
+    return dict(zip(("light", "dark"), COLOURS[kind], strict=True))
 
 
-def network_looks(networks: Mapping[str, bool]) -> dict[str, Look]:
-    """A colour and a dash of its own for each network of a chart, from its name and whether it is dense.
+def network_looks(networks: Mapping[str, str]) -> dict[str, Look]:
+    """A look of its own for each network of a chart, from its name and kind: the kind's colour, and a dash.
 
-    >>> network_looks({"nin": True, "nin-c3": False})["nin"]
+    >>> network_looks({"nin": "dense", "nin-c3": "low-rank"})["nin"]
     {'light': '#d55e00', 'dark': '#ff9a52', 'dash': [1, 0]}
     """
     found: dict[str, Look] = {}
-    for dense, hues in ((True, WARM), (False, COOL)):
-        for place, name in enumerate(name for name, kind in networks.items() if kind == dense):
+    for kind in dict.fromkeys(networks.values()):
+        several = kind != DENSE and {*networks.values()} == {kind}
+        hues = OTHERS if several else (COLOURS[kind],)
+        for place, name in enumerate(name for name, one in networks.items() if one == kind):
             light, dark = hues[place % len(hues)]
             found[name] = {"light": light, "dark": dark, "dash": DASHES[place // len(hues) % len(DASHES)]}
-    return found
+    return {name: found[name] for name in networks}
 
 
 FORMATS = ("svg", "pdf", "png")

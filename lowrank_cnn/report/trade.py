@@ -4,31 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from lowrank_cnn.choose import compare
 from lowrank_cnn.choose.candidates import SHAPES
 from lowrank_cnn.choose.frontier import DesignRow, Frontier
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.numbers import mean_interval
-from lowrank_cnn.core.text import counted, percent, si
+from lowrank_cnn.core.text import counted, percent, ratio, si
 from lowrank_cnn.paper.published import MAIN_TABLES, Published, rows
-from lowrank_cnn.report import style as colours
 from lowrank_cnn.report.records import CPU, GPU, data_label
-from lowrank_cnn.report.results import NetworkResult, is_twin
-from lowrank_cnn.report.style import LABELS, Spec, filled, label_rows, save_charts, template
+from lowrank_cnn.report.results import NetworkResult, kind_of
+from lowrank_cnn.report.style import (
+    COLOURS,
+    DENSE,
+    LABELS,
+    LEARNED,
+    LOW_RANK,
+    THIN,
+    Spec,
+    filled,
+    label_rows,
+    save_charts,
+    template,
+)
 
-DENSE, LOW_RANK, LEARNED = "dense, trained here", "low-rank, trained here", "learned shapes, trained here"
-OURS = (DENSE, LOW_RANK, LEARNED)
+OURS = (DENSE, THIN, LOW_RANK, LEARNED)
+"""Kinds of networks that were trained here."""
 BASELINE, PAPER, AUGMENTED = "published, baseline", "published, low-rank", "published, more augmentation"
 KINDS = {
-    BASELINE: ("square", "#c9a227", "#c9a227"),
+    BASELINE: ("square", "#e8b080", "#e8b080"),
     PAPER: ("diamond", "#6fa8dc", "#6fa8dc"),
     AUGMENTED: ("triangle-up", "#9e7bb5", "#9e7bb5"),
-    DENSE: ("circle", *colours.DENSE),
-    LOW_RANK: ("circle", *colours.LOW_RANK),
-    LEARNED: ("triangle-up", *colours.LEARNED),
+    DENSE: ("circle", *COLOURS[DENSE]),
+    THIN: ("square", *COLOURS[THIN]),
+    LOW_RANK: ("diamond", *COLOURS[LOW_RANK]),
+    LEARNED: ("triangle-up", *COLOURS[LEARNED]),
 }
 """Shape of each kind of point, its colour and that on dark pages; our own are drawn last, over the published."""
 
@@ -73,9 +85,9 @@ class TradePoint:
     """The label of the dense network that it is compared with."""
 
 
-def trade_points(results: Sequence[NetworkResult]) -> list[TradePoint]:
-    """The published points first, ours over them."""
-    published = [published_point(row) for row in rows() if row.table in PUBLISHED_TABLES]
+def trade_points(results: Sequence[NetworkResult], *, paper: bool = True) -> list[TradePoint]:
+    """The published points first, if they are shown, and ours over them."""
+    published = [published_point(row) for row in rows() if paper and row.table in PUBLISHED_TABLES]
     return published + [our_point(result) for result in results if result.data and result.top1 is not None]
 
 
@@ -88,7 +100,7 @@ def our_point(result: NetworkResult) -> TradePoint:
     errors = {"top1": result.top1_spread} if result.top1_spread is not None else {}
     return TradePoint(
         label=result.label,
-        kind=DENSE if is_twin(result) else LOW_RANK,
+        kind=kind_of(result),
         data=data_label(result.data),
         protocol=result.recipe,
         values=values,
@@ -106,7 +118,7 @@ def _details(result: NetworkResult) -> Iterable[tuple[str, str]]:
         yield "standard deviation over seeds", f"{100 * result.top1_spread:.2f} points"
     for key, name in {"macs": "MACs", "params": "parameters", CPU: "CPU time", GPU: "GPU time"}.items():
         if key in result.ratios:
-            yield f"{name} of the dense twin", f"{result.ratios[key]:.3f}"
+            yield f"{name} beside the dense twin", ratio(result.ratios[key])
 
 
 def published_point(row: Published) -> TradePoint:
@@ -145,9 +157,6 @@ def trade_chart(points: Sequence[TradePoint], axis: str, metric: str, *, error: 
     costs = [mark["x"] for mark in marks]
     accuracies = [(point.values[metric], point.n) for point in points]
     arrows, fronts = _arrows(points, marks), _fronts(points, marks, -1 if error else 1)
-    intervals = [
-        {"x": m["x"], "y": m["low"], "x2": m["x"], "y2": m["high"]} for m in marks if m["high"] > m["low"]
-    ]
     return {
         "axis": axis,
         "metric": metric,
@@ -159,7 +168,7 @@ def trade_chart(points: Sequence[TradePoint], axis: str, metric: str, *, error: 
         "costs": _padded(costs),
         "points": marks,
         "arrows": arrows,
-        "labels": label_rows(marks, arrows, [*_stairs(fronts), *intervals]),
+        "labels": label_rows(marks),
         "fronts": fronts,
         "kinds": [kind for kind in KINDS if any(point.kind == kind for point in points)],
     }
@@ -181,10 +190,10 @@ def _row(point: TradePoint, axis: str, metric: str, *, error: bool) -> dict[str,
 
 
 def _arrows(points: Sequence[TradePoint], marks: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
-    """From each dense network that was trained here to the low-rank ones that it is compared with."""
+    """From each dense network that was trained here to the thin and low-rank ones that it is compared with."""
     both = list(zip(points, marks, strict=True))
     dense = {(p.label, p.protocol): mark for p, mark in both if p.kind == DENSE}
-    pairs = [(dense.get((p.twin, p.protocol)), mark) for p, mark in both if p.kind == LOW_RANK]
+    pairs = [(dense.get((p.twin, p.protocol)), mark) for p, mark in both if p.kind in (THIN, LOW_RANK)]
     return [{"x": a["x"], "y": a["y"], "x2": b["x"], "y2": b["y"]} for a, b in pairs if a]
 
 
@@ -198,13 +207,6 @@ def _fronts(points: Sequence[TradePoint], marks: Sequence[dict[str, Any]], sign:
             corners = sorted(front, key=lambda mark: mark["x"])
             found += [{"x": mark["x"], "y": mark["y"], "front": protocol} for mark in corners]
     return found
-
-
-def _stairs(fronts: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
-    """The steps of the fronts as they are drawn: along to the next corner, then up or down to it."""
-    pairs = [(a, b) for a, b in pairwise(fronts) if a["front"] == b["front"]]
-    along = [{"x": a["x"], "y": a["y"], "x2": b["x"], "y2": a["y"]} for a, b in pairs]
-    return along + [{"x": b["x"], "y": a["y"], "x2": b["x"], "y2": b["y"]} for a, b in pairs]
 
 
 def _as_shown(cost: float) -> float:
@@ -242,10 +244,9 @@ def _domain(values: Sequence[float], span: float) -> list[float]:
 
 
 def _padded(costs: Sequence[float]) -> dict[str, list[float]]:
-    """The ends of an axis of costs, with room for labels."""
+    """The ends of an axis of costs, with room for labels: from zero, or over a factor of two at least."""
     low, high = min(costs), max(costs)
-    room = 0.15 * ((high - low) or high or 1.0)
-    return {"linear": [max(0.0, low - room), high + room], "log": [low / 1.4, high * 1.4]}
+    return {"linear": [0.0, 1.15 * high or 1.0], "log": [low / 1.4, high * 1.4]}
 
 
 def trade_spec(chart: dict[str, Any]) -> Spec:
@@ -288,6 +289,7 @@ def _point(found: Frontier, row: DesignRow) -> TradePoint:
     mean, _, high = mean_interval([run.correct / found.images for run in row.runs])
     values = {"top1": mean, "macs": float(row.macs), "params": float(row.params)}
     values |= {} if (ms := found.ms(row)) is None else {"batch": ms}
-    learned = row.design["scheme"].startswith(SHAPES)
-    kind = DENSE if row.dense else LEARNED if learned else LOW_RANK
-    return TradePoint(row.name, kind, "", "frontier", values, {"top1": high - mean}, n=found.images)
+    kind = LEARNED if row.design["scheme"].startswith(SHAPES) else compare.kind_of(row)
+    alike = [other for other in found.rows if compare.in_words(other) == compare.in_words(row)]
+    label = compare.in_words(row) if len(alike) == 1 else row.name
+    return TradePoint(label, kind, "", "frontier", values, {"top1": high - mean}, n=found.images)

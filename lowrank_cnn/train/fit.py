@@ -125,18 +125,9 @@ def fit(
     """
     loggers = (log,) if isinstance(log, str) else tuple(log)
     check_loggers(loggers)
-    fields, how = _sorted_settings({"epochs": epochs, "batch_size": batch_size, "lr": lr, **settings})
-    source, asked = data, "modern" if recipe is None else recipe
-    chosen, recipe = recipe is None, recipe_for(source, asked, fields)
-    check_request(model, recipe, how, loss, teacher)
-    directory = RunDirectory.open(out, data, resume=resume)
-    data = open_for(model, data, recipe)
-    if chosen:
-        recipe = recipe_for(source, asked, fields, images=trained_on(data, recipe))
-    if loss is None:
-        data = for_classes(data)
-        check_classes(data)
-        check_network(model, data, recipe)
+    fields, how = sorted_settings({"epochs": epochs, "batch_size": batch_size, "lr": lr, **settings})
+    directory, chosen = RunDirectory.open(out, data, resume=resume), recipe is None
+    data, recipe = open_with_recipe(model, data, recipe, fields, how, loss=loss, teacher=teacher)
     fabric = launch(device, recipe.precision)
     show = Lines() if progress and fabric.is_global_zero else Progress()
     if chosen:
@@ -184,6 +175,30 @@ def fit(
         return trainer.record
 
 
+def open_with_recipe(
+    model: nn.Module,
+    data: Any,
+    recipe: Recipe | str | None,
+    fields: Mapping[str, Any],
+    how: RunSettings,
+    *,
+    loss: Loss | None = None,
+    teacher: Teacher | None = None,
+) -> tuple[Data, Recipe]:
+    """The images of a run and its recipe, which their number determines if none is named; both are checked."""
+    asked = "modern" if recipe is None else recipe
+    found = recipe_for(data, asked, fields)
+    check_request(model, found, how, loss, teacher)
+    opened = open_for(model, data, found)
+    if loss is None:
+        opened = for_classes(opened)
+        check_classes(opened)
+        check_network(model, opened, found)
+    if recipe is None:  # last: counting images may decode them
+        found = recipe_for(data, asked, fields, images=trained_on(opened, found))
+    return opened, found
+
+
 def recipe_for(data: Any, recipe: Recipe | str, fields: Mapping[str, Any], *, images: int | None = None) -> Recipe:
     """The recipe with the fields that are given, None left out, and the batch size of a DataLoader.
 
@@ -201,7 +216,7 @@ def recipe_for(data: Any, recipe: Recipe | str, fields: Mapping[str, Any], *, im
     return found if images is None else suited(found, images, given)
 
 
-def _sorted_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], RunSettings]:
+def sorted_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], RunSettings]:
     """Fields of the recipe, and settings of the run; unknown words are refused with the one to use instead."""
     ours, fields = ({field.name for field in dataclasses.fields(kind)} for kind in (RunSettings, Recipe))
     for name in given:

@@ -46,7 +46,6 @@ RESET = """async () => {
     document.querySelectorAll("details").forEach((d) => { d.open = false; });
     document.querySelectorAll("*").forEach((e) => { e.scrollTop = 0; });
     document.activeElement.blur();
-    figureOf("layers").querySelector("figcaption").remove();
     drawAll();
 }"""
 
@@ -67,7 +66,7 @@ class Tab:
         self.wait()
 
     def wait(self) -> None:
-        self.page.locator("[data-chart=layers] figcaption").wait_for()
+        self.page.locator("body[data-drawn]").wait_for()
 
     def reset(self, width: int, scheme: str) -> None:
         """Undo what a test chose, at a width and in a theme: loading the page again would take far longer."""
@@ -280,7 +279,7 @@ def test_the_tooltip_lists_every_network_in_two_columns_if_they_are_many(open_re
 
 @pytest.mark.parametrize("page", [(1200, "light"), (1200, "dark")], indirect=True)
 def test_a_network_has_one_colour_in_all_charts(page: Any, request: pytest.FixtureRequest):
-    dense, low = kind_colours(dense=True), kind_colours(dense=False)
+    dense, low = kind_colours("dense"), kind_colours("low-rank")
     theme = request.node.callspec.params["page"][1]
     legend = page.locator("#training-legend path")
     assert [legend.nth(i).get_attribute("stroke") for i in (0, 1)] == [dense[theme], low[theme]]
@@ -302,9 +301,9 @@ def test_a_saved_picture_has_the_colours_of_white_pages_and_a_legend(page: Any):
         return curvesSpec(runs, looksOf(runs), { measure: "accuracy", smooth: 1, print: true });
     }""")
     assert spec["encoding"]["color"]["scale"]["range"][:2] == [
-        kind_colours(dense=d)["light"] for d in (True, False)
+        kind_colours(kind)["light"] for kind in ("dense", "low-rank")
     ]
-    assert "legend" not in spec["encoding"]["color"]
+    assert spec["encoding"]["color"]["legend"]["symbolType"] == "stroke"
 
 
 @pytest.mark.parametrize("page", [(390, "light")], indirect=True)
@@ -452,11 +451,12 @@ def test_worst_images_are_shown_where_the_record_carries_them(open_records: Any)
     Image.new("RGB", (1, 1)).save(drawn, "PNG")
     pixel = f"data:image/png;base64,{base64.b64encode(drawn.getvalue()).decode()}"
     worst = [{"image": "a.png", "true": "cat", "predicted": "dog", "probability": 0.9, "thumbnail": pixel}]
+    worst[0]["loss"] = 3.0
     details = {"per_class": [{"class": "cat", "n": 2, "accuracy": 0.5}], "worst": worst}
     page = open_records({"model": {"name": "nin"}, "result": {"top1": 0.5, "details": details}})
     image = page.locator("#details-worst img")
     assert image.evaluate("(shown) => shown.complete && shown.naturalWidth") == 1
-    assert "cat, taken for dog (90% sure)" in page.locator("#details-worst").inner_text()
+    assert "cat (5.0%), taken for dog (90%)" in page.locator("#details-worst").inner_text()
 
 
 def test_the_theme_follows_the_button(page: Any):
@@ -490,7 +490,7 @@ def test_what_a_record_says_stays_text(open_records: Any):
     chart(page, "trade").locator(DOTS).first.hover()
     assert name in shown_tip(page)
     assert page.locator("img").count() == 0
-    assert page.title() == "Low-rank networks: report"
+    assert page.title() == "Dense networks: report"
 
 
 @pytest.mark.nightly

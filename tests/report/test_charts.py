@@ -11,10 +11,11 @@ from lowrank_cnn.report import Records
 from lowrank_cnn.report.charts import (
     LAYER_COLOURS,
     MOST_BARS,
+    curves_spec,
     details_data,
 )
 from lowrank_cnn.report.results import gather
-from lowrank_cnn.report.style import COOL, WARM, label_rows
+from lowrank_cnn.report.style import COLOURS, OTHERS, label_rows
 from lowrank_cnn.report.trade import (
     DENSE,
     LOW_RANK,
@@ -45,7 +46,8 @@ def lab(rgb: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("page", [0, 1])
 @pytest.mark.parametrize("eyes", EYES.values(), ids=EYES)
 def test_colours_are_distinct_to_colour_blind_readers(page, eyes):
-    for palette in ([pair[page] for pair in (*WARM, *COOL)], LAYER_COLOURS.values()):
+    ours = ([pair[page] for pair in pairs] for pairs in (COLOURS.values(), OTHERS))
+    for palette in (*ours, LAYER_COLOURS.values()):
         seen = [lab(torch.tensor(eyes, dtype=torch.float) @ linear(colour)) for colour in palette]
         # What is just seen apart side by side is 2.3.
         assert min(float((p - q).norm()) for p, q in itertools.combinations(seen, 2)) > 20
@@ -56,7 +58,7 @@ def test_colours_stand_out_from_the_page(page, background):
     def light(colour: str) -> float:
         return float(linear(colour) @ torch.tensor([0.2126, 0.7152, 0.0722])) + 0.05
 
-    for pair in (*WARM, *COOL):
+    for pair in (*COLOURS.values(), *OTHERS):
         dark, bright = sorted((light(pair[page]), light(background)))
         assert bright / dark > 2.9
 
@@ -113,14 +115,21 @@ def test_the_page_gets_complete_charts_and_of_many_classes_the_hardest(records: 
     assert found["charts"]["confusion"]["encoding"]["x"]["axis"]["labels"] is False
 
 
-def test_labels_keep_clear_of_points_and_lines():
-    crowd = [{"x": i, "y": i, "label": str(i)} for i in range(100)]
-    assert label_rows(crowd, []) == []
-    points = [{"label": name, "x": x, "y": y} for name, x, y in (("a", 0.0, 0.0), ("b", 10.0, 1.0))]
-    long, short = ({"x": 0.0, "y": 0.0, "x2": x, "y2": 0.0} for x in (10.0, 0.01))
-    found = label_rows(points, [], [long, short])
-    assert [row["label"] for row in found if not row["block"]] == ["a", "b"]
-    # Places that overlapped would push each other aside, and take the room that labels need.
-    places = [row["t"] for row in found if row["label"] == "\N{BULLET}"]
-    assert len(places) == 60
-    assert [b - a for a, b in itertools.pairwise(places)] == pytest.approx([1 / 60] * 59)
+def test_a_run_of_one_epoch_is_a_dot():
+    look = {"light": "#0072b2", "dash": [1, 0]}
+    one = {"group": "one", "look": look, "epochs": [1], "accuracy": [None], "train_accuracy": [0.3], "test": None}
+    spec = curves_spec("runs", [one])
+    assert spec["datasets"]["ends"] == spec["datasets"]["curves"] == [{"group": "one", "epoch": 1, "value": 0.3}]
+    assert spec["layer"][1]["encoding"]["y"]["title"] == "Accuracy on training images"
+    tested = curves_spec("runs", [{**one, "test": 0.2}])
+    assert tested["layer"][1]["encoding"]["y"]["title"].endswith("dots: test images")
+
+
+def test_costs_begin_at_zero(records: Records):
+    assert all(chart["costs"]["linear"][0] == 0 for chart in trade_of(records))
+
+
+def test_all_points_are_labelled_or_none():
+    points = [{"x": i, "y": i, "label": str(i)} for i in range(100)]
+    assert label_rows(points) == []
+    assert [row["label"] for row in label_rows(points[:9]) if not row["block"]] == list("012345678")

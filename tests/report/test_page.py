@@ -66,7 +66,7 @@ def test_the_page_is_one_small_file_that_fetches_nothing(page: str):
 def test_the_summary_has_ratios_and_the_page_all_its_parts(page: str, runs: Path):
     text = PageReader(page).text
     for part in (
-        "Low-rank networks beside their dense twins",
+        "Dense and low-rank networks",
         "Networks",
         "Training",
         "layer by layer",

@@ -1,20 +1,23 @@
 """What a network is compared with, how runs are averaged and named, and which runs test the paper's accuracies."""
 
+import json
 from dataclasses import replace
 
 import pytest
 from record_examples import RESULTS, gathered, run_of
 from torch import nn
 
+from lowrank_cnn.deploy.timing import time_model
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.thin import thin
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.build import dense_cost, run_entry
 from lowrank_cnn.paper.published import rows
 from lowrank_cnn.report import read_records
-from lowrank_cnn.report.page import cards, certainty, headline, summary_table
-from lowrank_cnn.report.records import Run
+from lowrank_cnn.report.page import cards, certainty, headline, render, summary_table, timing_command
+from lowrank_cnn.report.records import Records, Run
 from lowrank_cnn.report.results import (
     RECIPES,
     NetworkResult,
@@ -22,8 +25,11 @@ from lowrank_cnn.report.results import (
     comparable,
     gather,
     is_twin,
+    kind_of,
+    of_paper,
     twin_known,
 )
+from lowrank_cnn.report.style import network_looks
 from lowrank_cnn.report.trade import our_point, trade_chart
 from lowrank_cnn.train.recipes import get_recipe
 
@@ -187,12 +193,12 @@ def test_the_fastest_runtime_counts_and_batches_must_agree():
 @pytest.mark.parametrize(
     ("sets", "names"),
     [
-        ([{"digest": "a1"}, {"digest": "b2"}], ["photos (1: a1)", "photos (2: b2)"]),
+        ([{"digest": "a1"}, {"digest": "b2"}], ["photos (set 1)", "photos (set 2)"]),
         ([{"digest": "a1"}, {"digest": "a1"}], ["photos"]),
-        ([{"train": 10}, {"train": 20}], ["photos (1: 10 + None images)", "photos (2: 20 + None images)"]),
+        ([{"train": 10}, {"train": 20}], ["photos (10 images)", "photos (20 images)"]),
         (
             [{"classes": [name], "train": 10} for name in "ab"],
-            ["photos (1: 10 + None images)", "photos (2: 10 + None images)"],
+            ["photos (10 images set 2)", "photos (10 images)"],
         ),
     ],
 )
@@ -273,19 +279,46 @@ def test_a_timing_of_a_converted_network_is_not_that_of_its_twin():
 
 def test_cards_tell_the_most_accurate_and_the_cheapest_comparable_network():
     best, cheap = cards(gather(read_records([RESULTS / "cifar10"])))
-    assert (best["title"], best["network"]) == ("Most accurate low-rank network", "nin-c3")
-    assert (cheap["title"], cheap["network"]) == ("Cheapest within 1 point", "nin-c3-lr, 150 epochs")
+    assert (best["title"], best["network"]) == ("Most accurate of 3 low-rank networks", "nin-c3")
+    assert (cheap["title"], cheap["network"]) == ("Cheapest of these within 1 point", "nin-c3-lr, 150 epochs")
     assert best["difference"] == "+0.64 points"
     assert "0.75 MACs" in best["cost"]
     assert best["sure"] == "Corrected 95% interval +0.28 to +1.01: more accurate."
-    assert headline([best, cheap]) == "What low rank gained"
     lost = cards(gather(read_records([RESULTS / "tiny-imagenet" / "paper"])))
     assert lost[0]["network"] == "vgg11-gmp-lr-join-wfull"
     assert not any("lde" in card["network"] for card in lost)  # it lost too much, however cheap
-    assert headline(lost) == "Low-rank networks beside their dense twins"
-    assert headline(cards(gather(read_records([RESULTS / "cifar10" / "init"])))) == "Networks trained and timed"
+    init = gather(read_records([RESULTS / "cifar10" / "init"]))
+    assert (cards(init), headline(init)) == ([], "Low-rank networks")
     told = gathered(run("nin", 0.4, recipe={"epochs": 5}), run("nin-c3-lr", 0.8, macs=50, recipe={"epochs": 1}))
     assert "the twin was trained for another number of epochs" in cards(told)[0]["sure"]
+
+
+def test_a_thin_network_is_compared_with_its_dense_twin_and_has_its_own_card():
+    dense = own(32)
+    thinner = thin(dense, width=0.5, input_size=SIZE, multiple=4)
+    told = gathered(trained(dense, 0.8), trained(thinner, 0.7), trained(convert(dense, "lr"), 0.75))
+    assert [kind_of(entry) for entry in told] == ["dense", "low-rank", "thin"]
+    assert [round(entry.ratios["top1"]) for entry in told] == [0, -5, -10]
+    assert [card["title"] for card in cards(told)] == ["Low-rank network", "Thin network"]
+    assert headline(told) == "Dense, thin and low-rank networks"
+    assert network_looks({entry.label: kind_of(entry) for entry in told})[told[2].label]["light"] == "#7f00ff"
+
+
+def test_a_timing_finds_the_run_of_its_network():
+    net = thin(own(32), width=0.5, input_size=SIZE, multiple=4)
+    assert timing_command(gathered(trained(net))).startswith("lowrank time ")
+    timed = json.loads(json.dumps({"kind": "timing", **time_model(net, SIZE, repeats=3).to_dict()}))
+    (found,) = gathered(trained(net), timed)
+    assert found.time("CPU") is not None
+    assert timing_command([found]) == ""
+
+
+def test_the_papers_figures_are_shown_beside_its_networks_on_its_data_alone():
+    own = run("nin", 0.5) | {"data": {"name": "photos"}}
+    photographs, paper = gathered(own), gather(read_records([RESULTS / "cifar10" / "paper"]))
+    assert not of_paper(photographs[0].runs)
+    assert of_paper(paper[0].runs)
+    assert "Audit" not in render(Records(list(photographs[0].runs)))
 
 
 @pytest.mark.parametrize(

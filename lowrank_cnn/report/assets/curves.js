@@ -26,7 +26,7 @@ function curvesSpec(runs, looks, { measure, smooth, log, zoom, print }) {
   const names = Object.keys(looks);
   const watched = unique(runs.map((run) => run.watched)).join(", ");
   const spec = fill(DATA.specs.curves, {
-    "{y}": measure === "accuracy" ? `Accuracy (${watched})` : DATA.measures[measure],
+    "{y}": measure === "accuracy" ? `Accuracy (${watched})` : DATA.tested[measure] ?? DATA.measures[measure],
     "{format}": isAccuracy(measure) ? ".1~%" : "~g",
     "{colours}": { domain: names, range: names.map((name) => looks[name][theme(print)]) },
     "{dashes}": { domain: names, range: names.map((name) => looks[name].dash) },
@@ -35,10 +35,11 @@ function curvesSpec(runs, looks, { measure, smooth, log, zoom, print }) {
   const rows = curveRows(runs, measure, smooth);
   const ends = runs.filter((run) => run.test !== null && isAccuracy(measure))
     .map((run) => ({ group: run.group, seed: run.seed, epoch: run.epochs.at(-1), value: run.test }));
+  const alone = (row) => rows.filter((other) => other.group === row.group).length === 1; // one epoch makes no line
+  ends.push(...rows.filter(alone));
   const within = (row) => !zoom || (row.epoch >= zoom[0] && row.epoch <= zoom[1]);
   if (zoom) spec.encoding.x.scale.domain = zoom;
   spec.layer[1].encoding.y.scale = log ? { type: "log" } : { zero: false, padding: 6 }; // dots at the edge stay whole
-  spec.layer[1].mark.point = unique(rows.map((row) => row.epoch)).length === 1; // one epoch makes no line
   spec.datasets = { curves: rows.filter(within), ends: ends.filter(within) };
   return spec;
 }
@@ -59,7 +60,7 @@ function offerTraining() {
   choices(box, "Show", "measure", known.map((m) => [m, names[m]]), again);
   choices(box, "Smoothing", "smooth", [["1", "none"], ["5", "5 epochs"], ["15", "15 epochs"]], again);
   choices(box, "Axis", "loss", pairs(["linear", "log"]), again);
-  drawTraining();
+  return drawTraining();
 }
 
 async function drawTraining() {

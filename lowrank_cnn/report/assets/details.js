@@ -28,14 +28,14 @@ async function drawDetails() {
     const specify = (print) => detailsSpec(found, name, print), [rows] = Object.values(specify().datasets);
     await draw(figureOf(name), specify, `${title} ${name}`, rows);
   }
-  at("details-worst").replaceChildren(...(found.worst.length ? [html("h3", {}, "Worst images"), worstImages(found.worst)] : []));
+  at("details-worst").replaceChildren(...(found.worst.length ? [html("h3", {}, "Most wrong: least probability for the right class"), worstImages(found.worst)] : []));
 }
 
-const shownShare = (value) => (value === null ? "" : ` (${(100 * value).toFixed(0)}% sure)`);
+const shownShare = (value) => (value === null ? "" : ` (${(100 * value).toPrecision(2)}%)`);
 function worstImages(images) {
   return html("ol", { class: "worst" }, ...images.map((one) => {
     const picture = one.thumbnail ? [html("img", { src: one.thumbnail, alt: one.image, title: one.image })] : [html("code", {}, one.image)];
-    return html("li", {}, ...picture, html("span", {}, `${one.true}, taken for ${one.predicted}${shownShare(one.probability)}`));
+    return html("li", {}, ...picture, html("span", {}, `${one.true}${shownShare(one.loss === null ? null : Math.exp(-one.loss))}, taken for ${one.predicted}${shownShare(one.probability)}`));
   }));
 }
 

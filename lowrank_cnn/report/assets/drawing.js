@@ -17,22 +17,23 @@ function fill(value, parts) {
 // Vega-Lite cannot place labels; Vega can. They stand in a group that clips: else a long label beside the chart,
 // hidden because it found no place, would count as part of it, and the chart would shrink to make room.
 function withLabels(vega) {
-  const { transform, leaders } = DATA.labels;
+  const { transform, leaders, halo } = DATA.labels;
   vega.marks = vega.marks.map((mark) => {
     if (mark.type === "group") return withLabels(mark);
     if (mark.name !== "labels_marks") return mark;
     const update = { ...mark.encode.update, limit: { signal: "0.6 * width" } };
     const size = { width: { signal: "width" }, height: { signal: "height" } };
-    const marks = [{ ...mark, encode: { update }, transform: [transform] }, leaders];
+    const marks = [{ ...mark, encode: { update }, transform: [transform] }, leaders, ...halo];
     return { type: "group", name: "labels_area", clip: true, interactive: false, encode: { update: size }, marks };
   });
   return vega;
 }
 
-// On a narrow page the legend's entries stand below each other: side by side they would leave the page.
+// On a narrow page the legend's entries stand below each other: side by side they would leave the page. On paper, two
+// stand side by side.
 function configOf(width, print) {
   const config = DATA.themes[theme(print)];
-  return width < NARROW ? { ...config, legend: { ...config.legend, columns: 1 } } : config;
+  return width < NARROW ? { ...config, legend: { ...config.legend, columns: print ? 2 : 1 } } : config;
 }
 
 function makeView(spec, options) {
@@ -50,6 +51,8 @@ async function draw(figure, specify, title, rows) {
   figure.replaceChildren(box);
   const view = makeView(sized(specify(false), Math.max(240, figure.clientWidth)), { container: box });
   await view.tooltip(onHover).runAsync();
+  const lost = (text) => text.getAttribute("opacity") === "0" && !text.__data__.datum.block;
+  figure.classList.toggle("unlabelled", [...box.querySelectorAll(".labels_marks text")].some(lost)); // all or none
   for (const mark of box.querySelectorAll(".points_marks path, .bars_marks path")) makeReadable(mark);
   const bar = html("div", { class: "downloads" });
   figure.append(bar);

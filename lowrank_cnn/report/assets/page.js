@@ -13,7 +13,7 @@ async function drawLayers() {
 function offerLayers() {
   at("layers-choices").replaceChildren();
   choices(at("layers-choices"), "Network", "layers", pairs(DATA.layers.map((chart) => chart.title)), drawLayers);
-  drawLayers();
+  return drawLayers();
 }
 
 // ---- Tables are sorted by their headings: numbers as numbers, what is missing always last.
@@ -51,14 +51,15 @@ function tableCsv(table) {
 
 // ---- Printed, the page shows every data set.
 
+const PRINTED = 195; // pixels of a chart's height: four rows fill a page
 function drawForPrint() {
   const box = at("print-all");
   box.hidden = false;
   box.replaceChildren(html("h2", {}, "All data sets"));
   const add = (title, { title: own, ...spec }) => {
-    const figure = html("figure", {}, html("h3", {}, own ? `${title}: ${own.text}` : title), html("div", { class: "plot" }));
+    const figure = html("figure", {}, html("h3", {}, own ? `${title}: ${own}` : title), html("div", { class: "plot" }));
     box.append(figure);
-    makeView({ ...spec, width: 400 }, { container: figure.lastChild, print: true }).run();
+    makeView({ ...spec, width: 400, height: Math.min(spec.height, PRINTED) }, { container: figure.lastChild, print: true }).run();
   };
   for (const chart of DATA.trade) add(`${trainedLabel(chart.data, chart.recipe)}: ${chart.y}`, tradeSpec(chart, chart.log ? "log" : "linear", null, true));
   for (const key of unique(DATA.curves.map((run) => JSON.stringify([run.data, run.recipe])))) {
@@ -79,11 +80,11 @@ function clearPrint() {
 
 // ---- Start.
 
-function drawAll() {
-  offerTrade();
-  if (DATA.curves.length) offerTraining();
-  if (DATA.details.length) offerDetails();
-  offerLayers();
+async function drawAll() {
+  const parts = { trade: offerTrade, curves: offerTraining, details: offerDetails, layers: offerLayers };
+  delete document.body.dataset.drawn;
+  await Promise.all(Object.entries(parts).map(([name, offer]) => DATA[name].length && offer()));
+  document.body.dataset.drawn = "";
 }
 
 function followTheme() {
@@ -106,6 +107,7 @@ for (const link of document.querySelectorAll("nav a, .skip, .meta a")) link.addE
   event.preventDefault(); // the address keeps what is chosen
   at(link.getAttribute("href").slice(1)).scrollIntoView();
 });
+if (!DATA.trade.length) figureOf("trade").append(html("p", { class: "none" }, "No network here has both an accuracy and a cost."));
 if (!DATA.curves.length) figureOf("curves").append(html("p", { class: "none" }, "No training run among these records: lowrank train writes one."));
 drawAll();
 followTheme();

@@ -26,13 +26,13 @@ function offerTrade() {
   const metrics = unique(tradeOf("data", "recipe").map((chart) => chart.metric));
   choices(box, "Accuracy", "metric", metrics.map((m) => [m, { top1: "top-1", top5: "top-5" }[m]]), again);
   const axes = Object.keys(DATA.axes).map((axis) => tradeOf("data", "recipe", "metric").find((c) => c.axis === axis)).filter(Boolean);
-  const timed = axes.filter((chart) => chart.points.some((p) => p.kind.endsWith("here")));
+  const timed = axes.filter((chart) => chart.points.some((p) => !p.kind.startsWith("published")));
   const names = { GPU: "GPU time", CPU: "CPU time", macs: "MACs", params: "parameters" };
   choices(box, "Against", "axis", (timed.length ? timed : axes).map((chart) => [chart.axis, names[chart.axis]]), others);
   const [chart] = tradeOf("data", "recipe", "metric", "axis");
   if (!state.scale) state.scale = chart.log ? "log" : "linear";
   choices(box, "Axis", "scale", pairs(["linear", "log"]), again);
-  drawTrade();
+  return drawTrade();
 }
 
 async function drawTrade() {
