@@ -99,7 +99,19 @@ def test_weights_of_another_library_are_pruned_for_new_classes(
 def test_the_teacher_may_be_a_network_of_one_s_own(dense: Path, output_of: Callable[..., str]):
     """It is built by the function of the student. At this weight nothing but its answers is learned."""
     model = f"{dense.parent}/small.py:make"
-    words = ("--lr", "0.1", "--epochs", "4", "--set", "distill_weight=1", "--teacher", dense, "--json")
+    words = (
+        "--limit",
+        "240",
+        "--lr",
+        "0.1",
+        "--epochs",
+        "5",
+        "--set",
+        "distill_weight=1",
+        "--teacher",
+        dense,
+        "--json",
+    )
     assert json.loads(output_of("train", model, *SHORT, *words))["top1"] > 0.3
 
 
