@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lowrank_cnn.choose.learn_shapes import learn_shapes
     from lowrank_cnn.core.errors import LowRankError, MissingExtra
     from lowrank_cnn.core.notes import Notes, notes
-    from lowrank_cnn.data import open_data
+    from lowrank_cnn.data import inspect_data, open_data
     from lowrank_cnn.deploy.export import export, load
     from lowrank_cnn.deploy.optimize import optimize
     from lowrank_cnn.deploy.plan import plan
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lowrank_cnn.models.hub import from_pretrained, push_to_hub, save_pretrained
     from lowrank_cnn.report import write_report
     from lowrank_cnn.train.evaluate import evaluate, predict
+    from lowrank_cnn.train.find_lr import find_lr
     from lowrank_cnn.train.fit import fit
     from lowrank_cnn.train.recipes import get_recipe
     from lowrank_cnn.train.trained import load_pretrained
@@ -51,7 +52,7 @@ _HOMES = {
     "choose.learn_shapes": ["learn_shapes"],
     "core.errors": ["LowRankError", "MissingExtra"],
     "core.notes": ["Notes", "notes"],
-    "data": ["open_data"],
+    "data": ["inspect_data", "open_data"],
     "deploy.export": ["export", "load"],
     "deploy.optimize": ["optimize"],
     "deploy.plan": ["plan"],
@@ -72,6 +73,7 @@ _HOMES = {
     "models": ["Network", "create_model", "list_models", "list_pretrained"],
     "models.hub": ["from_pretrained", "push_to_hub", "save_pretrained"],
     "report": ["write_report"],
+    "train.find_lr": ["find_lr"],
     "train.fit": ["fit"],
     "train.recipes": ["get_recipe"],
     "train.evaluate": ["evaluate", "predict"],
@@ -117,10 +119,12 @@ __all__ = [
     "design",
     "evaluate",
     "export",
+    "find_lr",
     "fit",
     "from_pretrained",
     "get_recipe",
     "init_",
+    "inspect_data",
     "learn_shapes",
     "list_models",
     "list_pretrained",

@@ -33,6 +33,12 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_notes_at_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Commands note the networks of runs in a folder of the tests."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @functools.cache
 def share_onnx_operators() -> None:
     """Build torch's table of ONNX operators once per opset: every export builds it anew, which takes a second."""

@@ -26,6 +26,7 @@ def test_text_in_a_table_is_escaped_and_numbers_stand_to_the_right():
 def test_a_count_and_a_conversion_show_their_layers():
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1))
     assert "<caption>One image of 3x8x8</caption>" in lr.count(model, (3, 8, 8))._repr_html_()
+    assert repr(lr.count(model, (3, 8, 8))) == "3x8x8: 17.9k MACs, 296 parameters, 0.00 MiB in 2 layers"
     shown = lr.notes(lr.convert(model, "lr")).conversion._repr_html_()
     assert "3x1,4 + 1x3,4" in shown
     assert "Left as they were" in shown
@@ -39,7 +40,8 @@ def test_a_record_shows_its_result_and_its_last_epochs():
         *about, history=history, result={"top1": 0.5, "n": 10, "macs": 10**6, "params": 5, "seconds": 3.0}
     )
     shown = record._repr_html_()
-    assert "top1 50.00%, n 10, macs 1.00M" in shown
+    assert "seed 0: running, top-1 50.00% (23.7 to 76.3), n 10, macs 1.00M, params 5, 3 s" in shown
+    assert repr(record) in shown
     assert shown.count("<tr>") == 6
 
 

@@ -25,7 +25,7 @@ from lowrank_cnn.choose.learn_shapes import cross_entropy, layer_inputs, shape_n
 from lowrank_cnn.choose.shape_choice import Damage, measure_damage
 from lowrank_cnn.core.clock import Sample, measure
 from lowrank_cnn.core.compare import copied, unchanged
-from lowrank_cnn.core.errors import LowRankError, check_choice, explained
+from lowrank_cnn.core.errors import LowRankError, check_choice, explained, option
 from lowrank_cnn.core.numbers import round_up
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.text import text_table
@@ -172,6 +172,8 @@ class Advice:
         ]
         return "\n\n".join([*texts, self.verdict])
 
+    __repr__ = __str__
+
     def to_dict(self) -> dict[str, Any]:
         """In values that JSON can hold; without the network."""
         told = {"verdict": self.verdict, "choice": self.choice, "device": self.device, "engine": self.engine}
@@ -210,7 +212,7 @@ def design(
     """
     budget = Budget.of(macs=macs, latency=latency)
     if budget is None or budget.share == 1:
-        raise LowRankError("design needs a budget below 1: macs=0.4 or latency=0.5, as a share of the network's.")
+        raise LowRankError(f"design needs a budget below 1: {option('macs', 0.4)} or {option('latency', 0.5)}.")
     check_choice("engine", engine, ENGINES)
     if not isinstance(example, Tensor) or example.dim() != 4 or not example.is_floating_point():
         raise LowRankError("the example is a batch of images in floating point, [N, channels, height, width].")

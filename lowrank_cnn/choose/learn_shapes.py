@@ -22,7 +22,7 @@ from torch.nn import functional
 from lowrank_cnn.choose.shape_choice import ShapeChooser, ShapeCosts, measure_damage
 from lowrank_cnn.core.clock import Key, measure
 from lowrank_cnn.core.compare import copied, unchanged
-from lowrank_cnn.core.errors import LowRankError, check_number
+from lowrank_cnn.core.errors import LowRankError, check_number, option
 from lowrank_cnn.core.files import UnreadableError, read_json, write_json
 from lowrank_cnn.core.modules import watched
 from lowrank_cnn.core.notes import note
@@ -85,7 +85,7 @@ class Learned:
     - `time`: for a budget of time, the measured share of the dense network's time.
     """
 
-    network: nn.Module
+    network: nn.Module = field(repr=False)
     shapes: LearnedShapes
     macs: float | None
     record: Record
@@ -134,7 +134,7 @@ def learn_shapes(
     budget = Budget.of(macs=macs, latency=latency)
     if budget is None or budget.share == 1:
         raise LowRankError(
-            "learn_shapes needs a budget below 1: macs=0.4 or latency=0.5, as a share of the dense."
+            f"learn_shapes needs a budget below 1: {option('macs', 0.4)} or {option('latency', 0.5)}."
         )
     fields = {name: options.pop(name, None) for name in ("batch_size", "lr", "quantize")}
     recipe = recipe_for(data, recipe, {**fields, "epochs": epochs})
@@ -180,7 +180,7 @@ def _check_asked(model: nn.Module, recipe: Recipe, by: str) -> None:
     if recipe.epochs < 2:
         raise LowRankError("learning shapes takes two epochs at least: one to choose them, one to train them.")
     if by != "proximal":
-        raise LowRankError(f'by={by!r} is not available: shapes are learned by="proximal" alone.')
+        raise LowRankError(f"by={by!r} is not available: shapes are learned by 'proximal' alone.")
     check_rewritable(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise LowRankError("there are no weights to train: the network is on the meta device.")
@@ -504,7 +504,7 @@ class ShapeRun:
         if differ:
             raise LowRankError(f"the run in {self.path.parent} learns shapes with {in_words(differ)}.")
         if known != {name: len(layer.shapes) for name, layer in shaped_convs(shaped).items()}:
-            raise LowRankError(f"{self.path} holds the costs of another network: choose another --out.")
+            raise LowRankError(f"{self.path} holds the costs of another network: choose another {option('out')}.")
         return costs
 
 

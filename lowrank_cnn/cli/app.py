@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import zip_longest
 from typing import Annotated, Any, TextIO
 
 import typer
@@ -23,7 +24,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from lowrank_cnn.cli import CTRL_C, INTERRUPTED
 from lowrank_cnn.core import __version__
-from lowrank_cnn.core.errors import LowRankError, LowRankWarning
+from lowrank_cnn.core.errors import LowRankError, LowRankWarning, on_command_line
 from lowrank_cnn.core.processes import first_process
 
 # Standard output that outlives its reader: `lowrank train ... | head -1` trains to the end. Plain warnings.
@@ -94,6 +95,8 @@ def plain_warnings() -> Iterator[None]:
             errors.print(str(message))
 
     with warnings.catch_warnings():
+        # torch works without numpy, and an install without extras does not bring it.
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy")
         usual, warnings.showwarning = warnings.showwarning, show
         yield
 
@@ -117,6 +120,7 @@ COMMANDS = {
     "compare": Entry("compare", "Start", "Say which cheap version of a network to train."),
     "models": Entry("models", "Start", "List the networks with their cost and published accuracy."),
     "count": Entry("models", "Start", "Count multiply-accumulates, parameters and memory, layer by layer."),
+    "data": Entry("data", "Train", "Check a data set: counts, sizes, classes, duplicates, unreadable images."),
     "recipes": Entry("models", "Train", "List the training recipes."),
     "train": Entry("train", "Train", "Train a network, from scratch or from trained weights."),
     "evaluate": Entry("evaluate", "Train", "Measure accuracy on test images."),
@@ -151,12 +155,13 @@ class LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
-        return name, command and load_command(str(name)), with_default_weights(rest)
+        return name, command and load_command(str(name)), rest
 
     def invoke(self, ctx: Any) -> Any:
         """Print the last words of a run that was stopped; its exit code depends on the signal, unlike typer's."""
         try:
-            return super().invoke(ctx)
+            with on_command_line():
+                return super().invoke(ctx)
         except KeyboardInterrupt as stopped:
             from lowrank_cnn.cli.show import errors
 
@@ -172,11 +177,18 @@ def with_default_weights(words: list[str]) -> list[str]:
     ['timm:resnet18', '--pretrained', 'default', '--data', 'photos']
     """
     found: list[str] = []
-    for word, following in zip(words, [*words[1:], "-"], strict=True):
+    for word, following in zip_longest(words, words[1:], fillvalue="-"):
         found.append(word)
         if word == "--pretrained" and (following.startswith("-") or ":" in following):  # an option, or the network
             found.append("default")
     return found
+
+
+class Command(TyperCommand):
+    """A command in which --pretrained may have no value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, with_default_weights(args))
 
 
 def load_command(name: str) -> TyperCommand:
@@ -184,7 +196,7 @@ def load_command(name: str) -> TyperCommand:
     entry = COMMANDS[name]
     function = getattr(import_module(f"lowrank_cnn.cli.{entry.module}"), f"{name}_command")
     app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
-    app.command(name, help=help_text(function.__doc__ or ""), context_settings=_SETTINGS)(function)
+    app.command(name, cls=Command, help=help_text(function.__doc__ or ""), context_settings=_SETTINGS)(function)
     command = typer.main.get_command(app)
     assert isinstance(command, TyperCommand)
     return command

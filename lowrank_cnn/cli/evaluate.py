@@ -28,7 +28,8 @@ from lowrank_cnn.cli.options import (
     option,
 )
 from lowrank_cnn.cli.show import console, errors, print_json, print_problems, print_table
-from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.numbers import accuracy
 from lowrank_cnn.core.text import counted, first_few
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def evaluate_command(
         shown = result.details.to_dict(pictures=False)
         return print_json({"model": model, "data": images.name, **result.to_dict(), "details": shown})
     top5 = {"top-5": f"{result.top5:.2%}"} if len(images.classes) > TOP_FIVE else {}
-    row = {"network": model, "top-1": f"{result.top1:.2%}", **top5}
+    row = {"network": model, "top-1": accuracy(result.top1, result.n), **top5}
     row |= {"n": f"{result.n:,}", "loss": f"{result.loss:.4f}"}
     print_table(f"On {images.name}", list(row), [list(row.values())])
     _print_details(result.details, every_class=every_class)
@@ -180,7 +181,7 @@ def _trained(
 ) -> Trained:
     """The trained network at a path or of the package; says if its training has not come to an end."""
     from lowrank_cnn.cli.source import find_into, is_path
-    from lowrank_cnn.models import list_models
+    from lowrank_cnn.models import list_pretrained
     from lowrank_cnn.train.trained import how_far, load_checkpoint, load_pretrained
 
     if pretrained and is_path(model):
@@ -188,8 +189,8 @@ def _trained(
     if pretrained:
         return load_pretrained(model, pretrained)
     if Path(model).name == model and not (is_path(model) or Path(model).with_suffix(".json").exists()):
-        known = nearest(model, list_models())
-        raise LowRankError(f"{model} is neither a checkpoint nor a network's name; {known}")
+        known = " or ".join(f"{name} --pretrained {data}" for name, data in list_pretrained())
+        raise LowRankError(f"{model} is no trained network: give a run, an exported file, or {known}.")
     trained = load_checkpoint(model, best=best, network=find_into(into, model), trusted=trusted)
     if words := how_far(model, best=best):
         errors.print(f"These are the weights of {model} {words}, not those of a finished run.")

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 class GraphOptions:
     """The graph in the file, its precision and its names."""
 
-    fp16: Annotated[bool, option("Compute in half precision.", "--fp16")] = False
-    int8: Annotated[bool, option("Quantise to int8; needs --calibrate.", "--int8")] = False
+    asked: Annotated[Literal["fp32", "fp16", "int8"], option("int8 needs --calibrate.", "--precision")] = "fp32"
+    fp16: Annotated[bool, option("The same as --precision fp16.", "--fp16")] = False
+    int8: Annotated[bool, option("The same as --precision int8.", "--int8")] = False
     calibrate: Annotated[
-        str | None, option("For --int8: a folder or data set; or path.py:function, which gives prepared images.")
+        str | None, option("For int8: a folder or data set; or path.py:function, which gives prepared images.")
     ] = None
     merged: Annotated[bool, option("Fold batch norms into the layers before them.", "--merge")] = False
     chains: Annotated[
@@ -54,7 +55,7 @@ class GraphOptions:
 
     @property
     def precision(self) -> str:
-        return "fp16" if self.fp16 else "fp32"
+        return "int8" if self.int8 else "fp16" if self.fp16 else self.asked
 
     def for_export(self) -> dict[str, Any]:
         """These options as `export` takes them."""
@@ -88,7 +89,8 @@ def export_command(
         Path | None, option("The file; or with --to the directory, made if needed.", "--out", "-o")
     ] = None,
     to: Annotated[
-        str | None, option("An engine (onnx, openvino, ncnn, ...): write its file into a directory.")
+        str | None,
+        option("An engine (onnx, openvino, ncnn, ...): write its file into a directory; or pretrained, to share."),
     ] = None,
     scheme: Scheme = None,
     example: Inputs = None,
@@ -105,22 +107,25 @@ def export_command(
       lowrank export nin-c3-lr net.onnx --pretrained cifar10
       lowrank export runs/photos net.onnx --merge --preprocess nhwc
       lowrank export model.py:make net.pt2 --scheme lr --input 3x32x32
-      lowrank export runs/photos -o phone --to ncnn --fp16
-      lowrank export runs/photos -o net.int8.onnx --int8 --calibrate photos
+      lowrank export runs/photos -o phone --to ncnn --precision fp16
+      lowrank export runs/photos net.onnx --precision int8 --calibrate photos
       lowrank export model.py:make net.onnx --example model.py:inputs
     """
-    from lowrank_cnn.deploy.engines.targets import target_of
+    from lowrank_cnn.deploy.engines.targets import PRETRAINED, target_of
     from lowrank_cnn.method.count import count
 
-    if to is not None and target_of(to).strips:
+    if to not in (None, PRETRAINED) and target_of(to).strips:
         graph = replace(graph, strips=True)
-    if graph.strips and graph.int8:
-        raise LowRankError("compiled strips are for fp32 and fp16: give --int8 or --strips.")
+    if graph.strips and graph.precision == "int8":
+        raise LowRankError("compiled strips are for fp32 and fp16: give --precision int8 or --strips.")
     path = _place(path, out, to, model)
     source, inputs = named.find(model, example)
     source = source.converted(scheme) if scheme else source
     network = graph.merge(source.network, inputs)
-    if graph.int8:
+    if to == PRETRAINED:
+        folder = export_source(source, network, path, inputs, to=to).path
+        return print_json({"path": folder}) if as_json else console.print(f" {folder} is for lr.from_pretrained.")
+    if graph.precision == "int8":
         return _export_int8(source, network, path, graph.calibrate, inputs, overwrite=overwrite, as_json=as_json)
     written = export_source(source, network, path, inputs, overwrite=overwrite, **graph.for_export())
     macs = {"before": count(source.network, inputs).macs, "after": count(network, inputs).macs}
@@ -152,20 +157,14 @@ def _print_merging(rows: Any, macs: dict[str, int]) -> None:
 
 def _place(path: Path | None, out: Path | None, to: str | None, model: str) -> Path:
     """The file to write: as given, or in the directory that --to takes."""
-    from lowrank_cnn.deploy.engines.targets import target_of
+    from lowrank_cnn.deploy.engines.targets import PRETRAINED
+    from lowrank_cnn.deploy.export import file_for
 
     given = path or out
     if given is None or (path and out):
         raise LowRankError("say once where to write: a file (net.onnx), or a directory with --to.")
-    if to is None:
-        return given
-    target = target_of(to)
-    if given.suffix == target.suffix:
-        return given
-    if given.exists() and not given.is_dir():
-        raise LowRankError(f"{given} is a file: --to writes into a directory.")
-    given.mkdir(parents=True, exist_ok=True)
-    return given / f"{Path(model.rpartition(':')[2]).stem or 'net'}{target.suffix}"
+    name = Path(model.rpartition(":")[2]).stem or "net"
+    return given if to == PRETRAINED else file_for(given, to, name)
 
 
 def _export_int8(
@@ -187,9 +186,9 @@ def _export_int8(
     from lowrank_cnn.method.count import count
 
     if calibrate is None:
-        raise LowRankError("--int8 needs images to set the ranges of activations: give --calibrate DATA.")
+        raise LowRankError("int8 needs images to set the ranges of activations: give --calibrate DATA.")
     if is_example(size):
-        raise LowRankError("--int8 is for networks of one image: give --input in place of --example.")
+        raise LowRankError("int8 is for networks of one image: give --input in place of --example.")
     if ".py:" in calibrate:
         images = find_example(calibrate, option="--calibrate")
         if not isinstance(images, torch.Tensor):
@@ -200,7 +199,7 @@ def _export_int8(
         found = quantize(replace(source.trained, network=network), calibrate, path, overwrite=overwrite)
     else:
         raise LowRankError(
-            "--int8 with a data set is for a trained network (a run, an exported file, --pretrained): for others "
+            "int8 with a data set is for a trained network (a run, an exported file, --pretrained): for others "
             "give --calibrate path.py:function, which gives prepared images."
         )
     if as_json:

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+import json
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
 
 from lowrank_cnn.cli.options import Input, Inputs, Into, Json, Model, Norm, Scheme, Width, option
 from lowrank_cnn.cli.show import console, print_json, print_table
 from lowrank_cnn.core.text import si
 
-if TYPE_CHECKING:
-    from lowrank_cnn.method.count import Count
+_LAYER = ("name", "type", "output", "macs", "params", "activation_bytes")
+
+
+def stored_counts() -> dict[str, dict[str, Any]]:
+    """`count(...).to_dict()` of every network at its own size, from a table: torch alone takes seconds to import.
+
+    `tests/golden` writes the table and compares it with real counts.
+    """
+    table = json.loads((files("lowrank_cnn") / "models/counts.json").read_text(encoding="utf-8"))
+    return {
+        name: {**cost, "layers": [dict(zip(_LAYER, row, strict=True)) for row in cost["layers"]]}
+        for name, cost in table.items()
+    }
 
 
 def models_command(as_json: Json = False) -> None:
@@ -22,22 +37,16 @@ def models_command(as_json: Json = False) -> None:
       lowrank models
       lowrank models --json
     """
-    import torch
-
-    from lowrank_cnn.method.count import count
-    from lowrank_cnn.models import create_model, list_models
     from lowrank_cnn.paper.published import published
 
     def percent(share: float | None) -> str:
         return "" if share is None else f"{100 * share:.1f}%"
 
     rows = []
-    for name in list_models():
-        with torch.device("meta"):
-            net = create_model(name)
-        cost, row = count(net, net.input_size), published().get(name)
-        about = {"network": name, "input": "x".join(map(str, net.input_size)), "macs": cost.macs}
-        about |= {"params": cost.params, "top1": row.top1 if row else None, "top5": row.top5 if row else None}
+    for name, cost in stored_counts().items():
+        row = published().get(name)
+        about = {"network": name, "input": "x".join(map(str, cost["input"])), "macs": cost["macs"]}
+        about |= {"params": cost["params"], "top1": row.top1 if row else None, "top5": row.top5 if row else None}
         rows.append(about)
     if as_json:
         return print_json(rows)
@@ -74,23 +83,23 @@ def count_command(
       lowrank count torchvision:resnet18 --scheme lr
       lowrank count model.py:make --example model.py:inputs
     """
+    options = {"width": width, "norm": norm, "stride": stride, "num_classes": num_classes}
+    changed = (*options.values(), input_text, example, scheme, into)
+    plain = all(value is None for value in changed) and convention == "mac" and not Path(model).exists()
+    if plain and (known := stored_counts().get(model)):
+        return _print_count(model, known, as_json)
     import torch
 
     from lowrank_cnn.cli.source import find_example, find_model, is_ours, parse_size
     from lowrank_cnn.method.count import count
 
     asked, ours = parse_size(input_text), is_ours(model)
-    options = {"width": width, "norm": norm, "stride": stride, "num_classes": num_classes}
     if asked and ours:
         options["in_channels"] = asked[0]
     with torch.device("meta" if ours else "cpu"):
         source = find_model(model, into=into, scheme=scheme, **options)
     inputs = find_example(example) if example else source.size(asked)
-    result = count(source.network, inputs, convention=convention)
-    if as_json:
-        return print_json({"model": model, **result.to_dict()})
-    _print_count(model, result)
-    return None
+    return _print_count(model, count(source.network, inputs, convention=convention).to_dict(), as_json)
 
 
 def recipes_command(as_json: Json = False) -> None:
@@ -116,16 +125,19 @@ def recipes_command(as_json: Json = False) -> None:
     return None
 
 
-def _print_count(name: str, result: Count) -> None:
+def _print_count(name: str, result: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        return print_json({"model": name, **result})
     columns = ("layer", "<output", "MACs", "params", "MiB")
-    rows = [(row.name, "x".join(map(str, row.output)), *_costs(row)) for row in result.layers]
-    size = "x".join(map(str, result.input))
-    title = f"{name}, {size}, convention {result.convention}"
+    rows = [(row["name"], "x".join(map(str, row["output"])), *_costs(row)) for row in result["layers"]]
+    size = "x".join(map(str, result["input"]))
+    title = f"{name}, {size}, convention {result['convention']}"
     print_table(title, columns, [*rows, ("total", "", *_costs(result))])
-    if result.unsupported:
-        calls = ", ".join(f"{operation} ({times})" for operation, times in result.unsupported)
+    if result["unsupported"]:
+        calls = ", ".join(f"{operation} ({times})" for operation, times in result["unsupported"])
         console.print(f" Not counted, because their cost is unknown: {calls}.")
+    return None
 
 
-def _costs(item: Any) -> tuple[str, str, str]:
-    return f"{item.macs:,}", f"{item.params:,}", f"{item.activation_bytes / 2**20:.2f}"
+def _costs(item: Mapping[str, Any]) -> tuple[str, str, str]:
+    return f"{item['macs']:,}", f"{item['params']:,}", f"{item['activation_bytes'] / 2**20:.2f}"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import os
 import re
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lowrank_cnn.cli.show import errors
 from lowrank_cnn.core.errors import LowRankError, check_file
+from lowrank_cnn.core.files import read_json, write_json
 from lowrank_cnn.core.modules import InputSize
 from lowrank_cnn.core.notes import note, notes
 from lowrank_cnn.core.text import counted
@@ -20,7 +27,7 @@ from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.prune import cheaper
 from lowrank_cnn.method.schemes import parse_scheme
 from lowrank_cnn.models import create_model, list_models
-from lowrank_cnn.models.foreign import build_foreign, called, function_of, is_foreign
+from lowrank_cnn.models.foreign import build_foreign, called, copy_equal_shapes, function_of, is_foreign
 
 if TYPE_CHECKING:
     from lowrank_cnn.data import Data
@@ -146,12 +153,65 @@ def build_for(data: Data, text: str, *, into: str | None = None, **options: Any)
 
 
 def find_into(into: str | None, trained: str | Path) -> nn.Module | None:
-    """The network that the weights of a run or a file are loaded into, with as many outputs as these have."""
-    if into is None:
-        return None
-    from lowrank_cnn.train.trained import classes_of
+    """The network that the weights of a run or a file are loaded into, with as many outputs as these have.
 
+    It is named by --into; without it, by what was named for this run before.
+    """
+    from lowrank_cnn.train.trained import classes_of, is_own
+
+    if into is not None:
+        remember(Path(trained), into)
+    elif (into := remembered(trained) if is_own(trained) else None) is None:
+        return None
+    else:
+        _print_once(f"Network: --into {into}, as before.")
     return find_model(into, classes=classes_of(trained)).network
+
+
+_print_once = cache(errors.print)  # a network is built again as its own dense twin
+
+
+# The networks of the user's own runs, by the place of the run. A run or a cache may come from somebody else, and
+# must never name code that is run. The notes are therefore in the home of this user, who named that file, and they
+# hold only while the file is as it was.
+
+
+def _notebook() -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "lowrank-cnn" / "networks.json"
+
+
+def remember(run: Path, into: str) -> None:
+    """Note the network that the weights of a run go into."""
+    with contextlib.suppress(OSError, LowRankError):  # then --into is needed again
+        kept = {place: known for place, known in _noted().items() if Path(place).exists()}
+        write_json(_notebook(), kept | {str(run.resolve()): _entry(into)})
+
+
+def remembered(run: str | Path) -> str | None:
+    """The network noted for a run; None if there is none, or its file has changed."""
+    entry = str(_noted().get(str(Path(run).resolve()), ""))
+    into = entry.rpartition("#")[0]
+    return into if into and _entry(into) == entry else None
+
+
+def _entry(into: str) -> str:
+    """A network by the absolute path of its file, and that file's digest."""
+    file, _, function = into.partition(":")
+    path = Path(file).resolve()
+    if not file.endswith(".py") or not path.is_file():
+        return f"{into}#"
+    return f"{path}:{function}#{hashlib.sha256(path.read_bytes()).hexdigest()}"
+
+
+def _noted() -> dict[str, Any]:
+    """The notes; none if another user may have written them."""
+    try:
+        about = _notebook().stat()
+        ours = about.st_uid == os.getuid() and not about.st_mode & stat.S_IWOTH
+        return dict(read_json(_notebook())) if ours else {}
+    except (OSError, ValueError, TypeError, AttributeError):  # missing, damaged; a system without users
+        return {}
 
 
 def find_example(text: str, *, option: str = "--example") -> Any:
@@ -205,23 +265,28 @@ def _from_weights(text: str, into: str | None, classes: Sequence[str] | None) ->
         name = (Path(text).name if Path(text).is_dir() else text) if path.name == WEIGHTS else path.stem
         size = stored.input_size or notes(stored.network).input_size
         source = Source(name, stored.network.eval(), size, trained_of(stored))
-    source = _for_classes(source, classes)
+    source = _for_classes(source, classes, into)
     # Build it anew: loading has converted the first one and filled it with weights.
     dense = find_into(into, text) if notes(source.network).conversion else None
     return source if dense is None else replace(source, dense=dense.eval())
 
 
-def _for_classes(source: Source, classes: Sequence[str] | None) -> Source:
-    """A trained network of ours for other classes than it was trained on: with a new last layer."""
+def _for_classes(source: Source, classes: Sequence[str] | None, into: str | None = None) -> Source:
+    """A trained network for other classes than it was trained on: with a new last layer."""
     if classes is None or source.trained is None or tuple(classes) == source.trained.classes:
         return source
-    from lowrank_cnn.models.build import with_classes
+    from lowrank_cnn.models.build import rebuild, rebuild_options, with_classes
     from lowrank_cnn.models.network import Network
 
-    if not isinstance(source.network, Network):
+    if isinstance(source.network, Network):
+        network = with_classes(source.network, len(classes))
+    elif into is None:
         return source  # `fit` says which number of outputs it needs
-    fresh = replace(source, network=with_classes(source.network, len(classes)), trained=None)
-    return _with_new_head(fresh, "trained", classes)
+    else:
+        network = rebuild(rebuild_options(source.network), into=find_model(into, classes=classes).network)
+        if not copy_equal_shapes(source.network, network):  # it is built for the same number of classes
+            return source
+    return _with_new_head(replace(source, network=network, trained=None), "trained", classes)
 
 
 def parse_size(text: str | None) -> Size | None:

@@ -32,8 +32,9 @@ from lowrank_cnn.cli.options import (
     option,
 )
 from lowrank_cnn.cli.show import console, print_json, print_problems, print_table
-from lowrank_cnn.core.errors import LowRankError, check_number, first_line, nearest
+from lowrank_cnn.core.errors import LowRankError, MissingExtra, check_number, first_line, nearest
 from lowrank_cnn.core.files import read_text
+from lowrank_cnn.core.numbers import accuracy
 from lowrank_cnn.core.processes import first_process
 from lowrank_cnn.core.text import counted, first_few, si
 
@@ -117,10 +118,11 @@ class NetworkOptions:
 class TrainingOptions:
     """The recipe, and what is changed of it."""
 
-    recipe: Annotated[str | None, option("`lowrank recipes` lists them.", panel=TRAINING)] = None
+    recipe: Annotated[str | None, option("Of `lowrank recipes`; else for the images.", panel=TRAINING)] = None
     epochs: Annotated[int | None, option("Epochs to train at most.", panel=TRAINING)] = None
     batch_size: Annotated[int | None, option("Images per step, over all processes.", panel=TRAINING)] = None
     lr: Annotated[float | None, option("Learning rate at the start.", panel=TRAINING)] = None
+    find_lr: Annotated[bool, option("Only test rates and suggest one.", "--find-lr", panel=TRAINING)] = False
     settings: Settings = None
 
     def read(self, file: dict[str, Any]) -> tuple[Recipe, Callable[[int], Recipe], dict[str, Any]]:
@@ -282,7 +284,7 @@ def train_command(
       lowrank train vgg11-gmp-lr --data photos --image-size 64 -o runs/photos
       lowrank train runs/photos --data photos --set quantize=int8 --lr 0.001
     """
-    from lowrank_cnn.cli.source import build_for, check_model, is_weights
+    from lowrank_cnn.cli.source import build_for, check_model, is_weights, remember, remembered
     from lowrank_cnn.method.schemes import parse_scheme
     from lowrank_cnn.train.distributed import seed_generators
     from lowrank_cnn.train.inputs import (
@@ -297,9 +299,10 @@ def train_command(
 
     recipe, adapted, rare = training.read(config)
     scheme, train = network.training()
-    pretrained, cost = network.pretrained is not None or is_weights(model), network.thin or network.macs
+    pretrained = network.pretrained is not None or is_weights(model)
+    cost = network.macs if network.thin is None else network.thin
     # Trained weights are made cheaper when their images are known, and so is a network within a budget.
-    later = parse_scheme(scheme) if scheme is not None and (pretrained or cost) else None
+    later = parse_scheme(scheme) if scheme is not None and (pretrained or cost is not None) else None
     building = network.building(
         model, None if later else scheme, recipe, rare.pop("norm", None), rare.pop("stride", None)
     )
@@ -321,11 +324,18 @@ def train_command(
     check_network(source.network, wanted, recipe)
     recipe = adapted(trained_on(wanted, recipe))
     if first_process() and not as_json:
-        _print_start(wanted, recipe, run.out, source.remark, tuned=wanted is not found and is_weights(model))
+        _print_start(wanted, recipe, source.remark, tuned=wanted is not found and is_weights(model))
         if training.recipe is None:
             console.print(defaults_in_words(recipe, trained_on(wanted, recipe)))
+        if run.out is None and not training.find_lr:
+            console.print("This run is not saved: give --out to keep checkpoints and the record.")
         if teacher and not run.teacher:
             console.print("The network as it was is the teacher (--set distill_weight=0 trains without it).")
+    if training.find_lr:
+        how = {"workers": images.workers, **rare, "seed": run.seed, "device": run.device}
+        return _find_rate(source.network, wanted, recipe, run.out, as_json=as_json, **how)
+    if run.out and first_process():
+        remember(run.out, network.into or remembered(model) or model)
     told = _problems_of(wanted)
     how = {"workers": images.workers, **rare, **asdict(run), "teacher": teacher, "log": run.log or ()}
     record = train(source.network.train(), wanted, recipe, progress=not as_json, **how)
@@ -338,8 +348,29 @@ def train_command(
     if _problems_of(wanted) != told:  # a stream finds them on its way
         print_problems(wanted)
     if run.out:
-        hint = _next_command(record, run.out, data, network.into or model, images.class_names)
+        named = ["--class-names", str(images.class_names)] if images.class_names else []
+        hint = shlex.join(["lowrank", "evaluate", str(run.out), "--data", data, *named])
         console.print(f"The run is in {run.out}: try `{hint}`", soft_wrap=True)
+    return None
+
+
+def _find_rate(network: Any, data: Data, recipe: Recipe, out: Path | None, *, as_json: bool, **how: Any) -> None:
+    """Print the learning rate that a range test suggests, and draw its losses into the directory of the run."""
+    from lowrank_cnn.report.charts import rates_spec
+    from lowrank_cnn.report.style import save_charts
+    from lowrank_cnn.train.find_lr import find_lr
+
+    tested, drawn = find_lr(network, data, recipe, **how), None
+    told = "With --out DIR, DIR/find-lr.svg shows the losses."
+    if out is not None:
+        try:
+            drawn = str(save_charts([rates_spec(tested)], out / "find-lr.svg"))
+            told = f"{drawn} shows the losses."
+        except MissingExtra as missing:
+            told = f"There is no picture: {missing}"
+    if as_json:
+        return print_json({**asdict(tested), "picture": drawn})
+    console.print(f"{tested} {told}", soft_wrap=True)
     return None
 
 
@@ -369,15 +400,6 @@ def _problems_of(data: Data) -> tuple[str, str]:
     return str(data.train.problems), str(data.test.problems)
 
 
-def _next_command(record: Record, out: Path, data: str, source: str, names: Path | None) -> str:
-    """The command that evaluates the run. A run holds no code, so --into names a network that is not ours."""
-    from lowrank_cnn.models.build import entry_description
-
-    ours = entry_description(record.model)["model"] is not None
-    into, named = [] if ours else ["--into", source], ["--class-names", str(names)] if names else []
-    return shlex.join(["lowrank", "evaluate", str(out), "--data", data, *into, *named])
-
-
 def _told(recipe: Recipe) -> str:
     """The name, the usual settings, and every field that differs from its default."""
     from lowrank_cnn.train.optimizers import warmup_epochs
@@ -389,7 +411,7 @@ def _told(recipe: Recipe) -> str:
     return "  ".join([recipe.name, *(text for text in told if not text.startswith("name="))])
 
 
-def _print_start(data: Data, recipe: Recipe, out: Path | None, remark: str, *, tuned: bool) -> None:
+def _print_start(data: Data, recipe: Recipe, remark: str, *, tuned: bool) -> None:
     console.print(f"Recipe: {_told(recipe)} (the record has every field)")
     counts = f"{len(data.train):,} to train on, {len(data.test):,} to test on"
     size = f"{data.train.size[1]}x{data.train.size[2]} pixels" if data.train.size else "of many sizes"
@@ -405,8 +427,6 @@ def _print_start(data: Data, recipe: Recipe, out: Path | None, remark: str, *, t
     if remark:
         console.print(remark)
     print_problems(data)
-    if out is None:
-        console.print("This run is not saved: give --out to keep checkpoints and the record.")
 
 
 def _held_out_in_words(data: Data, share: float) -> str:
@@ -424,7 +444,7 @@ def _print_result(record: Record) -> None:
 
     r = record.result
     top5 = {"top-5": f"{r['top5']:.2%}"} if len(record.data["classes"]) > TOP_FIVE else {}
-    row = {"network": record.model["name"], "top-1": f"{r['top1']:.2%}", **top5, "n": f"{r['n']:,}"}
+    row = {"network": record.model["name"], "top-1": accuracy(r["top1"], r["n"]), **top5, "n": f"{r['n']:,}"}
     row |= {"MACs": si(r["macs"]) if r["macs"] else "", "params": si(r["params"])}
     row |= {"seconds": f"{r['seconds']:.1f}", "images/s": f"{r['images_per_second']:,.0f}"}
     print_table(f"Trained on {record.data['name']}", tuple(row), [tuple(row.values())])

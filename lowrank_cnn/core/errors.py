@@ -8,9 +8,11 @@ Every room validates by `check_type`, `check_number` and `check_file`:
 from __future__ import annotations
 
 import difflib
-import importlib
+import importlib.metadata
+import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,13 +22,14 @@ from operator import ge, gt, le, lt
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
+from urllib.parse import unquote, urlsplit
 
 from lowrank_cnn.core.text import printable
 
 _LONGEST_NAME = 100
 """Letters of a name that are compared with known names: the time to compare grows with their square."""
 
-_FOLDERS = {"onnx_tflite": "./tflite"}
+_FOLDERS = {"onnx_tflite": "/tflite", "lowrank-strips": "/native"}
 """Packages that are installed from a folder of a clone."""
 
 
@@ -66,6 +69,43 @@ class MissingExtra(LowRankError):
     """
 
 
+_commands: list[str] = []
+"""What the command line runs, if it is the one that hears the messages; else Python code does."""
+
+
+@contextmanager
+def on_command_line() -> Iterator[None]:
+    """Within the block, messages name options as the command line writes them, in every thread."""
+    _commands.append("lowrank")
+    try:
+        yield
+    finally:
+        _commands.pop()
+
+
+def to_caller(python: str, command: str) -> str:
+    """The part of a message that is said in two ways: to Python code, and on the command line."""
+    return command if _commands else python
+
+
+def option(name: str, value: object = None) -> str:
+    """An option for a message, with its value unless that is None: `batch_size=8`, or `--batch-size 8`.
+
+    >>> option("resume", True), option("out")
+    ('resume=True', 'out')
+    """
+    dashed = "--" + {"num_classes": "classes"}.get(name, name).replace("_", "-")
+    if value is None:
+        return to_caller(name, dashed)
+    return to_caller(f"{name}={value!r}", dashed if value is True else f"{dashed} {value}")
+
+
+def setting(name: str, value: object) -> str:
+    """A field of the recipe for a message: `holdout=0.1`, or `--set holdout=0.1`."""
+    text = str(value).lower() if isinstance(value, bool) else "" if value == () else value
+    return to_caller(f"{name}={value!r}", f"--set {name}={text}")
+
+
 def require(module: str, *, extra: str, purpose: str = "this") -> ModuleType:
     """Import an optional dependency where it is used, or say in one line how to get it.
 
@@ -79,8 +119,33 @@ def require(module: str, *, extra: str, purpose: str = "this") -> ModuleType:
     except ImportError as error:
         # The module may lack a package that it imports: torch.utils.tensorboard needs TensorBoard.
         package = (error.name or module).partition(".")[0]
-        what = _FOLDERS.get(package, f"'lowrank-cnn[{extra}]'")
-        raise MissingExtra(f"{purpose} needs {package}: pip install {what}") from error
+        raise missing_extra(purpose, package, extra) from error
+
+
+def missing_extra(purpose: str, package: str, extra: str = "") -> MissingExtra:
+    """The error for a missing package, with the command that installs it from where this package came from.
+
+    That is a clone, or a folder or wheel that pip installed from. The package index comes last.
+    """
+    clone = Path(__file__).parents[2]
+    origin = str(clone) if (clone / "pyproject.toml").is_file() else _installed_from()
+    if origin and Path(origin).is_dir() and Path(origin).samefile("."):
+        origin = "."
+    if folder := _FOLDERS.get(package):
+        what = shlex.quote(origin + folder) if origin else f".{folder} in a clone of lowrank-cnn"
+    else:
+        what = shlex.quote(f"{origin or 'lowrank-cnn'}[{extra}]")
+    return MissingExtra(f"{purpose} needs {package}: pip install {what}")
+
+
+def _installed_from() -> str:
+    """The folder or wheel that pip installed this package from, if it still exists; else empty."""
+    try:
+        record = importlib.metadata.distribution("lowrank-cnn").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    place = unquote(urlsplit(json.loads(record or "{}").get("url", "")).path)
+    return place if place and Path(place).exists() else ""
 
 
 def check_type(name: str, value: object, *kinds: type) -> None:
@@ -180,7 +245,7 @@ def names_options(**meant: str) -> Callable[[_F], _F]:
 def nearest(name: object, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown name: the nearest known names, or all if none is near."""
     names = sorted(known)
-    close = difflib.get_close_matches(str(name)[:_LONGEST_NAME], names, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(str(name)[:_LONGEST_NAME], names, n=3, cutoff=0.6)
     return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(names)}."
 
 

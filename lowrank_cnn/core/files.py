@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError, option
 from lowrank_cnn.core.processes import first_process
 
 LARGEST_JSON = 64 * 2**20
@@ -104,7 +104,7 @@ def followed(path: Path) -> Path:
 def below(folder: Path, path: Path) -> Path:
     """A path below a folder, to write to; a link on the way that leads elsewhere is refused."""
     if Path(os.path.realpath(path)) != Path(os.path.realpath(folder), path.relative_to(folder)):
-        raise LowRankError(f"a link leads from {path} to another folder: remove it, or choose another --out.")
+        raise LowRankError(f"a link leads from {path} elsewhere: remove it, or choose another {option('out')}.")
     return path
 
 
@@ -152,7 +152,8 @@ def open_regular(path: str | Path, *, most: int | None = None) -> io.BufferedRea
         raise OSError(errno.EINVAL, str(error), str(path)) from error
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):  # the file itself may be whole
-            raise LowRankError("too many files are open: use fewer --workers, or `ulimit -n 4096`.") from error
+            told = f"too many files are open: use fewer {option('workers')}, or `ulimit -n 4096`."
+            raise LowRankError(told) from error
         raise
     try:
         about = os.fstat(descriptor)  # of what was opened: the path may lead elsewhere by now
@@ -253,12 +254,12 @@ def why_not_written(path: Path, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
             f"the disk is full: {path} could not be written. What was there before is whole; free some space and "
-            "run the command again (training goes on with --resume)."
+            f"start again (training goes on with {option('resume', True)})."
         )
     if error.errno == errno.ENOENT:
         return (
-            f"{path} could not be written: its folder was moved or deleted (training goes on with --resume in the "
-            "folder's new place)."
+            f"{path} could not be written: its folder was moved or deleted (training goes on with "
+            f"{option('resume', True)} in the folder's new place)."
         )
     return f"{path} could not be written ({error.strerror or error})."
 
@@ -335,7 +336,7 @@ def locked(directory: Path) -> Iterator[None]:
         return
     with _ours_changing:
         if owner in _ours:
-            raise HeldError(f"{directory} is in use by another thread: wait for it, or choose another --out.")
+            raise HeldError(f"{directory} is in use by another thread: wait, or choose another {option('out')}.")
         _ours[owner] = threading.get_ident()
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     descriptor = None
@@ -375,7 +376,8 @@ def _open_locked(path: Path) -> int | None:
                 return None
             holder = f" ({int(number)})" if number.isdigit() else ""
             raise HeldError(
-                f"{path.parent} is in use by another process{holder}: wait until it ends, or choose another --out."
+                f"{path.parent} is in use by another process{holder}: wait until it ends, or choose another "
+                f"{option('out')}."
             ) from error
         with contextlib.suppress(OSError):  # the file is gone, or the disk too full for the number
             if os.path.samestat(path.lstat(), os.fstat(descriptor)):

@@ -26,8 +26,8 @@ class AsDict:
 class TrainingCard:
     """A trained network's recipe and data as JSON, and its preprocessing as tensors."""
 
-    card: Mapping[str, Any]
-    preprocess: Mapping[str, Tensor]
+    card: Mapping[str, Any] = field(repr=False)
+    preprocess: Mapping[str, Tensor] = field(repr=False)
 
 
 _ATTRIBUTE = "_lowrank"
@@ -71,6 +71,11 @@ class Notes:
     auxiliary: tuple[str, ...] = ()
     unpublished: tuple[str, ...] = ()
     entries: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """The fields that were set."""
+        known = {name: value for name, value in vars(self).items() if value != getattr(Notes, name, {})}
+        return f"Notes({', '.join(f'{name}={value!r}' for name, value in known.items())})"
 
 
 def notes(module: nn.Module) -> Notes:

@@ -9,6 +9,9 @@ from typing import Any
 
 from lowrank_cnn.core.errors import require
 
+_MANY_IMAGES = 5000
+"""With so many images the interval of an accuracy is less than a point wide on either side."""
+
 
 def ceil_div(value: int, step: int) -> int:
     """The quotient, rounded up.
@@ -70,6 +73,28 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, 
         return centre, centre, centre
     reach = student_t((1 + level) / 2, len(values) - 1) * spread / math.sqrt(len(values))
     return centre, centre - reach, centre + reach
+
+
+def wilson(share: float, n: int, z: float = 1.96) -> tuple[float, float]:
+    """The ends of Wilson's (1927) 95% interval of a share of n trials.
+
+    >>> [round(end, 3) for end in wilson(0.912, 250)]
+    [0.87, 0.941]
+    """
+    centre, reach = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return (centre - reach) / (1 + z * z / n), (centre + reach) / (1 + z * z / n)
+
+
+def accuracy(share: float, n: int) -> str:
+    """An accuracy on n images, with its 95% interval if they are few.
+
+    >>> accuracy(0.912, 250), accuracy(0.912, 10000)
+    ('91.20% (87.0 to 94.1)', '91.20%')
+    """
+    if not 0 < n < _MANY_IMAGES:
+        return f"{share:.2%}"
+    low, high = (max(0.0, end) for end in wilson(share, n))  # rounding gives -0
+    return f"{share:.2%} ({100 * low:.1f} to {100 * high:.1f})"
 
 
 def holm(p: Sequence[float]) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowrank_cnn.data.augment import Augment
+from lowrank_cnn.data.inspect import inspect_data
 from lowrank_cnn.data.own import DatasetLoader, DatasetSplit
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten, fit_preprocess, preprocess_from_dict
 from lowrank_cnn.data.resident import Loader, ResidentLoader, ResidentSplit
@@ -26,6 +27,7 @@ __all__ = [
     "StreamedSplit",
     "Whiten",
     "fit_preprocess",
+    "inspect_data",
     "make_loader",
     "open_data",
     "preprocess_from_dict",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowrank_cnn.core.errors import LowRankError, check_number, require
+from lowrank_cnn.core.errors import LowRankError, check_number, option, require, setting
 from lowrank_cnn.data.preprocess import Preprocess, Standardize
 from lowrank_cnn.data.types import generator
 from lowrank_cnn.kernels.device import kernels_run
@@ -58,8 +58,8 @@ class Augment:
             return self
         if self.crop is None:
             raise LowRankError(
-                "these images differ in size: give all of them one (--image-size 64; in Python "
-                "open_data(..., image_size=64)), or set the recipe's crop (--set crop=224)."
+                f"these images differ in size: give all of them one ({option('image_size', 64)}), or set the "
+                f"recipe's crop ({setting('crop', 224)})."
             )
         return replace(self, resize=round(self.crop * 8 / 7))
 

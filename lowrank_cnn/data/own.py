@@ -23,7 +23,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError, setting
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.data.resident import Loader
 from lowrank_cnn.data.types import (
@@ -161,7 +161,7 @@ class DatasetSplit:
         if self.own_loader is not None:
             raise LowRankError(
                 "images cannot be held out where a DataLoader has a sampler of its own, which chooses them: set "
-                "holdout=0, or give a Dataset."
+                f"{setting('holdout', 0)}, or give a Dataset."
             )
         return replace(self, dataset=Subset(self.dataset, index.tolist()))
 

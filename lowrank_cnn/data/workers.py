@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError, option
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.data.decode import (
@@ -158,7 +158,8 @@ def loaded(loader: DataLoader) -> Iterator[Any]:
         if isinstance(error, LowRankError):  # torch puts the whole traceback into its text
             raise type(error)(text.strip().splitlines()[-1].partition(": ")[2]) from error
         raise LowRankError(
-            "a process that reads images was killed, by the system if memory ran out: use fewer --workers."
+            "a process that reads images was killed, by the system if memory ran out: use fewer "
+            f"{option('workers')}."
         ) from error
 
 

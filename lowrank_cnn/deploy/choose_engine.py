@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.core.clock import Sample, measure
-from lowrank_cnn.core.errors import LowRankError, first_line
+from lowrank_cnn.core.errors import LowRankError, first_line, option, to_caller
 from lowrank_cnn.core.files import as_path
 from lowrank_cnn.core.processes import apart
 from lowrank_cnn.core.progress import progress, step
@@ -74,7 +74,7 @@ class EngineTimes:
         if not all(time.steady for time in (*self.times.values(), *self.rival.values())):
             told += " Some times are unsteady: measure again while the machine is idle."
         if self.fastest.endswith("int8"):
-            told += " int8 needs real images: lowrank export --int8 --calibrate DATA."
+            told += f" int8 needs real images: {to_caller('lr.quantize', '--precision int8 --calibrate DATA')}."
         if not self.rival:
             return told
         name, ms = next(iter(self.rival)), next(iter(self.rival.values())).ms
@@ -167,7 +167,7 @@ def engine_for(
     if engine != "auto":
         return engine, precision or "fp32"
     if example.is_cuda:
-        raise LowRankError("engine='auto' measures engines on the CPU: give an example on the CPU, or an engine.")
+        raise LowRankError(f"{option('engine', 'auto')} is for the CPU: give an example there, or an engine.")
     precisions = ("fp32", "fp16") if precision is None else (precision,)
     threads = torch.get_num_threads()
     found = time_engines(model, tuple(example.shape[1:]), precisions=precisions, threads=threads)

@@ -25,25 +25,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError
 from torch import nn
 
 from lowrank_cnn.core.compare import unchanged
-from lowrank_cnn.core.errors import LowRankError, names_options
+from lowrank_cnn.core.errors import LowRankError, names_options, option
 from lowrank_cnn.core.files import as_path, delete, replacing, why_not_written
 from lowrank_cnn.core.notes import AsDict, note, notes
 from lowrank_cnn.core.progress import progress
 from lowrank_cnn.deploy.engines.request import ExportRequest, Layout, Precision, at_precision, request_for
-from lowrank_cnn.deploy.engines.targets import engine_of, is_engine_file, open_engine, suffixes
+from lowrank_cnn.deploy.engines.targets import (
+    PRETRAINED,
+    engine_of,
+    is_engine_file,
+    open_engine,
+    suffixes,
+    target_of,
+)
 from lowrank_cnn.deploy.metadata import attach_metadata
 from lowrank_cnn.deploy.optimize import Optimized, reoptimize
 from lowrank_cnn.deploy.parity import EngineModel, parity
 from lowrank_cnn.deploy.plan import objection_on
 from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.method.select import check_module, check_values
-from lowrank_cnn.models.hub import resolve
+from lowrank_cnn.models.hub import resolve, save_pretrained
 from lowrank_cnn.models.network_file import Stored, read_weights, write_weights
 from lowrank_cnn.train.trained import Trained, load_checkpoint, trained_of
 
@@ -60,13 +67,14 @@ class Exported(AsDict):
     error: float | None
 
 
-@names_options(target="path", file="path", out="path", to="path", size="input_size", example="example_input")
+@names_options(target="to", engine="to", file="path", out="path", size="input_size", example="example_input")
 @unchanged()  # a forward may draw
 @progress("export")
 def export(
     model: nn.Module | Trained,
     path: str | Path,
     *,
+    to: str | None = None,
     input_size: Sequence[int] | None = None,
     example_input: Any = None,
     dynamic: Sequence[str] | Mapping[str, Mapping[int, str]] = ("batch",),
@@ -74,12 +82,15 @@ def export(
     output_names: Sequence[str] | None = None,
     opset: int | None = None,
     preprocess: bool | Layout = False,
-    precision: Precision = "fp32",
+    precision: Precision | Literal["int8"] = "fp32",
+    calibrate: Any = None,
     strips: bool = False,
     overwrite: bool = False,
 ) -> Exported:
     """Write `model`, in evaluation mode, in the format that the suffix of `path` names.
 
+    - `to`: an engine ("onnx", "openvino", "ncnn", ...), for a file in the folder `path`; "pretrained" for the
+      folder that `from_pretrained` reads.
     - `input_size`: (channels, height, width) of an image. Our own networks and the results of `load_checkpoint`
       know theirs.
     - `example_input`: for networks with other inputs: a tensor, a tuple of inputs, or a dictionary of keywords. A
@@ -92,7 +103,7 @@ def export(
     - `preprocess`: include preprocessing in the graph of a trained network. It then takes uint8 images of the
       network's input size, [N, C, H, W] (True, "nchw") or [N, H, W, C] ("nhwc"). The graph does not scale images.
     - `precision`: "fp16" stores and computes in half precision. Inputs and outputs stay float32, unless the
-      network itself is in half precision. `lr.quantize` writes int8.
+      network itself is in half precision. "int8" calls `quantize` with the images in `calibrate`.
     - `strips`: in .onnx, 1x3 and 3x1 convs by the compiled operator of the package lowrank-strips, which is then
       needed to run the file too.
 
@@ -104,7 +115,21 @@ def export(
     >>> axes = ("batch", "height", "width")
     >>> export(net, "net.onnx", input_size=(3, 32, 32), dynamic=axes)  # doctest: +SKIP
     """
-    path = as_path(path)
+    if to == PRETRAINED:
+        folder = save_pretrained(model.attach().network if isinstance(model, Trained) else model, path)
+        return Exported(str(folder), sum(file.stat().st_size for file in folder.iterdir()), None)
+    path = file_for(as_path(path), to)
+    strips = strips or (to is not None and target_of(to).strips)
+    if precision == "int8":
+        other = {"example_input": example_input, "input_names": input_names, "output_names": output_names}
+        for name, value in {**other, "opset": opset, "preprocess": preprocess, "strips": strips}.items():
+            if value:
+                raise LowRankError(f"int8 is written without {option(name)}: leave it out.")
+        if calibrate is None:
+            raise LowRankError(f"int8 needs images to set the ranges of activations: give {option('calibrate')}.")
+        from lowrank_cnn.deploy.quantize import quantize
+
+        return quantize(model, calibrate, path, input_size=input_size, dynamic=tuple(dynamic), overwrite=overwrite)
     _check_suffix(path)
     stored = stored_of(model, input_size)
     check_place(path, overwrite)  # before the work
@@ -198,10 +223,20 @@ def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = Fal
     return attach_metadata(network, runner.metadata)
 
 
+def file_for(path: Path, to: str | None, name: str = "net") -> Path:
+    """The file to write: the path itself, or for an engine NAME.SUFFIX in the folder `path`, made if needed."""
+    if to is None or path.suffix == (suffix := target_of(to).suffix):
+        return path
+    if path.exists() and not path.is_dir():
+        raise LowRankError(f"{path} is a file: {option('to', to)} writes into a folder.")
+    path.mkdir(parents=True, exist_ok=True)
+    return path / f"{name}{suffix}"
+
+
 def check_place(path: Path, overwrite: bool) -> None:
     """Refuse a path that is taken, or has no directory."""
     if path.exists() and not overwrite:
-        raise LowRankError(f"{path} exists; overwrite=True (--overwrite) replaces it.")
+        raise LowRankError(f"{path} exists; {option('overwrite', True)} replaces it.")
     if not path.parent.is_dir():
         raise LowRankError(f"there is no directory {path.parent} to write {path.name} into.")
 
@@ -224,7 +259,7 @@ def stored_of(model: nn.Module | Trained, input_size: Sequence[int] | None) -> S
 def _check_suffix(path: Path) -> None:
     if path.suffix != ".safetensors" and not is_engine_file(path):
         known = ", ".join([*suffixes(), ".safetensors"])
-        folder = "" if path.suffix else "; for a folder, the command takes --to onnx or another target"
+        folder = "" if path.suffix else f"; for a folder, give {option('to', 'onnx')} or another engine"
         raise LowRankError(f"a network's file ends in one of {known}, and {path.name} does not{folder}.")
 
 

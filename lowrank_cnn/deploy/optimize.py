@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -23,12 +24,12 @@ from torch import Tensor, nn
 
 from lowrank_cnn.core.clock import OutOfTime, Sample, check_budget, check_repeats, measure
 from lowrank_cnn.core.compare import copied, unchanged
-from lowrank_cnn.core.errors import LostDeviceError, LowRankError
+from lowrank_cnn.core.errors import LostDeviceError, LowRankError, LowRankWarning
 from lowrank_cnn.core.modules import has_hooks, watched
 from lowrank_cnn.core.notes import AsDict, note, notes
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.search import RESERVED, Search
-from lowrank_cnn.core.text import counted
+from lowrank_cnn.core.text import counted, text_table
 from lowrank_cnn.deploy.plan import (
     GIVEN,
     apply_ways,
@@ -97,6 +98,13 @@ class OptimizeReport(AsDict):
     choice: str
     times: dict[str, Sample]
     failed: dict[str, str]
+
+    def __repr__(self) -> str:
+        """The forms and their times, the fastest first, then those that failed."""
+        timed = sorted(self.times.items(), key=lambda item: item[1].ms)
+        rows = [(form, f"{time.ms:.3f} ms", "*" * (form == self.choice)) for form, time in timed]
+        rows += [(form, "", why) for form, why in self.failed.items()]
+        return text_table(("form", ">time", "taken"), rows)
 
 
 def laid_out(layout: str | None, *inputs: Any) -> tuple[Any, ...]:
@@ -325,6 +333,9 @@ class FormSearch:
 
     def result(self, choice: Form, times: Mapping[Form, Sample]) -> Optimized:
         best = self.search.made[choice]
+        if not all(times[form].steady for form in (choice, Form()) if form in times):
+            told = "the machine is too busy to time networks well: optimize again while it is idle."
+            warnings.warn(told, LowRankWarning, stacklevel=2)
         taken = {str(form): sample for form, sample in times.items()}
         best.report = OptimizeReport(
             str(choice), taken, {str(form): why for form, why in self.search.failed.items()}

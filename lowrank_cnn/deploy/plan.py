@@ -109,6 +109,8 @@ class NetworkPlan(AsDict):
         notes = [f"{row.name}, {way}: {why}" for row in self.decisions for way, why in row.failed.items()]
         return "\n".join([table, *notes, whole])
 
+    __repr__ = __str__
+
 
 # Measured times on disk, keyed by everything that they depend on.
 

@@ -21,14 +21,15 @@ from torch import Tensor, nn
 from lowrank_cnn.core.compare import copied, difference, is_finite, unchanged
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.files import as_path
-from lowrank_cnn.core.notes import AsDict, notes
-from lowrank_cnn.core.progress import progress
+from lowrank_cnn.core.notes import notes
+from lowrank_cnn.core.progress import progress, step
+from lowrank_cnn.core.text import counted, si
 from lowrank_cnn.data import Data, make_loader, open_data
 from lowrank_cnn.data.own import in_short
 from lowrank_cnn.data.types import stratified
 from lowrank_cnn.deploy.engines.request import request_for
 from lowrank_cnn.deploy.engines.targets import suffixes
-from lowrank_cnn.deploy.export import check_place, load, placing, stored_of, write_request
+from lowrank_cnn.deploy.export import Exported, check_place, load, placing, stored_of, write_request
 from lowrank_cnn.deploy.parity import DifferentOutputError
 from lowrank_cnn.graph.merge import merge
 from lowrank_cnn.method.rewrite import copy_with
@@ -60,16 +61,19 @@ Layers = tuple[QuantizedLayer, ...]
 
 
 @dataclass(frozen=True)
-class Quantized(AsDict):
+class Quantized(Exported):
     """The file, its layers, and the top-1 accuracy before and after if test images were given."""
 
-    path: str
-    bytes: int
-    error: float | None
     layers: Layers
     before: float | None = None
     after: float | None = None
     images: int = 0
+
+    def __repr__(self) -> str:
+        """One line; `layers` has the error of each."""
+        images = f"{counted(self.images, 'test image')}"
+        told = "" if self.before is None else f", top-1 {self.before:.2%} before, {self.after:.2%} on {images}"
+        return f"{self.path}: {si(self.bytes)}B in int8{told}; in float: {', '.join(self.in_float) or 'none'}"
 
     @property
     def in_float(self) -> tuple[str, ...]:
@@ -119,6 +123,7 @@ def quantize(
     check_place(path, overwrite)
     trained = model if isinstance(model, Trained) else carried_by(model)
     network = merge(copy_with(trained.network if trained else model).eval())  # type: ignore[arg-type]
+    step("reading images")
     data = _labelled(calibration, trained)
     judged = _judged(data)
     prepared = _prepared(judged or data or calibration, trained, images)
@@ -134,6 +139,7 @@ def quantize(
     with placing(path, overwrite=overwrite) as aside:  # no rejected candidate ever has the file's name
 
         def write(layers: Layers) -> Quantized:
+            step("writing and checking the file")
             kept = tuple(layer.name for layer in layers if layer.in_float)
             rest = {name: ends for name, ends in ranges.items() if name not in kept}
             with rounded_by(copy.deepcopy(given), rest) as expected:
@@ -158,6 +164,7 @@ def quantize(
 
 
 def _top1(trained: Trained, data: Data) -> float:
+    step(f"accuracy on {counted(len(data.test), 'image')}")
     return evaluate(trained, data, device="cpu", progress=False).top1
 
 
@@ -201,6 +208,7 @@ def sensitivities(network: nn.Module, images: Tensor, *, trained: Collection[str
     found = []
     for name, layer in network.named_modules():
         if isinstance(layer, ROUNDED_LAYERS):
+            step(f"rounding {name}")
             # A layer observes the range of its input where gradients are recorded.
             with unchanged(network), rounding(layer, images.device), torch.enable_grad():
                 error = difference(network(*copied(images)).detach(), expected, by="norm")

@@ -24,6 +24,7 @@ from lowrank_cnn.core.files import as_path, read_json
 from lowrank_cnn.core.modules import InputSize, arguments, checked_size, is_example, known_inputs
 from lowrank_cnn.core.notes import AsDict
 from lowrank_cnn.core.numbers import pearson
+from lowrank_cnn.core.text import counted
 from lowrank_cnn.deploy.engines.onnx import OnnxRunner, node_macs
 from lowrank_cnn.deploy.engines.request import Call
 from lowrank_cnn.deploy.engines.runner import as_array
@@ -189,6 +190,12 @@ class Timing(AsDict):
     twin: Timing | None = None
     more_inputs: tuple[tuple[int, ...], ...] = ()
     model: Mapping[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        """One line; `layers` has the times of layers."""
+        twin = f", {self.twin.name} {self.twin.total.ms:.3f} ms" if self.twin else ""
+        where = f"{self.runtime} on {self.device}, {counted(self.threads, 'thread')}"
+        return f"{self.name} {self.total.ms:.3f} ms{twin}; {'x'.join(map(str, self.input))}, {where}"
 
 
 @unchanged()  # a dense twin draws weights when it is built, and forwards may draw

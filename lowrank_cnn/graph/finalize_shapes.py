@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.core.compare import difference
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError, to_caller
 from lowrank_cnn.core.files import LARGEST_JSON, parse_json, read_regular, write_json
 from lowrank_cnn.core.modules import InputSize, checked_size
 from lowrank_cnn.core.notes import note, notes
@@ -92,7 +92,7 @@ def load_shapes(path: str | Path) -> LearnedShapes:
         raise LowRankError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LowRankError(
-            f"{path} holds no learned shapes: `lowrank train --scheme learned` writes them."
+            f"{path} has no learned shapes: {to_caller('learn_shapes', 'train --scheme learned')} writes them."
         ) from error
     if not all(isinstance(scheme, Exact) for scheme in layers.values()):
         raise LowRankError(f"{path} holds schemes other than exact, which learned shapes are written in.")

@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from lowrank_cnn.core.errors import MissingExtra
+from lowrank_cnn.core.errors import missing_extra
 
 STEPS = {torch.float32: 6, torch.float16: 4}
 """Outputs per tile: F(6, 3) needs fewer multiplications, F(4, 3) rounds less, which half precision needs."""
@@ -43,7 +43,7 @@ def installed_version() -> str | None:
 def library() -> ModuleType:
     """The package with the compiled code."""
     if not is_installed():
-        raise MissingExtra("compiled strips need the package lowrank-strips: `pip install ./native` builds it.")
+        raise missing_extra("running compiled strips", "lowrank-strips")
     package = importlib.import_module("lowrank_strips")
     for runtime in (Path(torch.__file__).parent / "lib").glob(
         "libgomp*"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lowrank_cnn.core.errors import LowRankError, LowRankWarning
+from lowrank_cnn.core.errors import LowRankError, LowRankWarning, option
 from lowrank_cnn.core.modules import InputSize, known_inputs
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.core.text import counted
@@ -176,7 +176,8 @@ def cheaper_only(
 
 
 def nothing_cheaper(scheme: Scheme) -> str:
-    return f"{scheme} makes no layer cheaper: ask for fewer filters or less energy, or pass allow_costlier=True."
+    other = option("allow_costlier", True)
+    return f"{scheme} makes no layer cheaper: ask for fewer filters or less energy, or give {other}."
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from lowrank_cnn.core.compare import unchanged
 from lowrank_cnn.core.errors import LowRankError, check_choice, first_line
 from lowrank_cnn.core.modules import InputSize, arguments, check_module, checked_size, is_part_of
 from lowrank_cnn.core.notes import AsDict, notes
-from lowrank_cnn.core.text import html_table, si
+from lowrank_cnn.core.text import counted, html_table, si
 from lowrank_cnn.method.branches import fold_branches
 from lowrank_cnn.method.layers import CompositeConv2d
 
@@ -169,6 +169,11 @@ class Count(AsDict):
     activation_bytes: int
     layers: tuple[LayerCount, ...]
     unsupported: tuple[tuple[str, int], ...] = ()
+
+    def __repr__(self) -> str:
+        """One line; `layers` has the rows."""
+        memory = f"{self.activation_bytes / 2**20:.2f} MiB in {counted(len(self.layers), 'layer')}"
+        return f"{'x'.join(map(str, self.input))}: {si(self.macs)} MACs, {si(self.params)} parameters, {memory}"
 
     def _repr_html_(self) -> str:
         """The table that notebooks show."""

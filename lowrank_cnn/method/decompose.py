@@ -81,7 +81,7 @@ def decompose(
 
     The scheme `channel` takes 1-D, 3-D, transposed and 1x1 convs and linear layers as well; `separable` takes
     depthwise convs apart into strips where their kernel is large, or where they are named. The scheme `cp` (by
-    tensorly: `pip install "lowrank-cnn[cp]"`) replaces a conv by a 1x1, two depthwise strips and a 1x1. Under a
+    tensorly: `pip install ".[cp]"`) replaces a conv by a 1x1, two depthwise strips and a 1x1. Under a
     budget it does so for layers that keep less than a third of their MACs and fit better so; the others become
     separable pairs. `bands` and `lr` fit depthwise convs alone: their filters keep the taps that they have, and
     channels that pass lose theirs, so that the network needs fine-tuning.

@@ -236,8 +236,15 @@ class CompositeConv2d(nn.Module):
                 layer.bias.copy_(self.bias)  # type: ignore[union-attr]
         return layer.train(self.training)
 
+    def __repr__(self) -> str:
+        """One line, as a conv has: torch would list the weights of all groups."""
+        return f"{self._get_name()}({self.extra_repr()})"
+
     def extra_repr(self) -> str:
-        text = f"{self.in_channels}, {self.composite}, stride={self.stride}, padding={self.padding}"
+        groups = " + ".join(f"{g.filters} of {str(g).rpartition(',')[0]}" for g in self.composite.groups)
+        text = f"{self.in_channels}, {self.out_channels}, {groups}, stride={self.stride}"
+        sides = {side for axis in self.padding for side in axis}
+        text += f", padding={self.padding if len(sides) > 1 else sides.pop()}"
         text += f", dilation={self.dilation}" if self.dilation != (1, 1) else ""
         text += f", channel_groups={self.channel_groups}" if self.channel_groups > 1 else ""
         text += ", shuffle=True" if self.shuffle else ""

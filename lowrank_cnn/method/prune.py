@@ -47,7 +47,7 @@ def prune(
     """A thinner copy of a trained network that keeps the channels of the largest weights, to be fine-tuned.
 
     Options and shapes are those of `thin`, which gives fresh weights. Layers whose outputs are added keep the same
-    channels, and norms keep the statistics of these. Needs `pip install "lowrank-cnn[prune]"`.
+    channels, and norms keep the statistics of these. Needs `pip install ".[prune]"`.
 
     - `width`: the share of its output channels that each layer keeps.
     - `macs`: the share of multiply-accumulates to keep instead; the nearest width is found by bisection.

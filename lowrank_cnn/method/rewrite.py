@@ -57,6 +57,8 @@ class Conversion(AsDict):
         """Line by line what changed, in weights; `conversion_costs` has the multiply-accumulates."""
         return "\n\n".join(text_table(columns, rows) for _, columns, rows in self._tables())
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         """The tables that notebooks show."""
         return "".join(html_table(columns, rows, title) for title, columns, rows in self._tables())

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from lowrank_cnn.core.errors import LowRankError, check_choice, check_number, nearest
+from lowrank_cnn.core.errors import LowRankError, check_choice, check_number, nearest, to_caller
 from lowrank_cnn.core.notes import AsDict
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.kernels.reference import compose
@@ -623,7 +623,9 @@ class Learned(Scheme):
         return shape == NONE or super().takes_shape(shape)
 
     def chain(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
-        raise LowRankError("shapes are learned in training: use learn_shapes, or `lowrank train --scheme`.")
+        raise LowRankError(
+            f"shapes are learned in training: use {to_caller('learn_shapes', '`lowrank train --scheme`')}."
+        )
 
 
 def register_scheme(scheme: Scheme, *options: str) -> Scheme:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from lowrank_cnn.core import __version__
-from lowrank_cnn.core.errors import LowRankError, check_choice
+from lowrank_cnn.core.errors import LowRankError, check_choice, nearest, to_caller
 from lowrank_cnn.core.modules import InputSize, checked_size
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.method.branches import fold_branches
@@ -43,7 +43,11 @@ def list_models(*, paper: bool = False) -> list[str]:
 
 def family_of(name: str) -> ModuleType:
     """The module that builds a network."""
-    check_choice("network", name, list_models())
+    if name not in (known := list_models()):
+        other = to_caller(
+            "build another library's and give it to lr.convert.", f"timm:{name}, torchvision:{name}?"
+        )
+        raise LowRankError(f"there is no network {name!r:.60}; {nearest(name, known)} Or {other}")
     return next(family for family in FAMILIES if name in family.VARIANTS)
 
 
@@ -186,9 +190,11 @@ def _ours(description: Mapping[str, Any]) -> nn.Module:
         named = str(description.get("name"))
         function = named if ".py:" in named else "path.py:function"
         raise LowRankError(
-            f"{description.get('class') or 'the network'} is not one of our networks: name the function that "
-            f"builds it as --into {function}; in Python, build the unconverted network and call "
-            "lowrank_cnn.load(path, into=network)."
+            f"{description.get('class') or 'the network'} is not one of our networks: "
+            + to_caller(
+                "build the unconverted network and call lowrank_cnn.load(path, into=network).",
+                f"name the function that builds it as --into {function}.",
+            )
         )
     try:
         return build_network(**config)

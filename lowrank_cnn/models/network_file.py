@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.core.errors import LowRankError, require
+from lowrank_cnn.core.errors import LowRankError, require, to_caller
 from lowrank_cnn.core.files import regular
 from lowrank_cnn.core.notes import TrainingCard, note, notes
 from lowrank_cnn.method.rewrite import copy_with
@@ -260,7 +260,8 @@ def read_pretrained(name: str, data: str, folder: Path = FOLDER) -> NetworkFile:
         data = next((one for known, one in list_pretrained(folder) if known == name), data)
     if (name, data) not in list_pretrained(folder):
         known = ", ".join(f"{name} on {data}" for name, data in list_pretrained(folder)) or "none"
-        raise LowRankError(f"there are no weights of {name} on {data}; there are: {known}.")
+        other = to_caller("", " Networks of timm and torchvision take --pretrained.")
+        raise LowRankError(f"there are no weights of {name} on {data}; there are: {known}.{other}")
     path = folder / f"{name}.{data}.safetensors"
     try:
         return read_header(path)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lowrank_cnn.core.environment import environment
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError, option
 from lowrank_cnn.core.files import HeldError, below, locked, write_json
 from lowrank_cnn.core.processes import first_process
 from lowrank_cnn.core.text import counted
@@ -335,7 +335,7 @@ def _check_made_by(recipe: Recipe, directory: Path) -> None:
     except LowRankError:  # missing or unreadable: compare with the checkpoints
         return
     if differ := differences(record.recipe, recipe.to_dict()):
-        raise LowRankError(f"{directory} was trained with {in_words(differ)}: choose another --out.")
+        raise LowRankError(f"{directory} was trained with {in_words(differ)}: choose another {option('out')}.")
 
 
 def _write_network(record: Record, directory: Path) -> None:

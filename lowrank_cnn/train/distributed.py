@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.core.clock import torch_threads
-from lowrank_cnn.core.errors import LowRankError, require
+from lowrank_cnn.core.errors import LowRankError, option, require
 from lowrank_cnn.kernels import forced
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def resolve_device(device: str) -> str:
     if kind not in _FOUND:
         raise LowRankError(f"{device!r} is no device to compute on: use auto, cpu, cuda, cuda:1 or mps.")
     if not (found := _FOUND[kind]()):
-        raise LowRankError(f"there is no {kind.upper()} device here: use --device cpu.")
+        raise LowRankError(f"there is no {kind.upper()} device here: use {option('device', 'cpu')}.")
     if (torch.device(device).index or 0) >= found:
         raise LowRankError(f"there is no device {device!r}: this machine has {found}, counted from 0.")
     return device if kind != "cpu" else "cpu"

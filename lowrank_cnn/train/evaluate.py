@@ -20,8 +20,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from lowrank_cnn.core.compare import unchanged
-from lowrank_cnn.core.errors import LowRankError, check_choice, check_number, require
+from lowrank_cnn.core.errors import LowRankError, check_choice, check_number, require, to_caller
 from lowrank_cnn.core.modules import batch_length, call
+from lowrank_cnn.core.numbers import accuracy
 from lowrank_cnn.core.text import counted, first_few
 from lowrank_cnn.data import Augment, Data, Preprocess, Problems, Split, make_loader, open_data
 from lowrank_cnn.data.augment import centre_crop, resize_shorter
@@ -199,7 +200,11 @@ class Evaluation:
     top5: float
     n: int
     loss: float
-    details: EvaluationDetails | None = field(default=None, repr=False, compare=False)
+    details: EvaluationDetails | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        top5 = f", top-5 {self.top5:.2%}" if self.top5 < 1 else ""
+        return f"top-1 {accuracy(self.top1, self.n)}{top5}, loss {self.loss:.4f}, on {counted(self.n, 'image')}"
 
     @property
     def rank(self) -> float:
@@ -439,9 +444,11 @@ def _check_size(trained: Trained, data: Data) -> None:
     if trained.image and data.test.size != trained.image:
         theirs = "x".join(map(str, data.test.size)) if data.test.size else "varying size"
         size = trained.size_option
+        python = f"open the data with image_size={size!r}, channels={trained.channels}"
+        hint = to_caller(python, f"give --image-size {size}")
         raise LowRankError(
             f"the network was trained on images of {'x'.join(map(str, trained.image))}, {data.name} has images of "
-            f"{theirs}: open the data with image_size={size!r}, channels={trained.channels} (--image-size {size})."
+            f"{theirs}: {hint}."
         )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.core.environment import is_out_of_memory
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError, option, to_caller
 from lowrank_cnn.core.modules import call
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.train.distributed import generator_states, restore_generators
@@ -70,6 +70,11 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     return not checks or bool(torch.stack(checks).all())
 
 
+def resume_hint() -> str:
+    """How to resume a run, for the end of a sentence."""
+    return to_caller("fit(..., resume=True)", "the same command and --resume")
+
+
 @contextlib.contextmanager
 def oom_as_user_error(batch_size: int, device: torch.device) -> Iterator[None]:
     """Turn an out-of-memory error, on any device, into a sentence with the batch size that failed."""
@@ -80,7 +85,7 @@ def oom_as_user_error(batch_size: int, device: torch.device) -> Iterator[None]:
             raise
         raise OutOfMemoryError(
             f"a batch of {counted(batch_size, 'image')} does not fit the memory of {device}: use a smaller "
-            "--batch-size, or bf16, or more processes."
+            f"{option('batch_size')}, or bf16, or more processes."
         ) from error
 
 
@@ -95,13 +100,11 @@ def lost_process_as_user_error() -> Iterator[None]:
     except RuntimeError as error:
         if "DataLoader worker" in str(error):
             raise LowRankError(
-                "a process that reads images was killed, by the system if memory ran out: go on with --resume, "
-                "and with fewer --workers if it happens again."
+                "a process that reads images was killed, by the system if memory ran out: go on with "
+                f"{option('resume', True)}, and with fewer {option('workers')} if it happens again."
             ) from error
         if isinstance(error, getattr(torch.distributed, "DistError", ())) or "/gloo/" in str(error):
-            raise LowRankError(
-                "another process of this run has ended: go on with the same command and --resume."
-            ) from error
+            raise LowRankError(f"another process of this run has ended: go on with {resume_hint()}.") from error
         raise
 
 

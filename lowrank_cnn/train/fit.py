@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.core.compare import unchanged
-from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.core.errors import LowRankError, nearest, option, setting
 from lowrank_cnn.core.notes import note, notes
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.data import Data
@@ -125,18 +125,9 @@ def fit(
     """
     loggers = (log,) if isinstance(log, str) else tuple(log)
     check_loggers(loggers)
-    fields, how = _sorted_settings({"epochs": epochs, "batch_size": batch_size, "lr": lr, **settings})
-    source, asked = data, "modern" if recipe is None else recipe
-    chosen, recipe = recipe is None, recipe_for(source, asked, fields)
-    check_request(model, recipe, how, loss, teacher)
-    directory = RunDirectory.open(out, data, resume=resume)
-    data = open_for(model, data, recipe)
-    if chosen:
-        recipe = recipe_for(source, asked, fields, images=trained_on(data, recipe))
-    if loss is None:
-        data = for_classes(data)
-        check_classes(data)
-        check_network(model, data, recipe)
+    fields, how = sorted_settings({"epochs": epochs, "batch_size": batch_size, "lr": lr, **settings})
+    directory, chosen = RunDirectory.open(out, data, resume=resume), recipe is None
+    data, recipe = open_with_recipe(model, data, recipe, fields, how, loss=loss, teacher=teacher)
     fabric = launch(device, recipe.precision)
     show = Lines() if progress and fabric.is_global_zero else Progress()
     if chosen:
@@ -184,6 +175,30 @@ def fit(
         return trainer.record
 
 
+def open_with_recipe(
+    model: nn.Module,
+    data: Any,
+    recipe: Recipe | str | None,
+    fields: Mapping[str, Any],
+    how: RunSettings,
+    *,
+    loss: Loss | None = None,
+    teacher: Teacher | None = None,
+) -> tuple[Data, Recipe]:
+    """The images of a run and its recipe, which their number determines if none is named; both are checked."""
+    asked = "modern" if recipe is None else recipe
+    found = recipe_for(data, asked, fields)
+    check_request(model, found, how, loss, teacher)
+    opened = open_for(model, data, found)
+    if loss is None:
+        opened = for_classes(opened)
+        check_classes(opened)
+        check_network(model, opened, found)
+    if recipe is None:  # last: counting images may decode them
+        found = recipe_for(data, asked, fields, images=trained_on(opened, found))
+    return opened, found
+
+
 def recipe_for(data: Any, recipe: Recipe | str, fields: Mapping[str, Any], *, images: int | None = None) -> Recipe:
     """The recipe with the fields that are given, None left out, and the batch size of a DataLoader.
 
@@ -201,7 +216,7 @@ def recipe_for(data: Any, recipe: Recipe | str, fields: Mapping[str, Any], *, im
     return found if images is None else suited(found, images, given)
 
 
-def _sorted_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], RunSettings]:
+def sorted_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], RunSettings]:
     """Fields of the recipe, and settings of the run; unknown words are refused with the one to use instead."""
     ours, fields = ({field.name for field in dataclasses.fields(kind)} for kind in (RunSettings, Recipe))
     for name in given:
@@ -263,12 +278,12 @@ def remarks(model: nn.Module, recipe: Recipe, inputs: Inputs, device: torch.devi
         yield "There is no data set to test on, as in fit(network, (train, test)): the images trained on are used."
     precision = resolve_precision(recipe.precision, device.type)
     if device.type == "cpu" and precision in ("bf16", "fp16"):
-        yield f"{precision} trains many times slower than fp32 on most CPUs (--set precision=fp32)."
+        yield f"{precision} trains many times slower than fp32 on most CPUs ({setting('precision', 'fp32')})."
     batches = len(inputs.train)
     if batches * recipe.epochs < FEW_STEPS and recipe.batch_size > SMALL_BATCH:
         each = f"{counted(batches, 'batch')} of {counted(recipe.batch_size, 'image')} in an epoch"
         told = f"This run has {counted(batches * recipe.epochs, 'step')}, {each}"
-        yield f"{told}: a smaller --batch-size or more --epochs gives more."
+        yield f"{told}: a smaller {option('batch_size')} or more {option('epochs')} gives more."
 
 
 def about(model: nn.Module, data: Data, seed: int) -> dict[str, Any]:

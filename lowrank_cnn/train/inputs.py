@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from lowrank_cnn.core.compare import tensors_of, unchanged
 from lowrank_cnn.core.environment import is_out_of_memory
-from lowrank_cnn.core.errors import LowRankError, first_line
+from lowrank_cnn.core.errors import LowRankError, first_line, option, setting
 from lowrank_cnn.core.modules import InputSize, blank, call, checked_size, in_words, is_example
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.core.numbers import ceil_div
@@ -132,12 +132,12 @@ def held_out(recipe: Recipe, images: int) -> int:
     if number < 1:
         raise LowRankError(
             f"holdout={recipe.holdout:g} of {counted(images, 'training image')} is not one: set a larger share "
-            "or a count (--set holdout=10), or hold nothing out (--set holdout=0)."
+            f"or a count ({setting('holdout', 10)}), or hold nothing out ({setting('holdout', 0)})."
         )
     if number >= images:
         raise LowRankError(
             f"holdout={recipe.holdout:g} leaves none of the {counted(images, 'training image')} to train on: "
-            "hold out fewer (--set holdout=0.1)."
+            f"hold out fewer ({setting('holdout', 0.1)})."
         )
     return number
 
@@ -155,7 +155,7 @@ def _check_batch(recipe: Recipe, images: int, all_images: int) -> None:
     left, fewer = (f", after {held} are held out", ", hold out fewer") if held else ("", "")
     raise LowRankError(
         f"the set has {counted(images, 'image')} to train on{left}, fewer than one batch of {recipe.batch_size}: "
-        f"set batch_size to {images} or less (--batch-size {images}){fewer}, or take more images."
+        f"set a batch size of {images} or less ({option('batch_size', images)}){fewer}, or take more images."
     )
 
 
@@ -179,7 +179,7 @@ def _check_window(recipe: Recipe, size: InputSize, split: Split) -> None:
         if (value := getattr(recipe, field)) >= limit:
             raise LowRankError(
                 f"{field}={value} leaves nothing to see of images of {height}x{width}: set it below {limit} "
-                f"(--set {field}=0 turns it off)."
+                f"({setting(field, 0)} turns it off)."
             )
 
 
@@ -365,7 +365,7 @@ def _check_scores(outputs: Any, classes: int, output: str | None) -> None:
     if logits.shape != (1, classes):
         raise LowRankError(
             f"the network has {counted(logits.shape[1], 'output')} for an image, and the data "
-            f"{counted(classes, 'class')}: build it with num_classes={classes}."
+            f"{counted(classes, 'class')}: build it with {option('num_classes', classes)}."
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError, to_caller
 from lowrank_cnn.core.modules import first_input
 from lowrank_cnn.method.branches import BranchedConv2d
 from lowrank_cnn.method.layers import CompositeConv2d
@@ -48,7 +48,7 @@ def trained_in_int8(network: nn.Module, recipe: Recipe, *, processes: int = 1) -
     if any(isinstance(layer, BranchedConv2d) for layer in network.modules()):
         raise LowRankError(
             "strips and their branches become one layer, which int8 rounds: quantise the trained network instead "
-            "(`lowrank export --int8`, `lr.quantize`)."
+            f"({to_caller('lr.quantize', 'lowrank export --precision int8')})."
         )
     layers = {name: layer for name, layer in network.named_modules() if isinstance(layer, ROUNDED_INPUTS)}
     if not any(isinstance(layer, ROUNDED_LAYERS) for layer in layers.values()):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.core.compare import tensors_of
+from lowrank_cnn.core.errors import option
 from lowrank_cnn.core.modules import call, checked_size, is_example
 from lowrank_cnn.method.rewrite import in_channels_last
 from lowrank_cnn.train.distributed import (
@@ -38,6 +39,7 @@ from lowrank_cnn.train.failure import (
     StopRequest,
     all_finite,
     first_not_finite,
+    resume_hint,
     stopping_within,
     undone_if_stopped,
 )
@@ -272,10 +274,10 @@ class Trainer:
             raise NotFiniteError(f"an image of {place} has NaN or infinity in it: leave such images out.")
         with self.fabric.autocast():
             where = first_not_finite(self.network, images)
-        hint = "Nothing is saved: start anew with a smaller --lr."
+        hint = f"Nothing is saved: start anew with a smaller {option('lr')}."
         if self.saved:
             told = self.saved.told(self.recipe.epochs)
-            hint = f"The state {told} is saved: go on from there with --resume and a smaller --lr."
+            hint = f"The state {told} is saved: go on with {option('resume', True)} and a smaller {option('lr')}."
         raise NotFiniteError(f"the loss is not finite at {place}; the first thing that is not: {where}. {hint}")
 
     @contextlib.contextmanager
@@ -296,7 +298,7 @@ class Trainer:
         where = f"Stopped in epoch {self.position.epoch + 1}, after batch {self.position.batch}"
         if self.directory is None:
             return f"{where}; nothing is saved, since no directory was given."
-        return f"{where}; all is saved in {self.directory.path}. Go on with the same command and --resume."
+        return f"{where}; all is saved in {self.directory.path}. Go on with {resume_hint()}."
 
     def save(self) -> None:
         """Write a checkpoint of all processes. A state that is not finite never replaces one that is."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError, to_caller
 from lowrank_cnn.data import Split
 from lowrank_cnn.data.own import DatasetSplit, in_short, listed_labels
 from lowrank_cnn.train.recipe import Recipe
@@ -48,8 +48,8 @@ def class_scores(outputs: Any, output: str | None = None) -> Tensor:
     if output is not None:
         raise LowRankError(f"the network has no tensor as output {output!r}: its outputs are {known}.")
     raise LowRankError(
-        f"the network returns {known}, and accuracy needs one tensor of class scores: name it by output=NAME "
-        "(--output NAME; in training --set output=NAME)."
+        f"the network returns {known}, and accuracy needs one tensor of class scores: name it by "
+        f"{to_caller('output=NAME', '--output NAME (in training --set output=NAME)')}."
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowrank_cnn.core.errors import LowRankError, check_choice, first_line, require
+from lowrank_cnn.core.errors import LowRankError, check_choice, first_line, option, require
 from lowrank_cnn.core.files import below, read_json, replacing, write_json
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.text import duration, printable
@@ -188,7 +188,7 @@ def _csv(record: Record, folder: Path | None, identity: str | None) -> Logger:
 
 def _wandb(record: Record, folder: Path | None, identity: str | None) -> Logger:
     """A run of Weights & Biases. `WANDB_PROJECT`, `WANDB_MODE=offline` and its other variables work."""
-    wandb: Any = require("wandb", extra="wandb", purpose="--log wandb")
+    wandb: Any = require("wandb", extra="wandb", purpose=option("log", "wandb"))
     options = {"dir": str(folder)} if folder else {}
     options |= {} if os.environ.get("WANDB_PROJECT") else {"project": PROJECT}
     options |= {"id": identity, "resume": "allow"} if identity else {}
@@ -202,7 +202,7 @@ def _wandb(record: Record, folder: Path | None, identity: str | None) -> Logger:
 
 def _mlflow(record: Record, folder: Path | None, identity: str | None) -> Logger:
     """A run of MLflow, at `MLFLOW_TRACKING_URI` or in the folder `mlruns`."""
-    mlflow: Any = require("mlflow", extra="mlflow", purpose="--log mlflow")
+    mlflow: Any = require("mlflow", extra="mlflow", purpose=option("log", "mlflow"))
     if not identity:
         mlflow.set_experiment(PROJECT)
     run = mlflow.start_run(run_id=identity, run_name=_name(record, folder))
@@ -217,7 +217,7 @@ def _mlflow(record: Record, folder: Path | None, identity: str | None) -> Logger
 
 def _trackio(record: Record, folder: Path | None, identity: str | None) -> Logger:
     """A run of Trackio, on this machine: `trackio show` opens the page."""
-    trackio: Any = require("trackio", extra="trackio", purpose="--log trackio")
+    trackio: Any = require("trackio", extra="trackio", purpose=option("log", "trackio"))
     name, resumed = identity or _name(record, folder), {"resume": "must"} if identity else {}
     trackio.init(project=PROJECT, name=name, config=_flat(_about(record)), **resumed)
     return Logger(lambda values, epoch: trackio.log(values, step=epoch), lambda failed: trackio.finish(), name)
@@ -252,7 +252,7 @@ def start_loggers(names: Sequence[str], record: Record, folder: Path | None) -> 
         except LowRankError:
             raise
         except Exception as error:
-            raise LowRankError(f"--log {name} could not start: {first_line(error):.200}") from error
+            raise LowRankError(f"{option('log', name)} could not start: {first_line(error):.200}") from error
     identities = {name: logger.identity for name, logger in loggers.items() if logger.identity}
     if place and identities:
         write_json(place, {**known, **identities}, parents=False)
@@ -261,7 +261,7 @@ def start_loggers(names: Sequence[str], record: Record, folder: Path | None) -> 
 
 def _needed(folder: Path | None) -> Path:
     if folder is None:
-        raise LowRankError("TensorBoard and CSV files are written beside the run: give --out.")
+        raise LowRankError(f"TensorBoard and CSV files are written beside the run: give {option('out')}.")
     return folder
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lowrank_cnn.core.errors import LowRankError, check_type, nearest
+from lowrank_cnn.core.errors import LowRankError, check_type, nearest, setting
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.data.augment import AUTO_AUGMENTS
 
@@ -199,20 +199,22 @@ class Recipe(Checked):
             (self.early_stop and self.levels, "levels ends the run by itself: clear early_stop or levels."),
             (
                 self.lookahead and self.ema,
-                "lookahead and ema both average weights: clear one (lookahead=0 or ema=0).",
+                "lookahead and ema both average weights: "
+                f"clear one ({setting('lookahead', 0)} or {setting('ema', 0)}).",
             ),
             (
                 self.alternate_mirror and not self.mirror,
-                "alternate_mirror says when images are mirrored: set mirror=true as well.",
+                f"alternate_mirror says when images are mirrored: set {setting('mirror', True)} as well.",
             ),
             (
                 self.levels and self.drop_epochs,
-                "levels finds the drops and drop_epochs states them: clear one (drop_epochs= or levels=0).",
+                "levels finds the drops and drop_epochs states them: "
+                f"clear one ({setting('drop_epochs', ())} or {setting('levels', 0)}).",
             ),
             (
                 self.levels and not self.holdout,
                 "the levelling-off rule watches held-out training images: set holdout (0.1, say), "
-                "or state known drops with drop_epochs and set levels=0.",
+                f"or state known drops with drop_epochs and {setting('levels', 0)}.",
             ),
         ]
 

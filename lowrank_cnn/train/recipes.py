@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from lowrank_cnn.core.errors import check_choice, check_number
+from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.train.recipe import Recipe, changed
 
@@ -203,28 +204,35 @@ def get_recipe(name: str, /, **overrides: object) -> Recipe:
 
 
 LEAST_BATCH, MOST_BATCH = 16, 128
-STEPS_PER_EPOCH = 30
+STEPS_PER_EPOCH, STEPS = 30, 2000
+"""The steps that an epoch of few images and a run of them should have."""
+MANY_IMAGES = 100_000
+"""From here on 30 epochs are enough, as in the recipe `tiny-fast`."""
 
 
 def defaults_for(images: int, *, batch_size: int | None = None) -> Recipe:
     """The recipe for this many training images if the user names none: `modern`, with other batches and epochs.
 
-    Batches are powers of two that give an epoch about thirty steps or more. The rate falls with the batch, also
-    with a `batch_size` of the user's own. docs/training.md has the measurements.
+    A batch is a power of two, small enough for some thirty steps in an epoch. Small sets get more epochs, until a
+    run has some 2,000 steps. The rate falls with the square root of the batch, also with a `batch_size` of the
+    user's own. docs/training.md has the measurements.
 
     >>> recipe = defaults_for(963)
     >>> recipe.batch_size, recipe.epochs, recipe.lr
-    (32, 60, 0.05)
+    (32, 70, 0.05)
     """
     check_number("images", images, least=1, whole=True)
     power = 2 ** (max(1, images // STEPS_PER_EPOCH).bit_length() - 1)
-    batch = batch_size or min(images, max(LEAST_BATCH, min(MOST_BATCH, power)))
-    return replace(RECIPES["modern"], batch_size=batch, epochs=60, lr=0.05)
+    chosen = min(images, max(LEAST_BATCH, min(MOST_BATCH, power)))
+    batch, epochs = batch_size or chosen, ceil_div(STEPS, images // chosen * 10) * 10
+    rate = float(f"{0.1 * (batch / MOST_BATCH) ** 0.5:.0e}")
+    modern, least = RECIPES["modern"], 60 if images < MANY_IMAGES else 30
+    return replace(modern, batch_size=batch, epochs=min(modern.epochs, max(least, epochs)), lr=rate)
 
 
 def suited(recipe: Recipe, images: int, given: Collection[str]) -> Recipe:
     """A recipe with the defaults for this many images, except for the fields that the user has given."""
-    found = defaults_for(images, batch_size=recipe.batch_size if "batch_size" in given else None)
+    found = defaults_for(max(1, images), batch_size=recipe.batch_size if "batch_size" in given else None)
     free = {"batch_size", "epochs", "lr"} - set(given)
     return replace(recipe, **{name: getattr(found, name) for name in free})
 
@@ -232,7 +240,7 @@ def suited(recipe: Recipe, images: int, given: Collection[str]) -> Recipe:
 def defaults_in_words(recipe: Recipe, images: int) -> str:
     """The line that is printed before a run whose recipe was chosen from the number of images."""
     steps, more = images // recipe.batch_size * recipe.epochs, ""
-    if recipe.batch_size < MOST_BATCH:
+    if recipe.batch_size < MOST_BATCH <= images:
         more = f" Batches of {MOST_BATCH} would give {images // MOST_BATCH * recipe.epochs:,}."
     each = f"batches of {recipe.batch_size}, {counted(recipe.epochs, 'epoch')}, rate {recipe.lr:g}"
     return f"{counted(images, 'image')}: {each}, {counted(steps, 'step')} in all.{more}"

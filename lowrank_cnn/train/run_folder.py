@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.core.environment import environment
-from lowrank_cnn.core.errors import LowRankError, require
+from lowrank_cnn.core.errors import LowRankError, option, require
 from lowrank_cnn.core.files import (
     LARGEST_JSON,
     SEAL,
@@ -45,7 +45,8 @@ from lowrank_cnn.core.files import (
     write_atomically,
     write_json,
 )
-from lowrank_cnn.core.text import counted, html_table, si
+from lowrank_cnn.core.numbers import accuracy
+from lowrank_cnn.core.text import counted, duration, html_table, si
 from lowrank_cnn.data import Data
 from lowrank_cnn.models.build import entry_description
 from lowrank_cnn.train.recipe import Recipe, differences, in_words
@@ -112,18 +113,21 @@ class Record:
     right: Tensor | None = field(default=None, compare=False, repr=False)
     sealed: bool = field(default=True, compare=False)
 
+    def __repr__(self) -> str:
+        """One line: the run and its result."""
+        about = f"{self.model['name']} on {self.data['name']}, recipe {self.recipe['name']}, seed {self.seed}"
+        found = {key: value for key, value in self.result.items() if value is not None}
+        shown = [f"top-{k} {accuracy(found[f'top{k}'], found['n'])}" for k in (1, 5) if f"top{k}" in found]
+        shown += [f"{key} {si(found[key])}" for key in ("n", "macs", "params") if key in found]
+        shown += [duration(found["seconds"])] if "seconds" in found else []
+        return f"{about}: {', '.join([self.status, *shown])}"
+
     def _repr_html_(self) -> str:
         """The summary that notebooks show: the run, its result and its last epochs."""
-        about = (
-            f"{self.model['name']} on {self.data['name']}, {self.recipe['name']}, seed {self.seed}: {self.status}"
-        )
-        shown = {key: f"{self.result[key]:.2%}" for key in ("top1", "top5") if self.result.get(key) is not None}
-        shown |= {key: si(self.result[key]) for key in ("n", "macs", "params", "seconds") if self.result.get(key)}
-        result = ", ".join(f"{key} {value}" for key, value in shown.items())
         columns = (">epoch", ">loss", ">train", ">accuracy", ">lr", ">images/s")
         names = ("epoch", "train_loss", "train_accuracy", "accuracy", "lr", "images_per_second")
         rows = [["" if row[name] is None else f"{row[name]:.4g}" for name in names] for row in self.history[-5:]]
-        return html_table(columns, rows, f"{about}. {result}")
+        return html_table(columns, rows, repr(self))
 
     def save(self, path: Path, *, parents: bool = True) -> None:
         """Write the record with its checksum, in one move; `parents` makes its folder if it is not there."""
@@ -290,7 +294,7 @@ class RunDirectory:
     def open(cls, out: str | Path | None, data: object, *, resume: bool) -> RunDirectory | None:
         """The directory of a run, not that of its images; None for a run that is not saved."""
         if out is None and resume:
-            raise LowRankError("there is nothing to resume without the directory of a run: give --out.")
+            raise LowRankError(f"there is nothing to resume without the directory of a run: give {option('out')}.")
         if out is None:
             return None
         path, images = Path(out), Path(data).resolve() if isinstance(data, str | Path) else None
@@ -312,7 +316,10 @@ class RunDirectory:
     def check_free(self) -> None:
         """Refuse to start a run over another."""
         if self.holds_run():
-            raise LowRankError(f"{self.path} already holds a run: go on with --resume, or choose another --out.")
+            raise LowRankError(
+                f"{self.path} already holds a run: go on with {option('resume', True)}, or choose another "
+                f"{option('out')}."
+            )
 
     def finished(self, recipe: Recipe, about: Mapping[str, Any], say: Callable[[str], None]) -> Record | None:
         """The record of this run if it is complete; None if training has to continue.
@@ -359,7 +366,8 @@ class RunDirectory:
             return checkpoint
         if _status(self.path) == "finished":  # a new run would overwrite the record
             raise LowRankError(
-                f"the run in {self.path} has finished and kept no weights to go on from: choose another --out."
+                f"the run in {self.path} has finished and kept no weights to go on from: choose another "
+                f"{option('out')}."
             )
         say(f"There is nothing to resume in {self.path} yet: the run starts anew.")
         return None
@@ -420,12 +428,12 @@ class RunDirectory:
         if not (found := self.stems("best")):
             raise LowRankError(
                 f"{self.path} has no best weights (best-*.json and best-*.safetensors): the last ones are "
-                "used without --best."
+                f"used without {option('best', True)}."
             )
         try:
             return read_checkpoint(found[-1])
         except DamagedCheckpointError as damage:
-            raise LowRankError(f"{damage} The last weights are used without --best.") from damage
+            raise LowRankError(f"{damage} The last weights are used without {option('best', True)}.") from damage
 
     def stems(self, kind: str, suffix: str = ".json") -> list[Path]:
         """The paths of checkpoints, without suffix, the newest last."""
@@ -468,7 +476,7 @@ def check_same_images(data: Data, checkpoint: Checkpoint, say: Callable[[str], N
 def _other_images(name: str, why: str) -> LowRankError:
     return LowRankError(
         f"the images of {name} are not those that this run was started with: {why}. Bring the old ones back, or "
-        "start a new run in another --out."
+        f"start a new run in another {option('out')}."
     )
 
 
@@ -515,7 +523,7 @@ def _identity(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _other_run(started: str, offered: str) -> LowRankError:
-    hint = "leave that as it was, or start a new run in another --out"
+    hint = f"leave that as it was, or start a new run in another {option('out')}"
     return LowRankError(f"this run was started with {started}, and cannot go on with {offered}: {hint}.")
 
 

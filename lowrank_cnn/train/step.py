@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.core.compare import difference, unchanged
 from lowrank_cnn.core.environment import is_out_of_memory
-from lowrank_cnn.core.errors import LowRankError, first_line
+from lowrank_cnn.core.errors import LowRankError, first_line, setting
 from lowrank_cnn.core.modules import batch_length, call
 from lowrank_cnn.graph.fuse import fuse, shared_copy
 from lowrank_cnn.kernels import forced
@@ -197,7 +197,9 @@ def _parts(images: Any, targets: Any, parts: int) -> Iterator[tuple[Any, Any]]:
     if parts == 1:
         yield images, targets
     elif not isinstance(targets, Tensor):
-        raise LowRankError("accumulate parts batches whose targets are one tensor: set accumulate=1.")
+        raise LowRankError(
+            f"accumulate parts batches whose targets are one tensor: set {setting('accumulate', 1)}."
+        )
     else:
         yield from zip(images.chunk(parts), targets.chunk(parts), strict=True)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.modules import checked_size, is_example
 from lowrank_cnn.core.notes import TrainingCard, note, notes
+from lowrank_cnn.core.text import counted, first_few
 from lowrank_cnn.data import Augment, Preprocess, Standardize, preprocess_from_dict
 from lowrank_cnn.data.preprocess import AsGiven
 from lowrank_cnn.data.streamed import frame
@@ -61,6 +62,11 @@ class Trained:
     image: tuple[int, ...] = ()
     held_out: Mapping[str, Any] = field(default_factory=dict)
     ranges: Ranges = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        name = notes(self.network).name or type(self.network).__name__
+        kinds = f"{counted(len(self.classes), 'class')} ({first_few(self.classes)})"
+        return f"{name}, trained by the recipe {self.recipe.name} for {kinds}"
 
     @property
     def channels(self) -> int:
@@ -144,13 +150,24 @@ def load_checkpoint(
 
 def classes_of(path: str | Path) -> tuple[str, ...] | None:
     """The classes that the weights of a run or an exported file are for; None where they do not say."""
-    path = resolve(path)
     try:
-        stems = RunDirectory(path).stems("step") if path.is_dir() else [path.with_suffix("")]
-        card = read_header(path).card if is_exported(path) else read_state(stems[-1])
-        return tuple(card["data"]["classes"]) if card else None
+        return tuple(_card_of(path)["data"]["classes"])
     except (LowRankError, IndexError, KeyError, TypeError):  # loading them says what is wrong
         return None
+
+
+def is_own(path: str | Path) -> bool:
+    """Whether the weights of a run are for a network of the user's, which the run cannot build."""
+    try:
+        return entry_description(_card_of(path)["model"])["model"] is None
+    except (LowRankError, IndexError, KeyError, TypeError):
+        return False
+
+
+def _card_of(path: str | Path) -> Any:
+    path = resolve(path)
+    stems = RunDirectory(path).stems("step") if path.is_dir() else [path.with_suffix("")]
+    return read_header(path).card if is_exported(path) else read_state(stems[-1])
 
 
 def how_far(path: str | Path, *, best: bool = False) -> str | None:

@@ -374,7 +374,7 @@ def normed_in_groups() -> nn.Module:
         ({"shapes": ("kx",)}, "filter shape"),
         ({"shapes": parse_scheme("lr")}, "shapes must be a list"),
         ({"epochs": 1}, "two epochs"),
-        ({"by": "gates"}, "by='gates' is not available: shapes are learned by=\"proximal\" alone"),
+        ({"by": "gates"}, "by='gates' is not available: shapes are learned by 'proximal' alone"),
         ({"recipe": changed(OWN, {"freeze": "backbone"})}, "it is frozen"),
         ({"model": net().to("meta")}, "on the meta device"),
         ({"model": "nin"}, "a model is an nn.Module"),

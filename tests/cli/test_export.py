@@ -17,12 +17,19 @@ SMALL = ("--width", "0.1", "--input", "3x30x30")
 
 
 def test_a_target_gets_a_directory_with_a_card(output_of, tmp_path):
-    text = output_of("export", "nin-c3-lr", "-o", tmp_path / "phone", "--to", "torchscript", "--fp16", *SMALL)
+    text = output_of(
+        "export", "nin-c3-lr", "-o", tmp_path / "phone", "--to", "torchscript", "--precision", "fp16", *SMALL
+    )
     assert sorted(file.name for file in (tmp_path / "phone").iterdir()) == ["nin-c3-lr.ts", "nin-c3-lr.ts.md"]
     scope: dict[str, object] = {}
     exec("\n".join(line[3:] for line in text.splitlines() if line.startswith("   ")), scope)  # as it is printed
     assert tuple(scope["logits"].shape) == (1, 10)
     assert "fp16" in (tmp_path / "phone" / "nin-c3-lr.ts.md").read_text()
+
+
+def test_a_folder_for_from_pretrained_is_a_target(output_of, tmp_path):
+    output_of("export", "nin-c3-lr", tmp_path / "shared", "--to", "pretrained", "--pretrained", "cifar10")
+    assert lr.notes(lr.from_pretrained(tmp_path / "shared")).training_card is not None
 
 
 @pytest.mark.skipif(not available(torch.float32), reason="lowrank-strips is not built: `make strips`")

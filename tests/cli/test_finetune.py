@@ -101,3 +101,21 @@ def test_the_teacher_may_be_a_network_of_one_s_own(dense: Path, output_of: Calla
     model = f"{dense.parent}/small.py:make"
     words = ("--lr", "0.1", "--epochs", "4", "--set", "distill_weight=1", "--teacher", dense, "--json")
     assert json.loads(output_of("train", model, *SHORT, *words))["top1"] > 0.3
+
+
+@pytest.mark.usefixtures("squares")
+def test_a_run_of_one_s_own_network_gets_a_last_layer_for_other_classes(
+    dense: Path, output_of: Callable[..., str]
+):
+    words = (
+        "--into",
+        f"{dense.parent}/small.py:make",
+        "--data",
+        "squares",
+        "--recipe",
+        "finetune",
+        "--device",
+        "cpu",
+    )
+    printed = output_of("train", dense, *words, "--epochs", "1")
+    assert "The last layer is new, for 2 classes; the others begin with trained weights." in printed

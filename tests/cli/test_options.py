@@ -137,14 +137,14 @@ ALIKE = {
     "optimize": (lr.optimize, {"example_input": {"--input", "--batch", "--example"}}),
     "export": (
         lr.export,
-        {"path": {"--out"}, "input_size": {"--input"}, "example_input": {"--example"}, "precision": {"--fp16"}},
+        {"path": {"--out"}, "input_size": {"--input"}, "example_input": {"--example"}},
     ),
 }
 """For each command its function, and the options for parameters that go by other names."""
 FROM_OTHERS = {
     "plan": {"--compile", "--budget", "--twin", "--no-twin", "--engine"},  # of `optimize` and `advise`
     "optimize": {"--overwrite"},  # of `export`
-    "export": {"--merge", "--merge-chains", "--int8", "--calibrate", "--to"},  # of `merge` and `quantize`
+    "export": {"--merge", "--merge-chains", "--fp16", "--int8"},  # of `merge`; older words of --precision
 }
 """Options that stand for parameters of other functions which the command calls."""
 

@@ -94,7 +94,7 @@ def test_weights_of_others_are_taken_by_name(output_of, model: str, weights: str
 def test_without_timm_the_command_says_how_to_get_it(output_of, monkeypatch: pytest.MonkeyPatch):
     for name in ("timm", "torchvision", "torchvision.models"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingExtra, match=r"timm:resnet18 needs timm: pip install 'lowrank-cnn\[zoo\]'"):
+    with pytest.raises(MissingExtra, match=r"timm:resnet18 needs timm: pip install '\.\[zoo\]'"):
         output_of("convert", "timm:resnet18")
     with pytest.raises(MissingExtra, match="torchvision:vgg11 needs torchvision"):
         output_of("convert", "torchvision:vgg11")

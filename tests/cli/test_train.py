@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -85,14 +86,42 @@ def own_network(folder: Path, filters: int = 4) -> Path:
     return path
 
 
+def test_code_is_run_only_as_this_user_named_it(lowrank, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    own, out, evaluate = own_network(tmp_path), tmp_path / "run", ("--data", "squares", "--device", "cpu")
+    assert lowrank("train", f"{own}:net", "--data", "squares", *SMALL[2:], "--out", out).exit_code == 0
+    ran = tmp_path / "ran"
+    notes, text = tmp_path / "state" / "lowrank-cnn" / "networks.json", own.read_text()
+
+    def refused(run: Path = out) -> bool:
+        said = str(lowrank("evaluate", run, *evaluate).exception)
+        return "--into mine.py:net" in said and not ran.exists()
+
+    assert not refused()
+    elsewhere = shutil.copytree(out, tmp_path / "elsewhere")  # as from somebody else, with a file of its own
+    (elsewhere / "mine.py").write_text(f"open({str(ran)!r}, 'w')\n{text}")
+    assert refused(elsewhere)
+    own.write_text(f"open({str(ran)!r}, 'w')\n{text}")  # not what was named
+    assert refused()
+    own.write_text(text)
+    notes.chmod(0o666)  # another user may have written it
+    assert refused()
+    notes.chmod(0o600)
+    assert not refused()
+
+
 def test_a_network_in_the_users_file_is_trained_and_used(lowrank, tmp_path):
     own, out = own_network(tmp_path), tmp_path / "run"
     more = ["--data", "squares", *SMALL[2:]]
     assert lowrank("train", f"{own}:net", *more, "--scheme", "lr-join", "--out", out).exit_code == 0
-    refused = lowrank("evaluate", out, "--data", "squares", "--device", "cpu").exception
-    assert "--into mine.py:net" in str(refused)
-    evaluated = lowrank("evaluate", out, "--data", "squares", "--device", "cpu", "--into", f"{own}:net", "--json")
-    assert json.loads(evaluated.output)["top1"] == load_record(out).result["top1"]
+    evaluate = ("--data", "squares", "--device", "cpu", "--json")
+    for into in (("--into", f"{own}:net"), ()):  # the second time it is known
+        evaluated = lowrank("evaluate", out, *evaluate, *into)
+        assert json.loads(evaluated.stdout)["top1"] == load_record(out).result["top1"]
+    assert f"--into {own}:net, as before" in evaluated.stderr
+    counted = lowrank("count", out, "--json")  # which builds it twice
+    assert json.loads(counted.stdout)["macs"]
+    assert counted.stderr.count("as before") <= 1
     image = pytest.importorskip("PIL.Image")
     image.new("L", (16, 16), 230).save(tmp_path / "a.png")
     predicted = lowrank("predict", out, tmp_path / "a.png", "--device", "cpu", "--into", f"{own}:net")
@@ -266,7 +295,7 @@ def test_a_run_is_fine_tuned_for_other_classes(lowrank, tmp_path):
         (("train", "nim", "--data", "squares"), "no network 'nim'"),
         (
             ("train", "nin", "--data", "squares", "--thin", "0.5", "--scheme", "lr"),
-            "fresh weights: leave --scheme",
+            "dense filters fewer: leave --scheme",
         ),
         (("train", "nin", "--data", "squares", "--thin", "0"), "macs must be a number above 0"),
         (("train", "nin", "--data", "squares", "--recipe", "modem"), "did you mean modern"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import stdev
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +20,9 @@ from hypothesis import strategies as st
 import lowrank_cnn
 from lowrank_cnn.core import errors
 from lowrank_cnn.core.environment import commit, environment, is_out_of_memory
-from lowrank_cnn.core.errors import LowRankError, MissingExtra, nearest, require
+from lowrank_cnn.core.errors import LowRankError, MissingExtra, missing_extra, nearest, require
 from lowrank_cnn.core.numbers import (
+    accuracy,
     deviation,
     holm,
     mean,
@@ -28,6 +31,7 @@ from lowrank_cnn.core.numbers import (
     pooled_deviation,
     student_p,
     student_t,
+    wilson,
 )
 from lowrank_cnn.core.processes import apart
 from lowrank_cnn.core.text import counted, duration, printable, si, text_table
@@ -42,10 +46,38 @@ def test_a_missing_package_is_named_with_its_install(monkeypatch):
         ("no_such_thing.inside", "plots", "no_such_thing"),
         ("torch.utils.tensorboard", "train", "tensorboard"),  # what the module itself lacks
     ):
-        told = rf"^drawing needs {missing}: pip install 'lowrank-cnn\[{extra}\]'$"
+        told = rf"^drawing needs {missing}: pip install '\.\[{extra}\]'$"
         with pytest.raises(MissingExtra, match=told):
             require(module, extra=extra, purpose="drawing")
     assert require("json", extra="plots").dumps([]) == "[]"
+
+
+def test_an_accuracy_on_few_images_has_an_interval():
+    assert [round(end, 4) for end in wilson(0.5, 10)] == [0.2366, 0.7634]  # Wilson's, as statsmodels gives it
+    assert (accuracy(1.0, 20), accuracy(0.0, 20)) == ("100.00% (83.9 to 100.0)", "0.00% (0.0 to 16.1)")
+    assert (accuracy(0.912, 4999), accuracy(0.912, 5000)) == ("91.20% (90.4 to 92.0)", "91.20%")
+
+
+@pytest.mark.parametrize(
+    ("folder", "record", "told"),
+    [
+        ("clone", None, "'CLONE[zoo]'"),  # from elsewhere; within the clone it is '.[zoo]', as above
+        ("site-packages", {"url": "file://CLONE", "dir_info": {}}, "'CLONE[zoo]'"),  # pip install CLONE
+        ("site-packages", {"url": "file:///gone"}, "'lowrank-cnn[zoo]'"),
+        ("site-packages", None, "'lowrank-cnn[zoo]'"),  # from an index
+    ],
+)
+def test_a_missing_package_is_installed_from_where_ours_came(tmp_path, monkeypatch, folder, record, told):
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    (clone / "pyproject.toml").touch()
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / folder / "lowrank_cnn" / "core" / "errors.py"))
+    text = record and json.dumps(record).replace("CLONE", str(clone))
+    found = SimpleNamespace(read_text=lambda name: text)
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: found)
+    assert str(missing_extra("this", "timm", "zoo")) == f"this needs timm: pip install {told}".replace(
+        "CLONE", str(clone)
+    )
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_sizes_are_sides_or_height_and_width() -> None:
     ("source", "says"),
     [
         *(
-            (name, "is no data: give digits, a folder")
+            (name, "there is no data at .*: give digits, a folder")
             for name in ("nothing/at/all", "./missing", "digit", "/no/such")
         ),
         (None, "by its name or path, not by None"),
@@ -135,10 +135,10 @@ def test_test_is_preferred_to_val_where_it_has_classes(folder: Path, write_folde
     with pytest.warns(LowRankWarning, match=r"^test of own has no class folders: val is tested on instead\.$"):
         assert len(open_data(folder).test) == 2
     write_folder(folder, {f"test/bee/{n}.png": n for n in range(5)} | {"test/ant/1.png": 1})
-    with pytest.warns(LowRankWarning, match=r"own is tested on test; val is not used \(--test .*own/val"):
+    with pytest.warns(LowRankWarning, match=r"own is tested on test; val is not used \(test='.*own/val"):
         data = open_data(folder)
     assert (len(data.test), data.details) == (6, {"tested_split": "test", "unused_splits": ["val"]})
-    with pytest.warns(LowRankWarning, match=r"--data .*own/val tests on val"):
+    with pytest.warns(LowRankWarning, match=r"data='.*own/val' tests on val"):
         open_data(folder, only_test=True)
     shutil.rmtree(folder / "test/ant")
     shutil.rmtree(folder / "test/bee")

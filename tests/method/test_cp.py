@@ -136,5 +136,5 @@ def test_channel_groups_are_left_alone_or_refused():
 
 def test_without_tensorly_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorly", None)
-    with pytest.raises(MissingExtra, match=r"lowrank-cnn\[cp\]"):
+    with pytest.raises(MissingExtra, match=r"\.\[cp\]"):
         decompose(nn.Sequential(nn.Conv2d(8, 8, 3)), "cp(m=2)")

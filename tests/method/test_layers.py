@@ -123,7 +123,8 @@ def test_it_trains_under_ddp(tmp_path, layer: CompositeConv2d, image: torch.Tens
 
 
 def test_it_says_what_it_is():
-    assert "3x1,6 + 1x3,2, stride=(2, 2)" in repr(CompositeConv2d(4, [(3, 1, 6), (1, 3, 2)], stride=2))
+    layer = CompositeConv2d(4, [(3, 1, 6), (1, 3, 2)], stride=2)
+    assert repr(layer) == "CompositeConv2d(4, 8, 6 of 3x1 + 2 of 1x3, stride=(2, 2), padding=1)"
 
 
 @pytest.mark.parametrize(

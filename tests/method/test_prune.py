@@ -165,5 +165,5 @@ def test_networks_and_shares_that_are_refused(make: Callable[[], nn.Module], opt
 
 def test_the_extra_is_named_if_it_is_missing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "torch_pruning", None)
-    with pytest.raises(lr.MissingExtra, match=r"prune needs torch_pruning: .*lowrank-cnn\[prune\]"):
+    with pytest.raises(lr.MissingExtra, match=r"prune needs torch_pruning: .*\.\[prune\]"):
         lr.prune(vgg(), width=0.5, input_size=SIZE)

@@ -397,7 +397,7 @@ class Answer:
         (Named(FEATURES, SCORES), "head", None),
         (Named(SCORES, FEATURES), None, None),
         (Answer(SCORES, FEATURES), "head", None),
-        ({"a": SCORES, "b": FEATURES}, None, r"returns a, b, .*\(--output NAME; .* --set output=NAME\)\.$"),
+        ({"a": SCORES, "b": FEATURES}, None, r"returns a, b, .* name it by output=NAME\.$"),
         ({"a": SCORES, "b": FEATURES}, "c", r"no tensor as output 'c': its outputs are a, b\.$"),
         ((SCORES, FEATURES), "2", r"no tensor as output '2': its outputs are output_0, output_1\.$"),
         ({"a": None, "b": SCORES}, "a", r"no tensor as output 'a'"),
@@ -436,7 +436,7 @@ def test_a_network_is_trained_evaluated_asked_and_exported_by_the_chosen_output(
     before = network.head.weight.detach().clone()
     recipe = lr.get_recipe("digits", batch_size=4, epochs=1, crop=None, pad=0)
     sentence = (
-        r"--set output=NAME" if kind is dict else r"gives 3x2x2 for an image, and not a score for each class"
+        r"name it by output=NAME" if kind is dict else r"gives 3x2x2 for an image, and not a score for each class"
     )
     with pytest.raises(LowRankError, match=sentence):
         lr.fit(network, data, recipe, progress=False)

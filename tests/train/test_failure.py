@@ -22,7 +22,7 @@ from lowrank_cnn.train.failure import (
 def test_a_run_that_diverges_names_the_layer_and_keeps_its_last_good_state(driver, tmp_path):
     network = driver.tiny_net()
     network.insert(2, Fuse(burns_at=8))
-    with pytest.raises(NotFiniteError, match=r"epoch 2, batch 3.*layer '2' \(Fuse\).*--resume"):
+    with pytest.raises(NotFiniteError, match=r"epoch 2, batch 3.*layer '2' \(Fuse\).*resume=True"):
         driver.fit(network, driver.tiny_data(), driver.PLAIN, out=tmp_path, checkpoint_every=0.0, device="cpu")
     assert load_record(tmp_path).status == "failed"
     assert driver.newest(tmp_path) == 7

@@ -138,7 +138,7 @@ def test_a_run_that_is_resumed_continues_where_its_logs_stopped(driver, tmp_path
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_a_client_that_is_not_installed_is_named(driver, monkeypatch, name: str):
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingExtra, match=rf"--log {name} needs {name}: pip install 'lowrank-cnn\[{name}\]'"):
+    with pytest.raises(MissingExtra, match=rf"log='{name}' needs {name}: pip install '\.\[{name}\]'"):
         driver.train(None, driver.PLAIN, log=name)
 
 
@@ -147,7 +147,7 @@ def test_a_client_that_cannot_start_is_one_sentence(driver, calls, monkeypatch):
         raise ValueError("No API key configured.\nA second line.")
 
     monkeypatch.setattr("wandb.init", refuse)
-    with pytest.raises(LowRankError, match=r"^--log wandb could not start: No API key configured$"):
+    with pytest.raises(LowRankError, match=r"^log='wandb' could not start: No API key configured$"):
         driver.train(None, driver.PLAIN, log="wandb")
 
 
@@ -168,5 +168,5 @@ def test_mistakes_are_one_sentence(driver):
     with pytest.raises(LowRankError, match="no logger 'wandbb'; did you mean wandb"):
         driver.train(None, driver.PLAIN, log="wandbb")
     for name in ("csv", "tensorboard"):
-        with pytest.raises(LowRankError, match="give --out"):
+        with pytest.raises(LowRankError, match="give out"):
             driver.train(None, driver.PLAIN, log=name)

@@ -13,6 +13,7 @@ import lowrank_cnn as lr
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.train import RECIPES, Recipe
 from lowrank_cnn.train.recipe import RunSettings, changed, differences, parse_settings, within
+from lowrank_cnn.train.recipes import defaults_for, get_recipe
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -71,7 +72,7 @@ def test_words_are_understood():
         ({"early_stop": 3}, "set holdout"),
         ({"early_stop": 3, "holdout": 0.1, "levels": 2}, "clear early_stop or levels"),
         ({"lookahead": 5, "ema": 0.9}, "lookahead and ema both average weights"),
-        ({"alternate_mirror": True, "mirror": False}, "set mirror=true as well"),
+        ({"alternate_mirror": True, "mirror": False}, "set mirror=True as well"),
         ({"levels": 2}, "watches held-out training images"),
         ({"levels": 2, "holdout": 0.1, "drop_epochs": "5"}, "levels finds the drops"),
     ],
@@ -125,3 +126,27 @@ def test_one_line_declares_a_field(driver, tmp_path):
     (tmp_path / "record.json").unlink()
     with pytest.raises(LowRankError, match=r"started with shake=0\.5, and cannot go on with 0\.1"):
         driver.train(tmp_path, changed(recipe, {"shake": 0.1, "epochs": 2}), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("images", "batch", "epochs", "rate"),
+    [(5, 5, 200, 0.02), (300, 16, 120, 0.04), (963, 32, 70, 0.05), (5_000, 128, 60, 0.1), (10**6, 128, 30, 0.1)],
+)
+def test_defaults_come_from_the_number_of_images(images: int, batch: int, epochs: int, rate: float) -> None:
+    found = defaults_for(images)
+    assert (found.batch_size, found.epochs, found.lr) == (batch, epochs, rate)
+    assert differences(found.to_dict(), get_recipe("modern").to_dict()).keys() <= {"batch_size", "epochs", "lr"}
+
+
+def test_without_a_recipe_fit_chooses_what_is_not_given(driver, capsys) -> None:
+    net, data = driver.tiny_net(stateful=True), driver.tiny_data()
+    options = {"pad": 1, "cutout": 0, "device": "cpu"}
+    chosen = lr.fit(net, data, epochs=1, **options).recipe
+    assert (chosen["batch_size"], chosen["epochs"], chosen["lr"]) == (16, 1, 0.04)
+    assert "80 images: batches of 16, 1 epoch, rate 0.04, 5 steps in all.\n" in capsys.readouterr().out
+    held = lr.fit(net, data, epochs=1, batch_size=32, holdout=20, **options).recipe
+    assert (held["batch_size"], held["lr"]) == (32, 0.05)
+    assert "60 images: batches of 32, " in capsys.readouterr().out
+    named = lr.fit(net, data, "digits", epochs=1, crop=8, **options).recipe
+    assert (named["batch_size"], named["lr"]) == (64, 0.1)
+    assert "80 images:" not in capsys.readouterr().out

@@ -151,7 +151,7 @@ def test_best_weights_that_were_deleted_are_told_and_those_to_come_are_kept(driv
     driver.train(tmp_path, driver.PLAIN, epochs=2)
     for suffix in suffixes:
         next(tmp_path.glob(f"best-*{suffix}")).unlink()
-    with pytest.raises(LowRankError, match="used without --best") as refused:
+    with pytest.raises(LowRankError, match="used without best=True") as refused:
         driver.load_best(tmp_path)
     assert "best-" in str(refused.value)
     driver.train(tmp_path, driver.PLAIN, epochs=3, resume=True, progress=True)

@@ -69,7 +69,7 @@ def test_resuming_in_the_middle_of_an_epoch_changes_nothing(driver, tmp_path, mo
     network, record = driver.train(tmp_path / "whole", epochs=4)
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_look_around", stop_at_seven)
-        with pytest.raises(KeyboardInterrupt, match="--resume"):
+        with pytest.raises(KeyboardInterrupt, match="resume=True"):
             driver.train(tmp_path / "parts", epochs=4)
     assert load_record(tmp_path / "parts").status == "interrupted"
     again, resumed = driver.train(tmp_path / "parts", epochs=4, resume=True)
@@ -84,7 +84,7 @@ def test_asked_to_stop_it_saves_and_says_how_to_go_on(driver, forked, tmp_path, 
     process.send_signal(number)
     said, complaints = process.stdout.read(), process.stderr.read()
     assert process.wait() == 128 + number, complaints
-    assert "--resume" in said
+    assert "resume=True" in said
     stopped = load_record(tmp_path / "run")
     assert stopped.status == "interrupted"
     assert driver.newest(tmp_path / "run") > 0
@@ -116,7 +116,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(driver, tmp_path, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr("lowrank_cnn.core.files.os.fsync", fill_up)
-        with pytest.raises(LowRankError, match=r"disk is full.*--resume"):
+        with pytest.raises(LowRankError, match=r"disk is full.*resume=True"):
             driver.train(tmp_path / "run", epochs=3, checkpoint_every=0.0)
     assert not list((tmp_path / "run").glob(".tmp-*"))
     whole, _ = driver.train(tmp_path / "whole", epochs=3)
@@ -214,7 +214,7 @@ OWN = {**BEFORE, "model": {"name": "old.py:net", "class": "Net"}}
 )
 def test_another_run_is_not_gone_on_with(before, change, says):
     check_same_run(before, before)
-    whole = rf"^this run was started with {says}: leave that as it was, or start a new run in another --out\.$"
+    whole = rf"^this run was started with {says}: leave that as it was, or start a new run in another out\.$"
     with pytest.raises(LowRankError, match=whole):
         check_same_run(before, {**before, **change})
 
@@ -272,7 +272,7 @@ def test_a_second_run_in_the_same_directory_is_refused(driver, tmp_path):
 def test_a_folder_that_is_moved_during_a_run_is_not_made_again(driver, tmp_path):
     network, _ = driver.train(tmp_path / "whole", driver.PLAIN)
     moving = [lambda *_: (tmp_path / "run").rename(tmp_path / "moved")]
-    with pytest.raises(LowRankError, match=r"its folder was moved or deleted \(training goes on with --resume"):
+    with pytest.raises(LowRankError, match=r"its folder was moved or deleted \(training goes on with resume=True"):
         driver.train(tmp_path / "run", driver.PLAIN, callbacks=moving, checkpoint_every=0, log="csv")
     assert not (tmp_path / "run").exists()
     again, record = driver.train(tmp_path / "moved", driver.PLAIN, resume=True)

@@ -408,7 +408,7 @@ class InHalf(nn.Module):
 def at_precision(request: ExportRequest, engine: Engine, precision: str) -> ExportRequest:
     """The same request for a file in another precision."""
     if precision not in get_args(Precision):
-        raise LowRankError(f"the precision is fp32 or fp16, not {precision!r}; lr.quantize (--int8) writes int8.")
+        raise LowRankError(f"the precision is fp32 or fp16, not {precision!r}; int8 is for export.")
     if precision == "fp32":
         return request
     if dtype_of(request.network) != torch.float32:

@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 from pathlib import Path
 
-from lowrank_cnn.core.errors import LowRankError, nearest
+from lowrank_cnn.core.errors import LowRankError, nearest, option
 from lowrank_cnn.core.files import as_path, write_atomically
 from lowrank_cnn.core.text import si
 from lowrank_cnn.deploy.engines.executorch import EXECUTORCH
@@ -31,6 +31,8 @@ ENGINES: dict[str, Engine] = {
     "onnx-strips": ONNX_STRIPS,
 }
 """The names that `--to` and `--engine` accept. A file is opened by the first engine with its suffix."""
+PRETRAINED = "pretrained"
+"""The name that `--to` accepts besides, for the folder of `save_pretrained`."""
 _ELSEWHERE = {
     "tensorrt": "TensorRT reads .onnx: export to onnx, then trtexec --onnx=net.onnx --saveEngine=net.plan.",
     "coreml": "Core ML reads TorchScript: export to torchscript, then coremltools.convert of it on a Mac.",
@@ -54,7 +56,7 @@ def open_engine(path: str | Path, *, threads: int = 0, trusted: bool = False) ->
         raise LowRankError(f"there is no file {path}.")
     if engine.trusted and not trusted:
         raise LowRankError(
-            f"reading {path.name} can run code stored in it: say trusted=True (--trusted) for a file of your own."
+            f"reading {path.name} can run code stored in it: say {option('trusted', True)} for a file of your own."
         )
     return engine.runner(path, threads=threads)
 
@@ -82,7 +84,8 @@ def target_of(name: str) -> Engine:
     """An engine by name; the error for an indirect target says how to convert."""
     if name in ENGINES:
         return ENGINES[name]
-    raise LowRankError(_ELSEWHERE.get(name) or f"there is no target {name!r}; {nearest(name, ENGINES)}")
+    known = nearest(name, [*ENGINES, PRETRAINED])
+    raise LowRankError(_ELSEWHERE.get(name) or f"there is no target {name!r}; {known}")
 
 
 def usage(runner: Runner, path: str | Path, *, precision: str = "fp32") -> str:
