@@ -231,7 +231,7 @@ _FAR = 0.2
 
 @dataclass(frozen=True)
 class Thinning(AsDict):
-    """What `thin` did: enough to do it again on the dense network, which had these MACs and parameters.
+    """What `thin` did, to repeat it on the dense network, and that network's MACs and parameters.
 
     `channels` are the outputs of each layer that has other ones now. `input_size` is None if an example was given.
     """

@@ -35,11 +35,6 @@ MEASURES = {
     "train_accuracy": "Accuracy on training images",
     "train_loss": "Mean training loss of an epoch",
 }
-TESTED = {
-    "accuracy": "Accuracy on watched images, dots: test images",
-    "train_accuracy": "Accuracy on training images, dots: test images",
-}
-"""The names of these axes if test accuracies stand there as dots."""
 EARLY = 0.1
 """The first share of a run, whose accuracies are near chance and do not stretch the axis of a figure."""
 
@@ -93,7 +88,7 @@ def curves_spec(title: str, curves: Sequence[dict[str, Any]]) -> Spec:
         for curve in curves
         if curve["test"] is not None
     ]
-    y = TESTED[measure] if ends else MEASURES[measure]
+    y = f"{MEASURES[measure]}{', dots: test images' if ends else ''}"
     ends += [row for row in rows if sum(row["group"] == other["group"] for other in rows) == 1]  # no line
     looks = {curve["group"]: curve["look"] for curve in curves}
     scales = {

@@ -43,15 +43,7 @@ from lowrank_cnn.report.charts import (
 from lowrank_cnn.report.records import Records, data_label
 from lowrank_cnn.report.results import comparable, gather
 from lowrank_cnn.report.style import GRID, Spec, check_format, filled, save_charts, template
-from lowrank_cnn.report.trade import (
-    AUGMENTED,
-    OURS,
-    TradePoint,
-    our_point,
-    published_point,
-    trade_chart,
-    trade_spec,
-)
+from lowrank_cnn.report.trade import AUGMENTED, TradePoint, our_point, published_point, trade_chart, trade_spec
 
 
 @dataclass(frozen=True)
@@ -118,7 +110,7 @@ def trade_figure(name: str, options: FigureOptions) -> list[Spec]:
 
 def _told_apart(points: Sequence[TradePoint]) -> list[TradePoint]:
     """Published points of one name: those with more augmentation say so."""
-    names = Counter(point.label for point in points if point.kind not in OURS)
+    names = Counter(point.label for point in points)
     twice = [p.kind == AUGMENTED and names[p.label] > 1 for p in points]
     return [replace(p, label=f"{p.label}, augmented") if t else p for p, t in zip(points, twice, strict=True)]
 

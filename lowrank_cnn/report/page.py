@@ -368,7 +368,6 @@ def _chart_data(records: Records, results: Sequence[NetworkResult], *, paper: bo
             kind: dict(zip(("shape", "light", "dark"), look, strict=True)) for kind, look in trade.KINDS.items()
         },
         "measures": charts.MEASURES,
-        "tested": charts.TESTED,
         "axes": trade.AXES,
     }
 

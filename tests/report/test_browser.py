@@ -44,7 +44,7 @@ def committed_address(tmp_path_factory: pytest.TempPathFactory) -> str:
 RESET = """async () => {
     clearPrint(), hideTip(), choose(DEFAULTS);
     document.querySelectorAll("details").forEach((d) => { d.open = false; });
-    document.querySelectorAll("*").forEach((e) => { e.scrollTop = 0; });
+    document.querySelectorAll("*").forEach((e) => { e.scrollTo({ top: 0, behavior: "instant" }); });
     document.activeElement.blur();
     drawAll();
 }"""

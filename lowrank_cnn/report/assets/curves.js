@@ -24,9 +24,10 @@ const looksOf = (runs) => Object.fromEntries(runs.map((run) => [run.group, run.l
 
 function curvesSpec(runs, looks, { measure, smooth, log, zoom, print }) {
   const names = Object.keys(looks);
+  const dots = measure === "train_accuracy" && runs.some((run) => run.test !== null) ? ", dots: test images" : "";
   const watched = unique(runs.map((run) => run.watched)).join(", ");
   const spec = fill(DATA.specs.curves, {
-    "{y}": measure === "accuracy" ? `Accuracy (${watched})` : DATA.tested[measure] ?? DATA.measures[measure],
+    "{y}": measure === "accuracy" ? `Accuracy (${watched})` : DATA.measures[measure] + dots,
     "{format}": isAccuracy(measure) ? ".1~%" : "~g",
     "{colours}": { domain: names, range: names.map((name) => looks[name][theme(print)]) },
     "{dashes}": { domain: names, range: names.map((name) => looks[name].dash) },
