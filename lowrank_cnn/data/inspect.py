@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from lowrank_cnn.core.errors import LowRankError, require
+from lowrank_cnn.core.errors import LowRankError, option, require
 from lowrank_cnn.core.files import write_atomically
 from lowrank_cnn.core.text import printable
 from lowrank_cnn.data.decode import UNDECODABLE, BadImageError, decode_image, open_image
@@ -142,7 +142,7 @@ def check_sheet(path: Path, *, overwrite: bool) -> None:
     if path.suffix.lower() != ".png":
         raise LowRankError(f"a contact sheet is a .png file: {path} is none.")
     if path.exists() and not overwrite:
-        raise LowRankError(f"{path} exists; overwrite=True (--overwrite) replaces it.")
+        raise LowRankError(f"{path} exists; {option('overwrite', True)} replaces it.")
 
 
 def write_contact_sheet(data: Data, path: Path, *, per_class: int = 8, overwrite: bool = False) -> None:

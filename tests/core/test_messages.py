@@ -20,7 +20,7 @@ PARAMETERS = {word for words in SURFACE["names"].values() for word in re.findall
 COMMANDS_ONLY = ("cli/*.py", "report/figures.py", "choose/frontier.py", "choose/compare.py", "choose/choice.py")
 """Files whose messages are written for the command line."""
 OTHER_TOOLS = re.compile(
-    r"--(short|porcelain|untracked-files|modelFile|MNNModel|bizCode|saveEngine)|^--(fp16|out)$|^lowrank "
+    r"--(short|porcelain|untracked-files|modelFile|MNNModel|bizCode|saveEngine)|^--[a-z0-9]+$|^lowrank "
 )
 
 
