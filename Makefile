@@ -70,7 +70,7 @@ $(VENV)/.installed: pyproject.toml tflite/pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
 	$(PIP) torch
-	$(PIP) --editable ".[all]"
+	$(PIP) --editable ".[data,train,plots,onnx]"  # not zoo: torchvision needs its own build of torch
 	$(PIP) --no-deps --editable ./tflite  # what it needs comes with the extra engines
 	@touch $@
 

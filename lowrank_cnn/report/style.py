@@ -14,7 +14,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from lowrank_cnn.choose.choice import DENSE, LOW_RANK, THIN
+from lowrank_cnn.choose.frontier import DENSE_NAME as DENSE
+from lowrank_cnn.choose.frontier import LOW_RANK, THIN
 from lowrank_cnn.core.errors import LowRankError, require
 from lowrank_cnn.core.files import write_atomically
 
