@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowrank_cnn.choose.frontier import DENSE_NAME
 from lowrank_cnn.choose.verdict import PairedGap, gap_parts, paired_gap
-from lowrank_cnn.core.errors import LowRankError, check_number
+from lowrank_cnn.core.errors import LowRankError, check_number, option
 from lowrank_cnn.core.text import counted
 
 LOSS = 0.01
@@ -158,7 +158,7 @@ def _more(taken: Contender, rival: Contender, gap: PairedGap, minutes: float) ->
         told = f"these {counted(images, 'test image')} cannot tell {abs(gap.points):.1f} points apart"
         return f"More runs would not decide {between}: {told}."
     runs = max(taken.runs + 1, ceil(each / (wanted - fixed)))
-    budget = f", about --minutes {ceil(runs * minutes)}" if minutes else ""
+    budget = f", about {option('minutes', ceil(runs * minutes))}" if minutes else ""
     return f"{runs} runs each would decide {between} if the gap stays{budget}."
 
 

@@ -44,7 +44,7 @@ from lowrank_cnn.choose.runs import RunMaker, WorkerPool, release_memory
 from lowrank_cnn.choose.target import Target
 from lowrank_cnn.choose.trace import FrontierPlan, Tracer, width_of_time
 from lowrank_cnn.core.environment import environment
-from lowrank_cnn.core.errors import LowRankError, LowRankWarning, MissingExtra, check_number
+from lowrank_cnn.core.errors import LowRankError, LowRankWarning, MissingExtra, check_number, option
 from lowrank_cnn.core.files import below, locked, write_json
 from lowrank_cnn.core.modules import known_inputs
 from lowrank_cnn.core.notes import note
@@ -342,7 +342,7 @@ class Comparing:
         about = f"{counted(len(self.data.train), 'training image')}, {counted(len(self.data.test), 'test image')}"
         tries = f"tries of {counted(len(rates), 'learning rate')}, then " if len(rates) > 1 else ""
         told = f"dense, thin and low-rank: {tries}{FEWEST_RUNS} runs of up to {counted(epochs, 'epoch')} each"
-        self.say(f"{about}; {told}; for {self.tracer.target}. At most {chosen:g} minutes (--minutes).")
+        self.say(f"{about}; {told}; for {self.tracer.target}. At most {chosen:g} minutes ({option('minutes')}).")
 
     def _probe(self) -> None:
         """Find the seconds of an epoch of the dense network, and of everything else in a run."""
@@ -640,7 +640,7 @@ class Comparing:
         rows = [self.tracer.rows[name] for name in names if not self.tracer.rows[name].failed]
         runs = min((len(row.runs) for row in rows), default=0)
         if not runs:
-            raise LowRankError("no network was trained in the time: give more --minutes.")
+            raise LowRankError(f"no network was trained in the time: give more {option('minutes')}.")
         step("the trained networks are timed")
         self._time_trained(rows)
         contenders = [
@@ -730,9 +730,8 @@ class Comparing:
         if epochs < usual:
             spent = (self.spent + time.monotonic() - self.began) / 60
             more = math.ceil(spent * usual / epochs)
-            told.append(
-                f"The runs had {counted(epochs, 'epoch')} of {usual}: --minutes {more} would allow for all."
-            )
+            had = f"The runs had {counted(epochs, 'epoch')} of {usual}"
+            told.append(f"{had}: {option('minutes', more)} would allow for all.")
         failed = [in_words(row) for row in map(self.tracer.rows.__getitem__, names) if row.failed]
         if failed:
             told.append(f"Left out, since a loss was not finite: {', '.join(failed)}.")

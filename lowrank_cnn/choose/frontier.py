@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowrank_cnn.choose.candidates import Design, is_branched, is_dense
 from lowrank_cnn.core.environment import environment
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError, option
 from lowrank_cnn.core.files import (
     BrokenSealError,
     UnreadableError,
@@ -184,8 +184,8 @@ class Frontier:
         known = next((row.timing.batch for row in self.rows if row.timing), batch)
         if batch and known != batch:
             raise LowRankError(
-                f"{self.folder} holds times of batches of {counted(known, 'image')}, not {batch}: say --batch "
-                f"{known}, or choose another --out."
+                f"{self.folder} holds times of batches of {counted(known, 'image')}, not {batch}: say "
+                f"{option('batch', known)}, or choose another {option('out')}."
             )
 
     def save(self) -> None:
@@ -310,7 +310,7 @@ def open_frontier(folder: Path, about: dict[str, Any], images: int) -> Frontier:
         then, wanted = ("none" if one.get(what) is None else one[what] for one in (before, now))
         if then != wanted:
             raise LowRankError(
-                f"{folder} holds a frontier whose {what} is {then}, not {wanted}: choose another --out."
+                f"{folder} holds a frontier whose {what} is {then}, not {wanted}: choose another {option('out')}."
             )
     return found
 

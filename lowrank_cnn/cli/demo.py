@@ -17,9 +17,7 @@ WIDTH, MINUTES = 0.25, 2.0
 
 
 def demo_command(
-    out: Annotated[Path, option("Folder of the runs, the record, picture and page.", "--out", "-o")] = Path(
-        "runs/demo"
-    ),
+    out: Annotated[Path, option("Folder of all that the demo writes.", "--out", "-o")] = Path("runs/demo"),
     epochs: Annotated[int | None, option("Train this many epochs instead of the recipe's.")] = None,
     device: Device = "auto",
     limit: Limit = None,

@@ -109,7 +109,7 @@ def test_a_comparison_that_was_killed_goes_on(squares: Data, tmp_path: Path, mon
     for then, now in zip(before.rows, after.rows, strict=True):
         assert now.runs[: len(then.runs)] == then.runs
         assert len(now.runs) == 2
-    with pytest.raises(LowRankError, match="choose another --out"):
+    with pytest.raises(LowRankError, match="choose another out"):
         lr.compare(network, squares, out=tmp_path, say=str, **{**QUICK, "epochs": 3})
 
 
@@ -146,7 +146,7 @@ def test_the_budget_is_kept(squares: Data, tmp_path: Path):
     assert [row["runs"] for row in found.table] == [1, 1, 1]  # one of each is the least that can be compared
     assert "The time is over after 1 run of each network." in said
     assert "without the chance of other runs" in found.sentence
-    assert any("--minutes" in remark for remark in found.remarks)
+    assert any("minutes=" in remark for remark in found.remarks)
 
 
 def test_in_an_engine_answers_are_those_of_the_file(squares: Data, tmp_path: Path):

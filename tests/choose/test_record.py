@@ -52,7 +52,7 @@ def test_seconds_are_those_of_runs_that_had_the_device_alone(make_frontier):
     [
         (
             {"family": "nin", "recipe": {"lr": 1}},
-            r"whose family is airbench, not nin: choose another --out\.$",
+            r"whose family is airbench, not nin: choose another out\.$",
         ),
         ({"teacher": "dense"}, "whose teacher is none, not dense: choose"),
         ({"data": {"name": "photos"}}, "whose data name is cifar10, not photos: choose"),

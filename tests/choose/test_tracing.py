@@ -139,7 +139,7 @@ def test_a_network_of_the_record_is_the_control_if_it_has_the_same_filters(trace
 
 def test_times_of_other_batches_are_refused(trace, made_up: list):
     trace(FrontierPlan(match=(), seeds=0, batch=8))
-    with pytest.raises(LowRankError, match="holds times of batches of 8 images, not 16: say --batch 8"):
+    with pytest.raises(LowRankError, match="holds times of batches of 8 images, not 16: say batch=8"):
         trace(FrontierPlan(match=(), seeds=0, batch=16))
     trace(FrontierPlan(match=(), seeds=0, batch=0))
 

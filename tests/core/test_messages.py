@@ -17,7 +17,7 @@ PACKAGE = ROOT / "lowrank_cnn"
 SURFACE = json.loads((ROOT / "tests" / "golden" / "surface.json").read_text())
 OPTIONS = {word for words in SURFACE["commands"].values() for all in words for word in all.split("/")}
 PARAMETERS = {word for words in SURFACE["names"].values() for word in re.findall(r"\w+", str(words))}
-COMMANDS_ONLY = ("cli/*.py", "report/figures.py", "choose/frontier.py", "choose/compare.py", "choose/choice.py")
+COMMANDS_ONLY = ("cli/*.py", "report/figures.py")
 """Files whose messages are written for the command line."""
 OTHER_TOOLS = re.compile(
     r"--(short|porcelain|untracked-files|modelFile|MNNModel|bizCode|saveEngine)|^--[a-z0-9]+$|^lowrank "
