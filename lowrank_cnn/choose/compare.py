@@ -764,7 +764,7 @@ class Comparing:
         from lowrank_cnn.report import write_report
 
         with suppress(MissingExtra):
-            return write_report([self.found.folder / "runs"], self.found.folder / "report.html", headline=sentence)
+            return write_report([self.found.folder / "runs"], self.found.folder / "report.html", answer=sentence)
         return None
 
 

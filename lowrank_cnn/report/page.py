@@ -299,7 +299,7 @@ SCRIPTS = ("vega/vega.js", "base.js", "drawing.js", "trade.js", "curves.js", "de
 """In the order in which the page runs them."""
 
 
-def write_report(run_paths: Sequence[str | Path], out: str | Path, *, headline: str = "") -> Path:
+def write_report(run_paths: Sequence[str | Path], out: str | Path, *, answer: str = "") -> Path:
     """Write the page about the records in these files and folders, and return the path that it was written to.
 
     Example:
@@ -307,20 +307,20 @@ def write_report(run_paths: Sequence[str | Path], out: str | Path, *, headline: 
     """
     records = read_records(run_paths)
     require_records(run_paths, records)
-    return write_page(records, out, headline=headline)
+    return write_page(records, out, answer=answer)
 
 
-def write_page(records: Records, out: str | Path, *, headline: str = "") -> Path:
+def write_page(records: Records, out: str | Path, *, answer: str = "") -> Path:
     """Write the page about records that were read before, in one move."""
     out = Path(out)
     if out.is_dir():
         raise LowRankError(f"{out} is a folder: name a file, such as {out / 'report.html'}.")
-    write_atomically(out, render(records, headline).encode())
+    write_atomically(out, render(records, answer).encode())
     return out
 
 
-def render(records: Records, first: str = "") -> str:
-    """The page as text."""
+def render(records: Records, answer: str = "") -> str:
+    """The page as text; an `answer` stands first, and what is before its colon is the title."""
     results, here, paper = gather(records), environment(), of_paper(records.runs)
     findings = audits.audit(accuracies(records.runs), layer_times(records.timings)) if paper else []
     css, script = _asset("page.css"), "\n".join(map(_asset, SCRIPTS))
@@ -331,7 +331,8 @@ def render(records: Records, first: str = "") -> str:
         made=f"{str(here['date'])[:16].replace('T', ' ')} UTC by lowrank-cnn {here['lowrank_cnn']}",
         found=found_in(records),
         unsealed=sum(not run.sealed for run in records.runs),
-        headline=first or headline(results),
+        headline=answer.partition(":")[0] or headline(results),
+        answer=answer,
         cards=cards(results),
         networks=summary_table(results),
         untimed=timing_command(results),
