@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr("lowrank_cnn.deploy.choose_engine.apart", called_here)
     monkeypatch.setattr("lowrank_cnn.cli.demo.WIDTH", 0.05)
     monkeypatch.setattr("lowrank_cnn.cli.demo.MINUTES", 0.01)
+    comparing = import_module("lowrank_cnn.choose.compare")
+    monkeypatch.setattr(comparing, "LEVELS", comparing.LEVELS[-1:])
+    monkeypatch.setattr(comparing.Comparing, "left", 0.0)  # one run of one epoch of each network
     monkeypatch.setattr("lowrank_cnn.models.filters.PIXELS", 64**2)
     for place in ("lowrank_cnn", "lowrank_cnn.train.inputs"):
         monkeypatch.setattr(f"{place}.open_data", open_few)

@@ -65,7 +65,7 @@ def find_family(name: str) -> Family:
     if name in FAMILIES:
         return FAMILIES[name]
     if not is_foreign(name) and name not in list_models():
-        raise LowRankError(f"there is no network {name!r}; {nearest(name, [*FAMILIES, *list_models()])}")
+        raise LowRankError(f"there is no network {name!r}; {nearest(name, {*FAMILIES, *list_models()})}")
     return Family(name, "modern")
 
 

@@ -41,10 +41,10 @@ LARGEST_ANSWERS = 2**30
 """Bytes of the largest file of answers that is read: that of 160,000 runs on ILSVRC."""
 DENSE_NAME, THIN, LOW_RANK = "dense", "thin", "low-rank"
 """Kinds of designs, the first also the name of the network that all others are timed beside."""
-ABOUT = ("family", "network", "recipe", "data", "precision", "device", "teacher", "target")
+ABOUT = ("family", "network", "recipe", "data", "precision", "device", "teacher")
 """What all runs of a frontier share: going on with another is refused."""
-PLAN = "plan"
-"""What a comparison has decided so far; it goes on with that."""
+TARGET, PLAN = "target", "plan"
+"""What a comparison has besides: where its networks will run, and what it has decided so far."""
 
 
 @dataclass
@@ -284,7 +284,8 @@ def load_frontier(folder: str | Path) -> Frontier:
         if values["kind"] != KIND or values["schema"] != SCHEMA:
             raise KeyError("kind")
         rows = [_read_row(row) for row in values["rows"]]
-        about = {key: values.get(key) for key in (*ABOUT, PLAN)}
+        about = {key: values.get(key) for key in ABOUT}
+        about |= {key: values[key] for key in (TARGET, PLAN) if key in values}
         return Frontier(folder, about, values["images"], rows, values["environments"], values["answers"])
     except (BrokenSealError, UnreadableError) as damage:
         raise LowRankError(f"{path} is damaged: {damage}.") from damage
@@ -318,7 +319,7 @@ def open_frontier(folder: Path, about: dict[str, Any], images: int) -> Frontier:
 def shared_settings(about: dict[str, Any]) -> dict[str, Any]:
     """The shared settings of all runs by name, with defaults for recipe fields that are newer than the record."""
     whole = {
-        **{key: about.get(key) for key in ABOUT},
+        **{key: about.get(key) for key in (*ABOUT, TARGET)},
         "recipe": {**json.loads(json.dumps(Recipe().to_dict())), **(about["recipe"] or {})},
     }
     nested = {key: value if isinstance(value, dict) else {"": value} for key, value in whole.items()}

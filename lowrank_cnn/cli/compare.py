@@ -69,8 +69,8 @@ def compare_command(
 
     Examples:
 
-      lowrank compare mynet.py:make_model --data photos --minutes 20 -o runs/choice
-      lowrank compare timm:resnet18 --data photos --for onnxruntime:int8 --at-most 3ms
+      lowrank compare mynet.py:make_model --data photos --minutes 20 -o out
+      lowrank compare timm:resnet18 --data photos --for ncnn:fp16 --at-most 3ms
       lowrank compare vgg11-gmp --macs 0.4
     """
     if data is None:
@@ -168,11 +168,11 @@ def design_command(
     """
     from lowrank_cnn.core.clock import torch_threads
 
-    if not as_json:
-        errors.print("`lowrank compare` asks the same, and with --data it trains the networks on your images.")
     with torch_threads(threads):
         how: dict[str, Any] = {"macs": macs, "latency": latency, "engine": engine, "precision": precision}
         advice = _advise(model, named, data=data, batch=batch, device=device, **how)
+    if not as_json:
+        errors.print("This is `lowrank compare` without images: with --data, it trains the networks and compares.")
     return _print_advice(*advice, as_json=as_json)
 
 

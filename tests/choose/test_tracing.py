@@ -224,7 +224,7 @@ def test_another_recipe_is_refused_in_the_same_folder(trace, made_up: list):
 
 
 def test_a_family_that_is_not_there_is_refused(trace):
-    with pytest.raises(LowRankError, match="no family 'airbensh'; did you mean airbench"):
+    with pytest.raises(LowRankError, match="no network 'airbensh'; did you mean airbench"):
         trace(FrontierPlan(), family="airbensh")
 
 

@@ -116,7 +116,7 @@ def refused(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
         ("figure big-picture", "did you mean big-picture-macs"),
         ("figure shapes --into model.py:make", "give --checkpoint as well"),
         ("audit --runs nowhere", "nowhere"),
-        ("frontier airbensh --out .", "no family"),
+        ("frontier airbensh --out .", "no network"),
         ("frontier airbench --design x --out .", "neither a design"),
         ("frontier nin --out .", "no record"),
         ("frontier nin --data digits --budget -1 --out .", "budget, in seconds, must be a number above 0"),

@@ -27,11 +27,11 @@ from lowrank_cnn.train.inputs import as_network_wants, channels_of, open_for
     [
         (
             {"batch_size": 128},
-            "80 images to train on, fewer than one batch of 128: set batch_size to 80 or less",
+            "80 images to train on, fewer than one batch of 128: set a batch size of 80 or less",
         ),
         (
             {"batch_size": 80, "holdout": 0.1},
-            r"72 images to train on, after 8 are held out, fewer than .* 72 or less \(--batch-size 72\), hold out",
+            r"72 images to train on, after 8 are held out, fewer than .* 72 or less \(batch_size=72\), hold out",
         ),
         ({"holdout": 80}, r"holdout=80 leaves none of the 80 training images to train on: hold out fewer"),
         ({"holdout": 0.001}, r"holdout=0.001 of 80 training images is not one: set a larger share"),
@@ -45,7 +45,7 @@ def test_too_few_images_are_answered_with_what_to_change(driver, change: dict, s
 @pytest.mark.parametrize("field", ["cutout", "pad", "test_shift"])
 def test_settings_that_hide_every_image_are_refused(driver, field: str):
     recipe = dataclasses.replace(driver.PLAIN, **{field: 100})
-    with pytest.raises(LowRankError, match=f"{field}=100 leaves nothing to see of images of .*--set {field}=0"):
+    with pytest.raises(LowRankError, match=f"{field}=100 leaves nothing to see of images of .*{field}=0 turns"):
         fit(driver.tiny_net(), driver.tiny_data(), recipe, progress=False)
 
 

@@ -130,7 +130,7 @@ X = torch.ones(2, *SIZE)
         (Classifier(), {"example_input": {"pixels": X}}, "cannot be called with these inputs"),
         (Classifier(), {"example_input": (X, None, X), "input_names": ["a"]}, "2 inputs"),
         (Classifier(), {"example_input": (X, X), "dynamic": {"labels": {4: "n"}}}, "axis that labels lacks"),
-        (nn.Conv2d(3, 4, 3), {"input_size": SIZE, "precision": "int8"}, "fp32 or fp16, not 'int8'; lr"),
+        (nn.Conv2d(3, 4, 3), {"input_size": SIZE, "precision": "int8"}, "int8 needs images .* calibrate"),
         (nn.Conv2d(3, 4, 3).half(), {"input_size": SIZE, "precision": "fp16"}, "fp16 is for networks in float32"),
         (Classifier(), {"example_input": {"pixel_values": X}, "precision": "fp16"}, "positional inputs"),
     ],
