@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+import lowrank_cnn as lr
 from lowrank_cnn.cli import demo as module
 from lowrank_cnn.train import RECIPES
 
@@ -54,6 +56,8 @@ def test_recipes_are_listed_with_every_field_as_json(output_of):
 def test_the_demo_compares_three_networks_and_goes_on_where_it_was(tmp_path: Path, monkeypatch, output_of):
     monkeypatch.setattr(module, "WIDTH", 0.05)
     monkeypatch.setattr(module, "MINUTES", 0.01)
+    optimize = partial(lr.optimize, repeats=3, cache=False)
+    monkeypatch.setattr("lowrank_cnn.choose.target.optimize", lambda *given, **_: optimize(*given, compile=False))
     options = ("demo", "--epochs", "1", "--limit", "128", "--device", "cpu", "--out", str(tmp_path))
     told = json.loads(output_of(*options, "--json"))
     assert {row["kind"] for row in told["rows"]} == {"dense", "thin", "low-rank"}
