@@ -23,6 +23,8 @@ LOSS = 0.01
 SAME_TIME = 0.95
 """Times that differ by less count as equal: those of one network repeat to a few percent."""
 ALPHA = 0.05
+MOST_RUNS = 10
+"""More runs of a network than these, `compare` does not make."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,8 @@ def _more(taken: Contender, rival: Contender, gap: PairedGap, minutes: float) ->
         told = f"these {counted(images, 'test image')} cannot tell {abs(gap.points):.1f} points apart"
         return f"More runs would not decide {between}: {told}."
     runs = max(taken.runs + 1, ceil(each / (wanted - fixed)))
+    if runs > MOST_RUNS:
+        return f"It would take about {runs} runs each to decide {between}."
     budget = f", about {option('minutes', ceil(runs * minutes))}" if minutes else ""
     return f"{runs} runs each would decide {between} if the gap stays{budget}."
 

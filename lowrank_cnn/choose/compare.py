@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.choose.candidates import DENSE, Builder, Design, at_width, find_design, width_of_macs
-from lowrank_cnn.choose.choice import SAME_TIME, Choice, Contender, Wish, choose, milliseconds
+from lowrank_cnn.choose.choice import MOST_RUNS, SAME_TIME, Choice, Contender, Wish, choose, milliseconds
 from lowrank_cnn.choose.design import Advice, design
 from lowrank_cnn.choose.frontier import (
     DENSE_NAME,
@@ -78,7 +78,7 @@ RATES = (0.5, 1.0, 2.0)
 """Factors of the recipe's learning rate that every network is tried with."""
 SHORT = 1 / 4
 """The share of the epochs of a run that a try has."""
-FINALISTS, FEWEST_RUNS, MOST_RUNS = 4, 3, 5
+FINALISTS, FEWEST_RUNS = 4, 3
 MOST_MINUTES = 60
 PLANNED = 0.9
 """The share of the budget that is planned for training; timing and what was not foreseen have the rest."""
