@@ -1,4 +1,4 @@
-"""Which of the trained networks to take: the rule, the sentence about it, and what would make it certain.
+"""Choose one of several trained networks, and say so in a sentence with its interval.
 
 The choice is made on images that were held out of training. The figures in the sentence are those of the test
 images, which are used once; the interval is that of the verdicts in `docs/frontier.md`.
@@ -67,8 +67,8 @@ class Wish:
         """The network to take.
 
         Within `at_most`, that is the most accurate one; with `at_least`, the fastest that reaches it. Without a
-        wish it is the fastest one that is within a point of the best. Of networks that are equally fast, the most
-        accurate is taken. Where nothing fulfils the wish, the one that comes nearest.
+        wish it is the fastest one that is within a point of the best. If several are equally fast, the most accurate
+        of them is taken. If none fulfils the wish, the one that comes nearest is.
         """
         if not contenders:
             raise LowRankError("there is no trained network to choose from.")
@@ -149,7 +149,7 @@ def _sentence(
 
 
 def _more(taken: Contender, rival: Contender, gap: PairedGap, minutes: float) -> str:
-    """What would decide between two networks whose interval holds zero."""
+    """Say how many runs would decide between two networks, if the interval holds zero."""
     if gap.low > 0 or gap.high < 0:
         return ""
     fixed, each = gap_parts(taken.right, rival.right)

@@ -3,7 +3,7 @@
 The dense network, low-rank ones and thinner ones that run in the time of these are timed first. All are then tried
 briefly, by the same learning rates, on images held out of training. The best of each kind are trained several
 times, each time with other images held out, which decide. The test images are used once, for the figures in the
-answer. Everything is in one folder; a comparison that was killed goes on from there.
+answer. All results are in one folder. A comparison that was killed continues there.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def build(
 
 @dataclass
 class Comparing:
-    """One comparison: what is done is in the record, and is not done again."""
+    """A comparison in progress. Finished steps are in the record, and are skipped when it is started again."""
 
     found: Frontier
     tracer: Tracer
@@ -284,7 +284,7 @@ class Comparing:
                 self._learn_speed(row.name, run.wall, self.plan["epochs"], run.images_per_second)
         if "level" not in self.plan:
             self._make_plan()
-        with warnings.catch_warnings(action="ignore", category=LowRankWarning):  # what they warn of is measured
+        with warnings.catch_warnings(action="ignore", category=LowRankWarning):  # about speed, which is measured
             self._find_candidates()
             self._try_all()
             names = self._finalists()
@@ -563,7 +563,7 @@ class Comparing:
         rows = [self.tracer.rows[name] for name in names]
         for seed in range(1, MOST_RUNS + 1):
             missing = [row for row in rows if seed not in _seeds(row)]
-            # Time alone ends it, never a result: stopping at a good moment would make chance look like a gain.
+            # The time alone ends the runs: if results did, chance would look like a gain.
             if seed > FEWEST_RUNS and missing and self._seconds(names, self.plan["epochs"]) > PLANNED * self.left:
                 break
             if seed > 1 and missing and self._seconds(names, self.plan["epochs"]) > self.left:
@@ -724,7 +724,7 @@ class Comparing:
         return sorted(table, key=lambda row: -row["ms"])
 
     def _remarks(self, choice: Choice, names: Sequence[str]) -> tuple[str, ...]:
-        """What the answer rests on, and what a longer budget would decide."""
+        """The limits of the answer, and what a longer budget would decide."""
         told = [choice.more] if choice.more else []
         epochs, usual = self.plan["epochs"], self.recipe.epochs
         if epochs < usual:

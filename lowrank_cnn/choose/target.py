@@ -1,4 +1,4 @@
-"""Where a network will run: its time there, and its answers in the very file that is shipped.
+"""Time a network where it will run, and test the file that is shipped.
 
     Target.parse("cuda"), Target.parse("onnxruntime:int8")
 
