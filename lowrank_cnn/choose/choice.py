@@ -67,8 +67,8 @@ class Wish:
         """The network to take.
 
         Within `at_most`, that is the most accurate one; with `at_least`, the fastest that reaches it. Without a
-        wish it is the fastest one that is within a point of the best. If several are equally fast, the most accurate
-        of them is taken. If none fulfils the wish, the one that comes nearest is.
+        wish it is the fastest one that is within a point of the best. If several are equally fast, the most
+        accurate of them is taken. If none fulfils the wish, the one that comes nearest is.
         """
         if not contenders:
             raise LowRankError("there is no trained network to choose from.")
