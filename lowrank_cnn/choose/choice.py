@@ -52,7 +52,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Wish:
-    """What the network must do: run in at most so many milliseconds, reach at least this accuracy, or both."""
+    """A limit of milliseconds for the network, an accuracy that it must reach, both, or neither."""
 
     at_most: float | None = None
     at_least: float | None = None
@@ -82,7 +82,7 @@ class Wish:
         return max((one for one in good if SAME_TIME * one.ms <= fastest), key=lambda one: one.held_out)
 
     def unfulfilled(self, taken: Contender) -> str:
-        """What the network that was taken misses, as the start of a sentence; empty if nothing."""
+        """A sentence about the wish that the chosen network does not fulfil; empty if it fulfils all."""
         if self.at_most is not None and taken.ms > self.at_most:
             return f"None runs in {milliseconds(self.at_most)}."
         if self.at_least is not None and taken.held_out < self.at_least:

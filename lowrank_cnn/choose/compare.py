@@ -139,11 +139,11 @@ class Comparison:
             "gap": gap and {"points": gap.points, "low": gap.low, "high": gap.high},
             "rows": self.table,
             "remarks": list(self.remarks),
-            **{name: str(path) if path else None for name, path in self._paths().items()},
+            "folder": str(self.folder),
+            "winner": str(self.winner),
+            "picture": self.picture and str(self.picture),
+            "page": self.page and str(self.page),
         }
-
-    def _paths(self) -> dict[str, Path | None]:
-        return {"folder": self.folder, "winner": self.winner, "picture": self.picture, "page": self.page}
 
 
 @overload
@@ -172,9 +172,9 @@ def compare(
     >>> print(compare("nin", "photos", minutes=20, for_="onnxruntime:int8"))  # doctest: +SKIP
 
     - `model`: a network, a function that makes one, or a text: one of our names, `timm:resnet18`,
-      `torchvision:resnet18` or `mynet.py:make_model`. Every run begins with fresh weights, unless it is
-      `pretrained`: then the network's own weights (or those named so) are fine-tuned, and cheaper networks are
-      decomposed or pruned from the result, which teaches them. With few images that is much better.
+      `torchvision:resnet18` or `mynet.py:make_model`. Every run begins with fresh weights, which a function has to
+      give. With `pretrained`, the network's own weights (or those named so) are fine-tuned, and cheaper networks
+      are decomposed or pruned from the result, which teaches them.
     - `data`: what `fit` takes: a path, what `open_data` gives, data sets of your own. Without any, times alone
       advise on half of the MACs, as `design` does.
     - `out`: the folder of everything. The same call goes on with a comparison that was killed.
@@ -224,7 +224,6 @@ def compare(
         "teacher": None,
         "target": str(target),
     }
-    about["data"]["digest"] = images.digest
     folder = Path(out)
     with locked(folder), progress("compare"), tempfile.TemporaryDirectory() as scratch:
         found = open_frontier(folder, about, len(images.test))

@@ -247,7 +247,7 @@ class Frontier:
 
 
 def in_words(design: Design | DesignRow) -> str:
-    """What a design is called in the answer: thin at 0.5 has half of the filters in each layer."""
+    """The name of a design in the answer; thin at 0.5 has half of the filters in each layer."""
     name, _, width = design.name.partition("@")
     if not width:
         return name
