@@ -60,7 +60,13 @@ def measure(kind: str, channels: int, side: int, batch: int) -> dict[str, Any]:
 def main() -> None:
     arguments = parser(__doc__, "depthwise.json")
     arguments.add_argument("--batch", type=int, default=256)
+    arguments.add_argument("--only", help="one layer, as in 7x7@96: its kernels are then compiled, for later runs")
     options = arguments.parse_args()
+    if options.only:
+        kind, _, channels = options.only.partition("@")
+        side = next(side for own, side, _ in LAYERS if own == int(channels))
+        print(measure(kind, int(channels), side, options.batch))
+        return
     rows = []
     for channels, side, blocks in LAYERS:
         x = torch.randn(options.batch, side, side, channels, device="cuda", dtype=torch.bfloat16)

@@ -57,6 +57,7 @@ FAMILIES = {
     "nin": Family("nin", "nin-modern", (("pool", "average"),)),
     "vgg11": Family("vgg11-gmp", "modern", kept=("head",)),
     "resnet18": Family("resnet18-small", "tiny-fast"),
+    "convnext": Family("convnext-small", "tiny-convnext"),
 }
 
 
@@ -154,6 +155,8 @@ CANDIDATES: dict[str, Design] = {
         Design("lr-join-groups", "lr-join(channel_groups=2)"),
         # beyond a linear pair
         Design("separable-relu", "separable", between=True),
+        # parts of the channels of depthwise convs (Yu et al. 2024)
+        Design("bands", "bands"),
         # low rank where maps are small or filters many
         Design("lr-late", "lr", where="late"),
         Design("lr-wide", "lr", where="wide"),

@@ -156,18 +156,18 @@ def _pairs(
 ) -> Iterator[tuple[str, float, DesignRow, DesignRow]]:
     """Each question with its margin, the design and the control; a searched rival was timed before the record."""
     factors = {BETTER: 1 - questions["timing"]["tolerance"], FASTER: 1 / questions["time_share"]}
-    searched = questions["searched"]
-    about_this = all(searched[what] == asked[what] for what in ("family", "data"))
+    about = ("family", "data")
+    searched = [one for one in questions["searched"] if all(one[what] == asked[what] for what in about)]
     for row in (row for row in found.rows if row.runs and not row.dense):
         listed = base_name(row.name) in questions["designs"] or row.name.startswith(f"{LEARNED}-")
-        if listed and row.timing:
+        if listed and row.timing and "better_by" in asked:
             for question, margin in ((BETTER, asked["better_by"]), (FASTER, -asked["loss"])):
                 if control := control_of(found, row, factors[question]):
                     yield question, margin, row, control
-        elif about_this and searched["design"] == row.name:
-            for control in found.rows:
-                if control.dense and control.runs and control.name != DENSE_NAME:
-                    yield SEARCHED, searched["better_by"], row, control
+            continue
+        rivals = [one for one in found.rows if one.dense and one.runs and one.name != DENSE_NAME]
+        for one in (one for one in searched if one["design"] == row.name):
+            yield from ((SEARCHED, one["better_by"], row, control) for control in rivals)
 
 
 def _beside(found: Frontier) -> list[Frontier]:

@@ -24,11 +24,11 @@ from lowrank_cnn.method.rewrite import Change, changes_of, low_rank_layers, rewr
 from lowrank_cnn.method.schemes import Scheme, parse_scheme
 from lowrank_cnn.method.shaped_layers import shaped_layer
 from lowrank_cnn.method.thin import Thinning, thin_again
-from lowrank_cnn.models import airbench, googlenet, nin, resnet, vgg
+from lowrank_cnn.models import airbench, convnext, googlenet, nin, resnet, vgg
 from lowrank_cnn.models.network import Network, Options
 
 PAPER_FAMILIES: tuple[ModuleType, ...] = (vgg, googlenet, nin)
-FAMILIES = (*PAPER_FAMILIES, resnet, airbench)
+FAMILIES = (*PAPER_FAMILIES, resnet, airbench, convnext)
 
 
 def list_models(*, paper: bool = False) -> list[str]:
@@ -203,7 +203,17 @@ def _ours(description: Mapping[str, Any]) -> nn.Module:
         raise LowRankError(f"the stored options of {name} are not those of a network.") from error
 
 
-_BASELINES = ("vgg11-gmp", "vgg11", "googlenet", "nin", "resnet18-small", "resnet18", "airbench")
+_BASELINES = (
+    "vgg11-gmp",
+    "vgg11",
+    "googlenet",
+    "nin",
+    "resnet18-small",
+    "resnet18",
+    "airbench",
+    "convnext-small",
+    "convnext",
+)
 """Dense networks; where one's name begins with another's, the longer comes first."""
 
 

@@ -30,7 +30,8 @@ def test_every_network_is_listed_and_the_papers_come_first():
     ]  # fmt: skip
     assert list_models()[14:] == [
         "resnet18", "resnet18-lr", "resnet18-lr-late", "resnet18-small", "resnet18-small-lr",
-        "resnet18-small-lr-late", "airbench", "airbench-lr",
+        "resnet18-small-lr-late", "airbench", "airbench-lr", "convnext", "convnext-bands", "convnext-dw3",
+        "convnext-small", "convnext-small-bands", "convnext-small-dw3",
     ]  # fmt: skip
 
 

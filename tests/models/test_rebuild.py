@@ -187,7 +187,8 @@ def test_a_networks_twin_is_its_familys_dense_baseline(name: str, twin: str):
 
 def test_dense_networks_have_no_twin_and_converted_ones_do():
     dense = [name for name in list_models() if dense_twin(create_model(name, width=0.05)) is None]
-    assert dense == ["vgg11", "vgg11-gmp", "googlenet", "nin", "resnet18", "resnet18-small", "airbench"]
+    paper = ["vgg11", "vgg11-gmp", "googlenet", "nin"]
+    assert dense == [*paper, "resnet18", "resnet18-small", "airbench", "convnext", "convnext-small"]
     assert dense_twin(nn.Conv2d(3, 4, 3)) is None
     converted = convert(create_model("nin", width=0.05), "lr")
     assert dense_twin(converted).config == converted.config
