@@ -1,9 +1,9 @@
 """A small ConvNeXt (Liu et al. 2022), whose depthwise 7x7 convs are where strips pay, in the size of `femto`.
 
-Its blocks have a batch norm behind the depthwise conv, as InceptionNeXt's do (Yu et al. 2024), which is folded away
-before the network is deployed, and no scale for the residual: twelve blocks train without. The stem cuts images into
-patches. Their side is `stride`: 4 for photographs, 2 for images of 32 to 64 pixels, so that the first maps stay
-larger than the strips.
+Its blocks have a batch norm behind the depthwise conv, as InceptionNeXt's do (Yu et al. 2024), which is folded
+away before the network is deployed, and no scale for the residual: twelve blocks train without. The stem cuts
+images into patches. Their side is `stride`: 4 for photographs, 2 for images of 32 to 64 pixels, so that the first
+maps stay larger than the strips.
 """
 
 from __future__ import annotations
