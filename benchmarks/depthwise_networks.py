@@ -29,6 +29,7 @@ import lowrank_cnn as lr
 from benchmarks.common import parser, run_command, write_record
 from benchmarks.train_speed import keeping_graphs, replay_seconds
 from lowrank_cnn.kernels.cuda_graph import captured
+from lowrank_cnn.train.recipe import Recipe
 
 NETWORKS = (
     "inception_next_tiny", "convnext_tiny", "convnext_tiny bands", "mobilenetv4_conv_medium", "efficientnet_b0",
@@ -90,7 +91,7 @@ def training_by_torch(name: str) -> float:
 
 def training_by_us(name: str) -> float:
     some = TensorDataset(torch.randn(2 * BATCH, 3, 224, 224), torch.randint(CLASSES, (2 * BATCH,)))
-    recipe = lr.Recipe(epochs=1, batch_size=BATCH, optimizer="adamw", lr=1e-4)
+    recipe = Recipe(epochs=1, batch_size=BATCH, optimizer="adamw", lr=1e-4)
     with keeping_graphs() as kept:
         lr.fit(built(name), (some, some), recipe, compile=True, progress=False, workers=0)
     return round(1e3 * replay_seconds(kept[0], 30), 3)

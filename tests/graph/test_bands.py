@@ -102,10 +102,11 @@ def test_depthwise_convs_are_found_and_train_as_before(mix: nn.Module, layers: i
         assert sum(isinstance(part, FusedBands) for part in fused.modules()) == layers
         got = fused(x)
         found = torch.autograd.grad(got.square().sum(), list(net.parameters()))
-    assert torch.allclose(got.double(), want, atol=1e-4)
+    close = 1e-4 if DEVICE == "cpu" else 2e-3  # dense convs of GPUs round their factors to TF32
+    assert torch.allclose(got.double(), want, atol=close)
     for own, wanted in zip(found, exact, strict=True):
         assert torch.allclose(
-            own.double(), wanted, atol=1e-3 * wanted.abs().max().item() + 1e-4
+            own.double(), wanted, atol=10 * close * wanted.abs().max().item() + close
         )  # a bias before a norm has none
 
 

@@ -5,7 +5,8 @@ in the relation between a result, a tap and the pixel that it reads. With a stri
 has a given tap: blocks are multiples of the stride, so that this is known while the kernel is compiled.
 
 A thread holds the results of its block (`sums`) and goes through the pixels that they need, row by row; each pixel
-is read once and multiplied by every tap that meets it. Weights are [taps, channels] in float32, band after band.
+is read once and multiplied by every tap that meets it. Rows of large filters are a loop; all else is unrolled.
+Weights are [taps, channels] in float32, band after band.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
@@ -19,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowrank_cnn.kernels.between.batch_statistics import activated
-from lowrank_cnn.kernels.depthwise.plan import WARPS, Layer, divided
+from lowrank_cnn.kernels.depthwise.plan import MANY_TAPS, WARPS, Layer, divided
 from lowrank_cnn.kernels.device import on_its_device, start
 
 # An axis is (taps, stride, dilation, padding before, whether it is the gradient's). Pixels are counted from the
@@ -92,6 +93,89 @@ def filter_bands(
             )  # fmt: skip
 
 
+@triton.constexpr_function
+def looped(height, width, stride, dilation):
+    """Whether the rows of a filter are a loop: a result then meets the taps that the one above it met before."""
+    return height > 1 and width > 1 and height * width >= MANY_TAPS and stride == dilation == 1
+
+
+@triton.jit
+def sums_by_rows(
+    source, table, top, left, own, known, height, width,
+    TOTAL: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr, LANES: tl.constexpr, VERTICAL: tl.constexpr, HORIZONTAL: tl.constexpr,
+):  # fmt: skip
+    """The results of blocks, one row of pixels after the other."""
+    HEIGHT: tl.constexpr = VERTICAL[0]
+    WIDTH: tl.constexpr = HORIZONTAL[0]
+    none = tl.zeros((BLOCKS, LANES), tl.float32)
+    sums = ()
+    for _ in tl.static_range(ROWS * COLUMNS):
+        sums = sums + (none,)
+    above = ()
+    for _ in tl.static_range(ROWS * WIDTH - WIDTH):
+        above = above + (none,)
+    for step in range(HEIGHT + ROWS - 1):
+        i = lowest(VERTICAL) + step
+        down = HEIGHT - 1 - step if VERTICAL[4] else step
+        taps = ()
+        for tap in tl.static_range(WIDTH):
+            place = table + (down * WIDTH + tap) * CHANNELS
+            taps = taps + (tl.load(place, mask=own & (step < HEIGHT), other=0.0),)
+        taps = taps + above
+        inside = known & (top + i >= 0) & (top + i < height) & own
+        for j in tl.static_range(lowest(HORIZONTAL), beyond(COLUMNS, HORIZONTAL)):
+            keep = inside & (left + j >= 0) & (left + j < width)
+            value = tl.load(source + (i * width + j) * TOTAL, mask=keep, other=0.0).to(tl.float32)
+            added = ()
+            for place in tl.static_range(ROWS * COLUMNS):
+                if meeting(place % COLUMNS, j, HORIZONTAL) < 0:
+                    added = added + (sums[place],)
+                else:
+                    tap = taps[place // COLUMNS * WIDTH + meeting(place % COLUMNS, j, HORIZONTAL)]
+                    added = added + (sums[place] + value * tap,)
+            sums = added
+        above = taps[: ROWS * WIDTH - WIDTH]
+    return sums
+
+
+@triton.jit
+def sums_unrolled(
+    source, table, top, left, own, known, height, width,
+    TOTAL: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr, LANES: tl.constexpr, VERTICAL: tl.constexpr, HORIZONTAL: tl.constexpr,
+):  # fmt: skip
+    """The results of blocks: each pixel, tap and result is code of its own."""
+    HEIGHT: tl.constexpr = VERTICAL[0]
+    WIDTH: tl.constexpr = HORIZONTAL[0]
+    ORDER: tl.constexpr = met_in_order(ROWS, VERTICAL)
+    taps = ()  # loaded row by row, as they are first met: a square's 49 would fill the registers
+    sums = ()
+    for _ in tl.static_range(ROWS * COLUMNS):
+        sums = sums + (tl.zeros((BLOCKS, LANES), tl.float32),)
+    for i in tl.static_range(lowest(VERTICAL), beyond(ROWS, VERTICAL)):
+        for met in tl.static_range(HEIGHT):
+            if ORDER[met][0] == i:
+                for tap in tl.static_range(WIDTH):
+                    away = (ORDER[met][1] * WIDTH + tap) * CHANNELS
+                    taps = taps + (tl.load(table + away, mask=own, other=0.0),)
+        inside = known & (top + i >= 0) & (top + i < height)
+        for j in tl.static_range(lowest(HORIZONTAL), beyond(COLUMNS, HORIZONTAL)):
+            keep = inside & (left + j >= 0) & (left + j < width) & own
+            value = tl.load(source + (i * width + j) * TOTAL, mask=keep, other=0.0).to(tl.float32)
+            added = ()
+            for place in tl.static_range(ROWS * COLUMNS):
+                if tap_of(place, COLUMNS, i, j, VERTICAL, HORIZONTAL, ORDER) < 0:
+                    added = added + (sums[place],)
+                elif HEIGHT == 0:
+                    added = added + (sums[place] + value,)
+                else:
+                    tap = taps[tap_of(place, COLUMNS, i, j, VERTICAL, HORIZONTAL, ORDER)]
+                    added = added + (sums[place] + value * tap,)
+            sums = added
+    return sums
+
+
 @triton.jit
 def filter_band(
     x, y, weights, scale, shift, residual, tile, batch, height, width, rows, columns, slope,
@@ -103,9 +187,6 @@ def filter_band(
     """Blocks of pixels for some channels of one band."""
     VERTICAL: tl.constexpr = (HEIGHT, STRIDE[0], DILATION[0], TOP, BACK)
     HORIZONTAL: tl.constexpr = (WIDTH, STRIDE[1], DILATION[1], LEFT, BACK)
-    HIGHEST: tl.constexpr = lowest(VERTICAL)
-    LEFTMOST: tl.constexpr = lowest(HORIZONTAL)
-    ORDER: tl.constexpr = met_in_order(ROWS, VERTICAL)
     PARTS: tl.constexpr = (CHANNELS + LANES - 1) // LANES
     lane = (tile % PARTS) * LANES + tl.arange(0, LANES)[None, :]
     own = lane < CHANNELS
@@ -119,30 +200,16 @@ def filter_band(
         top, left = row * STRIDE[0], column * STRIDE[1]
     source = x + (((image * height + top) * width + left) * TOTAL + FIRST + lane)
     table = weights + (WEIGHTS + lane + block * 0)
-    taps = ()  # loaded row by row, as they are first met: a square's 49 would fill the registers
-    sums = ()
-    for _ in tl.static_range(ROWS * COLUMNS):
-        sums = sums + (tl.zeros((BLOCKS, LANES), tl.float32),)
-    for i in tl.static_range(HIGHEST, beyond(ROWS, VERTICAL)):
-        for met in tl.static_range(HEIGHT):
-            if ORDER[met][0] == i:
-                for tap in tl.static_range(WIDTH):
-                    away = (ORDER[met][1] * WIDTH + tap) * CHANNELS
-                    taps = taps + (tl.load(table + away, mask=own, other=0.0),)
-        inside = (image < batch) & (top + i >= 0) & (top + i < height)
-        for j in tl.static_range(LEFTMOST, beyond(COLUMNS, HORIZONTAL)):
-            keep = inside & (left + j >= 0) & (left + j < width) & own
-            value = tl.load(source + (i * width + j) * TOTAL, mask=keep, other=0.0).to(tl.float32)
-            added = ()
-            for place in tl.static_range(ROWS * COLUMNS):
-                if tap_of(place, COLUMNS, i, j, VERTICAL, HORIZONTAL, ORDER) < 0:
-                    added = added + (sums[place],)
-                elif HEIGHT == 0:
-                    added = added + (sums[place] + value,)
-                else:
-                    tap = taps[tap_of(place, COLUMNS, i, j, VERTICAL, HORIZONTAL, ORDER)]
-                    added = added + (sums[place] + value * tap,)
-            sums = added
+    if looped(HEIGHT, WIDTH, STRIDE[0], DILATION[0]):
+        sums = sums_by_rows(
+            source, table, top, left, own, image < batch, height, width, TOTAL, CHANNELS, ROWS, COLUMNS, BLOCKS,
+            LANES, VERTICAL, HORIZONTAL,
+        )  # fmt: skip
+    else:
+        sums = sums_unrolled(
+            source, table, top, left, own, image < batch, height, width, TOTAL, CHANNELS, ROWS, COLUMNS, BLOCKS,
+            LANES, VERTICAL, HORIZONTAL,
+        )  # fmt: skip
     factor, offset = 1.0, 0.0
     if SCALE:
         factor = tl.load(scale + (FIRST + lane + block * 0), mask=own, other=0.0).to(tl.float32)

@@ -22,8 +22,10 @@ WARPS = 4
 VALUES = 4
 PASSED_VALUES = 8
 """Channels of a thread. Those of a band without taps are only copied: more of them keep more reads under way."""
-FEWER_TAPS = 25
-"""Sums over pixels for filters of so many taps take a register per tap and channel: one channel of a thread."""
+MANY_TAPS = 25
+"""Filters of so many taps go through their rows in a loop: unrolled, 49 taps take half a minute to compile."""
+SPAN, SUMMED_VALUES = 2, 2
+"""Rows of such filters, and channels of a thread, that a program sums for: each tap and channel is a register."""
 LANES = {64: 1.0, 32: 1.1, 16: 1.25}
 """Channels of a program, with what a channel costs."""
 
@@ -79,6 +81,7 @@ class Share(NamedTuple):
     SLOT: int  # its first program in a turn
     SLOTS: int  # its programs in a turn
     TURNS: int = 1  # of one program, where it sums over pixels
+    SPAN: int = 0  # rows of taps that it sums for
 
 
 class Division(NamedTuple):
@@ -104,11 +107,15 @@ def divided_sums(layer: Layer, bias: bool, programs: int) -> Division:
 
     Bands without taps have nothing to sum unless there is a bias.
     """
-    values = [1 if band.taps >= FEWER_TAPS else VALUES for band in layer.bands]
-    shares, tiles = _shares(layer, layer.output, (1, 1), values)
+    many = [band.taps >= MANY_TAPS for band in layer.bands]
+    shares, tiles = _shares(layer, layer.output, (1, 1), [SUMMED_VALUES if own else VALUES for own in many])
+    shares = [share._replace(SPAN=SPAN if own else share.HEIGHT) for share, own in zip(shares, many, strict=True)]
     found = [(share, number) for share, number in zip(shares, tiles, strict=True) if share.HEIGHT or bias]
-    parts = [ceil_div(share.CHANNELS, share.LANES) for share, _ in found]
-    counts = [number // own for (_, number), own in zip(found, parts, strict=True)]
+    counts = [number // ceil_div(share.CHANNELS, share.LANES) for share, number in found]
+    parts = [
+        ceil_div(share.CHANNELS, share.LANES) * max(1, ceil_div(share.HEIGHT, share.SPAN or 1))
+        for share, _ in found
+    ]
     turns = min(max(counts), max(1, programs // sum(parts)))
     placed = _placed([share for share, _ in found], parts)
     # Few different numbers of turns, so that a batch of another size seldom needs another kernel.

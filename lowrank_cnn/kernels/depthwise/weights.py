@@ -2,7 +2,8 @@
 
 There are no atomic additions, so that a step can be repeated bit by bit. A program takes some channels of a band
 and goes through a share of the pixels, block by block; a thread holds one sum per tap. It reads the gradients of a
-block first and then, as the forward does, each pixel once for all taps that meet it.
+block first and then, as the forward does, each pixel once for all taps that meet it. Of a large filter a program
+takes some rows alone, its *span*: to it they are a filter of their own, over pixels further down.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
@@ -53,7 +54,7 @@ def sum_bands(
         if (slot >= SHARES[band][11]) & (slot < SHARES[band][11] + SHARES[band][12]):
             sum_band(
                 x, grad, own, slot - SHARES[band][11], share, batch, height, width, rows, columns,
-                CHANNELS, *SHARES[band][:11], SHARES[band][13], STRIDE, DILATION, TAPS, BIAS,
+                CHANNELS, *SHARES[band][:11], *SHARES[band][13:], STRIDE, DILATION, TAPS, BIAS,
             )  # fmt: skip
 
 
@@ -62,18 +63,21 @@ def sum_band(
     x, grad, sums, part, share, batch, height, width, rows, columns,
     TOTAL: tl.constexpr, FIRST: tl.constexpr, CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     TOP: tl.constexpr, LEFT: tl.constexpr, WEIGHTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    LANES: tl.constexpr, BLOCKS: tl.constexpr, TURNS: tl.constexpr, STRIDE: tl.constexpr, DILATION: tl.constexpr,
-    TAPS: tl.constexpr, BIAS: tl.constexpr,
+    LANES: tl.constexpr, BLOCKS: tl.constexpr, TURNS: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr,
+    DILATION: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The sums of some channels of one band over its share of the blocks."""
-    VERTICAL: tl.constexpr = (HEIGHT, STRIDE[0], DILATION[0], TOP, False)
+    """The sums of some channels and rows of taps of one band over its share of the blocks."""
+    VERTICAL: tl.constexpr = (SPAN, STRIDE[0], DILATION[0], TOP, False)
     HORIZONTAL: tl.constexpr = (WIDTH, STRIDE[1], DILATION[1], LEFT, False)
+    PARTS: tl.constexpr = (CHANNELS + LANES - 1) // LANES
+    down = part // PARTS * SPAN
+    part = part % PARTS
     lane = part * LANES + tl.arange(0, LANES)[None, :]
     own = lane < CHANNELS
     wide = (columns + COLUMNS - 1) // COLUMNS
     high = (rows + ROWS - 1) // ROWS
     taps = ()
-    for _ in tl.static_range(HEIGHT * WIDTH):
+    for _ in tl.static_range(SPAN * WIDTH):
         taps = taps + (tl.zeros((BLOCKS, LANES), tl.float32),)
     bias = tl.zeros((BLOCKS, LANES), tl.float32)
     for turn in range(TURNS):
@@ -89,7 +93,7 @@ def sum_band(
             for place in tl.static_range(ROWS * COLUMNS):
                 bias += given[place]
         if HEIGHT > 0:
-            top, left = row * STRIDE[0], column * STRIDE[1]
+            top, left = row * STRIDE[0] + down * DILATION[0], column * STRIDE[1]
             source = x + ((image * height + top) * width + left) * TOTAL + FIRST + lane
             for i in tl.static_range(lowest(VERTICAL), beyond(ROWS, VERTICAL)):
                 inside = (image < batch) & (top + i >= 0) & (top + i < height)
@@ -97,7 +101,7 @@ def sum_band(
                     keep = inside & (left + j >= 0) & (left + j < width) & own
                     value = tl.load(source + (i * width + j) * TOTAL, mask=keep, other=0.0).to(tl.float32)
                     added = ()
-                    for tap in tl.static_range(HEIGHT * WIDTH):
+                    for tap in tl.static_range(SPAN * WIDTH):
                         if result_at(tap, WIDTH, i, j, ROWS, COLUMNS, VERTICAL, HORIZONTAL) < 0:
                             added = added + (taps[tap],)
                         else:
@@ -106,10 +110,11 @@ def sum_band(
                     taps = added
     lane = part * LANES + tl.arange(0, LANES)
     own = lane < CHANNELS
-    for tap in tl.static_range(HEIGHT * WIDTH):
-        tl.store(sums + WEIGHTS + tap * CHANNELS + lane, tl.sum(taps[tap], 0), mask=own)
+    for tap in tl.static_range(SPAN * WIDTH):
+        place = sums + WEIGHTS + (down * WIDTH + tap) * CHANNELS + lane
+        tl.store(place, tl.sum(taps[tap], 0), mask=own & (down + tap // WIDTH < HEIGHT))
     if BIAS:
-        tl.store(sums + TAPS + FIRST + lane, tl.sum(bias, 0), mask=own)
+        tl.store(sums + TAPS + FIRST + lane, tl.sum(bias, 0), mask=own & (down == 0))
 
 
 PROGRAMS = 12
