@@ -7,7 +7,7 @@ images, which are used once; the interval is that of the verdicts in `docs/front
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -108,8 +108,10 @@ class Choice:
         return self.gap is not None and (self.gap.low > 0 or self.gap.high < 0)
 
 
-def choose(contenders: Sequence[Contender], wish: Wish, *, minutes_per_run: float = 0.0) -> Choice:
-    """Take one of the networks, and say so in a sentence; `minutes_per_run` is for one run of each of them."""
+def choose(
+    contenders: Sequence[Contender], wish: Wish, *, minutes: Callable[[int], float] | None = None
+) -> Choice:
+    """Take one of the networks, and say so in a sentence; `minutes` tells how long so many runs of each take."""
     taken = wish.pick(contenders)
     rival = _rival(taken, contenders)
     gap = rival and paired_gap(taken.right, rival.right, margin=0.0, alpha=ALPHA)
@@ -118,7 +120,7 @@ def choose(contenders: Sequence[Contender], wish: Wish, *, minutes_per_run: floa
         rival,
         gap,
         _sentence(taken, rival, gap, contenders, wish),
-        _more(taken, rival, gap, minutes_per_run) if rival and gap else "",
+        _more(taken, rival, gap, minutes) if rival and gap else "",
     )
 
 
@@ -148,7 +150,7 @@ def _sentence(
     return f"{start} {others} ({runs}; {between})."
 
 
-def _more(taken: Contender, rival: Contender, gap: PairedGap, minutes: float) -> str:
+def _more(taken: Contender, rival: Contender, gap: PairedGap, minutes: Callable[[int], float] | None) -> str:
     """Say how many runs would decide between two networks, if the interval holds zero."""
     if gap.low > 0 or gap.high < 0:
         return ""
@@ -162,7 +164,7 @@ def _more(taken: Contender, rival: Contender, gap: PairedGap, minutes: float) ->
     runs = max(taken.runs + 1, ceil(each / (wanted - fixed)))
     if runs > MOST_RUNS:
         return f"It would take about {runs} runs each to decide {between}."
-    budget = f", about {option('minutes', ceil(runs * minutes))}" if minutes else ""
+    budget = f", about {option('minutes', ceil(minutes(runs)))}" if minutes else ""
     return f"{runs} runs each would decide {between} if the gap stays{budget}."
 
 

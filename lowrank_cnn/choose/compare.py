@@ -96,6 +96,11 @@ LEVELS = ((2, RATES, 1.0), (1, RATES, 1 / 3), (1, (1.0,), 0.0))
 Model = nn.Module | str | Callable[[], nn.Module]
 
 
+def _short(epochs: int) -> int:
+    """The epochs of a try, where runs have so many."""
+    return max(2, round(SHORT * epochs))
+
+
 @dataclass(frozen=True)
 class Comparison:
     """The answer: a sentence, a table, and a folder with every run, the record, a picture and a page.
@@ -310,25 +315,26 @@ class Comparing:
 
     def _make_plan(self) -> None:
         """How many networks and tries the budget allows for, by the speed of the dense network."""
-        step("how fast the dense network trains")
-        self._probe()
+        self._probe(DENSE.name)
         epoch, once = self.epoch_seconds[DENSE.name], self.run_seconds[0]
 
-        def costs(level: int, rates: Sequence[float]) -> tuple[float, float]:
-            """Seconds of all runs without their epochs, and of one epoch of all."""
+        def seconds(level: int, rates: Sequence[float], epochs: int) -> float:
             networks = 1 + 2 * level
             tried = len(rates) * networks if len(rates) > 1 else 0
             final = FEWEST_RUNS * min(networks, FINALISTS)
-            return once * (tried + final), epoch * (tried * SHORT + final)
+            return once * (tried + final) + epoch * (tried * _short(epochs) + final * epochs)
 
         def epochs_in(minutes: float, level: int, rates: Sequence[float]) -> int:
-            fixed, each = costs(level, rates)
-            return max(0, min(self.recipe.epochs, int((PLANNED * 60 * minutes - fixed) / each)))
+            """The epochs that fit into a budget, at most the recipe's; 0 if not even one does."""
+            fits = (
+                n for n in range(self.recipe.epochs, 0, -1) if seconds(level, rates, n) <= PLANNED * 60 * minutes
+            )
+            return next(fits, 0)
 
         chosen = self.minutes
         if chosen is None:
-            fixed, each = costs(*LEVELS[0][:2])
-            chosen = min(MOST_MINUTES, max(1, math.ceil((fixed + each * self.recipe.epochs) / PLANNED / 60)))
+            all_epochs = seconds(*LEVELS[0][:2], self.recipe.epochs)
+            chosen = min(MOST_MINUTES, max(1, math.ceil(all_epochs / PLANNED / 60)))
         level, rates = next(
             (level, rates)
             for level, rates, share in LEVELS
@@ -337,22 +343,23 @@ class Comparing:
         )
         epochs = max(1, epochs_in(chosen, level, rates))
         self.tracer.target = replace(self.tracer.target, seconds=min(30.0, max(2.0, TIMING * 60 * chosen)))
-        self._keep(minutes=chosen, level=level, rates=list(rates), short=max(2, round(SHORT * epochs)))
+        self._keep(minutes=chosen, level=level, rates=list(rates), short=_short(epochs))
         about = f"{counted(len(self.data.train), 'training image')}, {counted(len(self.data.test), 'test image')}"
         tries = f"tries of {counted(len(rates), 'learning rate')}, then " if len(rates) > 1 else ""
         told = f"dense, thin and low-rank: {tries}{FEWEST_RUNS} runs of up to {counted(epochs, 'epoch')} each"
         self.say(f"{about}; {told}; for {self.tracer.target}. At most {chosen:g} minutes ({option('minutes')}).")
 
-    def _probe(self) -> None:
-        """Find the seconds of an epoch of the dense network, and of everything else in a run."""
-        few = self.data.holdout(self._held, 1)
+    def _probe(self, name: str) -> None:
+        """Find the seconds of an epoch of a network, and of everything else in a run."""
+        step(f"how fast {name} trains")
+        few, design = self.data.holdout(self._held, 1), self.tracer.designs.get(name, DENSE)
         count = min(len(few.train), 4 * self.recipe.batch_size)
         part = replace(few, train=few.train.subset(torch.arange(count)))
-        self._fit(DENSE, part, epochs=1, rate=1.0, seed=0)  # the first run also imports and compiles
+        self._fit(design, part, epochs=1, rate=1.0, seed=0)  # the first run also imports and compiles
         began = time.monotonic()
-        record = self._fit(DENSE, part, epochs=2, rate=1.0, seed=0)
+        record = self._fit(design, part, epochs=2, rate=1.0, seed=0)
         wall, speed = time.monotonic() - began, record.result["images_per_second"]
-        self.epoch_seconds[DENSE.name] = len(few.train) / speed
+        self.epoch_seconds[name] = len(few.train) / speed
         self.run_seconds.append(max(wall - 2 * count / speed, 0.0))
 
     @property
@@ -585,8 +592,10 @@ class Comparing:
 
     def _seconds(self, names: Sequence[str], epochs: int) -> float:
         """The expected time of one run of each network."""
-        if not self.epoch_seconds:  # nothing was trained in this process yet, nor recorded
-            self._probe()
+        for name in names:
+            # One that begins from the trained dense network cannot train before that one has.
+            if name not in self.epoch_seconds and (name == DENSE.name or not self.pretrained):
+                self._probe(name)
         slowest = max(self.epoch_seconds.values())
         each = (median(self.run_seconds) + epochs * self.epoch_seconds.get(name, slowest) for name in names)
         return sum(each)
@@ -653,7 +662,8 @@ class Comparing:
             for row in rows
         ]
         per_run = sum(run.wall for row in rows for run in row.runs[:runs]) / runs / 60
-        choice = choose(contenders, self.wish, minutes_per_run=per_run)
+        spent = (self.spent + time.monotonic() - self.began) / 60
+        choice = choose(contenders, self.wish, minutes=lambda more: spent + (more - runs) * per_run)
         taken = next(row for row in rows if in_words(row) == choice.taken.name)
         winner = self._copy_winner(taken)
         self._keep(sentence=choice.sentence)

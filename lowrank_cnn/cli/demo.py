@@ -13,7 +13,7 @@ from lowrank_cnn.cli.show import continued_by_same_command, errors, print_json
 if TYPE_CHECKING:
     from lowrank_cnn.choose.compare import Comparison
 
-WIDTH, MINUTES = 0.25, 2.0
+WIDTH, STRIDE, MINUTES = 0.25, 2, 2.5
 
 
 def demo_command(
@@ -47,7 +47,7 @@ def demo(
 
     digits = open_data("digits", limit=limit)
     shape: dict[str, Any] = {"num_classes": len(digits.classes), "in_channels": 1}
-    make = partial(create_model, "nin", width=WIDTH, norm="batch", **shape)
+    make = partial(create_model, "nin", width=WIDTH, stride=STRIDE, norm="batch", **shape)
     own: dict[str, Any] = {} if epochs is None else {"epochs": epochs}
     how: dict[str, Any] = {"recipe": "digits", "schemes": ("lr",), "for_": "cpu", "device": device}
     return compare(make, digits, out=out, minutes=MINUTES, say=errors.print, **how, **own)

@@ -144,7 +144,7 @@ def test_what_would_decide_is_said(ours: tuple, theirs: tuple, images: int, told
         Contender(name, kind, 3.0, sum(shares), torch.arange(images) < images * torch.tensor(shares)[:, None])
         for name, kind, shares in (("thin", THIN, ours), ("lr", LOW_RANK, theirs))
     ]
-    choice = choose(rows, Wish(), minutes_per_run=2.0)
+    choice = choose(rows, Wish(), minutes=lambda runs: 2.0 * runs)
     assert choice.decided is not bool(told)
     assert told in choice.more
 

@@ -42,7 +42,7 @@ def test_tables_fit_eighty_columns(output_of, arguments: list[str]):
 
 def test_models_lists_costs_and_accuracy_as_json(output_of):
     rows = {row["network"]: row for row in json.loads(output_of("models", "--json"))}
-    assert len(rows) == 22
+    assert len(rows) == 28
     assert rows["airbench"]["top1"] is None
     assert rows["nin-c3-lr"]["macs"] == 104260224
     assert rows["vgg11"]["top5"] == 0.8617
