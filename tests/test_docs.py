@@ -94,7 +94,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr("lowrank_cnn.deploy.choose_engine.apart", called_here)
     monkeypatch.setattr("lowrank_cnn.cli.demo.WIDTH", 0.05)
     monkeypatch.setattr("lowrank_cnn.cli.demo.MINUTES", 0.01)
-    comparing = import_module("lowrank_cnn.choose.compare")
+    comparing = import_module("lowrank_cnn.choose.comparing")
     monkeypatch.setattr(comparing, "LEVELS", comparing.LEVELS[-1:])
     monkeypatch.setattr(comparing.Comparing, "left", 0.0)  # one run of one epoch of each network
     monkeypatch.setattr("lowrank_cnn.models.filters.PIXELS", 64**2)

@@ -14,8 +14,7 @@ from typing import Any
 from tables import form, frontier, gpu_models
 from tables.form import ROOT, markdown, record
 
-from lowrank_cnn.choose.compare import in_words
-from lowrank_cnn.choose.frontier import DENSE_NAME, RECORD, DesignRow, Frontier, load_frontier
+from lowrank_cnn.choose.frontier import DENSE_NAME, RECORD, DesignRow, Frontier, in_words, load_frontier
 from lowrank_cnn.choose.verdict import BETTER, YES, control_of, read_questions
 from lowrank_cnn.report.style import COLOURS
 

@@ -109,9 +109,17 @@ class Choice:
 
 
 def choose(
-    contenders: Sequence[Contender], wish: Wish, *, minutes: Callable[[int], float] | None = None
+    contenders: Sequence[Contender],
+    wish: Wish,
+    *,
+    minutes: Callable[[int], float] | None = None,
+    length: str = "",
 ) -> Choice:
-    """Take one of the networks, and say so in a sentence; `minutes` tells how long so many runs of each take."""
+    """Take one of the networks, and say so in a sentence.
+
+    `minutes` tells how long so many runs of each take; `length` how long the runs were, if shorter than they
+    should be ("4 of 70 epochs").
+    """
     taken = wish.pick(contenders)
     rival = _rival(taken, contenders)
     gap = rival and paired_gap(taken.right, rival.right, margin=0.0, alpha=ALPHA)
@@ -119,7 +127,7 @@ def choose(
         taken,
         rival,
         gap,
-        _sentence(taken, rival, gap, contenders, wish),
+        _sentence(taken, rival, gap, contenders, wish, length),
         _more(taken, rival, gap, minutes) if rival and gap else "",
     )
 
@@ -133,7 +141,12 @@ def _rival(taken: Contender, contenders: Sequence[Contender]) -> Contender | Non
 
 
 def _sentence(
-    taken: Contender, rival: Contender | None, gap: PairedGap | None, contenders: Sequence[Contender], wish: Wish
+    taken: Contender,
+    rival: Contender | None,
+    gap: PairedGap | None,
+    contenders: Sequence[Contender],
+    wish: Wish,
+    length: str,
 ) -> str:
     dense = next((one for one in contenders if one.kind == DENSE_NAME), None)
     beside = [one for one in dict.fromkeys((rival, dense)) if one is not None and one is not taken]
@@ -141,6 +154,7 @@ def _sentence(
     start = " ".join(filter(None, [wish.unfulfilled(taken), f"Take {taken.name}: {taken}."]))
     numbers = sorted({one.runs for one in (taken, *beside)})
     runs = f"{counted(numbers[0], 'run')} each" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} runs"
+    runs += f", {length}" if length else ""
     if rival is None or gap is None:
         return f"{start} ({runs}.)"
     if numbers[0] < 2:

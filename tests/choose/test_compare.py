@@ -12,6 +12,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import lowrank_cnn as lr
+from lowrank_cnn.choose import answer
 from lowrank_cnn.choose import target as targets
 from lowrank_cnn.choose.frontier import load_frontier
 from lowrank_cnn.choose.target import Target
@@ -20,7 +21,7 @@ from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Data
 from lowrank_cnn.train.trained import carried_by, load_checkpoint
 
-comparing = import_module("lowrank_cnn.choose.compare")
+comparing = import_module("lowrank_cnn.choose.comparing")
 QUICK = {"epochs": 1, "batch_size": 16, "minutes": 60}
 
 
@@ -40,7 +41,7 @@ def short(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def no_page(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(comparing.Comparing, "_page", lambda *_: None)
+    monkeypatch.setattr(answer, "_page", lambda *_: None)
 
 
 def network() -> nn.Module:

@@ -20,15 +20,17 @@ from lowrank_cnn.models import create_model
 from lowrank_cnn.models.airbench import PatchConv2d
 
 SMALL = Builder.of_family(FAMILIES["airbench"], (1, 12, 12), 5, base=0.25)
+DEPTHWISE = Builder.of_family(FAMILIES["convnext"], (1, 16, 16), 5, base=0.25)
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_every_candidate_can_be_built_counted_and_run(name: str):
     design = CANDIDATES[name]
-    network = SMALL(design)
-    assert network(torch.randn(2, 1, 12, 12)).shape == (2, 5)
-    assert SMALL.count(design).macs != SMALL.count(Design("dense")).macs
-    assert any(isinstance(m, PatchConv2d) for m in network.modules())
+    builder = DEPTHWISE if design.scheme == "bands" else SMALL
+    network = builder(design)
+    assert network(torch.randn(2, *builder.size)).shape == (2, 5)
+    assert builder.count(design).macs != builder.count(Design("dense")).macs
+    assert any(isinstance(m, PatchConv2d) for m in network.modules()) == (builder is SMALL)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -36,8 +38,10 @@ def test_every_kind_of_design_can_be_counted_in_every_family(family: str):
     builder = Builder.of_family(FAMILIES[family], (3, 32, 32), 10, base=0.5)
     dense = builder.count(Design("dense")).macs
     assert builder.count(Design("h", width=0.5)).macs < 0.45 * dense
-    assert builder.count(find_design("lr")).macs < 0.8 * dense
-    for name in ("wfull-2x", "separable-relu", "lr-late-branches"):
+    assert builder.count(find_design("lr")).macs < (0.95 if family == "convnext" else 0.8) * dense
+    for name in (
+        ("bands", "dense-3x3") if family == "convnext" else ("wfull-2x", "separable-relu", "lr-late-branches")
+    ):
         design = find_design(name)
         assert builder.count(design).macs < dense or design.last > 1 or design.dense
 

@@ -100,6 +100,15 @@ def looped(height, width, stride, dilation):
 
 
 @triton.jit
+def columns_inside(left, own, width, COLUMNS: tl.constexpr, HORIZONTAL: tl.constexpr):
+    """For each column of pixels that blocks read, whether it is part of the map, and the channels of the band."""
+    inside = ()
+    for j in tl.static_range(lowest(HORIZONTAL), beyond(COLUMNS, HORIZONTAL)):
+        inside = inside + ((left + j >= 0) & (left + j < width) & own,)
+    return inside
+
+
+@triton.jit
 def sums_by_rows(
     source, table, top, left, own, known, height, width,
     TOTAL: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -112,6 +121,7 @@ def sums_by_rows(
     sums = ()
     for _ in tl.static_range(ROWS * COLUMNS):
         sums = sums + (none,)
+    across = columns_inside(left, own, width, COLUMNS, HORIZONTAL)
     above = ()
     for _ in tl.static_range(ROWS * WIDTH - WIDTH):
         above = above + (none,)
@@ -123,9 +133,9 @@ def sums_by_rows(
             place = table + (down * WIDTH + tap) * CHANNELS
             taps = taps + (tl.load(place, mask=own & (step < HEIGHT), other=0.0),)
         taps = taps + above
-        inside = known & (top + i >= 0) & (top + i < height) & own
+        inside = known & (top + i >= 0) & (top + i < height)
         for j in tl.static_range(lowest(HORIZONTAL), beyond(COLUMNS, HORIZONTAL)):
-            keep = inside & (left + j >= 0) & (left + j < width)
+            keep = inside & across[j - lowest(HORIZONTAL)]
             value = tl.load(source + (i * width + j) * TOTAL, mask=keep, other=0.0).to(tl.float32)
             added = ()
             for place in tl.static_range(ROWS * COLUMNS):
@@ -149,6 +159,7 @@ def sums_unrolled(
     HEIGHT: tl.constexpr = VERTICAL[0]
     WIDTH: tl.constexpr = HORIZONTAL[0]
     ORDER: tl.constexpr = met_in_order(ROWS, VERTICAL)
+    across = columns_inside(left, own, width, COLUMNS, HORIZONTAL)
     taps = ()  # loaded row by row, as they are first met: a square's 49 would fill the registers
     sums = ()
     for _ in tl.static_range(ROWS * COLUMNS):
@@ -161,7 +172,7 @@ def sums_unrolled(
                     taps = taps + (tl.load(table + away, mask=own, other=0.0),)
         inside = known & (top + i >= 0) & (top + i < height)
         for j in tl.static_range(lowest(HORIZONTAL), beyond(COLUMNS, HORIZONTAL)):
-            keep = inside & (left + j >= 0) & (left + j < width) & own
+            keep = inside & across[j - lowest(HORIZONTAL)]
             value = tl.load(source + (i * width + j) * TOTAL, mask=keep, other=0.0).to(tl.float32)
             added = ()
             for place in tl.static_range(ROWS * COLUMNS):

@@ -26,8 +26,10 @@ MANY_TAPS = 25
 """Filters of so many taps go through their rows in a loop: unrolled, 49 taps take half a minute to compile."""
 SPAN, SUMMED_VALUES = 2, 2
 """Rows of such filters, and channels of a thread, that a program sums for: each tap and channel is a register."""
-LANES = {64: 1.0, 32: 1.1, 16: 1.25}
+LANES = {64: 1.0, 32: 1.1, 16: 1.25, 8: 1.5}
 """Channels of a program, with what a channel costs."""
+IN_STEP = 8
+"""Programs of a turn for the band that has the fewest: with more, all bands advance over the pixels more alike."""
 
 
 class Band(NamedTuple):
@@ -94,10 +96,15 @@ class Division(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def divided(layer: Layer, *, back: bool = False) -> Division:
-    """Divide the results, or with `back` the gradient of the input."""
+    """Divide the results, or with `back` the gradient of the input.
+
+    Bands that advance at different speeds would read the same pixels at different times, and write parts of the
+    same sectors of memory: by then neither is in the cache.
+    """
     size, unit = (layer.input, layer.stride) if back else (layer.output, (1, 1))
     shares, programs = _shares(layer, size, unit, [VALUES if band.taps else PASSED_VALUES for band in layer.bands])
-    slots = [max(1, round(number / min(programs))) for number in programs]
+    step = min(IN_STEP, min(programs))
+    slots = [round(step * number / min(programs)) for number in programs]
     return Division(_placed(shares, slots), sum(slots), max(map(ceil_div, programs, slots)))
 
 

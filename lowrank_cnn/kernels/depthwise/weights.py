@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowrank_cnn.kernels.depthwise.forward import beyond, lowest
+from lowrank_cnn.kernels.depthwise.forward import beyond, columns_inside, lowest
 from lowrank_cnn.kernels.depthwise.plan import WARPS, Layer, divided_sums
 from lowrank_cnn.kernels.device import multiprocessors, on_its_device, start
 
@@ -94,11 +94,12 @@ def sum_band(
                 bias += given[place]
         if HEIGHT > 0:
             top, left = row * STRIDE[0] + down * DILATION[0], column * STRIDE[1]
+            across = columns_inside(left, own, width, COLUMNS, HORIZONTAL)
             source = x + ((image * height + top) * width + left) * TOTAL + FIRST + lane
             for i in tl.static_range(lowest(VERTICAL), beyond(ROWS, VERTICAL)):
                 inside = (image < batch) & (top + i >= 0) & (top + i < height)
                 for j in tl.static_range(lowest(HORIZONTAL), beyond(COLUMNS, HORIZONTAL)):
-                    keep = inside & (left + j >= 0) & (left + j < width) & own
+                    keep = inside & across[j - lowest(HORIZONTAL)]
                     value = tl.load(source + (i * width + j) * TOTAL, mask=keep, other=0.0).to(tl.float32)
                     added = ()
                     for tap in tl.static_range(SPAN * WIDTH):

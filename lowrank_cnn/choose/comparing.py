@@ -1,0 +1,463 @@
+"""A comparison in progress: its plan, its candidates, timed where they will run, and their runs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowrank_cnn.choose.candidates import DENSE, Design, at_width, find_design, width_of_macs
+from lowrank_cnn.choose.choice import MOST_RUNS, SAME_TIME, Wish
+from lowrank_cnn.choose.frontier import (
+    DENSE_NAME,
+    LOW_RANK,
+    THIN,
+    DesignRow,
+    Frontier,
+    SeedRun,
+    in_words,
+    kind_of,
+    pack,
+)
+from lowrank_cnn.choose.runs import release_memory
+from lowrank_cnn.choose.trace import Tracer, width_of_time
+from lowrank_cnn.core.errors import LowRankError, option
+from lowrank_cnn.core.files import below
+from lowrank_cnn.core.progress import step
+from lowrank_cnn.core.text import counted, duration
+from lowrank_cnn.data import Data
+from lowrank_cnn.method.decompose import decompose
+from lowrank_cnn.method.prune import prune
+from lowrank_cnn.train import fit
+from lowrank_cnn.train.failure import NotFiniteError
+from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.recipes import LEAST_BATCH
+from lowrank_cnn.train.trained import Trained, load_checkpoint
+
+RATES = (0.5, 1.0, 2.0)
+"""Factors of the recipe's learning rate that every network is tried with."""
+SHORT = 1 / 4
+"""The share of the epochs of a run that a try has."""
+FINALISTS, FEWEST_RUNS = 4, 3
+STEPS = 400
+"""The fewest steps of a run, if smaller batches can give them."""
+MOST_MINUTES = 60
+PLANNED = 0.9
+"""The share of the budget that is planned for training; timing and what was not foreseen have the rest."""
+TIMING = 0.015
+"""The share of the budget in which the fastest form of one network is searched."""
+LADDERS: tuple[tuple[str, ...], ...] = (
+    ("bands", "lr"),  # of depthwise networks
+    ("lr", "mixture"),
+)
+"""Low-rank designs, the first that fits the network; with a short budget only its first one is compared."""
+TRAINED = ("lr-join", "separable")
+"""Those that trained filters are decomposed into."""
+LEVELS = ((2, RATES, 1.0), (1, RATES, 1 / 3), (1, (1.0,), 0.0))
+"""Low-rank designs, learning rates, and the share of the recipe's epochs that a budget has to allow for them."""
+
+
+def _short(epochs: int) -> int:
+    """The epochs of a try, where runs have so many."""
+    return max(2, round(SHORT * epochs))
+
+
+@dataclass
+class Comparing:
+    """A comparison in progress. Finished steps are in the record, and are skipped when it is started again."""
+
+    found: Frontier
+    tracer: Tracer
+    data: Data
+    recipe: Recipe
+    wish: Wish
+    minutes: float | None
+    say: Callable[[str], None]
+    pretrained: bool = False
+    fixed_batch: bool = True
+    """Whether batches have the recipe's size; else they are smaller where the budget allows for few epochs."""
+    began: float = field(default_factory=time.monotonic)
+    spent: float = 0.0
+    epoch_seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds of an epoch of each network, as last measured."""
+    run_seconds: list[float] = field(default_factory=list)
+    """Seconds of everything else in each run: much the same for all networks."""
+
+    def run(self) -> list[str]:
+        """Train the finalists; their names."""
+        self.spent = self.plan.get("spent", 0.0)
+        for row in self.found.rows:
+            for run in row.runs:
+                self._learn_speed(row.name, run.wall, self.plan["epochs"], run.images_per_second)
+        if "level" not in self.plan:
+            self._make_plan()
+        self._find_candidates()
+        self._try_all()
+        names = self._finalists()
+        self._train(names)
+        return names
+
+    # The plan: it is made once, and kept in the record.
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        if self.found.about.get("plan") is None:
+            self.found.about["plan"] = {}
+        return self.found.about["plan"]
+
+    def keep(self, **decided: Any) -> None:
+        self.plan.update(decided, spent=self.spent + time.monotonic() - self.began)
+        self.found.save()
+
+    @property
+    def left(self) -> float:
+        """Seconds of the budget."""
+        minutes = self.minutes if self.minutes is not None else self.plan["minutes"]
+        return 60 * minutes - self.spent - (time.monotonic() - self.began)
+
+    def _make_plan(self) -> None:
+        """How many networks and tries the budget allows for, by the speed of the dense network."""
+        self._probe(DENSE.name)
+        epoch, once = self.epoch_seconds[DENSE.name], self.run_seconds[0]
+
+        def seconds(level: int, rates: Sequence[float], epochs: int) -> float:
+            networks = 1 + 2 * level
+            tried = len(rates) * networks if len(rates) > 1 else 0
+            final = FEWEST_RUNS * min(networks, FINALISTS)
+            return once * (tried + final) + epoch * (tried * _short(epochs) + final * epochs)
+
+        def epochs_in(minutes: float, level: int, rates: Sequence[float]) -> int:
+            """The epochs that fit into a budget, at most the recipe's; 0 if not even one does."""
+            fits = (
+                n for n in range(self.recipe.epochs, 0, -1) if seconds(level, rates, n) <= PLANNED * 60 * minutes
+            )
+            return next(fits, 0)
+
+        chosen = self.minutes
+        if chosen is None:
+            all_epochs = seconds(*LEVELS[0][:2], self.recipe.epochs)
+            chosen = min(MOST_MINUTES, max(1, math.ceil(all_epochs / PLANNED / 60)))
+        level, rates = next(
+            (level, rates)
+            for level, rates, share in LEVELS
+            if not (self.pretrained and len(rates) > 1)  # tries would need a fine-tuned network each
+            and epochs_in(chosen, level, rates) >= share * self.recipe.epochs
+        )
+        epochs = max(1, epochs_in(chosen, level, rates))
+        self.tracer.target = replace(self.tracer.target, seconds=min(30.0, max(2.0, TIMING * 60 * chosen)))
+        batch, images = self.recipe.batch_size, len(self.data.train) - self._held
+        while not self.fixed_batch and batch >= 2 * LEAST_BATCH and epochs * images < STEPS * batch:
+            batch //= 2
+        self.keep(minutes=chosen, level=level, rates=list(rates), short=_short(epochs), batch=batch)
+        about = f"{counted(len(self.data.train), 'training image')}, {counted(len(self.data.test), 'test image')}"
+        tries = f"tries of {counted(len(rates), 'learning rate')}, then " if len(rates) > 1 else ""
+        told = f"dense, thin and low-rank: {tries}{FEWEST_RUNS} runs of up to {counted(epochs, 'epoch')} each"
+        told += f" in batches of {batch}" if batch < self.recipe.batch_size else ""
+        self.say(f"{about}; {told}; for {self.tracer.target}. At most {chosen:g} minutes ({option('minutes')}).")
+
+    def _probe(self, name: str) -> None:
+        """Find the seconds of an epoch of a network, and of everything else in a run."""
+        step(f"how fast {name} trains")
+        few, design = self.data.holdout(self._held, 1), self.tracer.designs.get(name, DENSE)
+        count = min(len(few.train), 4 * self.recipe.batch_size)
+        part = replace(few, train=few.train.subset(torch.arange(count)))
+        self._fit(design, part, epochs=1, rate=1.0, seed=0)  # the first run also imports and compiles
+        began = time.monotonic()
+        record = self._fit(design, part, epochs=2, rate=1.0, seed=0)
+        wall, speed = time.monotonic() - began, record.result["images_per_second"]
+        self.epoch_seconds[name] = len(few.train) / speed
+        self.run_seconds.append(max(wall - 2 * count / speed, 0.0))
+
+    @property
+    def _held(self) -> int:
+        """How many training images decide: a fifth of a small set, at most five thousand."""
+        return max(1, min(round(0.2 * len(self.data.train)), 5000))
+
+    # The candidates, timed where they will run.
+
+    def _find_candidates(self) -> None:
+        if "candidates" in self.plan:
+            for name in self.plan["candidates"]:
+                row = self.found.row(name)
+                assert row is not None
+                self.tracer.add(Design(**row.design))
+            return
+        tracer, level = self.tracer, self.plan["level"]
+        step("the dense network is timed")
+        tracer.add(DENSE)
+        ladders = (
+            (tuple(tracer.plan.designs),) if tracer.plan.designs else (TRAINED,) if self.pretrained else LADDERS
+        )
+        reasons: list[str] = []
+        for ladder in ladders:
+            for text in ladder if tracer.plan.designs else ladder[:level]:
+                step(f"{text} is timed")
+                with self._explaining(reasons):
+                    self._add_in_time(find_design(text))
+                if len(tracer.rows) == 1 and not tracer.plan.designs:
+                    break  # the ladder is for other networks
+            if len(tracer.rows) > 1:
+                break
+        for row in [row for row in tracer.rows.values() if not row.dense]:
+            step(f"thinner networks are timed beside {in_words(row)}")
+            with self._explaining(reasons):
+                self._add_thin(row)
+        if not any(kind_of(row) == THIN for row in tracer.rows.values()):
+            with self._explaining(reasons):
+                thin = replace(DENSE, multiple=8)
+                width = width_of_macs(tracer.builder, thin, tracer.rows[DENSE.name].macs / 2)
+                self._add_in_time(at_width(thin, width))
+        dense = tracer.rows[DENSE.name]
+        for row in [row for row in tracer.rows.values() if row is not dense and row.macs >= dense.macs]:
+            reasons.append(f"{in_words(row)} has as many MACs.")
+            self._drop(tracer.designs[row.name])
+        if len(tracer.rows) == 1:
+            raise LowRankError(f"there is no cheaper version of this network: {' '.join(dict.fromkeys(reasons))}")
+        self.keep(candidates=list(tracer.rows))
+
+    @contextmanager
+    def _explaining(self, reasons: list[str]) -> Iterator[None]:
+        try:
+            yield
+        except LowRankError as error:
+            reasons.append(str(error))
+
+    def _add_in_time(self, design: Design) -> None:
+        """A design, thinner where the wish demands that."""
+        tracer, dense = self.tracer, self.tracer.rows[DENSE.name]
+        tracer.add(design)
+        assert dense.timing is not None
+        for _ in range(4):
+            row = tracer.rows[design.name]
+            assert row.timing is not None
+            over = row.timing.ms / self.wish.at_most if self.wish.at_most else 0.0
+            if over <= 1:
+                return
+            self._drop(design)
+            width = width_of_time({design.width: row.timing.ms}, 0.98 * row.timing.ms / over)
+            design = at_width(design, min(width, design.width - 1 / 32))
+            tracer.add(design)
+
+    def _drop(self, design: Design) -> None:
+        """Forget a design that was only timed to find another."""
+        self.found.rows.remove(self.tracer.rows.pop(design.name))
+
+    def _add_thin(self, row: DesignRow) -> None:
+        """The thin network that takes the time of a low-rank one, or that of its MACs where that takes longer."""
+        tracer = self.tracer
+        thin = replace(DENSE, multiple=8)
+        width = min(1.0, width_of_macs(tracer.builder, thin, row.macs))
+        times: dict[float, float] = {}
+        assert row.timing is not None
+        for _ in range(3):
+            if width >= 1:
+                return  # the dense network is its rival
+            design = at_width(thin, width, f"time of {row.name}")
+            tracer.add(design)
+            timing = tracer.rows[design.name].timing
+            assert timing is not None
+            times[width] = timing.ratio
+            if abs(timing.ratio / row.timing.ratio - 1) <= 1 - SAME_TIME:
+                return
+            last, width = width, min(1.0, width_of_time({1.0: 1.0, **times}, row.timing.ratio))
+            if width == last or width in times:
+                return
+            if len(times) < 3:
+                self._drop(design)
+
+    # The runs.
+
+    def _fit(
+        self,
+        design: Design,
+        data: Data,
+        *,
+        epochs: int,
+        rate: float,
+        seed: int,
+        out: Path | None = None,
+        told: str = "",
+    ) -> Any:
+        def shown(figures: Any, _network: nn.Module) -> bool:
+            step(f"{told}, epoch {figures.epoch} of {epochs}; {duration(max(0.0, self.left))} left")
+            return False
+
+        batch = self.plan.get("batch", self.recipe.batch_size)
+        rate *= self.recipe.lr * (batch / self.recipe.batch_size) ** 0.5
+        recipe = replace(self.recipe, epochs=epochs, evaluate_every=epochs, lr=rate, batch_size=batch)
+        torch.manual_seed(seed)
+        network, teacher = self._network(design, seed)
+        how: dict[str, Any] = {"seed": seed, "device": self.tracer.maker.device, "progress": False}
+        how |= {"teacher": teacher, "out": out, "resume": out is not None, "callbacks": (shown,) if told else ()}
+        try:
+            return fit(network, data, recipe, **how)
+        finally:
+            release_memory()
+
+    def _network(self, design: Design, seed: int) -> tuple[nn.Module, Trained | None]:
+        """The network to train. A cheaper one of a trained network has its weights, and learns from it."""
+        if not self.pretrained or design == DENSE:
+            return self.tracer.builder(design), None
+        dense = load_checkpoint(
+            self.folder(self.tracer.rows[DENSE.name], seed), network=self.tracer.builder(DENSE)
+        )
+        network, size = dense.network, self.tracer.builder.size
+        if design.width != 1:
+            network = prune(network, width=design.width, multiple=design.multiple, input_size=size)
+        if not design.dense:
+            network = decompose(network, design.scheme, input_size=size)
+        return network, dense
+
+    def _try_all(self) -> None:
+        """Every network with the same learning rates, briefly, on the same images held out."""
+        rates, short = self.plan["rates"], self.plan["short"]
+        few, jobs = self.data.holdout(self._held, 0), []
+        for row in self.tracer.rows.values():
+            jobs += [(row, rate) for rate in rates if len(rates) > 1 and not row.tried(rate).accuracies]
+        for place, (row, rate) in enumerate(jobs):
+            told = f"try {place + 1} of {len(jobs)}: {in_words(row)} at {rate:g} times the rate"
+            step(told)
+            began = time.monotonic()
+            try:
+                record = self._fit(self.tracer.designs[row.name], few, epochs=short, rate=rate, seed=0, told=told)
+                accuracy, speed = record.result["top1"], record.result["images_per_second"]
+            except NotFiniteError:
+                accuracy, speed = 0.0, None
+            self._learn_speed(row.name, time.monotonic() - began, short, speed)
+            row.tried(rate).accuracies.append(accuracy)
+            self.keep()
+            self.say(f"{told}: {100 * accuracy:.1f}% of the images held out; {duration(max(0.0, self.left))} left")
+        for row in self.tracer.rows.values():
+            tried = [one for one in row.tries if one.accuracies]
+            row.rate = max(tried, key=lambda one: one.accuracies[0]).rate if tried else 1.0
+        self.keep()
+
+    def _learn_speed(self, name: str, wall: float, epochs: int, speed: float | None) -> None:
+        if speed:
+            self.epoch_seconds[name] = (len(self.data.train) - self._held) / speed
+            self.run_seconds.append(max(0.0, wall - epochs * self.epoch_seconds[name]))
+
+    def _finalists(self) -> list[str]:
+        """The networks that are trained in full: dense, the best thin and low-rank one, and one more.
+
+        Best is what lies highest above everything that is as fast, on the images held out.
+        """
+        if "finalists" in self.plan:
+            return self.plan["finalists"]
+        rows = list(self.tracer.rows.values())
+        scores = {
+            row.name: max((max(one.accuracies, default=0.0) for one in row.tries), default=0.0) for row in rows
+        }
+
+        def above(row: DesignRow) -> float:
+            ms = self.ms(row)
+            rivals = [scores[one.name] for one in rows if one is not row and SAME_TIME * self.ms(one) <= ms]
+            return scores[row.name] - max(rivals, default=0.0)
+
+        ranked = sorted((row for row in rows if kind_of(row) != DENSE_NAME), key=above, reverse=True)
+        if self.wish.at_most is not None:
+            in_time = [row for row in ranked if self.ms(row) <= self.wish.at_most]
+            ranked = in_time or ranked
+        kinds = [next((row for row in ranked if kind_of(row) == kind), None) for kind in (THIN, LOW_RANK)]
+        first = [row for row in kinds if row is not None]
+        chosen = [*first, *(row for row in ranked if row not in first)][: FINALISTS - 1]
+        names = [DENSE.name, *(row.name for row in sorted(chosen, key=rows.index))]
+        self.keep(finalists=names)
+        return names
+
+    def ms(self, row: DesignRow) -> float:
+        ms = self.found.ms(row)
+        assert ms is not None
+        return ms
+
+    def _train(self, names: Sequence[str]) -> None:
+        """All finalists with the first seed before the second, so that all are treated alike."""
+        if "epochs" not in self.plan:
+            self.keep(epochs=self._epochs(names))
+        rows = [self.tracer.rows[name] for name in names]
+        for seed in range(1, MOST_RUNS + 1):
+            missing = [row for row in rows if seed not in _seeds(row)]
+            # The time alone ends the runs: if results did, chance would look like a gain.
+            if seed > FEWEST_RUNS and missing and self._seconds(names, self.plan["epochs"]) > PLANNED * self.left:
+                break
+            if seed > 1 and missing and self._seconds(names, self.plan["epochs"]) > self.left:
+                self.say(f"The time is over after {counted(seed - 1, 'run')} of each network.")
+                break
+            for row in missing:
+                told = f"run {seed} of {in_words(row)}"
+                step(told)
+                try:
+                    self._run_once(row, seed, self.plan["epochs"], told)
+                except NotFiniteError:
+                    row.failed.append(seed)
+                    self.keep()
+                    self.say(f"{told}: the loss was not finite")
+
+    def _epochs(self, names: Sequence[str]) -> int:
+        """How many epochs fit into the time that is left, with the fewest runs."""
+        once, each = self._seconds(names, 0), self._seconds(names, 1) - self._seconds(names, 0)
+        return max(1, min(self.recipe.epochs, int((PLANNED * self.left / FEWEST_RUNS - once) / each)))
+
+    def _seconds(self, names: Sequence[str], epochs: int) -> float:
+        """The expected time of one run of each network."""
+        for name in names:
+            # One that begins from the trained dense network cannot train before that one has.
+            if name not in self.epoch_seconds and (name == DENSE.name or not self.pretrained):
+                self._probe(name)
+        slowest = max(self.epoch_seconds.values())
+        each = (median(self.run_seconds) + epochs * self.epoch_seconds.get(name, slowest) for name in names)
+        return sum(each)
+
+    def _run_once(self, row: DesignRow, seed: int, epochs: int, told: str) -> None:
+        """Train a network, test it where it will run, and write its answers into the record."""
+        design, began = self.tracer.designs[row.name], time.monotonic()
+        few, folder = self.data.holdout(self._held, seed), self.folder(row, seed)
+        record = self._fit(design, few, epochs=epochs, rate=row.rate, seed=seed, out=folder, told=told)
+        trained = self.trained(row, seed)
+        target = self.tracer.target
+        step(f"{told} is tested")
+        deployed = target.deployed(trained, few, folder)
+        held_out = target.answers(deployed, few).double().mean().item() if deployed else record.result["top1"]
+        right = target.answers(deployed or trained, self.data)
+        wall = time.monotonic() - began
+        self._learn_speed(row.name, wall, epochs, record.result["images_per_second"])
+        environment = self.found.here()
+        place, checksum = self.found.add_answers(pack(right))
+        row.runs.append(
+            SeedRun(
+                seed=seed,
+                correct=int(right.sum()),
+                row=place,
+                sha256=checksum,
+                seconds=record.result["seconds"],
+                wall=wall,
+                images_per_second=record.result["images_per_second"],
+                train_accuracy=record.history[-1]["train_accuracy"],
+                environment=environment,
+                held_out=held_out,
+            )
+        )
+        self.keep()
+        left = f"{duration(max(0.0, self.left))} left"
+        self.say(f"{told}, {100 * held_out:.1f}% of the images held out; {left}")
+
+    def trained(self, row: DesignRow, seed: int) -> Trained:
+        """The network of a run, as its folder holds it."""
+        design = DENSE if self.pretrained else self.tracer.designs[row.name]
+        return load_checkpoint(self.folder(row, seed), network=self.tracer.builder(design))
+
+    def folder(self, row: DesignRow, seed: int) -> Path:
+        folder = self.found.folder
+        return below(folder, folder / "runs" / f"{in_words(row).replace(' ', '-')}-{seed}")
+
+
+def _seeds(row: DesignRow) -> set[int]:
+    return {*(run.seed for run in row.runs), *row.failed}
