@@ -210,6 +210,13 @@ def test_without_scheme_and_budget_it_says_what_is_missing():
         convert(nn.Sequential(nn.Conv2d(8, 8, 3)))
 
 
+def test_channel_groups_stay_unless_they_are_named():
+    net = nn.Sequential(nn.Conv2d(16, 32, 3), nn.Conv2d(32, 32, 3, groups=2))
+    new = convert(net, "lr")
+    assert [type(layer) for layer in new] == [CompositeConv2d, nn.Conv2d]
+    assert "channel groups, in which strips are slow" in notes(new).conversion.kept[0].reason
+
+
 @pytest.mark.parametrize(
     ("change", "scheme", "why"),
     [
@@ -232,7 +239,7 @@ def test_layers_that_no_fused_kernel_runs_are_told(change, scheme: str, why: str
     net = nn.Sequential(nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3, **option))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        change(net, scheme)
+        change(net, scheme, where="*")
     told = [str(one.message) for one in told if one.category is LowRankWarning]
     if why is None or scheme == "dense":
         assert told == []

@@ -51,7 +51,7 @@ def trained(seed: int = 0, **options) -> nn.Sequential:
 @pytest.mark.parametrize("scheme", ["separable(m=64)", "separable(kx1, 1xk, m=64)"])
 def test_a_separable_pair_of_full_rank_is_the_dense_conv(scheme: str, options: dict):
     net = trained(**options)
-    new = decompose(net, scheme, allow_costlier=True)
+    new = decompose(net, scheme, where="*", allow_costlier=True)
     x = torch.randn(2, 4, 9, 8, dtype=torch.float64)
     torch.testing.assert_close(new(x), net(x))
     assert all(row.energy == pytest.approx(1) for row in notes(new).decomposition)
