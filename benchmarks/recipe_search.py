@@ -3,6 +3,7 @@
     python -m benchmarks.recipe_search --data FOLDER --network nin-c3-lr --recipe nin-paper \
         --try "lr=0.1" --try "lr=0.05 weight_decay=1e-4" [--epochs 60] [--budget 300] [--out results.json]
 
+A network is a name, with a scheme and a width if it has them: "resnet18-small lr 1.25".
 Every try is one run of one seed; the record keeps all of them, the poor ones too.
 """
 
@@ -53,7 +54,10 @@ def attempt(network: str, recipe_name: str, settings: str, data: Data, arguments
     recipe = get_recipe(recipe_name, **{**recipe.to_dict(), "epochs": arguments.epochs or recipe.epochs})
     torch.manual_seed(arguments.seed)
     made = {"image_size": recipe.crop or 32, "init": arguments.init, **recipe.network()}
-    model = create_model(network, num_classes=len(data.classes), **made)
+    name, scheme, width = (*network.split(), "", "")[:3]
+    made |= {"scheme": scheme} if scheme else {}
+    made |= {"width": float(width)} if width else {}
+    model = create_model(name, num_classes=len(data.classes), **made)
     row = {"network": network, "recipe": recipe_name, "settings": settings, "seed": arguments.seed}
     row |= {"epochs": recipe.epochs, "init": arguments.init, "start": arguments.start, "images": len(data.train)}
     STARTS[arguments.start](model)

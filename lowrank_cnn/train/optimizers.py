@@ -78,20 +78,38 @@ def parameter_groups(network: nn.Module, recipe: Recipe, device: torch.device) -
     Biases of norms that learn faster have a smaller weight decay, so that each step decays all by the same amount.
     """
     named, fast = dict(network.named_parameters()), norm_biases(network) if recipe.bias_rate != 1 else set()
-    factors = layer_factors(named, recipe.layer_decay, whole_layers(network))
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    factors, joins = layer_factors(named, recipe.layer_decay, whole_layers(network)), join_weights(network)
+    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in named.items():
         if parameter.requires_grad:
-            decay, factor = (recipe.weight_decay if parameter.ndim > 1 else 0.0), factors[name]
+            is_weight = parameter.ndim > 1
+            decay, factor = (recipe.weight_decay if is_weight else 0.0), factors[name]
             if name in fast:
                 decay, factor = recipe.weight_decay / recipe.bias_rate, factor * recipe.bias_rate
-            groups.setdefault((decay, factor), []).append(parameter)
+            elif name in joins:
+                factor *= recipe.join_rate
+            elif is_strip(parameter):
+                factor *= recipe.strip_rate
+            groups.setdefault((decay, factor, is_weight), []).append(parameter)
     if not groups:
         raise LowRankError("all weights of the network are frozen: set requires_grad_() on those to train.")
     return [
         {"params": params, "weight_decay": decay, "factor": factor, "lr": torch.zeros((), device=device)}
-        for (decay, factor), params in groups.items()
+        for (decay, factor, _), params in groups.items()
     ]
+
+
+def is_strip(weight: Tensor) -> bool:
+    """Whether these are 1xk or kx1 filters over several channels."""
+    return weight.ndim > 3 and weight.shape[1] > 1 and sum(side > 1 for side in weight.shape[2:]) == 1
+
+
+def join_weights(network: nn.Module) -> set[str]:
+    """Names of the weights that mix the results of a basis."""
+    chains = (
+        name for name, module in network.named_modules() if isinstance(module, FactoredConv2d | FactoredLayer)
+    )
+    return {f"{name}.join.weight".lstrip(".") for name in chains}
 
 
 def layer_factors(names: Iterable[str], decay: float, whole: Collection[str] = ()) -> dict[str, float]:

@@ -96,6 +96,7 @@ class Recipe(Checked):
 
     - `optimizer`: sgd, adamw (`momentum` and `beta2` are its betas) or muon (biases and norms by sgd).
     - `layer_decay`: each layer's learning rate is that of the layer behind it times this, for fine-tuning.
+    - `strip_rate`, `join_rate`: how many times faster 1xk and kx1 filters learn, and the 1x1 filters of a join.
     - `freeze`: names of parameters that are not trained, as patterns parted by commas (`features.*`);
       `backbone` is everything before the last layer.
     - `accumulate`: a batch is computed in this many parts, which takes less memory; batch norm sees one part.
@@ -130,6 +131,8 @@ class Recipe(Checked):
     optimizer: str = one_of("sgd", ("sgd", "adamw", "muon"), fixed=True)
     beta2: float = within(0.999, 0, 0.99999)
     layer_decay: float = within(1.0, 0.01, 1)
+    strip_rate: float = within(1.0, 1e-3)
+    join_rate: float = within(1.0, 1e-3)
     freeze: str = declare("", fixed=True)
     accumulate: int = within(1, 1)
     # the schedule

@@ -289,6 +289,26 @@ def test_biases_of_norms_learn_by_a_rate_and_a_decay_of_their_own():
         torch.testing.assert_close(step.weights[name], value, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
+def test_strips_and_joins_learn_by_rates_of_their_own(optimizer: str):
+    recipe = Recipe(epochs=1, optimizer=optimizer, strip_rate=3.0, join_rate=4.5, weight_decay=0.0)
+    net = nn.Sequential(
+        lr.build_conv(3, 8, 3, "lr"), lr.build_conv(8, 8, 3, "lr-join"), lr.build_conv(8, 8, 3, "separable"),
+        lr.build_conv(8, 8, 3, "mixture"), nn.Conv2d(8, 8, (1, 3), groups=8),
+    )  # fmt: skip
+    own = Optimizer(net, recipe, CPU, torch.zeros(()))
+    own.set_rate(0.1)
+    rates = {id(p): float(group["lr"]) for rule in own.rules for group in _groups(rule) for p in group["params"]}
+    for name, parameter in net.named_parameters():
+        strip = parameter.ndim == 4 and sorted(parameter.shape[2:]) == [1, 3] and not name.startswith("4.")
+        factor = 4.5 if name.endswith("join.weight") else 3.0 if strip else 1.0
+        assert rates[id(parameter)] == pytest.approx(0.1 * factor), name
+
+
+def _groups(rule) -> list[dict]:
+    return rule.groups if hasattr(rule, "groups") else rule.param_groups
+
+
 def test_lookahead_happens_every_so_many_steps_of_a_run():
     plain, slowed = (trained(Recipe(epochs=1, lookahead=k, lookahead_decay=0.5), 4) for k in (0, 2))
     assert not plain.averages
