@@ -43,7 +43,12 @@ from lowrank_cnn.core.files import write_json
 from lowrank_cnn.deploy.engines.targets import open_engine
 
 RESULTS = Path(__file__).parent / "results" / "cpu_engines.json"
-FAMILIES = {"vgg11-gmp": "vgg11-gmp-lr", "nin": "nin-c3-lr", "resnet18": "resnet18-lr"}
+FAMILIES = {
+    "vgg11-gmp": "vgg11-gmp-lr",
+    "nin": "nin-c3-lr",
+    "resnet18": "resnet18-lr",
+    "convnext": "convnext-bands",
+}
 """Dense networks and their low-rank twins."""
 WAYS = ("dense", "thin", "low-rank")
 STRIPS = "onnx-strips"

@@ -24,7 +24,7 @@ _AIMS = (
 _ALIKE = 0.98
 """Times that differ by less than this share of the longer one count as equal."""
 _WAYS = ("dense", "thin", "low-rank")
-_KERNELS = {"vgg11-gmp": "3x3", "resnet18": "3x3", "nin": "5x5 and 3x3"}
+_KERNELS = {"vgg11-gmp": "3x3", "resnet18": "3x3", "nin": "5x5 and 3x3", "convnext": "depthwise 7x7"}
 
 
 @from_record("cpu_engines.json")
