@@ -121,8 +121,7 @@ def weight_rows(problem: Problem, filters: int, depth: int) -> tuple[tuple[tuple
     return tuple(rows), sum(tiles)
 
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 
 DEAD = 4

@@ -40,11 +40,9 @@ from lowrank_cnn.kernels.problem import (
     starts,
 )
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
-# Steps after the matrix product in the Triton kernels: activations, and the codes of a pool. `hopper` has the same
-# steps in Gluon.
+# Steps after the matrix product, also of the Gluon kernels in `hopper`: activations, and the codes of a pool.
 
 
 @triton.jit
