@@ -21,8 +21,8 @@ from lowrank_cnn.kernels.conv.hopper_plan import HopperTile
 from lowrank_cnn.kernels.conv.plans import KernelPlan
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import pose
+from tests.kernels.helpers import PADDING
 
-PADDING = (((1, 1), (0, 0)), ((0, 0), (1, 1)))
 PLAN = KernelPlan("tiled", Tile(pixels=32, filters=16, depth=16))
 OTHER = KernelPlan("tiled", Tile(pixels=64, filters=16, depth=16))
 
