@@ -39,12 +39,6 @@ from lowrank_cnn.kernels.problem import ConvTensors, Problem, empty_result, filt
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 
-(
-    FIRST_TILE, WEIGHT_ROW, CHANNEL, FILTER_COUNT, RUNS, ALONG, ACROSS, BEFORE, BESIDE, TURNED, WIDTH, TOP_SKIP,
-    LEFT_SKIP,
-) = (gl.constexpr(index) for index in range(13))  # fmt: skip
-
-
 @gluon.jit
 def place_of(
     index, counts,
@@ -62,12 +56,11 @@ def place_of(
     first, weight, channel, filters, runs, along, across = 0, 0, 0, 0, 1, 0, 0
     before, beside, turned, width, top_skip, left_skip = 0, 0, 0, 1, 0, 0
     for g in gl.static_range(len(GROUPS)):
-        if tile >= GROUPS[g][FIRST_TILE]:
-            first, weight = GROUPS[g][FIRST_TILE], GROUPS[g][WEIGHT_ROW]
-            channel, filters = GROUPS[g][CHANNEL], GROUPS[g][FILTER_COUNT]
-            runs, along, across = GROUPS[g][RUNS], GROUPS[g][ALONG], GROUPS[g][ACROSS]
-            before, beside, turned = GROUPS[g][BEFORE], GROUPS[g][BESIDE], GROUPS[g][TURNED]
-            width, top_skip, left_skip = GROUPS[g][WIDTH], GROUPS[g][TOP_SKIP], GROUPS[g][LEFT_SKIP]
+        if tile >= GROUPS[g][0]:
+            (
+                first, weight, channel, filters, runs, along, across, before, beside, turned, width, top_skip,
+                left_skip,
+            ) = GROUPS[g]  # fmt: skip
     # The last tile of a group begins early, to be whole.
     offset = gl.minimum((tile - first) * FILTERS, filters - FILTERS)
     boxes_x = gl.where(turned > 0, counts[2], counts[0])
