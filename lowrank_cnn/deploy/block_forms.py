@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowrank_cnn.deploy.blocks import Block, BlockAsGiven, Epilogue, is_halving, pattern_block
+from lowrank_cnn.deploy.blocks import HALVING, Block, BlockAsGiven, Epilogue, pattern_block
 from lowrank_cnn.graph.capture import CaptureError, capture
 from lowrank_cnn.graph.fused_between import fused_pool
 from lowrank_cnn.graph.merge import InexactError, merge_chain
@@ -351,7 +351,7 @@ class StripConv2d(PackedConv2d):
         super().__init__(layer, epilogue)
         self.relu = self.epilogue.activation == "relu" and not self.epilogue.adds
         self.rest = replace(self.epilogue, activation=None) if self.relu else self.epilogue
-        halves = self.rest.pool is not None and is_halving(self.rest.pool)
+        halves = self.rest.pool is not None and pool_name(self.rest.pool) in HALVING
         self.pools = halves and not self.rest.adds and self.rest.activation is None
 
     @staticmethod
@@ -390,6 +390,11 @@ def as_given(block: Block) -> nn.Module:
     return BlockAsGiven(block.layer, block.epilogue)
 
 
+def epilogue_first(block: Block) -> nn.Module:
+    """A conv, with the epilogue's pool before its activation."""
+    return ByGroup([block.layer], block.epilogue)
+
+
 def by_group(block: Block) -> nn.Module | None:
     """The epilogue before the concatenation, its pool before its activation; in a chain, for the last layer."""
     if not block.epilogue:
@@ -399,18 +404,10 @@ def by_group(block: Block) -> nn.Module | None:
     return Staged(front, ByGroup(convs, block.epilogue)) if convs else None
 
 
-def merged(block: Block) -> nn.Module | None:
-    """The whole layer as one dense conv."""
+def merged(block: Block, way: Candidate = epilogue_first) -> nn.Module | None:
+    """The whole layer as one dense conv, in one of the other ways."""
     dense = _dense(block.layer)
-    return None if dense is None else ByGroup([dense], block.epilogue)
-
-
-def merged_and_filtered(block: Block) -> nn.Module | None:
-    """On the CPU: the whole layer as one dense conv, by minimal filtering."""
-    dense = _dense(block.layer)
-    if dense is None or not _on_cpu(dense) or not WinogradConv2d.takes(dense):
-        return None
-    return WinogradConv2d(dense, block.epilogue)
+    return None if dense is None else way(replace(block, layer=dense))
 
 
 def fused(block: Block) -> nn.Module | None:
@@ -418,13 +415,7 @@ def fused(block: Block) -> nn.Module | None:
     return None if _on_cpu(block.layer) else FusedBlock.of(block.layer, block.epilogue)
 
 
-def merged_and_fused(block: Block) -> nn.Module | None:
-    """On a GPU: the whole layer as one dense conv, with the epilogue in its kernel."""
-    dense = None if _on_cpu(block.layer) else _dense(block.layer)
-    return None if dense is None else FusedBlock.of(dense, block.epilogue)
-
-
-def _filtered(block: Block, kind: type[StripConv2d] | type[WinogradConv2d]) -> nn.Module | None:
+def filtered(block: Block, kind: type[StripConv2d] | type[WinogradConv2d] = WinogradConv2d) -> nn.Module | None:
     """Rewrite the layers of a chain that a kind supports, and keep the others; None if it supports none."""
     stages = _stages(block.layer)
     if not _on_cpu(block.layer) or not any(map(kind.takes, stages)):
@@ -491,9 +482,9 @@ CANDIDATES: dict[str, Candidate] = {
     "as given": as_given,
     "by group": by_group,
     "merged": merged,
-    "minimal filtering": partial(_filtered, kind=WinogradConv2d),
-    "merged, minimal filtering": merged_and_filtered,
-    "compiled strips": partial(_filtered, kind=StripConv2d),
+    "minimal filtering": filtered,
+    "merged, minimal filtering": partial(merged, way=filtered),
+    "compiled strips": partial(filtered, kind=StripConv2d),
     "fused": fused,
-    "merged, fused": merged_and_fused,
+    "merged, fused": partial(merged, way=fused),
 }

@@ -13,9 +13,12 @@ from torch import Tensor, fx, nn
 
 from lowrank_cnn.graph.capture import InputKind, NetworkGraph, capture, kind_of, layer_kind
 from lowrank_cnn.graph.patterns import Pattern, find_patterns, rewritten
+from lowrank_cnn.kernels.fused_convs import pool_name
 from lowrank_cnn.kernels.problem import activate, is_monotone
 from lowrank_cnn.method.rewrite import copy_with
 
+HALVING = ("floor", "ceil")
+"""Max-pools of disjoint 2x2 windows, as `pool_name` calls them."""
 FLAT = (nn.Conv1d, nn.Conv3d)
 """1-D and 3-D convs, which have only one way to run."""
 
@@ -147,7 +150,7 @@ def as_network(network: nn.Module, captured: NetworkGraph, original: nn.Module) 
 def max_pool(x: Tensor, pool: nn.MaxPool2d) -> Tensor:
     """A max-pool; for disjoint 2x2 windows two maxima of slices, which vectorise, unlike torch's own."""
     even = all(size % 2 == 0 for size in x.shape[-2:])
-    if x.is_cuda or not is_halving(pool) or not even:
+    if x.is_cuda or not even or pool_name(pool) not in HALVING:
         return pool(x)
     rows = torch.maximum(x[..., ::2, :], x[..., 1::2, :])
     return torch.maximum(rows[..., ::2], rows[..., 1::2])
@@ -158,13 +161,3 @@ def pattern_block(captured: NetworkGraph, pattern: Pattern) -> Block:
     layer = captured.root.get_submodule(pattern.name)
     adds = pattern.add is not None
     return Block(pattern.name, layer, Epilogue(pattern.activation, pattern.pool, adds, pattern.add_last))
-
-
-def is_halving(pool: nn.MaxPool2d) -> bool:
-    """Whether a pool has disjoint 2x2 windows."""
-    settings = [_both(v) for v in (pool.kernel_size, pool.stride, pool.padding, pool.dilation)]
-    return settings == [(2, 2), (2, 2), (0, 0), (1, 1)]
-
-
-def _both(value: int | tuple[int, ...]) -> tuple[int, ...]:
-    return (value, value) if isinstance(value, int) else tuple(value)

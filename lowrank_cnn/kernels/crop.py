@@ -5,8 +5,7 @@ moving the bytes. Here a program writes one row of one output image, LANES value
 are neighbours in memory, and a mirrored row is read backwards. Bytes become floats on the way.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

@@ -54,6 +54,24 @@ def residual() -> nn.Module:
     return LowRankResidual().eval()
 
 
+class Views(nn.Module):
+    """Views its maps as vectors, which maps in channels_last do not allow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.relu, self.fc = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Linear(8 * 900, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.conv(x))
+        return self.fc(y.view(y.size(0), -1))
+
+
+@pytest.fixture
+def views() -> nn.Module:
+    """A network for images of 30x30 whose maps keep their memory format."""
+    return Views().eval()
+
+
 @pytest.fixture
 def last_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `plan` and `optimize` measure last takes the least time, so that every rewriting is put to use."""

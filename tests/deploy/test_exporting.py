@@ -111,13 +111,6 @@ def test_safetensors_of_a_foreign_network_load_into_one_that_is_not_converted(tm
     assert torch.equal(dense[2].weight, before)
 
 
-def test_the_network_stays_in_the_mode_it_was_in(tmp_path):
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train()
-    export(net, tmp_path / "net.pt2", input_size=SIZE)
-    assert net.training
-    assert not net[1].running_mean.any()
-
-
 def test_a_merged_or_planned_network_exports_as_a_graph_but_not_as_weights(tmp_path, network: nn.Module, images):
     own = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
     planned = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()).eval()
@@ -329,14 +322,6 @@ def test_a_network_of_such_products_alone_keeps_its_precision(tmp_path, dtype: t
     net = nn.Sequential(WinogradConv2d(nn.Conv2d(32, 8, 3, padding=1).to(dtype))).eval()
     export(net, tmp_path / "net.pt2", input_size=(32, 8, 8))
     assert load(tmp_path / "net.pt2", trusted=True)(torch.zeros(1, 32, 8, 8, dtype=dtype)).dtype == dtype
-
-
-def test_what_a_user_calls_plan_or_report_is_the_users(tmp_path):
-    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1))
-    net.plan, net.report = ["a", "list"], lambda: None
-    export(net, tmp_path / "net.safetensors", input_size=(3, 8, 8))
-    again = load(tmp_path / "net.safetensors", into=nn.Sequential(nn.Conv2d(3, 8, 3, padding=1)))
-    assert torch.equal(again[0].weight, net[0].weight)
 
 
 @pytest.mark.parametrize("suffix", [".pt2", ".ts"])

@@ -93,7 +93,6 @@ def test_metadata_is_read_back_and_damage_is_refused():
     kept = metadata_of(replace(trained(crop=10), held_out=held_out).stored())
     assert json.loads(kept["crop"]) == [10, 10]
     back = carried_by(attach_metadata(nn.Identity(), kept))
-    assert back is not None
     assert (back.classes, back.image, back.input_size) == (CLASSES, SIZE, (3, 10, 10))
     assert back.held_out == held_out
     of_others = {"classes": "[", "recipe": "{}"}

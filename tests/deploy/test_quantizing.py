@@ -16,7 +16,7 @@ from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.deploy import quantize as quantizing
 from lowrank_cnn.deploy.engines.targets import open_engine
 from lowrank_cnn.deploy.parity import DifferentOutputError
-from lowrank_cnn.deploy.quantize import Quantized, QuantizedLayer, quantize, sensitivities
+from lowrank_cnn.deploy.quantize import QuantizedLayer, quantize, sensitivities
 from lowrank_cnn.method.schemes import build_conv
 
 SIZE = (3, 12, 12)
@@ -60,7 +60,9 @@ def test_a_layer_with_outliers_stays_in_float_unless_it_was_trained_in_int8(tmp_
     found = quantize(net, images, tmp_path / "net.onnx")
     assert "3" in found.in_float
     assert "7" not in found.in_float
-    nodes = onnx.load(found.path).graph.node
+    model = onnx.load(found.path)
+    assert {row.key: row.value for row in model.metadata_props}["precision"] == "int8"
+    nodes = model.graph.node
     made = {node.output[0]: node for node in nodes}
     weights = [made.get(node.input[1]) for node in nodes if node.op_type == "Conv"]
     kinds = [maker.op_type if maker else "float" for maker in weights]
@@ -91,7 +93,6 @@ def test_accuracy_is_measured_on_the_test_images(tmp_path):
     found = quantize(network, data, tmp_path / "net.onnx", images=64)
     assert found.before == pytest.approx(learned)
     assert found.images == len(data.test)
-    assert found.loss is not None
     assert abs(found.loss) < 5
 
 
@@ -138,14 +139,6 @@ def test_an_interrupted_export_leaves_what_was_there(learner, tmp_path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         quantize(*learner, path, images=16, overwrite=True)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == ({path.name: before} if before else {})
-
-
-def test_the_report_counts_points():
-    rows = (QuantizedLayer("a", 0.5, True), QuantizedLayer("b", 0.1, False))
-    found = Quantized("net.onnx", 1, 0.1, rows, before=0.5, after=0.49, images=100)
-    assert found.in_float == ("a",)
-    assert found.loss == pytest.approx(1.0)
-    assert found.to_dict()["layers"][0]["name"] == "a"
 
 
 @pytest.mark.parametrize(

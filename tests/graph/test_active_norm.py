@@ -26,8 +26,6 @@ class NormAct(nn.BatchNorm2d):
         self.act = nn.LeakyReLU(0.01, inplace=True)
 
     def forward(self, input: Tensor) -> Tensor:
-        assert self.num_batches_tracked is not None
-        assert self.momentum is not None
         if self.training:
             self.num_batches_tracked.add_(1)
         x = F.batch_norm(
@@ -109,11 +107,6 @@ def test_the_residual_behind_such_a_norm_is_part_of_its_block() -> None:
         "leaky_relu:0.01",
         "leaky_relu:0.01 + add",
     ]
-
-
-def test_optimize_returns_the_same_function() -> None:
-    net, x = darknet().eval(), torch.randn(2, 3, 16, 16)
-    assert difference(lr.optimize(net, x, compile=False, cache=False, repeats=3)(x), net(x)) < 1e-4
 
 
 @pytest.mark.parametrize("layer", [nn.BatchNorm2d(4), ActNorm(4), nn.ReLU()])

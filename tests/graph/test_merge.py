@@ -38,6 +38,18 @@ def has_norms(network: nn.Module) -> bool:
     return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in network.modules())
 
 
+class Calls(nn.Module):
+    """Layers in a row, called by a function of the module and its input."""
+
+    def __init__(self, run, *layers: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(*(layers or (nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())))
+        self.held, self.run = [self.parts[0]], run  # where no tool looks for layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(self, x)
+
+
 @st.composite
 def networks(draw: st.DrawFn) -> nn.Module:
     """A few layers of any kind and geometry, some normed, in float64 and in evaluation."""
@@ -74,7 +86,9 @@ def test_merging_keeps_what_any_network_computes(net: nn.Module):
     assert all(row.error is None or row.error < 1e-12 for row in notes(merged).merging)
 
 
-@pytest.mark.parametrize("name", ["vgg11-gmp-lr-join", "vgg11-gmp-sf", "googlenet-lr", "nin-c3-lr"])
+@pytest.mark.parametrize(
+    "name", ["vgg11-gmp-lr-join", "vgg11-gmp-sf", "googlenet-lr", "nin-c3-lr", "resnet18-small"]
+)
 def test_our_networks_merge_with_their_norms(name: str):
     net = shaken(create_model(name, width=0.05, norm="batch")).double().eval()
     merged = merge(net, chains=True)
@@ -188,18 +202,13 @@ def test_a_chain_is_one_conv_where_that_is_exact(first: nn.Module, second: nn.Mo
 
 
 def test_a_norm_that_no_layer_feeds_alone_stays():
-    class Residual(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+    def run(net: Calls, x: torch.Tensor) -> torch.Tensor:
+        y = net.parts[0](x)
+        return net.parts[1](y) + y
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.conv(x)
-            return self.norm(y) + y
-
-    net = shaken(Residual()).eval()
+    net = shaken(Calls(run)).eval()
     merged = merge(net, example_input=torch.randn(1, 3, 4, 4))
-    assert isinstance(merged.norm, nn.BatchNorm2d)
+    assert isinstance(merged.parts[1], nn.BatchNorm2d)
     assert "no layer" in notes(merged).merging[0].reason
 
 
@@ -246,18 +255,14 @@ def test_a_norm_over_another_axis_stays():
 
 
 def test_a_flattened_linear_layer_takes_its_norm_without_an_example():
-    class Head(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.fc, self.norm = nn.Conv2d(3, 4, 32), nn.Linear(4, 6), nn.BatchNorm1d(6)
+    def run(net: Calls, x: torch.Tensor) -> torch.Tensor:
+        conv, linear, norm = net.parts
+        return norm(linear(torch.flatten(conv(x), 1)))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.norm(self.fc(torch.flatten(self.conv(x), 1)))
-
-    net = shaken(Head()).double().eval()
+    net = shaken(Calls(run, nn.Conv2d(3, 4, 32), nn.Linear(4, 6), nn.BatchNorm1d(6))).double().eval()
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     merged = merge(net)
-    assert isinstance(merged.norm, nn.Identity)
+    assert isinstance(merged.parts[2], nn.Identity)
     torch.testing.assert_close(merged(x), net(x))
 
 
@@ -286,104 +291,47 @@ def test_a_network_of_nan_is_left_alone_or_refused():
 
 
 def test_a_transposed_conv_that_is_called_with_a_size_keeps_its_norm():
-    class Sized(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.norm = nn.ConvTranspose2d(3, 4, 3, 2), nn.BatchNorm2d(4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.norm(self.up(x, output_size=(12, 12)))
-
-    net, x = shaken(Sized()).double().eval(), torch.randn(1, 3, 5, 5, dtype=torch.float64)
+    sized = Calls(
+        lambda net, x: net.parts[1](net.parts[0](x, output_size=(12, 12))),
+        nn.ConvTranspose2d(3, 4, 3, 2), nn.BatchNorm2d(4),
+    )  # fmt: skip
+    net, x = shaken(sized).double().eval(), torch.randn(1, 3, 5, 5, dtype=torch.float64)
     merged = merge(net, example_input=x)
     torch.testing.assert_close(merged(x), net(x))
-    assert isinstance(merged.norm, nn.BatchNorm2d)
+    assert isinstance(merged.parts[1], nn.BatchNorm2d)
 
 
 # Networks and layers that have a forward of their own.
 
 
-class Walks(nn.Module):
-    """Uses the parts of a Sequential one by one, and depends on values: no trace shows what it does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.sum() > 1e9:
-            return x
-        seen = []
-        for layer in self.block:
-            x = layer(x)
-            seen.append(x.mean((2, 3)))
-        return torch.cat(seen, dim=1)
+def walked(net: Calls, x: torch.Tensor) -> torch.Tensor:
+    """Call the parts one by one, depending on values: no trace shows it."""
+    if x.sum() > 1e9:
+        return x
+    seen = []
+    for layer in net.parts:
+        x = layer(x)
+        seen.append(x.mean((2, 3)))
+    return torch.cat(seen, dim=1)
 
 
-class Twice(nn.Module):
-    """Runs a block, and its first layer once more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.block(x) + self.block[0](x)
+UNSHOWN = {
+    "walked": walked,
+    "a layer runs twice": lambda net, x: net.parts(x) + net.parts[0](x),
+    "a weight is read": lambda net, x: net.parts(x) * net.parts[0].weight.sum(),
+    "a layer is held elsewhere": lambda net, x: net.parts(x) + net.held[0](x),
+}
 
 
-class ReadsWeights(nn.Module):
-    """Uses the weight of a layer directly, beside the layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.conv(x)) * self.conv.weight.sum()
-
-
-class Hidden(nn.Module):
-    """Holds a layer where no tool looks for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
-        self.held = [self.conv]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.conv(x)) + self.held[0](x)
-
-
-@pytest.mark.parametrize("kind", [Walks, Twice, ReadsWeights, Hidden])
+@pytest.mark.parametrize("run", UNSHOWN)
 @pytest.mark.parametrize("given", [True, False])
-def test_what_a_graph_does_not_show_to_be_exact_stays(kind: type[nn.Module], given: bool):
-    net = shaken(kind()).eval()
+def test_what_a_graph_does_not_show_to_be_exact_stays(run: str, given: bool):
+    net = shaken(Calls(UNSHOWN[run])).eval()
     x = torch.randn(2, 3, 32, 32)
     merged = merge(net, chains=True, example_input=x if given else None)
     assert torch.equal(merged(x), net(x))
     assert all(row.reason for row in notes(merged).merging)
     assert has_norms(merged)
-
-
-def test_norms_in_blocks_written_by_hand_are_folded():
-    class Residual(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv1, self.norm1 = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
-            self.conv2, self.norm2 = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
-            self.relu = nn.ReLU(inplace=True)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.relu(self.norm1(self.conv1(x)))
-            y = self.norm2(self.conv2(y))
-            y += x
-            return self.relu(y)
-
-    net = shaken(Residual()).double().eval()
-    merged = merge(net)
-    assert not has_norms(merged)
-    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
-    torch.testing.assert_close(merged(x), net(x))
 
 
 class Padded(nn.Conv2d):

@@ -1,6 +1,6 @@
 """Compile the kernels for a GPU that is not here, and say what each takes: registers, spills, shared memory.
 
-    python tests/kernels/driver.py 90
+    python -m tests.kernels.driver 90
 
 Every launch is made as ever, on small tensors in host memory; Triton compiles it for the compute capability given,
 and does not run it. Results are a line of JSON per compiled kernel.
@@ -34,6 +34,7 @@ from lowrank_cnn.kernels.conv import forward, gradients
 from lowrank_cnn.kernels.conv.plans import KERNELS, KernelPlan, plans
 from lowrank_cnn.kernels.depthwise import ops as depthwise
 from lowrank_cnn.kernels.problem import ConvTensors, Problem, describe, empty_codes
+from tests.kernels.helpers import same
 
 LAYERS = {
     "lr": ((256, 64, 16, 16), [(3, 1, 64), (1, 3, 64)], "floor"),
@@ -114,11 +115,6 @@ def overtaken(ptx: str) -> bool:
     """Whether products whose first factor lies in registers are left under way: the next may overwrite it."""
     from_registers = re.search(r"wgmma\.mma_async\S* \{[^}]*\}, *\{", ptx) is not None
     return from_registers and re.search(r"wgmma\.wait_group\S* [1-9]", ptx) is not None
-
-
-def same(height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    rows, columns = (height - 1) // 2, (width - 1) // 2
-    return (rows, height - 1 - rows), (columns, width - 1 - columns)
 
 
 def posed(layer, dtype, *, stride=(1, 1), activation="relu") -> tuple[Problem, torch.Tensor, list[torch.Tensor]]:

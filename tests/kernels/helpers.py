@@ -87,6 +87,17 @@ def posed(
     )  # fmt: skip
 
 
+def winners(layer: SimpleNamespace) -> Tensor:
+    """The codes of a layer's pool in float64: the winner's place in its 2x2 window, 4 if the ReLU cut it."""
+    options = {name: layer.options[name] for name in ("stride", "padding")}
+    bias = None if layer.bias is None else layer.bias.double()
+    before = composite_reference(layer.x.double(), [w.double() for w in layer.weights], bias, **options)
+    height, width = layer.problem.result_size
+    whole = torch.nn.functional.pad(before, (0, 1, 0, 1), value=-torch.inf)[:, :, : 2 * height, : 2 * width]
+    value, place = whole.unfold(2, 2, 2).unfold(3, 2, 2).flatten(-2).max(-1)
+    return torch.where(value > 0, place, 4).permute(0, 2, 3, 1)
+
+
 def assert_close(ours: Tensor, right: Tensor, limit: float | None = None) -> None:
     """Assert that a tensor is near another, relative to its norm: TF32 on a GPU, float32 elsewhere."""
     limit = limit or (2e-3 if GPU else 1e-5)

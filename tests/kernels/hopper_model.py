@@ -326,6 +326,8 @@ def emulate(monkeypatch):
 
     Memory for results comes full of NaN, so that what is never written shows.
     """
+    from lowrank_cnn.kernels.conv import tiled  # which needs Triton
+
     machine = Machine()
     language = _language(machine)
     gluon = types.ModuleType("triton.experimental.gluon")
@@ -351,14 +353,16 @@ def emulate(monkeypatch):
     modules = {name: _executed(monkeypatch, name) for name in ("hopper", "hopper_weights", "window", "overlap")}
     for module in modules.values():
         module.empty_result, module.launch_pad_channels = _poisoned, _pad_channels
+    known = {**vars(tiled), "tl": language}  # what the kernels share with Triton's
+    for name in ("normal_below", "activated", "without_codes"):
+        known[name] = types.FunctionType(getattr(tiled, name).fn.__code__, known)
+    modules["hopper"].activated, modules["hopper"].without_codes = known["activated"], known["without_codes"]
     return types.SimpleNamespace(machine=machine, **modules)
 
 
 def _executed(monkeypatch, name):
     path = Path(describe.__code__.co_filename).parent / "conv" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"lowrank_cnn.kernels.conv.{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)

@@ -8,8 +8,7 @@ pytest.importorskip("triton")
 from lowrank_cnn.data.augment import ByteScale, apply_moves, draw_moves
 from lowrank_cnn.kernels import forced
 from lowrank_cnn.kernels.crop import launch_crop
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+from tests.kernels.helpers import DEVICE
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_structure, tree_unflatten
 
 from lowrank_cnn.core.compare import is_finite, mapped, random_like, unchanged
 from lowrank_cnn.core.errors import LowRankError, explained
@@ -94,13 +94,6 @@ def _plain_outputs(result: Any) -> Any:
         return result
     found = named_tensors(result)
     return tuple(found.values()) if isinstance(result, list | tuple) and not hasattr(result, "_fields") else found
-
-
-def _is_plain(result: Any) -> bool:
-    """Whether a result is a tensor, a tuple of tensors, or a dictionary of tensors by name."""
-    values = result.values() if type(result) is dict else result if type(result) is tuple else ()
-    named = type(result) is not dict or all(isinstance(key, str) for key in result)
-    return isinstance(result, Tensor) or (len(values) > 0 and named and all(isinstance(v, Tensor) for v in values))
 
 
 @dataclass(frozen=True)
@@ -317,7 +310,8 @@ def _capturable(network: nn.Module, call: Call) -> nn.Module:
     signature, keywords = inspect.signature(network.forward), call.arguments[1]
     known = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
     open_ended = bool(keywords) and len(known) < len(signature.parameters)
-    if _is_plain(result) and readable and not open_ended:
+    plain = tree_structure(result) == tree_structure(_plain_outputs(result))
+    if plain and readable and not open_ended:
         return network
     if open_ended:
         names = [name for name in keywords if name not in signature.parameters]

@@ -20,8 +20,7 @@ from lowrank_cnn.kernels import device as gpu
 from lowrank_cnn.kernels.device import operator
 from lowrank_cnn.kernels.problem import lanes_of, pixels_last, power_above
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false
 
 
 VALUES = 4096

@@ -15,8 +15,7 @@ the residual's gradient, the first pass stores it and the second reads it. A res
 and the skip around it, is returned twice: the passes then add the two gradients as they read them.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ written. Layout and blocks are those of `pool` and `normalise`.
   over the large maps.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ the gradients of those that it has won. Every value is written once and there ar
 reproducible.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false
 
 from __future__ import annotations
 

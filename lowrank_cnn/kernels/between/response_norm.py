@@ -13,8 +13,7 @@ instructions (4.2 TB/s; 132 * 4 warps at 1.75 GHz). For a window of five the com
 backward computes 12 denominators for 8 values): memory should bound both.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def leads(problem: Problem) -> list[int]:
 
 
 def input_rows(problem: Problem, depth: int, begins: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
-    """The groups for `input_gradient_kernel`, with the fields that `IN_WEIGHT_ROW` and the following name.
+    """The groups for `input_gradient_kernel`, with the fields that it names.
 
     A group's packed weights begin at the weight row, its gradient is fetched from the channel on, and each of its
     taps takes a number of steps. `begins` are the first channels of the groups in the gradient, if they do not
@@ -107,7 +107,7 @@ def input_rows(problem: Problem, depth: int, begins: Sequence[int] | None = None
 
 
 def weight_rows(problem: Problem, filters: int, depth: int) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """The groups for `weight_gradient_kernel`, with the fields that `W_FIRST_TILE` and the following name; tiles.
+    """The groups for `weight_gradient_kernel`, with the fields that it names, and the number of tiles.
 
     Fetches begin at multiples of 16 bytes, `lead` filters before the group's own.
     """
@@ -121,18 +121,11 @@ def weight_rows(problem: Problem, filters: int, depth: int) -> tuple[tuple[tuple
     return tuple(rows), sum(tiles)
 
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 
 DEAD = 4
 """The code of a result that the ReLU set to zero; 0 to 3 are the position of the maximum in its 2x2 window."""
-(IN_WEIGHT_ROW, IN_CHANNEL, IN_STEPS, IN_TAPS, IN_WIDTH, IN_TOP, IN_LEFT) = (
-    tl.constexpr(index) for index in range(7)
-)
-(W_FIRST_TILE, W_WEIGHT_ROW, W_CHANNEL, W_FILTERS, W_WIDTH, W_TOP, W_LEFT, W_LEAD) = (
-    tl.constexpr(index) for index in range(8)
-)
 
 
 @triton.jit
@@ -220,14 +213,14 @@ def input_gradient_kernel(
     image = box // (column_boxes * row_boxes) * IMAGES
     acc = tl.zeros((FILTERS, IMAGES * ROWS * COLUMNS), tl.float32)
     for i in tl.static_range(len(GROUPS)):
-        for step in range(GROUPS[i][IN_TAPS] * GROUPS[i][IN_STEPS]):
-            tap = step // GROUPS[i][IN_STEPS]
-            depth = step % GROUPS[i][IN_STEPS] * DEPTH
+        weight, channel, steps, taps, width, top, left = GROUPS[i]
+        for step in range(taps * steps):
+            tap = step // steps
+            depth = step % steps * DEPTH
             # The offset of an input pixel is minus the offset of the tap.
-            down = GROUPS[i][IN_TOP] - tap // GROUPS[i][IN_WIDTH]
-            right = GROUPS[i][IN_LEFT] - tap % GROUPS[i][IN_WIDTH]
-            a = g.load([image, row + down, column + right, GROUPS[i][IN_CHANNEL] + depth])
-            b = w.load([GROUPS[i][IN_WEIGHT_ROW] + tap * CHANNELS + first, depth])
+            down, right = top - tap // width, left - tap % width
+            a = g.load([image, row + down, column + right, channel + depth])
+            b = w.load([weight + tap * CHANNELS + first, depth])
             acc = tl.dot(b, a.reshape(IMAGES * ROWS * COLUMNS, DEPTH).T, acc)
     out = acc.to(dx.dtype).T.reshape(IMAGES, ROWS, COLUMNS, FILTERS)
     dx.store([image, row, column, first], out)
@@ -251,11 +244,8 @@ def weight_gradient_kernel(
     share = tl.program_id(0) // TILES
     first, weight, channel, filters, width, top, left, lead = 0, 0, 0, 0, 1, 0, 0, 0
     for i in tl.static_range(len(GROUPS)):
-        if tile >= GROUPS[i][W_FIRST_TILE]:
-            first, weight = GROUPS[i][W_FIRST_TILE], GROUPS[i][W_WEIGHT_ROW]
-            channel, filters = GROUPS[i][W_CHANNEL], GROUPS[i][W_FILTERS]
-            width, top = GROUPS[i][W_WIDTH], GROUPS[i][W_TOP]
-            left, lead = GROUPS[i][W_LEFT], GROUPS[i][W_LEAD]
+        if tile >= GROUPS[i][0]:
+            first, weight, channel, filters, width, top, left, lead = GROUPS[i]
     tile = tile - first
     depth = tile % DEPTH_TILES * DEPTH
     tiles = (lead + filters + FILTERS - 1) // FILTERS

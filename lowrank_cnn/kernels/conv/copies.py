@@ -18,10 +18,6 @@ from torch import Tensor
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.kernels.device import on_its_device, start
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-
-
 MOST_GROUPS = 4
 BLOCK = 1024
 FIELDS = tl.constexpr(12)

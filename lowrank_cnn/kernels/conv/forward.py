@@ -62,10 +62,6 @@ def run_with_statistics(plan: KernelPlan, problem: Problem, given: ConvTensors) 
 # PIXELS pixels. Parts are merged by the formula of Chan, Golub and LeVeque, MERGED at a time, in a fixed order:
 # results are reproducible, and a large mean does not cancel the digits of a small variance.
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-
-
 MERGED = 128
 """Parts that one program merges."""
 LANES = 32

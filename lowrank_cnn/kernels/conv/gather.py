@@ -11,8 +11,7 @@ maximum of four products in registers; only pooled pixels are written.
   filters and loops over DEPTH gathered values at a time.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

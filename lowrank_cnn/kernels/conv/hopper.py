@@ -29,21 +29,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.kernels import device as gpu
 from lowrank_cnn.kernels.conv import hopper_plan as plan
-from lowrank_cnn.kernels.conv.tiled import activation_options
+from lowrank_cnn.kernels.conv.tiled import activated, activation_options, without_codes
 from lowrank_cnn.kernels.device import start
 from lowrank_cnn.kernels.problem import ConvTensors, Problem, empty_result, filter_tiles, pixels_last
 
 # The places of the Hopper kernel's tiles, and the fetches of their pixels and weights.
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false
-
-
-(
-    FIRST_TILE, WEIGHT_ROW, CHANNEL, FILTER_COUNT, RUNS, ALONG, ACROSS, BEFORE, BESIDE, TURNED, WIDTH, TOP_SKIP,
-    LEFT_SKIP,
-) = (gl.constexpr(index) for index in range(13))  # fmt: skip
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 
 @gluon.jit
@@ -63,12 +56,11 @@ def place_of(
     first, weight, channel, filters, runs, along, across = 0, 0, 0, 0, 1, 0, 0
     before, beside, turned, width, top_skip, left_skip = 0, 0, 0, 1, 0, 0
     for g in gl.static_range(len(GROUPS)):
-        if tile >= GROUPS[g][FIRST_TILE]:
-            first, weight = GROUPS[g][FIRST_TILE], GROUPS[g][WEIGHT_ROW]
-            channel, filters = GROUPS[g][CHANNEL], GROUPS[g][FILTER_COUNT]
-            runs, along, across = GROUPS[g][RUNS], GROUPS[g][ALONG], GROUPS[g][ACROSS]
-            before, beside, turned = GROUPS[g][BEFORE], GROUPS[g][BESIDE], GROUPS[g][TURNED]
-            width, top_skip, left_skip = GROUPS[g][WIDTH], GROUPS[g][TOP_SKIP], GROUPS[g][LEFT_SKIP]
+        if tile >= GROUPS[g][0]:
+            (
+                first, weight, channel, filters, runs, along, across, before, beside, turned, width, top_skip,
+                left_skip,
+            ) = GROUPS[g]  # fmt: skip
     # The last tile of a group begins early, to be whole.
     offset = gl.minimum((tile - first) * FILTERS, filters - FILTERS)
     boxes_x = gl.where(turned > 0, counts[2], counts[0])
@@ -186,31 +178,6 @@ def fetch(
 
 
 @gluon.jit
-def normal_below(x):
-    """The normal distribution function to 1e-7 (Abramowitz and Stegun, 7.1.26); it needs few registers."""
-    t = 1.0 / (1.0 + 0.3275911 * 0.7071067811865476 * gl.abs(x))
-    tail = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
-    beyond = 0.5 * tail * gl.exp(-0.5 * x * x)
-    return gl.where(x > 0, 1.0 - beyond, beyond)
-
-
-@gluon.jit
-def activated(out, ACTIVATION: gl.constexpr, SLOPE: gl.constexpr):
-    """The activation of float32 values; `ACTIVATION` is a name of `kernels.problem.ACTIVATIONS`, "" for none."""
-    if ACTIVATION == "relu":
-        out = gl.maximum(out, 0.0)
-    elif ACTIVATION == "leaky_relu":
-        out = gl.where(out > 0, out, out * SLOPE)
-    elif ACTIVATION == "silu":
-        out = out / (1.0 + gl.exp(-out))
-    elif ACTIVATION == "gelu":
-        out = out * normal_below(out)
-    elif ACTIVATION == "hardswish":
-        out = out * gl.minimum(gl.maximum(out + 3.0, 0.0), 6.0) * (1.0 / 6.0)
-    return out
-
-
-@gluon.jit
 def pooled(
     acc, turned, run, cross, out_height, out_width,
     RUN: gl.constexpr, IMAGES: gl.constexpr, CROSS: gl.constexpr, WHOLE: gl.constexpr, CODES: gl.constexpr,
@@ -239,10 +206,7 @@ def pooled(
 def biased(out, bias, channel, HAS_BIAS: gl.constexpr, CODES: gl.constexpr):
     """Add the bias to [pixels, filters]; with `CODES` also return each pool's winner, from the two lowest bits."""
     FILTERS: gl.constexpr = out.shape[1]
-    bits = out.to(gl.int32, bitcast=True)
-    code = 3 - (bits & 3)
-    if CODES:  # a zero that kept these bits would compare as greater than zero
-        out = (bits & ~3).to(gl.float32, bitcast=True)
+    out, code = without_codes(out, CODES)
     if HAS_BIAS:
         lanes = gl.arange(0, FILTERS, layout=gl.SliceLayout(0, out.type.layout))
         out = out + gl.load(bias + channel + lanes).to(gl.float32)[None, :]

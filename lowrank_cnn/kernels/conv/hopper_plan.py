@@ -171,7 +171,7 @@ def _boxes_per_group(problem: Problem, box: Box) -> list[int]:
 
 
 def run_rows(problem: Problem, block: int) -> tuple[tuple[int, ...], ...]:
-    """The groups for tiles of `block` filters, with the fields that `hopper.FIRST_TILE` and the following name.
+    """The groups for tiles of `block` filters, with the fields that `hopper.place_of` names.
 
     A group has a number of runs of taps side by side. The packed weight rows of neighbouring taps are `along`
     apart, those of neighbouring runs `across`. The first tap lies `before` the output pixel along the run and
@@ -306,7 +306,7 @@ def weights_shared_bytes(problem: Problem, tile: WeightTile) -> int:
 
 
 def weight_run_rows(problem: Problem, tile: WeightTile) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """The groups for `hopper_weights`, with the fields that its `FIRST_TILE` and the following name; tiles.
+    """The groups for `hopper_weights`, with the fields that its `part_of` names, and the number of tiles.
 
     A group's gradient begins at a value. It has runs side by side in columns; neighbouring taps of a run are
     `along` taps apart in memory, neighbouring runs `across`. The rest is as in `run_rows`.

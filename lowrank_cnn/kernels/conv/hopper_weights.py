@@ -8,9 +8,8 @@ a run read the same pixels shifted by whole rows of the box (see `hopper`), so e
 offset. In the end the shares are added up in device memory, in float32, by atomics.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportPossiblyUnboundVariable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -34,22 +33,14 @@ from lowrank_cnn.kernels.conv.hopper import accumulator, described_pixels
 from lowrank_cnn.kernels.device import start
 from lowrank_cnn.kernels.problem import Problem, shares
 
-(FIRST_TILE, START, CHANNEL, FILTER_COUNT, COLUMNS, ALONG, ACROSS, BEFORE, BESIDE, TURNED) = (
-    gl.constexpr(index) for index in range(10)
-)
-
 
 @gluon.jit
 def part_of(tile, GROUPS: gl.constexpr, DEPTHS: gl.constexpr, FILTERS: gl.constexpr, DEPTH: gl.constexpr):
     """A tile's group, as in `hopper_plan.weight_run_rows`, and its first channel, run and filter in it."""
-    first, start, channel, filters, columns, along, across = 0, 0, 0, 0, 1, 0, 0
-    before, beside, turned = 0, 0, 0
+    first, start, channel, filters, columns, along, across, before, beside, turned = 0, 0, 0, 0, 1, 0, 0, 0, 0, 0
     for g in gl.static_range(len(GROUPS)):
-        if tile >= GROUPS[g][FIRST_TILE]:
-            first, start = GROUPS[g][FIRST_TILE], GROUPS[g][START]
-            channel, filters = GROUPS[g][CHANNEL], GROUPS[g][FILTER_COUNT]
-            columns, along, across = GROUPS[g][COLUMNS], GROUPS[g][ALONG], GROUPS[g][ACROSS]
-            before, beside, turned = GROUPS[g][BEFORE], GROUPS[g][BESIDE], GROUPS[g][TURNED]
+        if tile >= GROUPS[g][0]:
+            first, start, channel, filters, columns, along, across, before, beside, turned = GROUPS[g]
     tile = tile - first
     depth = tile % DEPTHS * DEPTH
     column = tile // DEPTHS % columns
@@ -106,46 +97,20 @@ def next_box(place, limits, RUN: gl.constexpr, IMAGES: gl.constexpr, CROSS: gl.c
 
 
 @gluon.jit
-def times_pixels(
-    pixels, grad, acc, row, TAP: gl.constexpr, PIXELS: gl.constexpr, DEPTH: gl.constexpr, LAYOUT: gl.constexpr
-):
-    """Add one tap's product: the pixels that it reads, transposed, times the gradient."""
-    a = pixels.index(row + TAP)._reinterpret(pixels.dtype, [PIXELS, DEPTH], LAYOUT)
-    return warpgroup_mma(a.permute([1, 0]), grad, acc, is_async=True)
+def times_all(pixels, grad, row, sums, PIXELS: gl.constexpr, DEPTH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Add the product of each tap of a run: the pixels that it reads, transposed, times the gradient."""
+    added = ()
+    for tap in gl.static_range(len(sums)):
+        a = pixels.index(row + tap)._reinterpret(pixels.dtype, [PIXELS, DEPTH], LAYOUT)
+        added = added + (warpgroup_mma(a.permute([1, 0]), grad, sums[tap], is_async=True),)
+    return added
 
 
 @gluon.jit
-def times_all(
-    pixels, grad, row, acc0, acc1, acc2, acc3, acc4,
-    TAPS: gl.constexpr, PIXELS: gl.constexpr, DEPTH: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Add the products of all taps of a run; unused accumulators are returned unchanged."""
-    acc0 = times_pixels(pixels, grad, acc0, row, 0, PIXELS, DEPTH, LAYOUT)
-    if TAPS > 1:
-        acc1 = times_pixels(pixels, grad, acc1, row, 1, PIXELS, DEPTH, LAYOUT)
-    if TAPS > 2:
-        acc2 = times_pixels(pixels, grad, acc2, row, 2, PIXELS, DEPTH, LAYOUT)
-    if TAPS > 3:
-        acc3 = times_pixels(pixels, grad, acc3, row, 3, PIXELS, DEPTH, LAYOUT)
-    if TAPS > 4:
-        acc4 = times_pixels(pixels, grad, acc4, row, 4, PIXELS, DEPTH, LAYOUT)
-    return acc0, acc1, acc2, acc3, acc4
-
-
-@gluon.jit
-def all_but(LEFT: gl.constexpr, acc0, acc1, acc2, acc3, acc4, TAPS: gl.constexpr):
+def all_but(LEFT: gl.constexpr, sums):
     """Wait until at most `LEFT` products are in flight."""
-    if TAPS == 1:
-        acc0 = warpgroup_mma_wait(LEFT, deps=(acc0,))
-    elif TAPS == 2:
-        acc0, acc1 = warpgroup_mma_wait(LEFT, deps=(acc0, acc1))
-    elif TAPS == 3:
-        acc0, acc1, acc2 = warpgroup_mma_wait(LEFT, deps=(acc0, acc1, acc2))
-    elif TAPS == 4:
-        acc0, acc1, acc2, acc3 = warpgroup_mma_wait(LEFT, deps=(acc0, acc1, acc2, acc3))
-    else:
-        acc0, acc1, acc2, acc3, acc4 = warpgroup_mma_wait(LEFT, deps=(acc0, acc1, acc2, acc3, acc4))
-    return acc0, acc1, acc2, acc3, acc4
+    waited = warpgroup_mma_wait(LEFT, deps=sums)
+    return (waited,) if len(sums) == 1 else waited
 
 
 @gluon.jit
@@ -158,21 +123,6 @@ def add_share(
     f = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
     inside = (c < channels)[:, None] & (f < filters)[None, :]
     gl.atomic_add(dw + c[:, None] * width + f[None, :], acc, mask=inside, sem="relaxed")
-
-
-@gluon.jit
-def add_all(target, tap, inside, acc0, acc1, acc2, acc3, acc4, TAPS: gl.constexpr):
-    """Add all taps to the sums of the other shares; they are `tap` values apart."""
-    channels, filters, width = inside
-    add_share(target, acc0, channels, filters, width)
-    if TAPS > 1:
-        add_share(target + tap, acc1, channels, filters, width)
-    if TAPS > 2:
-        add_share(target + 2 * tap, acc2, channels, filters, width)
-    if TAPS > 3:
-        add_share(target + 3 * tap, acc3, channels, filters, width)
-    if TAPS > 4:
-        add_share(target + 4 * tap, acc4, channels, filters, width)
 
 
 @gluon.jit
@@ -216,26 +166,23 @@ def weights_hopper(
     for i in gl.static_range(STAGES - 1):
         fetch_step(xs, gs, pixels, grads, ready, i, steps, place, origin, turned, SPAN, RUN, TAPS, STAGES)
         place = next_box(place, limits, RUN, IMAGES, CROSS)
-    acc0 = gl.zeros([DEPTH, FILTERS], gl.float32, layout=ACC)
-    acc1 = gl.zeros([DEPTH, FILTERS], gl.float32, layout=ACC)
-    acc2 = gl.zeros([DEPTH, FILTERS], gl.float32, layout=ACC)
-    acc3 = gl.zeros([DEPTH, FILTERS], gl.float32, layout=ACC)
-    acc4 = gl.zeros([DEPTH, FILTERS], gl.float32, layout=ACC)
+    sums = ()
+    for _ in gl.static_range(TAPS):
+        sums = sums + (gl.zeros([DEPTH, FILTERS], gl.float32, layout=ACC),)
     for step in range(steps):
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), step // STAGES & 1)
         grad, row = grads.index(stage), stage * SPAN
-        acc0, acc1, acc2, acc3, acc4 = times_all(
-            pixels, grad, row, acc0, acc1, acc2, acc3, acc4, TAPS, PIXELS, DEPTH, PIXEL_LAYOUT
-        )
+        sums = times_all(pixels, grad, row, sums, PIXELS, DEPTH, PIXEL_LAYOUT)
         # The products of the previous step are done: their shared memory may be refilled.
-        acc0, acc1, acc2, acc3, acc4 = all_but(TAPS, acc0, acc1, acc2, acc3, acc4, TAPS)
+        sums = all_but(TAPS, sums)
         gl.thread_barrier()
         ahead = step + STAGES - 1
         fetch_step(xs, gs, pixels, grads, ready, ahead, steps, place, origin, turned, SPAN, RUN, TAPS, STAGES)
         place = next_box(place, limits, RUN, IMAGES, CROSS)
-    acc0, acc1, acc2, acc3, acc4 = all_but(0, acc0, acc1, acc2, acc3, acc4, TAPS)
-    add_all(target, tap, inside, acc0, acc1, acc2, acc3, acc4, TAPS)
+    sums = all_but(0, sums)
+    for i in gl.static_range(TAPS):
+        add_share(target + i * tap, sums[i], *inside)
 
 
 def launch_weights_hopper(

@@ -6,9 +6,8 @@ weights. A 3x3 pool of stride 2 that follows is a maximum over three such rows, 
 neighbouring columns, which threads exchange. Only pooled pixels are written.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
 
 from __future__ import annotations
 

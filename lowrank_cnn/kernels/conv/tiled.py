@@ -40,11 +40,9 @@ from lowrank_cnn.kernels.problem import (
     starts,
 )
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
-# Steps after the matrix product in the Triton kernels: activations, and the codes of a pool. `hopper` has the same
-# steps in Gluon.
+# Steps after the matrix product, also of the Gluon kernels in `hopper`: activations, and the codes of a pool.
 
 
 @triton.jit
@@ -91,12 +89,6 @@ def activation_options(problem: Problem) -> dict[str, Any]:
     return {"ACTIVATION": name, "SLOPE": slope}
 
 
-FIRST_TILE, WEIGHT_ROW, CHANNEL, FILTER_COUNT, TAPS, WIDTH, TOP, TOP_SKIP, LEFT, LEFT_SKIP = (
-    tl.constexpr(index) for index in range(10)
-)
-"""The fields of a filter group in `GROUPS`, see `group_rows`."""
-
-
 @dataclass(frozen=True)
 class Tile:
     """Tuned sizes: pixels and filters of a tile, channels per step, warps and pipeline stages."""
@@ -114,12 +106,8 @@ def group_of(tile, GROUPS: tl.constexpr, FILTERS: tl.constexpr):
     first, weight, channel, filters, taps, width = 0, 0, 0, 0, 0, 1
     top, top_skip, left, left_skip = 0, 0, 0, 0
     for g in tl.static_range(len(GROUPS)):
-        if tile >= GROUPS[g][FIRST_TILE]:
-            first, weight = GROUPS[g][FIRST_TILE], GROUPS[g][WEIGHT_ROW]
-            channel, filters = GROUPS[g][CHANNEL], GROUPS[g][FILTER_COUNT]
-            taps, width = GROUPS[g][TAPS], GROUPS[g][WIDTH]
-            top, top_skip = GROUPS[g][TOP], GROUPS[g][TOP_SKIP]
-            left, left_skip = GROUPS[g][LEFT], GROUPS[g][LEFT_SKIP]
+        if tile >= GROUPS[g][0]:
+            first, weight, channel, filters, taps, width, top, top_skip, left, left_skip = GROUPS[g]
     return (tile - first) * FILTERS, weight, channel, filters, taps, width, top, top_skip, left, left_skip
 
 
@@ -301,7 +289,7 @@ def launch_tiled(problem: Problem, given: ConvTensors, tile: Tile) -> Tensor:
 
 
 def group_rows(problem: Problem, block: int) -> tuple[tuple[int, ...], ...]:
-    """The groups for tiles of `block` filters, with the fields that `FIRST_TILE` and the following name.
+    """The groups for tiles of `block` filters, with the fields that `group_of` names.
 
     A tap `r` rows down reads block row `(r + top_skip) // stride - top` at parity `(r + top_skip) % stride`, where
     `stride` rows make a block. The same holds for columns. At stride 1 the skips are zero.

@@ -35,9 +35,8 @@ from lowrank_cnn.kernels.conv.tiled import activation_options
 from lowrank_cnn.kernels.device import start
 from lowrank_cnn.kernels.problem import ConvTensors, Problem, empty_result, pixels_last
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportIndexIssue=false, reportOperatorIssue=false
 
 
 @gluon.jit
@@ -219,14 +218,14 @@ def read_tile(
 
 
 @gluon.jit
-def times_rows(won, boxes, stage, QUAD: gl.constexpr, acc0, acc1, acc2):
+def times_rows(won, boxes, stage, QUAD: gl.constexpr, sums):
     """Start the products of pixel `QUAD` of the pools: its gradients times the three rows that its taps read."""
     a = won.index(QUAD).permute([1, 0])
-    first = stage * 4 + QUAD // 2
-    acc0 = warpgroup_mma(a, boxes.index(first), acc0, is_async=True)
-    acc1 = warpgroup_mma(a, boxes.index(first + 1), acc1, is_async=True)
-    acc2 = warpgroup_mma(a, boxes.index(first + 2), acc2, is_async=True)
-    return acc0, acc1, acc2
+    added = ()
+    for row in gl.static_range(3):
+        b = boxes.index(stage * 4 + QUAD // 2 + row)
+        added = added + (warpgroup_mma(a, b, sums[row], is_async=True),)
+    return added
 
 
 @gluon.jit
@@ -267,12 +266,9 @@ def window_gradient(
     g, code = read_tile(
         grad, codes, first, total, channel, height, width, COUNTS, TOTAL, FILTERS, ROWS, COLUMNS, READ
     )
-    left0 = gl.zeros([FILTERS, 16], gl.float32, layout=ACC)
-    left1 = gl.zeros([FILTERS, 16], gl.float32, layout=ACC)
-    left2 = gl.zeros([FILTERS, 16], gl.float32, layout=ACC)
-    right0 = gl.zeros([FILTERS, 16], gl.float32, layout=ACC)
-    right1 = gl.zeros([FILTERS, 16], gl.float32, layout=ACC)
-    right2 = gl.zeros([FILTERS, 16], gl.float32, layout=ACC)
+    sums = ()  # of the left column of the pools, then of the right one
+    for _ in gl.static_range(6):
+        sums = sums + (gl.zeros([FILTERS, 16], gl.float32, layout=ACC),)
     done = 0
     for box in range(first, total, step):
         stage = done % STAGES
@@ -283,27 +279,21 @@ def window_gradient(
         gl.thread_barrier()
         mbarrier.wait(ready.index(stage), done // STAGES & 1)
         # Pixels 0 and 2 are in the left column of the pool, 1 and 3 in the right one.
-        left0, left1, left2 = times_rows(won, boxes, stage, 0, left0, left1, left2)
-        right0, right1, right2 = times_rows(won, boxes, stage, 1, right0, right1, right2)
-        left0, left1, left2 = times_rows(won, boxes, stage, 2, left0, left1, left2)
-        right0, right1, right2 = times_rows(won, boxes, stage, 3, right0, right1, right2)
+        left = times_rows(won, boxes, stage, 0, sums[:3])
+        right = times_rows(won, boxes, stage, 1, sums[3:])
+        left = times_rows(won, boxes, stage, 2, left)
+        right = times_rows(won, boxes, stage, 3, right)
         # Load the next tile's gradients while the products run.
         g, code = read_tile(
             grad, codes, box + step, total, channel, height, width,
             COUNTS, TOTAL, FILTERS, ROWS, COLUMNS, READ,
         )  # fmt: skip
-        left0, left1, left2, right0, right1, right2 = warpgroup_mma_wait(
-            0, deps=(left0, left1, left2, right0, right1, right2)
-        )
+        sums = warpgroup_mma_wait(0, deps=left + right)
         gl.thread_barrier()
         fetch_windows(x, boxes, ready, stage, box + STAGES * step, total, padded_height, COUNTS, ROWS, COLUMNS)
         done += 1  # noqa: SIM113
-    add_up(dw, left0, 0, channel, TOTAL, ACC)
-    add_up(dw, left1, 1, channel, TOTAL, ACC)
-    add_up(dw, left2, 2, channel, TOTAL, ACC)
-    add_up(dw, right0, 3, channel, TOTAL, ACC)
-    add_up(dw, right1, 4, channel, TOTAL, ACC)
-    add_up(dw, right2, 5, channel, TOTAL, ACC)
+    for part in gl.static_range(6):
+        add_up(dw, sums[part], part, channel, TOTAL, ACC)
 
 
 def launch_window_gradient(

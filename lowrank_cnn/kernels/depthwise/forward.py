@@ -9,9 +9,7 @@ is read once and multiplied by every tap that meets it. Rows of large filters ar
 Weights are [taps, channels] in float32, band after band.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

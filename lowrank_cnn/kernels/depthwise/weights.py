@@ -6,9 +6,7 @@ block first and then, as the forward does, each pixel once for all taps that mee
 takes some rows alone, its *span*: to it they are a filter of their own, over pixels further down.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,11 @@ from torch import nn
 
 from lowrank_cnn.core.errors import LowRankError, MissingExtra
 from lowrank_cnn.deploy.engines import onnx as module
-from lowrank_cnn.deploy.engines.onnx import OnnxRunner, node_macs
-from lowrank_cnn.deploy.engines.request import request_for
+from lowrank_cnn.deploy.engines.onnx import OnnxRunner
 from lowrank_cnn.deploy.engines.targets import open_engine
-from lowrank_cnn.deploy.export import export, stored_of, write_request
+from lowrank_cnn.deploy.export import export
 from lowrank_cnn.kernels import strips as kernels
 from lowrank_cnn.kernels.strips import available
-from lowrank_cnn.method.count import count
 from lowrank_cnn.method.schemes import build_conv
 
 HERE = str(Path(__file__).resolve().parents[3]).encode()
@@ -72,12 +69,6 @@ def test_axes_are_called_batch_and_width(file: Path):
     assert runner.outputs[0].shape == ("batch", 2)
 
 
-def test_macs_are_read_off_the_nodes(tmp_path: Path):
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5)).eval()
-    export(net, tmp_path / "net.onnx", input_size=(3, 8, 8))
-    assert sum(node_macs(tmp_path / "net.onnx").values()) == count(net, (3, 8, 8)).macs
-
-
 @pytest.mark.parametrize("opset", [99, 0, -1, 10**21])
 def test_an_unknown_opset_is_refused(opset: int, tmp_path: Path):
     with pytest.raises(LowRankError, match="opset"):
@@ -130,18 +121,6 @@ def test_what_cannot_be_written_with_free_sizes_is_told_to_fix_them(tmp_path):
     assert export(net, path, input_size=(3, 8, 8)).error < 1e-5
 
 
-def test_layers_in_float_keep_their_weights_in_int8(tiny: nn.Module, tmp_path: Path):
-    plain, request = request_for(stored_of(tiny, (3, 12, 12)))
-    samples = tuple((torch.randn(4, 3, 12, 12),) for _ in range(2))
-    request = replace(request, precision="int8", calibration=samples, in_float=("3",))
-    write_request(tmp_path / "net.onnx", request, plain)
-    model = onnx.load(tmp_path / "net.onnx")
-    made = {node.output[0]: node.op_type for node in model.graph.node}
-    kinds = [made.get(node.input[1], "float") for node in model.graph.node if node.op_type == "Conv"]
-    assert kinds == ["DequantizeLinear", "DequantizeLinear", "float"]
-    assert {row.key: row.value for row in model.metadata_props}["precision"] == "int8"
-
-
 built = pytest.mark.skipif(not available(torch.float32), reason="lowrank-strips is not built: `make strips`")
 
 
@@ -173,7 +152,6 @@ def test_pools_of_odd_maps(size, ceil: bool, tmp_path: Path):
     written = export(
         net, tmp_path / "net.onnx", input_size=(3, *size), strips=True, dynamic=("batch", "height", "width")
     )
-    assert written.error is not None
     assert written.error < 1e-5
     assert nodes(tmp_path / "net.onnx")[-1] == ("Strips", {"relu": 1, "pool": 2 if ceil else 1})
 
@@ -196,7 +174,6 @@ def test_only_what_reads_a_conv_alone_is_taken_over(tmp_path: Path):
 
     torch.manual_seed(0)
     written = export(Branches().eval(), tmp_path / "net.onnx", input_size=(4, 8, 8), strips=True)
-    assert written.error is not None
     assert written.error < 1e-5
     found = nodes(tmp_path / "net.onnx")
     assert [flags for operator, flags in found if operator == "Strips"] == [{"relu": 0, "pool": 0}] * 3

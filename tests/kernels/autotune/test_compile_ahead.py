@@ -14,21 +14,20 @@ from lowrank_cnn.kernels import composite_conv2d, composite_reference, forced
 from lowrank_cnn.kernels.autotune.choice import surveyed
 from lowrank_cnn.kernels.device import surveying
 from lowrank_cnn.models import create_model
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PADDING = [((1, 1), (0, 0)), ((0, 0), (1, 1))]
+from tests.kernels.helpers import DEVICE, PADDING
 
 
 @pytest.mark.parametrize("training", [False, True])
 def test_a_survey_runs_by_torch_and_notes_what_was_asked(training: bool):
     x = torch.randn(2, 16, 6, 6, device=DEVICE)
     weights = [torch.randn(8, 16, *shape, device=DEVICE, requires_grad=training) for shape in ((3, 1), (1, 3))]
+    bias = torch.randn(16, device=DEVICE)
     with forced("on"), surveying() as asked:
-        y = composite_conv2d(x, weights, None, padding=PADDING, relu=True)
-    right = composite_reference(x, weights, None, stride=(1, 1), padding=PADDING, relu=True)
+        y = composite_conv2d(x, weights, bias, padding=PADDING, relu=True)
+    right = composite_reference(x, weights, bias, stride=(1, 1), padding=PADDING, relu=True)
     assert torch.equal(y, right)
     (one,) = asked
-    assert one.training is training
+    assert (one.training, one.bias) == (training, torch.float32)
     assert one.problem.channels == 16
     assert [group.filters for group in one.problem.groups] == [8, 8]
 
@@ -49,13 +48,6 @@ def test_a_whole_network_is_surveyed_on_shapes_alone():
 
 def test_a_network_that_needs_values_is_met_as_it_comes():
     assert surveyed(lambda: torch.ones(2).sum().item() / 0) == []
-
-
-def test_the_type_of_the_bias_is_noted():
-    net = fuse(create_model("vgg11-gmp-lr", num_classes=10, width=0.25).to(DEVICE).eval())
-    with forced("on"), torch.no_grad():
-        asked = surveyed(lambda: net(torch.randn(1, 3, 64, 64, device=DEVICE)))
-    assert {each.bias for each in asked} == {torch.float32}
 
 
 @pytest.mark.nightly

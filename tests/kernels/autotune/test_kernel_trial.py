@@ -20,9 +20,8 @@ from lowrank_cnn.kernels.conv import forward, gradients
 from lowrank_cnn.kernels.conv.plans import KernelPlan
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import pose
+from tests.kernels.helpers import DEVICE, PADDING
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PADDING = (((1, 1), (0, 0)), ((0, 0), (1, 1)))
 PLAN = KernelPlan("tiled", Tile(pixels=32, filters=16, depth=16))
 NO_ROOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
 

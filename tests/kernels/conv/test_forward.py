@@ -10,14 +10,14 @@ import torch
 pytest.importorskip("triton")
 
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.kernels import composite_conv2d_with_statistics, composite_reference, forced
+from lowrank_cnn.kernels import composite_conv2d_with_statistics, forced
 from lowrank_cnn.kernels.conv import forward
 from lowrank_cnn.kernels.conv.gather import GatherTile, StemTile
 from lowrank_cnn.kernels.conv.hopper_plan import HopperTile, OverlapTile, WindowTile
 from lowrank_cnn.kernels.conv.plans import KERNELS, KernelPlan, refusal
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import ConvTensors, empty_codes
-from tests.kernels.helpers import DEVICE, GPU, assert_close, posed
+from tests.kernels.helpers import DEVICE, GPU, assert_close, posed, winners
 
 PLAIN = {
     "tiled": Tile(32, 16, 16),
@@ -154,16 +154,6 @@ def test_rings_of_buffers(hopper, tile, pool, stride):
         assert fetched < hopper.machine.fetched
 
 
-def winners(layer, problem):
-    """The codes of a pool in float64: the winner's place in its 2x2 window, 4 if the ReLU cut it."""
-    options = {name: layer.options[name] for name in ("stride", "padding")}
-    before = composite_reference(layer.x.double(), [w.double() for w in layer.weights], None, **options)
-    height, width = problem.result_size
-    whole = torch.nn.functional.pad(before, (0, 1, 0, 1), value=-torch.inf)[:, :, : 2 * height, : 2 * width]
-    value, place = whole.unfold(2, 2, 2).unfold(3, 2, 2).flatten(-2).max(-1)
-    return torch.where(value > 0, place, 4).permute(0, 2, 3, 1)
-
-
 @pytest.mark.parametrize("pool", ["floor", "ceil"])
 @pytest.mark.parametrize("kernel", ["tiled", "stem", "hopper", "window"])
 def test_codes_name_the_winners_of_a_pool(request, kernel, pool):
@@ -174,7 +164,7 @@ def test_codes_name_the_winners_of_a_pool(request, kernel, pool):
     layer = posed(size, [(3, 1, 16), (1, 3, 16)], bias=False, relu=True, pool=pool)
     codes = empty_codes(layer.problem, layer.x)
     run(kernel, layer, (PLAIN | GLUON)[kernel], codes)
-    assert torch.equal(codes.long(), winners(layer, layer.problem))
+    assert torch.equal(codes.long(), winners(layer))
     layer.x = torch.zeros_like(layer.x)
     assert not run(kernel, layer, (PLAIN | GLUON)[kernel], codes).any()
     assert (codes == 4).all()

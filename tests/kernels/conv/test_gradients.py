@@ -18,7 +18,7 @@ from lowrank_cnn.kernels.conv.plans import KernelPlan
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import pose
 from lowrank_cnn.kernels.reference import composite_by_torch, composite_reference
-from tests.kernels.helpers import assert_close, posed, same
+from tests.kernels.helpers import assert_close, posed, same, winners
 
 SMALL = Tile(32, 16, 16)
 LOW_RANK = [(3, 1, 8), (1, 3, 8)]
@@ -30,15 +30,9 @@ def last(x):
 
 def seen_by(layer):
     """What a forward leaves for the backward: the codes of a pool, else the result."""
-    problem = layer.problem
-    if problem.pool is None:
+    if layer.problem.pool is None:
         return last(layer.right).float()
-    tensors = (layer.x.double(), [w.double() for w in layer.weights], layer.bias.double())
-    options = {name: layer.options[name] for name in ("stride", "padding")}
-    before, (height, width) = composite_reference(*tensors, **options), problem.result_size
-    whole = torch.nn.functional.pad(before, (0, 1, 0, 1), value=-torch.inf)[:, :, : 2 * height, : 2 * width]
-    value, place = whole.unfold(2, 2, 2).unfold(3, 2, 2).flatten(-2).max(-1)
-    return torch.where(value > 0, place, backward.DEAD).permute(0, 2, 3, 1).to(torch.uint8).contiguous()
+    return winners(layer).to(torch.uint8).contiguous()
 
 
 def assert_gradients(layer, need_input=True):
