@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +25,6 @@ from lowrank_cnn.train.optimizers import (
     learning_rate,
     orthogonal,
 )
-from lowrank_cnn.train.recipes import get_recipe
 from lowrank_cnn.train.step import TrainingStep
 
 CPU = torch.device("cpu")
@@ -111,18 +108,6 @@ def test_a_skipped_step_changes_nothing_at_all(optimizer: str) -> None:
     rule = stepped(network, Recipe(optimizer=optimizer, lr=0.1), skip=1.0)
     assert all(torch.equal(value, before[name]) for name, value in network.named_parameters())
     assert all(not tensor.any() for tensor in rule.tensors().values())
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
-def test_a_run_by_any_rule_learns_and_resumes_exactly(driver, tmp_path, optimizer: str) -> None:
-    rate = {"sgd": 0.05, "adamw": 0.01, "muon": 0.02}[optimizer]
-    recipe = dataclasses.replace(driver.STATEFUL, optimizer=optimizer, lr=rate, epochs=4)
-    whole, record = driver.train(None, recipe)
-    assert record.result["top1"] > 0.6
-    driver.train(tmp_path, dataclasses.replace(recipe, epochs=2))
-    again, _ = driver.train(tmp_path, recipe, resume=True)
-    for name, value in whole.state_dict().items():
-        assert torch.equal(value, again.state_dict()[name]), name
 
 
 def test_layer_wise_rates() -> None:
@@ -311,32 +296,6 @@ def test_a_triangle_rises_to_its_peak_and_falls_to_its_end():
     assert max(rates) == rates[20] == pytest.approx(2.0)
     assert rates[60] == pytest.approx(2.0 - 0.9)
     assert rates[100] == pytest.approx(0.2)
-
-
-def test_a_run_with_all_of_it_resumes_to_the_same_weights(tmp_path: Path):
-    draw = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 255, (40, 3, 12, 12), generator=draw).to(torch.uint8)
-    split = ResidentSplit.of(images, torch.arange(40) % 10)
-    data = Data("noise", tuple("abcdefghij"), split, split)
-    recipe = get_recipe("cifar10-fast", epochs=4, batch_size=8, crop=12, lookahead=3)
-
-    def run(out: Path, **how: Any) -> nn.Module:
-        torch.manual_seed(0)
-        net = lr.create_model("airbench-lr", width=0.25)
-        lr.fit(net, data, recipe, out=out, device="cpu", progress=False, **how)
-        return net
-
-    def stop(row: Any, _: nn.Module) -> None:
-        if row.epoch == 2:
-            raise KeyboardInterrupt
-
-    whole = run(tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "cut", callbacks=[stop], checkpoint_every=0.0)
-    resumed = run(tmp_path / "cut", resume=True)
-    for (name, one), other in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
-        assert torch.equal(one, other), name
-    assert not whole.features.patches.weight.requires_grad  # type: ignore[union-attr]
 
 
 def smooth_images(n: int) -> torch.Tensor:

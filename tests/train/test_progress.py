@@ -93,15 +93,6 @@ def test_scalars_for_tensorboard(driver, tmp_path):
     assert events.Scalars("test_top1")[0].value == pytest.approx(record.result["top1"])
 
 
-def test_the_history_as_a_table(driver, tmp_path):
-    driver.train(tmp_path, driver.PLAIN, log="csv")
-    with (tmp_path / "history.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    history = load_record(tmp_path).history
-    assert [float(row["train_loss"]) for row in rows] == [row["train_loss"] for row in history]
-    assert [int(row["epoch"]) for row in rows] == [1, 2, 3]
-
-
 def test_clients_get_the_run_its_epochs_and_its_result(driver, tmp_path, calls):
     _, record = driver.train(tmp_path, driver.PLAIN, log=("wandb", "mlflow", "trackio"))
     (begun,) = of(calls, "wandb.init")
@@ -122,7 +113,7 @@ def test_a_run_that_is_resumed_continues_where_its_logs_stopped(driver, tmp_path
         if row.epoch == 2:
             raise RuntimeError("cut")
 
-    names = ("csv", *("wandb", "mlflow", "trackio"))
+    names = ("csv", "wandb", "mlflow", "trackio")
     with pytest.raises(RuntimeError, match="cut"):
         driver.train(tmp_path, driver.PLAIN, log=names, callbacks=[stop], checkpoint_every=0)
     assert of(calls, "wandb.finish")[0]["exit_code"] == 1
@@ -132,7 +123,10 @@ def test_a_run_that_is_resumed_continues_where_its_logs_stopped(driver, tmp_path
     assert of(calls, "mlflow.start_run")[1]["run_id"] == "m1"
     assert of(calls, "trackio.init")[1]["resume"] == "must"
     with (tmp_path / "history.csv").open() as file:
-        assert [row["epoch"] for row in csv.DictReader(file)] == ["1", "2", "3"]
+        rows = list(csv.DictReader(file))
+    history = load_record(tmp_path).history
+    assert [float(row["train_loss"]) for row in rows] == [row["train_loss"] for row in history]
+    assert [row["epoch"] for row in rows] == ["1", "2", "3"]
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
