@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lowrank_cnn.choose.candidates import DENSE
 from lowrank_cnn.choose.choice import Choice, Contender, choose, milliseconds
 from lowrank_cnn.choose.comparing import Comparing
@@ -117,30 +115,28 @@ def answer(comparing: Comparing, names: Sequence[str]) -> Comparison:
 def _time_trained(comparing: Comparing, rows: Sequence[DesignRow]) -> None:
     """All finalists once more, in turns, with their trained weights and, in an engine, their very files."""
     made, target = {}, comparing.target
-    images = target.images(comparing.batch, comparing.builder.size)
     for row in rows:
         seed = row.runs[0].seed
         folder = comparing.folder(row, seed)
         if target.engine and (files := sorted(folder.glob("net.*"))):
             made[row.name] = next(f for f in files if f.suffix == target.suffix)
             continue
-        network = comparing.trained(row, seed).network
-        how = {"compile": comparing.compile, "repeats": comparing.repeats}
-        made[row.name] = target.prepared(network, images, comparing.scratch / row.name, **how)
-    times = target.times(made, images, repeats=21)
+        made[row.name] = comparing.prepared(comparing.trained(row, seed).network, row.name)
+    times = target.times(made, comparing.images, repeats=21)
     dense = times[DENSE.name].ms if DENSE.name in times else next(iter(times.values())).ms
     for row in rows:
         sample, (choice, tries) = times[row.name], target.choice_of(made[row.name])
         row.timing = DesignTime(sample.ms, sample.low, sample.high, dense, comparing.batch, choice, tries)
-        _write_timings(comparing, row, images)
+        _write_timings(comparing, row)
     comparing.keep()
 
 
-def _write_timings(comparing: Comparing, row: DesignRow, images: torch.Tensor) -> None:
+def _write_timings(comparing: Comparing, row: DesignRow) -> None:
     """A record of the time beside that of each run, for the page."""
     assert row.timing is not None
     target, total = comparing.target, {"ms": row.timing.ms, "low": row.timing.low, "high": row.timing.high}
-    values = {"kind": "timing", "input": list(images.shape), "total": total, "macs": row.macs * len(images)}
+    values = {"kind": "timing", "input": list(comparing.images.shape), "total": total}
+    values |= {"macs": row.macs * len(comparing.images)}
     values |= {"device": target.device, "runtime": target.engine or "optimize", "environment": environment()}
     for run in row.runs:
         folder = comparing.folder(row, run.seed)

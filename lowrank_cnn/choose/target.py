@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -199,17 +200,23 @@ class TimedDesigns:
 
     def time(self, design: Design) -> DesignTime:
         """The time of a design in turns with the dense network."""
-        images = self.target.images(self.batch, self.builder.size)
-        ours = self._prepared(design, images)
+        ours = self._fresh(design)
         if self.reference is None:
-            self.reference = ours if design == DENSE else self._prepared(DENSE, images)
-        times = self.target.times({"ours": ours, "dense": self.reference}, images, repeats=self.repeats)
+            self.reference = ours if design == DENSE else self._fresh(DENSE)
+        times = self.target.times({"ours": ours, "dense": self.reference}, self.images, repeats=self.repeats)
         sample, (choice, tries) = times["ours"], self.target.choice_of(ours)
         # The dense network beside itself: the difference of two clocks is not a ratio.
         other = sample.ms if design == DENSE else times["dense"].ms
         return DesignTime(sample.ms, sample.low, sample.high, other, self.batch, choice, tries)
 
-    def _prepared(self, design: Design, images: Tensor) -> Optimized | Path:
+    @cached_property
+    def images(self) -> Tensor:
+        return self.target.images(self.batch, self.builder.size)
+
+    def _fresh(self, design: Design) -> Optimized | Path:
         torch.manual_seed(0)
+        return self.prepared(self.builder(design), design.name)
+
+    def prepared(self, network: nn.Module, name: str) -> Optimized | Path:
         how = {"compile": self.compile, "repeats": self.repeats}
-        return self.target.prepared(self.builder(design), images, self.scratch / design.name, **how)
+        return self.target.prepared(network, self.images, self.scratch / name, **how)

@@ -159,9 +159,11 @@ def test_a_run_goes_on_only_if_there_is_one_and_a_finished_one_stays(driver, tmp
     assert "There is nothing to resume" in capsys.readouterr().out
     with pytest.raises(LowRankError, match="already holds a run"):
         driver.train(tmp_path, driver.PLAIN)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     _, again = driver.train(tmp_path, driver.PLAIN, resume=True, progress=True)
     assert "nothing is left to do" in capsys.readouterr().out
-    assert (again.status, again.history) == ("finished", record.history)
+    assert (again, again.status) == (record, "finished")
+    assert files == {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     with pytest.raises(LowRankError, match=r"has finished with lr=.*, not lr=0\.7"):
         driver.train(tmp_path, driver.PLAIN, lr=0.7, resume=True)
     driver.train(tmp_path, driver.PLAIN, epochs=1, resume=True, progress=True)
@@ -250,11 +252,11 @@ def test_showing_progress_draws_no_random_numbers_from_the_run(driver, tmp_path,
     whole, _ = driver.train(tmp_path / "quiet", driver.PLAIN)
     quiet = random.getstate()
 
-    def drawing_line() -> None:
+    def drawing_line(_: object) -> None:
         random.random()
         torch.rand(3)
 
-    monkeypatch.setattr("lowrank_cnn.train.progress.line_moves", drawing_line)
+    monkeypatch.setattr("lowrank_cnn.train.progress.moves", drawing_line)
     drawing, _ = driver.train(tmp_path / "drawing", driver.PLAIN, progress=True)
     assert random.getstate() == quiet
     assert_equal_weights(whole, drawing)

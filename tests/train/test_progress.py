@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from lowrank_cnn.core.errors import LowRankError, MissingExtra
+from lowrank_cnn.core.progress import moves
 from lowrank_cnn.train import load_record
-from lowrank_cnn.train.progress import Live, line_moves
+from lowrank_cnn.train.progress import Live
 from lowrank_cnn.train.run_folder import Epoch
 from lowrank_cnn.train.step import Tally
 
@@ -41,12 +42,12 @@ def test_the_live_line_names_every_figure_and_the_time_left(capsys):
 
 
 def test_the_line_moves_on_a_terminal_and_in_a_notebook(monkeypatch):
-    assert not line_moves()
+    assert not moves(sys.stdout)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    assert line_moves()
+    assert moves(sys.stdout)
     stream = type("OutStream", (), {"__module__": "ipykernel.iostream", "isatty": lambda self: False})
     monkeypatch.setattr("sys.stdout", stream())
-    assert line_moves()
+    assert moves(sys.stdout)
 
 
 Calls = list[tuple[str, dict[str, Any]]]
