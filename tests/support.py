@@ -25,6 +25,15 @@ def load_file(path: str) -> ModuleType:
     return module
 
 
+def assert_equal_weights(one: Any, other: Any) -> None:
+    """Assert that two networks, or dictionaries of tensors, have the same names and bits."""
+    ours, theirs = (dict(x if isinstance(x, dict) else x.state_dict()) for x in (one, other))
+    assert ours.keys() == theirs.keys()
+    assert [
+        name for name, value in ours.items() if value.dtype != theirs[name].dtype or not value.equal(theirs[name])
+    ] == []
+
+
 def called_here(file: str, function: str, *asked: Any) -> Any:
     """Do what `core.processes.apart` does, but in this process: a new one imports torch first."""
     module = next(known for known in list(sys.modules.values()) if getattr(known, "__file__", None) == file)

@@ -11,17 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lowrank_cnn.choose.candidates import DENSE
 from lowrank_cnn.choose.choice import Choice, Contender, choose, milliseconds
 from lowrank_cnn.choose.comparing import Comparing
-from lowrank_cnn.choose.frontier import (
-    DesignRow,
-    DesignTime,
-    in_words,
-    kind_of,
-)
+from lowrank_cnn.choose.frontier import DesignRow, DesignTime, in_words, kind_of
 from lowrank_cnn.core.environment import environment
 from lowrank_cnn.core.errors import LowRankError, MissingExtra, option
 from lowrank_cnn.core.files import below, write_json
@@ -81,7 +74,7 @@ class Comparison:
 
 
 def answer(comparing: Comparing, names: Sequence[str]) -> Comparison:
-    rows = [comparing.tracer.rows[name] for name in names if not comparing.tracer.rows[name].failed]
+    rows = [comparing.rows[name] for name in names if not comparing.rows[name].failed]
     runs = min((len(row.runs) for row in rows), default=0)
     if not runs:
         raise LowRankError(f"no network was trained in the time: give more {option('minutes')}.")
@@ -121,30 +114,29 @@ def answer(comparing: Comparing, names: Sequence[str]) -> Comparison:
 
 def _time_trained(comparing: Comparing, rows: Sequence[DesignRow]) -> None:
     """All finalists once more, in turns, with their trained weights and, in an engine, their very files."""
-    tracer, made = comparing.tracer, {}
-    target, images = tracer.target, tracer.target.images(tracer.plan.batch, tracer.builder.size)
+    made, target = {}, comparing.target
     for row in rows:
         seed = row.runs[0].seed
         folder = comparing.folder(row, seed)
         if target.engine and (files := sorted(folder.glob("net.*"))):
             made[row.name] = next(f for f in files if f.suffix == target.suffix)
             continue
-        network = comparing.trained(row, seed).network
-        made[row.name] = target.prepared(network, images, tracer.scratch / row.name, compile=target.gpu, repeats=9)
-    times = target.times(made, images, repeats=21)
+        made[row.name] = comparing.prepared(comparing.trained(row, seed).network, row.name)
+    times = target.times(made, comparing.images, repeats=21)
     dense = times[DENSE.name].ms if DENSE.name in times else next(iter(times.values())).ms
     for row in rows:
         sample, (choice, tries) = times[row.name], target.choice_of(made[row.name])
-        row.timing = DesignTime(sample.ms, sample.low, sample.high, dense, tracer.plan.batch, choice, tries)
-        _write_timings(comparing, row, images)
+        row.timing = DesignTime(sample.ms, sample.low, sample.high, dense, comparing.batch, choice, tries)
+        _write_timings(comparing, row)
     comparing.keep()
 
 
-def _write_timings(comparing: Comparing, row: DesignRow, images: torch.Tensor) -> None:
+def _write_timings(comparing: Comparing, row: DesignRow) -> None:
     """A record of the time beside that of each run, for the page."""
     assert row.timing is not None
-    target, total = comparing.tracer.target, {"ms": row.timing.ms, "low": row.timing.low, "high": row.timing.high}
-    values = {"kind": "timing", "input": list(images.shape), "total": total, "macs": row.macs * len(images)}
+    target, total = comparing.target, {"ms": row.timing.ms, "low": row.timing.low, "high": row.timing.high}
+    values = {"kind": "timing", "input": list(comparing.images.shape), "total": total}
+    values |= {"macs": row.macs * len(comparing.images)}
     values |= {"device": target.device, "runtime": target.engine or "optimize", "environment": environment()}
     for run in row.runs:
         folder = comparing.folder(row, run.seed)
@@ -155,9 +147,9 @@ def _table(
     comparing: Comparing, rows: Sequence[DesignRow], contenders: Sequence[Contender]
 ) -> list[dict[str, Any]]:
     """All networks, the slowest first; those that were only tried have no test accuracy."""
-    dense, by_name = comparing.tracer.rows[DENSE.name], {one.name: one for one in contenders}
+    dense, by_name = comparing.rows[DENSE.name], {one.name: one for one in contenders}
     table = []
-    for row in comparing.tracer.rows.values():
+    for row in comparing.rows.values():
         one = by_name.get(in_words(row))
         tried = max((max(each.accuracies, default=0.0) for each in row.tries), default=None)
         table.append(
@@ -184,12 +176,10 @@ def _remarks(comparing: Comparing, choice: Choice, names: Sequence[str]) -> tupl
         spent = (comparing.spent + time.monotonic() - comparing.began) / 60
         more = math.ceil(spent * usual / epochs)
         told.append(f"{option('minutes', more)} would allow for {usual} epochs.")
-    failed = [in_words(row) for row in map(comparing.tracer.rows.__getitem__, names) if row.failed]
+    failed = [in_words(row) for row in map(comparing.rows.__getitem__, names) if row.failed]
     if failed:
         told.append(f"Left out, since a loss was not finite: {', '.join(failed)}.")
-    unsteady = [
-        row for row in comparing.tracer.rows.values() if row.timing and row.timing.high > 1.5 * row.timing.low
-    ]
+    unsteady = [row for row in comparing.rows.values() if row.timing and row.timing.high > 1.5 * row.timing.low]
     if unsteady:
         told.append("Times are unsteady: another process ran meanwhile, so compare again on an idle machine.")
     return tuple(told)

@@ -23,32 +23,21 @@ from lowrank_cnn.choose.candidates import DENSE, Builder, find_design
 from lowrank_cnn.choose.choice import Wish
 from lowrank_cnn.choose.comparing import Comparing
 from lowrank_cnn.choose.design import Advice, design
-from lowrank_cnn.choose.frontier import (
-    open_frontier,
-)
-from lowrank_cnn.choose.runs import RunMaker, WorkerPool
+from lowrank_cnn.choose.frontier import about_runs, open_frontier
 from lowrank_cnn.choose.target import Target
-from lowrank_cnn.choose.trace import FrontierPlan, Tracer
 from lowrank_cnn.core.errors import LowRankWarning, check_number
 from lowrank_cnn.core.files import locked
 from lowrank_cnn.core.modules import known_inputs
 from lowrank_cnn.core.notes import note
-from lowrank_cnn.core.progress import lasting, progress
+from lowrank_cnn.core.progress import lasting, progress, step
 from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.method.thin import fresh
 from lowrank_cnn.models import create_model, list_pretrained
 from lowrank_cnn.models.build import name_of, with_classes
 from lowrank_cnn.models.foreign import DEFAULT, build_foreign, is_foreign
-from lowrank_cnn.train.distributed import resolve_device, resolve_precision
+from lowrank_cnn.train.distributed import resolve_device
 from lowrank_cnn.train.fit import recipe_for
-from lowrank_cnn.train.inputs import (
-    augmentation,
-    check_classes,
-    check_network,
-    image_size,
-    open_for,
-    trained_on,
-)
+from lowrank_cnn.train.inputs import augmentation, check_classes, check_network, image_size, open_for, trained_on
 from lowrank_cnn.train.recipe import Recipe
 
 Model = nn.Module | str | Callable[[], nn.Module]
@@ -105,8 +94,8 @@ def compare(
     if data is None:
         size: Any = known_inputs(sample, None, "advice without images")
         image = torch.randn(batch or target.batch, *size)
-        how: dict[str, Any] = {"engine": target.engine or "torch", "precision": target.precision or None}
-        return design(sample.eval(), image.to(target.device), macs=0.5, **how)
+        engine, precision = target.engine or "torch", target.precision or None
+        return design(sample.eval(), image.to(target.device), macs=0.5, engine=engine, precision=precision)
     asked = recipe if recipe is not None else "finetune" if pretrained else "modern"
     plan = recipe_for(data, asked, settings)
     images = open_for(sample, data, plan)
@@ -117,32 +106,19 @@ def compare(
     builder = Builder(partial(build, model, len(images.classes), size[0], pretrained), size)
     check_network(builder(DENSE), images, plan)
     place, name = resolve_device(device), model if isinstance(model, str) else name_of(sample)
-    about = {
-        "family": name,
-        "network": {"name": name, "base": 1.0, "pretrained": pretrained},
-        "recipe": plan.to_dict(),
-        "data": {
-            "name": images.name,
-            "train": len(images.train),
-            "test": len(images.test),
-            "digest": images.digest,
-        },
-        "precision": resolve_precision(plan.precision, place),
-        "device": torch.device(place).type,
-        "teacher": None,
-        "target": str(target),
-    }
+    network = {"name": name, "base": 1.0, "pretrained": pretrained}
+    about = about_runs(plan, images, place, family=name, network=network, target=str(target))
     folder = Path(out)
     with locked(folder), progress("compare"), tempfile.TemporaryDirectory() as scratch:
         found = open_frontier(folder, about, len(images.test))
         if batch is None:
             batch = next((row.timing.batch for row in found.rows if row.timing), target.batch)
         found.check_batch(batch)
-        maker = RunMaker(builder, images, plan, place)
-        request = FrontierPlan(tuple(schemes), batch=batch, compile=target.gpu, repeats=9)
-        tracer = Tracer(found, maker, WorkerPool(maker), request, lambda _: None, target, Path(scratch))
         fixed = recipe is not None or "batch_size" in settings
-        comparing = Comparing(found, tracer, images, plan, wish, minutes, say, bool(pretrained), fixed)
+        timing: dict[str, Any] = {"batch": batch, "repeats": 9, "compile": target.gpu, "scratch": Path(scratch)}
+        wishes: dict[str, Any] = {"wish": wish, "minutes": minutes, "schemes": schemes, "tell": say}
+        how: dict[str, Any] = {"device": place, "pretrained": bool(pretrained), "fixed": fixed}
+        comparing = Comparing(found, builder, target, step, data=images, recipe=plan, **timing, **wishes, **how)
         with warnings.catch_warnings(action="ignore", category=LowRankWarning):  # about speed, which is measured
             return answer(comparing, comparing.run())
 

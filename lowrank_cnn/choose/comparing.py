@@ -21,14 +21,13 @@ from lowrank_cnn.choose.frontier import (
     LOW_RANK,
     THIN,
     DesignRow,
-    Frontier,
-    SeedRun,
     in_words,
     kind_of,
     pack,
 )
-from lowrank_cnn.choose.runs import release_memory
-from lowrank_cnn.choose.trace import Tracer, width_of_time
+from lowrank_cnn.choose.runs import train
+from lowrank_cnn.choose.target import TimedDesigns
+from lowrank_cnn.choose.trace import width_of_time
 from lowrank_cnn.core.errors import LowRankError, option
 from lowrank_cnn.core.files import below
 from lowrank_cnn.core.progress import step
@@ -36,10 +35,10 @@ from lowrank_cnn.core.text import counted, duration
 from lowrank_cnn.data import Data
 from lowrank_cnn.method.decompose import decompose
 from lowrank_cnn.method.prune import prune
-from lowrank_cnn.train import fit
 from lowrank_cnn.train.failure import NotFiniteError
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recipes import LEAST_BATCH
+from lowrank_cnn.train.run_folder import Record
 from lowrank_cnn.train.trained import Trained, load_checkpoint
 
 RATES = (0.5, 1.0, 2.0)
@@ -71,19 +70,22 @@ def _short(epochs: int) -> int:
 
 
 @dataclass
-class Comparing:
-    """A comparison in progress. Finished steps are in the record, and are skipped when it is started again."""
+class Comparing(TimedDesigns):
+    """A comparison in progress. Finished steps are in the record, and are skipped when it is started again.
 
-    found: Frontier
-    tracer: Tracer
+    `tell` gets the lines that stay. Unless batches are of a `fixed` size, that of the recipe, they are smaller if
+    the budget allows for few epochs.
+    """
+
     data: Data
     recipe: Recipe
+    device: str
     wish: Wish
     minutes: float | None
-    say: Callable[[str], None]
-    pretrained: bool = False
-    fixed_batch: bool = True
-    """Whether batches have the recipe's size; else they are smaller where the budget allows for few epochs."""
+    tell: Callable[[str], None]
+    schemes: Sequence[str]
+    pretrained: bool
+    fixed: bool
     began: float = field(default_factory=time.monotonic)
     spent: float = 0.0
     epoch_seconds: dict[str, float] = field(default_factory=dict)
@@ -123,6 +125,10 @@ class Comparing:
         minutes = self.minutes if self.minutes is not None else self.plan["minutes"]
         return 60 * minutes - self.spent - (time.monotonic() - self.began)
 
+    @property
+    def time_left(self) -> str:
+        return f"{duration(max(0.0, self.left))} left"
+
     def _make_plan(self) -> None:
         """How many networks and tries the budget allows for, by the speed of the dense network."""
         self._probe(DENSE.name)
@@ -152,21 +158,21 @@ class Comparing:
             and epochs_in(chosen, level, rates) >= share * self.recipe.epochs
         )
         epochs = max(1, epochs_in(chosen, level, rates))
-        self.tracer.target = replace(self.tracer.target, seconds=min(30.0, max(2.0, TIMING * 60 * chosen)))
+        self.target = replace(self.target, seconds=min(30.0, max(2.0, TIMING * 60 * chosen)))
         batch, images = self.recipe.batch_size, len(self.data.train) - self._held
-        while not self.fixed_batch and batch >= 2 * LEAST_BATCH and epochs * images < STEPS * batch:
+        while not self.fixed and batch >= 2 * LEAST_BATCH and epochs * images < STEPS * batch:
             batch //= 2
         self.keep(minutes=chosen, level=level, rates=list(rates), short=_short(epochs), batch=batch)
         about = f"{counted(len(self.data.train), 'training image')}, {counted(len(self.data.test), 'test image')}"
         tries = f"tries of {counted(len(rates), 'learning rate')}, then " if len(rates) > 1 else ""
         told = f"dense, thin and low-rank: {tries}{FEWEST_RUNS} runs of up to {counted(epochs, 'epoch')} each"
         told += f" in batches of {batch}" if batch < self.recipe.batch_size else ""
-        self.say(f"{about}; {told}; for {self.tracer.target}. At most {chosen:g} minutes ({option('minutes')}).")
+        self.tell(f"{about}; {told}; for {self.target}. At most {chosen:g} minutes ({option('minutes')}).")
 
     def _probe(self, name: str) -> None:
         """Find the seconds of an epoch of a network, and of everything else in a run."""
         step(f"how fast {name} trains")
-        few, design = self.data.holdout(self._held, 1), self.tracer.designs.get(name, DENSE)
+        few, design = self.data.holdout(self._held, 1), self.designs.get(name, DENSE)
         count = min(len(few.train), 4 * self.recipe.batch_size)
         part = replace(few, train=few.train.subset(torch.arange(count)))
         self._fit(design, part, epochs=1, rate=1.0, seed=0)  # the first run also imports and compiles
@@ -188,40 +194,38 @@ class Comparing:
             for name in self.plan["candidates"]:
                 row = self.found.row(name)
                 assert row is not None
-                self.tracer.add(Design(**row.design))
+                self.add(Design(**row.design))
             return
-        tracer, level = self.tracer, self.plan["level"]
+        level = self.plan["level"]
         step("the dense network is timed")
-        tracer.add(DENSE)
-        ladders = (
-            (tuple(tracer.plan.designs),) if tracer.plan.designs else (TRAINED,) if self.pretrained else LADDERS
-        )
+        self.add(DENSE)
+        ladders = (TRAINED[:level],) if self.pretrained else [ladder[:level] for ladder in LADDERS]
         reasons: list[str] = []
-        for ladder in ladders:
-            for text in ladder if tracer.plan.designs else ladder[:level]:
+        for ladder in [self.schemes] if self.schemes else ladders:
+            for text in ladder:
                 step(f"{text} is timed")
                 with self._explaining(reasons):
                     self._add_in_time(find_design(text))
-                if len(tracer.rows) == 1 and not tracer.plan.designs:
+                if len(self.rows) == 1 and not self.schemes:
                     break  # the ladder is for other networks
-            if len(tracer.rows) > 1:
+            if len(self.rows) > 1:
                 break
-        for row in [row for row in tracer.rows.values() if not row.dense]:
+        for row in [row for row in self.rows.values() if not row.dense]:
             step(f"thinner networks are timed beside {in_words(row)}")
             with self._explaining(reasons):
                 self._add_thin(row)
-        if not any(kind_of(row) == THIN for row in tracer.rows.values()):
+        if not any(kind_of(row) == THIN for row in self.rows.values()):
             with self._explaining(reasons):
                 thin = replace(DENSE, multiple=8)
-                width = width_of_macs(tracer.builder, thin, tracer.rows[DENSE.name].macs / 2)
+                width = width_of_macs(self.builder, thin, self.rows[DENSE.name].macs / 2)
                 self._add_in_time(at_width(thin, width))
-        dense = tracer.rows[DENSE.name]
-        for row in [row for row in tracer.rows.values() if row is not dense and row.macs >= dense.macs]:
+        dense = self.rows[DENSE.name]
+        for row in [row for row in self.rows.values() if row is not dense and row.macs >= dense.macs]:
             reasons.append(f"{in_words(row)} has as many MACs.")
-            self._drop(tracer.designs[row.name])
-        if len(tracer.rows) == 1:
+            self._drop(self.designs[row.name])
+        if len(self.rows) == 1:
             raise LowRankError(f"there is no cheaper version of this network: {' '.join(dict.fromkeys(reasons))}")
-        self.keep(candidates=list(tracer.rows))
+        self.keep(candidates=list(self.rows))
 
     @contextmanager
     def _explaining(self, reasons: list[str]) -> Iterator[None]:
@@ -232,37 +236,31 @@ class Comparing:
 
     def _add_in_time(self, design: Design) -> None:
         """A design, thinner where the wish demands that."""
-        tracer, dense = self.tracer, self.tracer.rows[DENSE.name]
-        tracer.add(design)
-        assert dense.timing is not None
+        timing = self.add(design)
         for _ in range(4):
-            row = tracer.rows[design.name]
-            assert row.timing is not None
-            over = row.timing.ms / self.wish.at_most if self.wish.at_most else 0.0
-            if over <= 1:
+            assert timing is not None
+            if self.wish.at_most is None or timing.ms <= self.wish.at_most:
                 return
             self._drop(design)
-            width = width_of_time({design.width: row.timing.ms}, 0.98 * row.timing.ms / over)
+            width = width_of_time({design.width: timing.ms}, 0.98 * self.wish.at_most)
             design = at_width(design, min(width, design.width - 1 / 32))
-            tracer.add(design)
+            timing = self.add(design)
 
     def _drop(self, design: Design) -> None:
         """Forget a design that was only timed to find another."""
-        self.found.rows.remove(self.tracer.rows.pop(design.name))
+        self.found.rows.remove(self.rows.pop(design.name))
 
     def _add_thin(self, row: DesignRow) -> None:
         """The thin network that takes the time of a low-rank one, or that of its MACs where that takes longer."""
-        tracer = self.tracer
         thin = replace(DENSE, multiple=8)
-        width = min(1.0, width_of_macs(tracer.builder, thin, row.macs))
+        width = min(1.0, width_of_macs(self.builder, thin, row.macs))
         times: dict[float, float] = {}
         assert row.timing is not None
         for _ in range(3):
             if width >= 1:
                 return  # the dense network is its rival
             design = at_width(thin, width, f"time of {row.name}")
-            tracer.add(design)
-            timing = tracer.rows[design.name].timing
+            timing = self.add(design)
             assert timing is not None
             times[width] = timing.ratio
             if abs(timing.ratio / row.timing.ratio - 1) <= 1 - SAME_TIME:
@@ -276,40 +274,26 @@ class Comparing:
     # The runs.
 
     def _fit(
-        self,
-        design: Design,
-        data: Data,
-        *,
-        epochs: int,
-        rate: float,
-        seed: int,
-        out: Path | None = None,
-        told: str = "",
-    ) -> Any:
+        self, design: Design, data: Data, *, epochs: int, rate: float, seed: int, told: str = "", **how: Any
+    ) -> Record:
         def shown(figures: Any, _network: nn.Module) -> bool:
-            step(f"{told}, epoch {figures.epoch} of {epochs}; {duration(max(0.0, self.left))} left")
+            step(f"{told}, epoch {figures.epoch} of {epochs}; {self.time_left}")
             return False
 
         batch = self.plan.get("batch", self.recipe.batch_size)
-        rate *= self.recipe.lr * (batch / self.recipe.batch_size) ** 0.5
-        recipe = replace(self.recipe, epochs=epochs, evaluate_every=epochs, lr=rate, batch_size=batch)
+        lr = self.recipe.lr * (batch / self.recipe.batch_size) ** 0.5
+        recipe = replace(self.recipe, epochs=epochs, lr=lr, batch_size=batch)
         torch.manual_seed(seed)
         network, teacher = self._network(design, seed)
-        how: dict[str, Any] = {"seed": seed, "device": self.tracer.maker.device, "progress": False}
-        how |= {"teacher": teacher, "out": out, "resume": out is not None, "callbacks": (shown,) if told else ()}
-        try:
-            return fit(network, data, recipe, **how)
-        finally:
-            release_memory()
+        how |= {"seed": seed, "rate": rate, "device": self.device, "teacher": teacher}
+        return train(network, data, recipe, callbacks=(shown,) if told else (), **how)
 
     def _network(self, design: Design, seed: int) -> tuple[nn.Module, Trained | None]:
         """The network to train. A cheaper one of a trained network has its weights, and learns from it."""
         if not self.pretrained or design == DENSE:
-            return self.tracer.builder(design), None
-        dense = load_checkpoint(
-            self.folder(self.tracer.rows[DENSE.name], seed), network=self.tracer.builder(DENSE)
-        )
-        network, size = dense.network, self.tracer.builder.size
+            return self.builder(design), None
+        dense = load_checkpoint(self.folder(self.rows[DENSE.name], seed), network=self.builder(DENSE))
+        network, size = dense.network, self.builder.size
         if design.width != 1:
             network = prune(network, width=design.width, multiple=design.multiple, input_size=size)
         if not design.dense:
@@ -320,24 +304,23 @@ class Comparing:
         """Every network with the same learning rates, briefly, on the same images held out."""
         rates, short = self.plan["rates"], self.plan["short"]
         few, jobs = self.data.holdout(self._held, 0), []
-        for row in self.tracer.rows.values():
+        for row in self.rows.values():
             jobs += [(row, rate) for rate in rates if len(rates) > 1 and not row.tried(rate).accuracies]
         for place, (row, rate) in enumerate(jobs):
             told = f"try {place + 1} of {len(jobs)}: {in_words(row)} at {rate:g} times the rate"
             step(told)
             began = time.monotonic()
             try:
-                record = self._fit(self.tracer.designs[row.name], few, epochs=short, rate=rate, seed=0, told=told)
+                record = self._fit(self.designs[row.name], few, epochs=short, rate=rate, seed=0, told=told)
                 accuracy, speed = record.result["top1"], record.result["images_per_second"]
             except NotFiniteError:
                 accuracy, speed = 0.0, None
             self._learn_speed(row.name, time.monotonic() - began, short, speed)
             row.tried(rate).accuracies.append(accuracy)
             self.keep()
-            self.say(f"{told}: {100 * accuracy:.1f}% of the images held out; {duration(max(0.0, self.left))} left")
-        for row in self.tracer.rows.values():
-            tried = [one for one in row.tries if one.accuracies]
-            row.rate = max(tried, key=lambda one: one.accuracies[0]).rate if tried else 1.0
+            self.tell(f"{told}: {100 * accuracy:.1f}% of the images held out; {self.time_left}")
+        for row in self.rows.values():
+            row.choose_rate()
         self.keep()
 
     def _learn_speed(self, name: str, wall: float, epochs: int, speed: float | None) -> None:
@@ -352,7 +335,7 @@ class Comparing:
         """
         if "finalists" in self.plan:
             return self.plan["finalists"]
-        rows = list(self.tracer.rows.values())
+        rows = list(self.rows.values())
         scores = {
             row.name: max((max(one.accuracies, default=0.0) for one in row.tries), default=0.0) for row in rows
         }
@@ -382,14 +365,14 @@ class Comparing:
         """All finalists with the first seed before the second, so that all are treated alike."""
         if "epochs" not in self.plan:
             self.keep(epochs=self._epochs(names))
-        rows = [self.tracer.rows[name] for name in names]
+        rows = [self.rows[name] for name in names]
         for seed in range(1, MOST_RUNS + 1):
-            missing = [row for row in rows if seed not in _seeds(row)]
+            missing = [row for row in rows if seed not in row.seeds]
             # The time alone ends the runs: if results did, chance would look like a gain.
             if seed > FEWEST_RUNS and missing and self._seconds(names, self.plan["epochs"]) > PLANNED * self.left:
                 break
             if seed > 1 and missing and self._seconds(names, self.plan["epochs"]) > self.left:
-                self.say(f"The time is over after {counted(seed - 1, 'run')} of each network.")
+                self.tell(f"The time is over after {counted(seed - 1, 'run')} of each network.")
                 break
             for row in missing:
                 told = f"run {seed} of {in_words(row)}"
@@ -399,7 +382,7 @@ class Comparing:
                 except NotFiniteError:
                     row.failed.append(seed)
                     self.keep()
-                    self.say(f"{told}: the loss was not finite")
+                    self.tell(f"{told}: the loss was not finite")
 
     def _epochs(self, names: Sequence[str]) -> int:
         """How many epochs fit into the time that is left, with the fewest runs."""
@@ -418,46 +401,35 @@ class Comparing:
 
     def _run_once(self, row: DesignRow, seed: int, epochs: int, told: str) -> None:
         """Train a network, test it where it will run, and write its answers into the record."""
-        design, began = self.tracer.designs[row.name], time.monotonic()
+        design, began = self.designs[row.name], time.monotonic()
         few, folder = self.data.holdout(self._held, seed), self.folder(row, seed)
         record = self._fit(design, few, epochs=epochs, rate=row.rate, seed=seed, out=folder, told=told)
         trained = self.trained(row, seed)
-        target = self.tracer.target
+        target = self.target
         step(f"{told} is tested")
         deployed = target.deployed(trained, few, folder)
         held_out = target.answers(deployed, few).double().mean().item() if deployed else record.result["top1"]
         right = target.answers(deployed or trained, self.data)
         wall = time.monotonic() - began
         self._learn_speed(row.name, wall, epochs, record.result["images_per_second"])
-        environment = self.found.here()
-        place, checksum = self.found.add_answers(pack(right))
-        row.runs.append(
-            SeedRun(
-                seed=seed,
-                correct=int(right.sum()),
-                row=place,
-                sha256=checksum,
-                seconds=record.result["seconds"],
-                wall=wall,
-                images_per_second=record.result["images_per_second"],
-                train_accuracy=record.history[-1]["train_accuracy"],
-                environment=environment,
-                held_out=held_out,
-            )
+        self.found.add_run(
+            row,
+            seed,
+            pack(right),
+            seconds=record.result["seconds"],
+            wall=wall,
+            images_per_second=record.result["images_per_second"],
+            train_accuracy=record.history[-1]["train_accuracy"],
+            held_out=held_out,
         )
         self.keep()
-        left = f"{duration(max(0.0, self.left))} left"
-        self.say(f"{told}, {100 * held_out:.1f}% of the images held out; {left}")
+        self.tell(f"{told}, {100 * held_out:.1f}% of the images held out; {self.time_left}")
 
     def trained(self, row: DesignRow, seed: int) -> Trained:
         """The network of a run, as its folder holds it."""
-        design = DENSE if self.pretrained else self.tracer.designs[row.name]
-        return load_checkpoint(self.folder(row, seed), network=self.tracer.builder(design))
+        design = DENSE if self.pretrained else self.designs[row.name]
+        return load_checkpoint(self.folder(row, seed), network=self.builder(design))
 
     def folder(self, row: DesignRow, seed: int) -> Path:
         folder = self.found.folder
         return below(folder, folder / "runs" / f"{in_words(row).replace(' ', '-')}-{seed}")
-
-
-def _seeds(row: DesignRow) -> set[int]:
-    return {*(run.seed for run in row.runs), *row.failed}

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lowrank_cnn.choose.candidates import LOW_RANK, MIXED, THINNER, build_form
 from lowrank_cnn.choose.learn_shapes import cross_entropy, layer_inputs, shape_network
 from lowrank_cnn.choose.shape_choice import Damage, measure_damage
+from lowrank_cnn.choose.target import PRECISIONS
 from lowrank_cnn.core.clock import Sample, measure
 from lowrank_cnn.core.compare import copied, unchanged
 from lowrank_cnn.core.errors import LowRankError, check_choice, explained, option
@@ -123,7 +124,6 @@ DENSE = "dense"
 ENGINES = ("torch", "optimize", "auto", *FILE_ENGINES)
 _STEPS = 5
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_IN_ENGINES = ("fp32", "fp16", "int8")
 
 
 @dataclass(frozen=True)
@@ -220,8 +220,8 @@ def design(
     in_torch = engine in ("torch", "optimize")
     if in_torch and precision not in (None, *_DTYPES):
         raise LowRankError(f"torch runs in {', '.join(_DTYPES)}, not in {precision!r}: name an engine for int8.")
-    if not in_torch and precision not in (None, *_IN_ENGINES):
-        raise LowRankError(f"engines run in {', '.join(_IN_ENGINES)}, not in {precision!r}.")
+    if not in_torch and precision not in (None, *PRECISIONS):
+        raise LowRankError(f"engines run in {', '.join(PRECISIONS)}, not in {precision!r}.")
     if in_torch:
         example, precision = example.to(_DTYPES.get(str(precision), example.dtype)), None
     placed = _checked(model, example)

@@ -33,6 +33,8 @@ from lowrank_cnn.core.files import (
 )
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.text import counted
+from lowrank_cnn.data import Data
+from lowrank_cnn.train.distributed import resolve_precision
 from lowrank_cnn.train.recipe import Recipe
 
 KIND, SCHEMA = "frontier", 1
@@ -129,6 +131,18 @@ class DesignRow:
         """The median seconds of the trainings that had the device alone; None where there was none."""
         alone = [run.seconds for run in self.runs if run.seconds is not None]
         return median_high(alone) if alone else None
+
+    @property
+    def seeds(self) -> set[int]:
+        """Those of the runs that were made."""
+        return {*(run.seed for run in self.runs), *self.failed}
+
+    def choose_rate(self) -> None:
+        """Take the rate of the most accurate tries; without any, the one that it has."""
+        tried = [one for one in self.tries if one.accuracies]
+        self.rate = (
+            max(tried, key=lambda one: sum(one.accuracies) / len(one.accuracies)).rate if tried else self.rate
+        )
 
     def tried(self, rate: float) -> RateTry:
         """The tries of a factor of the learning rate, as yet without any where it is a new one."""
@@ -230,6 +244,15 @@ class Frontier:
             os.fsync(file.fileno())
         return row, hashlib.sha256(packed).hexdigest()
 
+    def add_run(self, row: DesignRow, seed: int, right: bytes, **figures: Any) -> SeedRun:
+        """Keep a run of a design with its packed answers and the other fields of `SeedRun`."""
+        environment = self.here()
+        place, checksum = self.add_answers(right)
+        correct = int.from_bytes(right).bit_count()
+        row.runs.append(SeedRun(seed, correct, place, checksum, environment=environment, **figures))
+        self.save()
+        return row.runs[-1]
+
     def right_answers(self, row: DesignRow) -> Tensor:
         """The answers [runs, images] of a design, as booleans, checked against their checksums."""
         path = self.folder / ANSWERS
@@ -314,6 +337,15 @@ def open_frontier(folder: Path, about: dict[str, Any], images: int) -> Frontier:
                 f"{folder} holds a frontier whose {what} is {then}, not {wanted}: choose another {option('out')}."
             )
     return found
+
+
+def about_runs(
+    recipe: Recipe, data: Data, device: str, *, teacher: str | None = None, **named: Any
+) -> dict[str, Any]:
+    """What all runs share, for the record: how they train, on what, and what is `named`."""
+    images = {"name": data.name, "train": len(data.train), "test": len(data.test), "digest": data.digest}
+    how = {"precision": resolve_precision(recipe.precision, device), "device": torch.device(device).type}
+    return {**named, "recipe": recipe.to_dict(), "data": images, **how, "teacher": teacher}
 
 
 def shared_settings(about: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import nn
 
 from lowrank_cnn.choose.candidates import Builder, Design, find_design
 from lowrank_cnn.choose.frontier import pack
@@ -82,12 +83,11 @@ class RunMaker:
         began = time.monotonic()
         data, teacher = self._images_and_teacher(run.held_out)
         torch.manual_seed(run.seed)
+        how = {"seed": run.seed, "rate": run.rate, "device": self.device, "teacher": teacher}
         try:
-            record = self._fit(run.design, data, run.seed, lr=run.rate * self.recipe.lr, teacher=teacher)
+            record = train(self.builder(run.design), data, self.recipe, **how)
         except NotFiniteError:
             return RunOutcome(time.monotonic() - began)
-        finally:
-            release_memory()
         assert record.right is not None
         return RunOutcome(
             wall=time.monotonic() - began,
@@ -101,14 +101,9 @@ class RunMaker:
     def teach(self, *, held_out: bool) -> Record:
         """Train the teacher of the runs that follow, on the same images as these; one that is there stays."""
         torch.manual_seed(TEACHER_SEED)
-        how = {"lr": self.recipe.lr, "out": self._teacher_in(held_out), "resume": True}
-        return self._fit(find_design(self.teacher), self._images(held_out), TEACHER_SEED, **how)
-
-    def _fit(self, design: Design, data: Data, seed: int, *, lr: float, **how: Any) -> Record:
-        # The test images are used once, at the end. A run is too short to pay for compiling.
-        recipe = replace(self.recipe, evaluate_every=max(1, self.recipe.epochs), lr=lr)
-        how |= {"device": self.device, "compile": False, "progress": False}
-        return fit(self.builder(design), data, recipe, seed=seed, **how)
+        network, out = self.builder(find_design(self.teacher)), self._teacher_in(held_out)
+        how = {"seed": TEACHER_SEED, "device": self.device, "out": out}
+        return train(network, self._images(held_out), self.recipe, **how)
 
     def _images_and_teacher(self, held_out: bool) -> tuple[Data, Trained | None]:
         if held_out not in self._prepared:
@@ -124,6 +119,21 @@ class RunMaker:
 
     def _teacher_in(self, held_out: bool) -> Path:
         return below(self.folder, self.folder / ("teacher-held-out" if held_out else "teacher"))
+
+
+def train(
+    network: nn.Module, data: Data, recipe: Recipe, *, rate: float = 1.0, out: Path | None = None, **how: Any
+) -> Record:
+    """Train by a multiple of the recipe's learning rate; the images to test on are used once, at the end.
+
+    `how` are settings of `fit`. A run with a folder goes on from there. It is too short to pay for compiling.
+    """
+    recipe = replace(recipe, lr=rate * recipe.lr, evaluate_every=recipe.epochs)
+    how |= {"out": out, "resume": out is not None, "compile": False, "progress": False}
+    try:
+        return fit(network, data, recipe, **how)
+    finally:
+        release_memory()
 
 
 def release_memory() -> None:

@@ -30,6 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lowrank_cnn.core.compare import unchanged
 from lowrank_cnn.graph.channels import Reader, Route
 from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, may_remove, shaped_convs
+from lowrank_cnn.train.optimizers import flags_restored
 
 _TINY = 1e-30
 _COMMON = 0.05
@@ -133,17 +134,12 @@ def _damage(layer: ShapedConv2d, taps: Tensor, removal: Tensor) -> Damage:
 def _with_gradients(network: nn.Module, weights: Sequence[nn.Parameter]) -> Iterator[None]:
     """Let gradients reach frozen weights too, and normalise by batch statistics; then restore all."""
     norms = [module for module in network.modules() if isinstance(module, _BatchNorm) and module.training]
-    frozen = [weight for weight in weights if not weight.requires_grad]
-    with unchanged(network, evaluating=True), torch.enable_grad():
+    with flags_restored(network), unchanged(network, evaluating=True), torch.enable_grad():
         for norm in norms:  # so that a filter's scale does not count
             norm.train()
-        try:
-            for weight in frozen:
-                weight.requires_grad_(True)
-            yield
-        finally:
-            for weight in frozen:
-                weight.requires_grad_(False)
+        for weight in weights:
+            weight.requires_grad_(True)
+        yield
 
 
 # The choice in one layer, at a price for each filter.

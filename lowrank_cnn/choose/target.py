@@ -3,19 +3,22 @@
     Target.parse("cuda"), Target.parse("onnxruntime:int8")
 
 In torch, a network runs in the form that `optimize` finds. In an engine it is a file, which is timed in a process
-of its own.
+of its own. All designs of a record are timed so, in turns with the dense network.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lowrank_cnn.choose.candidates import DENSE, SHAPES, Builder, Design
+from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier
 from lowrank_cnn.core.clock import Sample, measure
 from lowrank_cnn.core.errors import LowRankError, nearest
 from lowrank_cnn.core.processes import apart
@@ -150,3 +153,70 @@ class Target:
         assert found.details is not None
         assert found.details.right is not None
         return found.details.right
+
+
+@dataclass
+class TimedDesigns:
+    """The designs of a record by name, counted and timed; the record, which may hold more, is saved after each.
+
+    `batch` is the number of images that are timed together; 0 times nothing. Files of engines are written to
+    `scratch`. `say` gets a line for each design.
+    """
+
+    found: Frontier
+    builder: Builder
+    target: Target
+    say: Callable[[str], None]
+    batch: int
+    repeats: int
+    compile: bool
+    scratch: Path
+    designs: dict[str, Design] = field(default_factory=dict, init=False)
+    rows: dict[str, DesignRow] = field(default_factory=dict, init=False)
+    reference: Optimized | Path | None = field(default=None, init=False)
+
+    def add(self, design: Design) -> DesignTime | None:
+        """Count and time a design, and return its time; one that is in the record already stays as it is."""
+        row = self.found.row(design.name)
+        if row is None or design.scheme.startswith(SHAPES):
+            cost = self.builder.count(design)
+            if row is not None and (cost.macs, cost.params) != (row.macs, row.params):
+                raise LowRankError(
+                    f"{design.scheme.removeprefix(SHAPES)} has other shapes than {design.name} of this record: "
+                    "rename its folder, which names it."
+                )
+            if row is None:
+                row = DesignRow(asdict(design), cost.macs, cost.params)
+                self.found.rows.append(row)
+                self.found.save()
+        self.designs.setdefault(design.name, design)
+        self.rows[design.name] = row
+        if self.batch and row.timing is None:
+            row.timing = self.time(design)
+            self.found.save()
+            ms = self.found.ms(row)  # as in the table: by its turns with the dense network
+            self.say(f"{design.name}: {ms:.3f} ms, {row.macs / 1e6:.1f} M MACs ({row.timing.choice})")
+        return row.timing
+
+    def time(self, design: Design) -> DesignTime:
+        """The time of a design in turns with the dense network."""
+        ours = self._fresh(design)
+        if self.reference is None:
+            self.reference = ours if design == DENSE else self._fresh(DENSE)
+        times = self.target.times({"ours": ours, "dense": self.reference}, self.images, repeats=self.repeats)
+        sample, (choice, tries) = times["ours"], self.target.choice_of(ours)
+        # The dense network beside itself: the difference of two clocks is not a ratio.
+        other = sample.ms if design == DENSE else times["dense"].ms
+        return DesignTime(sample.ms, sample.low, sample.high, other, self.batch, choice, tries)
+
+    @cached_property
+    def images(self) -> Tensor:
+        return self.target.images(self.batch, self.builder.size)
+
+    def _fresh(self, design: Design) -> Optimized | Path:
+        torch.manual_seed(0)
+        return self.prepared(self.builder(design), design.name)
+
+    def prepared(self, network: nn.Module, name: str) -> Optimized | Path:
+        how = {"compile": self.compile, "repeats": self.repeats}
+        return self.target.prepared(network, self.images, self.scratch / name, **how)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import exp, log
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from lowrank_cnn.choose.candidates import (
     DENSE,
@@ -30,17 +28,16 @@ from lowrank_cnn.choose.candidates import (
     is_branched,
     width_of_macs,
 )
-from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, SeedRun, open_frontier
+from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, about_runs, open_frontier
 from lowrank_cnn.choose.runs import DesignRun, RunMaker, RunOutcome, WorkerPool
-from lowrank_cnn.choose.target import Target
+from lowrank_cnn.choose.target import Target, TimedDesigns
 from lowrank_cnn.core.clock import check_budget
 from lowrank_cnn.core.errors import LowRankError, check_number
 from lowrank_cnn.core.files import locked
 from lowrank_cnn.core.text import duration
 from lowrank_cnn.data import Data
-from lowrank_cnn.deploy.optimize import Optimized
 from lowrank_cnn.train import get_recipe
-from lowrank_cnn.train.distributed import resolve_device, resolve_precision
+from lowrank_cnn.train.distributed import resolve_device
 from lowrank_cnn.train.inputs import augmentation, image_size
 
 TUNING_SEED = 1000
@@ -131,20 +128,15 @@ def trace_frontier(
     place = resolve_device(device)
     size = image_size(data.test, augmentation(resolved))
     builder = Builder.of_family(kind, size, len(data.classes), resolved.norm, plan.base)
-    about = {
-        "family": family,
-        "network": {"name": kind.network, "base": plan.base},
-        "recipe": resolved.to_dict(),
-        "data": {"name": data.name, "train": len(data.train), "test": len(data.test), "digest": data.digest},
-        "precision": resolve_precision(resolved.precision, place),
-        "device": torch.device(place).type,
-        "teacher": plan.teacher or None,
-    }
+    network = {"name": kind.network, "base": plan.base}
+    about = about_runs(resolved, data, place, teacher=plan.teacher or None, family=family, network=network)
     with locked(Path(out)):
         found = open_frontier(Path(out), about, len(data.test))
         maker = RunMaker(builder, data, resolved, place, plan.teacher, Path(out))
+        timing = {name: getattr(plan, name) for name in ("batch", "repeats", "compile")}
         with WorkerPool(maker, plan.processes) as pool:
-            Tracer(found, maker, pool, plan, say, Target(place)).run()
+            how: dict[str, Any] = {**timing, "scratch": Path(), "maker": maker, "pool": pool, "plan": plan}
+            Tracer(found, builder, Target(place), say, **how).run()
     return found
 
 
@@ -153,24 +145,13 @@ class BudgetSpent(Exception):
 
 
 @dataclass
-class Tracer:
-    """Carries a plan out, one step at a time, saving after each.
+class Tracer(TimedDesigns):
+    """Carries a plan out, one step at a time, saving after each."""
 
-    `designs` and `rows` hold the designs of the plan by name; the folder may hold more. Files of engines are
-    written to `scratch`.
-    """
-
-    found: Frontier
     maker: RunMaker
     pool: WorkerPool[DesignRun, RunOutcome]
     plan: FrontierPlan
-    say: Say
-    target: Target
-    scratch: Path = Path()
     began: float = field(default_factory=time.monotonic)
-    designs: dict[str, Design] = field(default_factory=dict)
-    rows: dict[str, DesignRow] = field(default_factory=dict)
-    reference: Optimized | Path | None = None
 
     def run(self) -> None:
         candidates = [find_design(text) for text in self.plan.designs]
@@ -188,49 +169,9 @@ class Tracer:
         except BudgetSpent:
             self.say(f"The time is over ({self.plan.budget:.0f} s): the same command continues from here.")
 
-    @property
-    def builder(self) -> Builder:
-        return self.maker.builder
-
-    def add(self, design: Design) -> None:
-        """A design in the record, counted and timed; one that is there already stays as it is."""
-        row = self.found.row(design.name)
-        if row is None or design.scheme.startswith(SHAPES):
-            cost = self.builder.count(design)
-            if row is not None and (cost.macs, cost.params) != (row.macs, row.params):
-                raise LowRankError(
-                    f"{design.scheme.removeprefix(SHAPES)} has other shapes than {design.name} of this record: "
-                    "rename its folder, which names it."
-                )
-            if row is None:
-                row = DesignRow(asdict(design), cost.macs, cost.params)
-                self.found.rows.append(row)
-                self.found.save()
-        self.designs.setdefault(design.name, design)
-        self.rows[design.name] = row
-        if self.plan.batch and row.timing is None:
-            self._check_budget()
-            row.timing = self.time(design)
-            self.found.save()
-            ms = self.found.ms(row)  # as in the table: by its turns with the dense network
-            self.say(f"{design.name}: {ms:.3f} ms, {row.macs / 1e6:.1f} M MACs ({row.timing.choice})")
-
     def time(self, design: Design) -> DesignTime:
-        """The time of a design where it will run, in turns with the dense network."""
-        images = self.target.images(self.plan.batch, self.builder.size)
-        ours = self._prepared(design, images)
-        if self.reference is None:
-            self.reference = ours if design == DENSE else self._prepared(DENSE, images)
-        times = self.target.times({"ours": ours, "dense": self.reference}, images, repeats=self.plan.repeats)
-        sample, (choice, tries) = times["ours"], self.target.choice_of(ours)
-        # The dense network beside itself: the difference of two clocks is not a ratio.
-        other = sample.ms if design == DENSE else times["dense"].ms
-        return DesignTime(sample.ms, sample.low, sample.high, other, self.plan.batch, choice, tries)
-
-    def _prepared(self, design: Design, images: Tensor) -> Optimized | Path:
-        torch.manual_seed(0)
-        how = {"compile": self.plan.compile, "repeats": self.plan.repeats}
-        return self.target.prepared(self.builder(design), images, self.scratch / design.name, **how)
+        self._check_budget()
+        return super().time(design)
 
     def _widen(self, design: Design) -> None:
         """The design as wide as the dense network allows, by MACs and by time."""
@@ -282,8 +223,7 @@ class Tracer:
         ]
         self._run_all(jobs, self._keep_try)
         for row in rows.values():
-            tries = [one for one in row.tries if one.accuracies]
-            row.rate = max(tries, key=lambda one: sum(one.accuracies) / len(one.accuracies)).rate
+            row.choose_rate()
         if rows:
             self.found.save()
 
@@ -309,7 +249,7 @@ class Tracer:
             DesignRun(self.designs[name], seed, row.rate)
             for seed in range(1, self.plan.seeds + 1)
             for name, row in self.rows.items()
-            if seed not in (*(run.seed for run in row.runs), *row.failed)
+            if seed not in row.seeds
         ]
 
     def _keep_try(self, job: DesignRun, outcome: RunOutcome) -> str:
@@ -328,22 +268,16 @@ class Tracer:
             self.found.save()
             return f"{told}: the loss was not finite"
         alone, speed = self.plan.processes == 1, outcome.images_per_second
-        environment = self.found.here()
-        place, checksum = self.found.add_answers(outcome.right)
-        run = SeedRun(
-            seed=job.seed,
-            correct=outcome.correct,
-            row=place,
-            sha256=checksum,
+        run = self.found.add_run(
+            row,
+            job.seed,
+            outcome.right,
             seconds=self._steady_seconds(speed) if alone else None,
             wall=outcome.wall,
             images_per_second=speed if alone else None,
             train_accuracy=outcome.train_accuracy,
-            environment=environment,
             processes=self.plan.processes,
         )
-        row.runs.append(run)
-        self.found.save()
         share = f"{100 * run.correct / self.found.images:.2f}%"
         if run.seconds is None:
             return f"{told}: {share} in {run.wall:.1f} s beside others"

@@ -81,7 +81,10 @@ def measure(
             for _ in range(warm):
                 run()
             times[name].append(_clock(run, cuda))
-    return {name: _sample(taken, of) for name, taken in times.items()}
+    quartiles = {name: quantiles(taken, n=4) if len(taken) > 1 else 3 * taken for name, taken in times.items()}
+    return {
+        name: Sample(of(times[name]), low, high, len(times[name])) for name, (low, _, high) in quartiles.items()
+    }
 
 
 def check_repeats(repeats: int) -> None:
@@ -180,8 +183,3 @@ def _between(start: Any, stop: Any) -> float:
         return 1000 * (stop - start)
     stop.synchronize()
     return start.elapsed_time(stop)
-
-
-def _sample(times: Sequence[float], of: Callable[[Sequence[float]], float]) -> Sample:
-    low, _, high = quantiles(times, n=4) if len(times) > 1 else 3 * list(times)
-    return Sample(of(times), low, high, len(times))

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from typing import TextIO
 
 from lowrank_cnn.core.processes import first_process
 from lowrank_cnn.core.text import printable
@@ -52,7 +53,7 @@ class StepLine:
     def show(self) -> None:
         line = printable(f"{self.what}: {self.text} ..." if self.text else f"{self.what} ...")
         with self.lock:
-            if _moves():
+            if moves(sys.stderr):
                 line = line[: shutil.get_terminal_size().columns - 1]
                 self._write(f"\r{line.ljust(self.width)}")
                 self.width = len(line)
@@ -113,6 +114,6 @@ def lasting(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
 
 
-def _moves() -> bool:
+def moves(stream: TextIO | None) -> bool:
     """Whether a line can be overwritten: on a terminal, and in a notebook's output."""
-    return sys.stderr is not None and (sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel"))
+    return stream is not None and (stream.isatty() or type(stream).__module__.startswith("ipykernel"))

@@ -270,8 +270,8 @@ SIDE = 96
 _QUALITY = 80
 
 
-def thumbnail(pixels: Tensor | None, side: int = SIDE) -> str | None:
-    """An image as a JPEG of at most `side` pixels in a data URI.
+def thumbnail(pixels: Tensor | None) -> str | None:
+    """An image as a JPEG of at most 96 pixels in a data URI.
 
     None without pixels, without Pillow, and of images that are neither grey nor RGB.
 
@@ -287,6 +287,6 @@ def thumbnail(pixels: Tensor | None, side: int = SIDE) -> str | None:
         return None
     rows = pixels.permute(1, 2, 0).squeeze(2) if pixels.shape[0] == 1 else pixels.permute(1, 2, 0)
     image, written = pillow.fromarray(rows.contiguous().cpu().numpy()), io.BytesIO()
-    image.thumbnail((side, side))
+    image.thumbnail((SIDE, SIDE))
     image.save(written, "JPEG", quality=_QUALITY)
     return "data:image/jpeg;base64," + base64.b64encode(written.getvalue()).decode()

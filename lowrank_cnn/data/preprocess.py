@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol, Self
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -20,22 +21,26 @@ _MIN_NORM = 1e-8
 _MOST_VALUES = 2**14  # the matrix has the square of this many entries, in double precision
 
 
-class Preprocess(Protocol):
+@dataclass(frozen=True, eq=False)
+class Preprocess(ABC):
     """Takes uint8 images [n, C, H, W] and gives float32 images of the same shape, on the same device."""
 
+    @abstractmethod
     def __call__(self, images: Tensor) -> Tensor: ...
 
     def to(self, device: torch.device | str) -> Self:
         """The same on another device."""
-        ...
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
 
     def to_dict(self) -> dict[str, Tensor]:
         """Everything needed to build it again, as tensors for a checkpoint."""
-        ...
+        stored = vars(self).items()
+        return {n: v.cpu() if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float64) for n, v in stored}
 
 
-@dataclass(frozen=True)
-class AsGiven:
+@dataclass(frozen=True, eq=False)
+class AsGiven(Preprocess):
     """Preprocessing of data that the user's own code has prepared: nothing is done to it.
 
     A checkpoint that holds this cannot say how a photograph becomes what the network takes.
@@ -46,15 +51,12 @@ class AsGiven:
             "this network was trained on tensors that your own code prepared: prepare images so and call it."
         )
 
-    def to(self, device: torch.device | str) -> AsGiven:
-        return self
-
     def to_dict(self) -> dict[str, Tensor]:
         return {"as_given": torch.ones(1)}
 
 
 @dataclass(frozen=True, eq=False)
-class Standardize:
+class Standardize(Preprocess):
     """Subtract a mean and divide by a deviation per channel, both in pixel values of 0 to 255."""
 
     mean: Tensor
@@ -68,12 +70,6 @@ class Standardize:
         """Refuse images that have another number of channels."""
         if channels != len(self.mean):
             raise LowRankError(f"images of {counted(channels, 'channel')} do not fit a mean of {len(self.mean)}.")
-
-    def to(self, device: torch.device | str) -> Standardize:
-        return Standardize(self.mean.to(device), self.std.to(device))
-
-    def to_dict(self) -> dict[str, Tensor]:
-        return {"mean": self.mean.cpu(), "std": self.std.cpu()}
 
     @classmethod
     def fit(cls, split: Split) -> Standardize:
@@ -93,7 +89,7 @@ class Standardize:
 
 
 @dataclass(frozen=True, eq=False)
-class Whiten:
+class Whiten(Preprocess):
     """Global contrast normalisation, then ZCA whitening, both over the whole image: crops come after.
 
     Contrast: each image loses its mean and is scaled to a norm of `scale`. Whitening: with C the covariance
@@ -114,13 +110,6 @@ class Whiten:
         flat = normalise_contrast(images.flatten(1).to(work), scale=self.scale)
         white = (flat - self.mean.to(work)) @ self.matrix.to(work)
         return white.float().view(images.shape)
-
-    def to(self, device: torch.device | str) -> Whiten:
-        return Whiten(self.mean.to(device), self.matrix.to(device), self.scale, self.epsilon)
-
-    def to_dict(self) -> dict[str, Tensor]:
-        numbers = {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in ("scale", "epsilon")}
-        return {"mean": self.mean.cpu(), "matrix": self.matrix.cpu(), **numbers}
 
     @classmethod
     def fit(
@@ -158,25 +147,23 @@ def fit_preprocess(
     split: Split,
     *,
     device: torch.device | str = "cpu",
-    scale: float = 55.0,
     epsilon: float = 0.1,
 ) -> Preprocess:
-    """The preprocessing of this name, computed from a training split; the later options are of whitening."""
+    """The preprocessing of this name, computed from a training split; `epsilon` is that of whitening."""
     check_choice("preprocess", name, ("standardize", "whiten"))
     if name == "standardize":
         return Standardize.fit(split).to(device)
-    return Whiten.fit(split, scale=scale, epsilon=epsilon, device=device)
+    return Whiten.fit(split, epsilon=epsilon, device=device)
 
 
 def preprocess_from_dict(tensors: Mapping[str, Tensor]) -> Preprocess:
     """The preprocessing that a checkpoint holds, the inverse of `to_dict`."""
     if tensors.keys() == {"as_given"}:
         return AsGiven()
-    if tensors.keys() == {"mean", "std"}:
-        return Standardize(tensors["mean"], tensors["std"])
-    if tensors.keys() == {"mean", "matrix", "scale", "epsilon"}:
-        scale, epsilon = float(tensors["scale"]), float(tensors["epsilon"])
-        return Whiten(tensors["mean"], tensors["matrix"], scale, epsilon)
+    kinds: tuple[Any, ...] = (Standardize, Whiten)
+    for kind in kinds:
+        if tensors.keys() == {field.name for field in fields(kind)}:
+            return kind(**{name: value if value.dim() else float(value) for name, value in tensors.items()})
     raise LowRankError(f"no preprocessing is stored as {', '.join(sorted(tensors)) or 'nothing'}.")
 
 

@@ -269,7 +269,9 @@ class ResidentLoader(Loader):
         moves = draw_moves(len(order), padded=padded, window=self._window, mirror=self.augment.mirror, draw=draw)
         if self.augment.alternate:
             moves[2] = alternating(order, images=len(order), seed=self.seed, epoch=epoch)
-        mine = self._mine(start)
+        # The places in the epoch's order that this rank sees, from batch `start` on.
+        mine = torch.arange(self._batches * self.batch_size).view(self._batches, self.world, -1)
+        mine = mine[start:, self.rank].reshape(-1)
         rows, moves = (send_to_device(drawn, self._device) for drawn in (order[mine], moves[:, mine]))
         options = {"window": self._window, "cutout": self.augment.cutout, "scale": self._scale}
         local = self.batch_size // self.world
@@ -278,11 +280,6 @@ class ResidentLoader(Loader):
             images = apply_moves(self._images, rows[part], moves[:, part], **options)
             labels = self._labels[rows[part]]
             yield from zip(self._batch(images.permute(0, 3, 1, 2)).split(local), labels.split(local), strict=True)
-
-    def _mine(self, start: int) -> Tensor:
-        """Positions in the epoch's order that this rank sees, from batch `start` on."""
-        grid = torch.arange(self._batches * self.batch_size).view(self._batches, self.world, -1)
-        return grid[start:, self.rank].reshape(-1)
 
     def _chunk(self, local: int) -> int:
         """Images per pass: whole batches, and the whole epoch if it is small."""

@@ -134,7 +134,7 @@ class ImageStore(ABC):
     @cached_property
     def stamps(self) -> Tensor:
         """The size and time of each file as one number, as they are when they are first asked for."""
-        return stamps_of(self.paths)
+        return torch.tensor([_stamp(path) for path in self.paths], dtype=torch.int64)
 
     @cached_property
     def digests(self) -> Tensor:
@@ -186,11 +186,6 @@ class ImageStore(ABC):
             return int(self.digests[row]) or digest_of(self.read(row))
         except BadImageError:
             return 0
-
-
-def stamps_of(paths: Sequence[str | Path]) -> Tensor:
-    """The size and time of change of each file, as one number."""
-    return torch.tensor([_stamp(path) for path in paths], dtype=torch.int64)
 
 
 def _stamp(path: str | Path) -> int:

@@ -15,23 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 from lowrank_cnn.core.errors import LowRankError, option
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.text import counted
-from lowrank_cnn.data.decode import (
-    UNDECODABLE,
-    BadImageError,
-    Framing,
-    decode_image,
-    frame_image,
-    stack,
-)
+from lowrank_cnn.data.decode import UNDECODABLE, BadImageError, Framing, decode_image, frame_image, stack
 from lowrank_cnn.data.store import ImageStore, counting
-from lowrank_cnn.data.types import (
-    Bad,
-    Decoded,
-    Problems,
-    Size,
-    generator,
-    rank_range,
-)
+from lowrank_cnn.data.types import Bad, Decoded, Problems, Size, generator, rank_range
 
 OTHER_SIZE = "resized image"
 _TRIES = 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,13 +138,11 @@ def _last_maps(network: nn.Module, images: Tensor) -> Tensor:
         if min(output.shape[2:]) > 1:
             outputs.append(output)
 
-    convs = [module for module in network.modules() if isinstance(module, nn.Conv2d | CompositeConv2d)]
-    hooks = [conv.register_forward_hook(keep) for conv in convs]
-    try:
+    with ExitStack() as hooks:
+        for module in network.modules():
+            if isinstance(module, nn.Conv2d | CompositeConv2d):
+                hooks.enter_context(module.register_forward_hook(keep))
         network(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
     if not outputs:
         raise LowRankError(f"{name_of(network)} has no convolution whose field could be shown.")
     return outputs[-1]

@@ -68,7 +68,9 @@ def _head(channels: int, variant: VGGVariant, options: Options) -> nn.Sequential
     if variant.global_pool:
         top: list[tuple[str, nn.Module]] = [("pool5", GlobalMaxPool())]
     else:
-        side = _last_side(options)
+        side = ceil(options.size_or(IMAGE)[1] / options.stride)
+        for _ in STAGES:
+            side = ceil(side / 2)
         top = [
             ("pool5", nn.MaxPool2d(2, ceil_mode=True)),
             ("flatten", FlattenSized(side, options.size_or(IMAGE)[1])),
@@ -84,14 +86,6 @@ def _head(channels: int, variant: VGGVariant, options: Options) -> nn.Sequential
         ("fc8", nn.Linear(hidden, options.num_classes)),
     ]
     return nn.Sequential(OrderedDict(top + classifier))
-
-
-def _last_side(options: Options) -> int:
-    """Height and width of the maps that vgg11 flattens: the first conv's stride, then a pool for every stage."""
-    side = ceil(options.size_or(IMAGE)[1] / options.stride)
-    for _ in STAGES:
-        side = ceil(side / 2)
-    return side
 
 
 build = VGG

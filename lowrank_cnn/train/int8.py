@@ -105,12 +105,10 @@ def rounding(layer: nn.Module, device: torch.device) -> Iterator[Tensor]:
     # A buffer follows the network to another device, and an interrupted step restores it.
     layer.register_buffer(_RANGE, state, persistent=False)
     rounds = layer.register_forward_pre_hook(_round, with_kwargs=True)
-    hooks = rounds, layer.register_forward_hook(_put_back, always_call=True)
     try:
-        yield state
+        with rounds, layer.register_forward_hook(_put_back, always_call=True):
+            yield state
     finally:
-        for hook in hooks:
-            hook.remove()
         _put_back(layer)
         del layer._buffers[_RANGE]
         layer._non_persistent_buffers_set.discard(_RANGE)

@@ -50,13 +50,7 @@ from lowrank_cnn.train.progress import Progress
 from lowrank_cnn.train.recipe import Recipe, RunSettings
 from lowrank_cnn.train.recompute import recomputed
 from lowrank_cnn.train.run_folder import Checkpoint, Epoch, Position, Record, RunDirectory, recipe_changes
-from lowrank_cnn.train.step import (
-    Tally,
-    TrainingStep,
-    build_update,
-    copy_into,
-    fused_to_train,
-)
+from lowrank_cnn.train.step import Tally, TrainingStep, build_update, copy_into, fused_to_train
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric

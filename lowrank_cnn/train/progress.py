@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lowrank_cnn.core.errors import LowRankError, check_choice, first_line, option, require
 from lowrank_cnn.core.files import below, read_json, replacing, write_json
 from lowrank_cnn.core.numbers import ceil_div
+from lowrank_cnn.core.progress import moves
 from lowrank_cnn.core.text import duration, printable
 from lowrank_cnn.train.run_folder import Epoch, Record
 from lowrank_cnn.train.step import Tally
@@ -128,15 +129,10 @@ class Live(Lines):
         self.width = len(text)
 
 
-def line_moves() -> bool:
-    """Whether a line can be overwritten: on a terminal, and in the output of a notebook."""
-    return sys.stdout.isatty() or type(sys.stdout).__module__.startswith("ipykernel")
-
-
 @contextlib.contextmanager
 def showing(show: Progress, trainer: Trainer, names: Sequence[str]) -> Iterator[Progress]:
     """The progress of a run, on a line that moves if there is a terminal, with these loggers."""
-    if isinstance(show, Lines) and line_moves():
+    if isinstance(show, Lines) and moves(sys.stdout):
         total, processes = trainer.recipe.epochs * trainer.per_epoch, trainer.fabric.world_size
         show = Live(total, trainer.per_epoch, trainer.iteration, processes=processes)
     if names and trainer.fabric.is_global_zero:

@@ -296,10 +296,6 @@ def _read_text(value: object) -> str:
     return str(value)
 
 
-def _read_bool(value: object) -> bool:
-    return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[str(value).lower()]
-
-
 def _read_int(value: Any) -> int:
     number = float(value)
     if number != int(number):
@@ -312,9 +308,10 @@ def _read_numbers(value: Any) -> tuple[int, ...]:
     return tuple(_read_int(item) for item in items)
 
 
+_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _READERS: dict[object, typing.Callable[[Any], object]] = {
     str: _read_text,
-    bool: _read_bool,
+    bool: lambda value: _TRUTH[str(value).lower()],
     int: _read_int,
     float: float,
     tuple[int, ...]: _read_numbers,

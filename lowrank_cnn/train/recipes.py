@@ -14,6 +14,33 @@ from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.train.recipe import Recipe, changed
 
+MODERN = Recipe(
+    name="modern",
+    batch_size=128,
+    epochs=200,
+    lr=0.1,
+    nesterov=True,
+    schedule="cosine",
+    warmup=5.0,
+    label_smoothing=0.1,
+    ema=0.999,
+    pad=4,
+    cutout=8,
+    norm="batch",
+)
+TINY_FAST = replace(
+    MODERN,
+    name="tiny-fast",
+    batch_size=512,
+    epochs=30,
+    lr=0.4,
+    warmup=3.0,
+    ema=0.998,
+    evaluate_every=100,
+    pad=0,
+    crop=56,
+    alternate_mirror=True,
+)
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
@@ -53,36 +80,15 @@ RECIPES: dict[str, Recipe] = {
             resize=256,
             crop=224,
         ),
-        Recipe(
-            name="modern",
-            batch_size=128,
-            epochs=200,
-            lr=0.1,
-            nesterov=True,
-            weight_decay=5e-4,
-            schedule="cosine",
-            warmup=5.0,
-            label_smoothing=0.1,
-            ema=0.999,
-            pad=4,
-            cutout=8,
-            norm="batch",
-        ),
-        Recipe(
+        MODERN,
+        replace(
+            MODERN,
             name="nin-modern",
             batch_size=512,
             epochs=150,
             lr=0.8,
-            nesterov=True,
-            weight_decay=5e-4,
-            schedule="cosine",
-            warmup=5.0,
-            label_smoothing=0.1,
-            ema=0.999,
             crop=32,
-            pad=4,
             cutout=12,
-            norm="batch",
             pool="average",
             dropout=0.0,
         ),
@@ -111,46 +117,21 @@ RECIPES: dict[str, Recipe] = {
             norm="batch",
             dropout=0.0,
         ),
-        Recipe(
-            name="tiny-fast",
-            batch_size=512,
-            epochs=30,
-            lr=0.4,
-            nesterov=True,
-            weight_decay=5e-4,
-            schedule="cosine",
-            warmup=3.0,
-            label_smoothing=0.1,
-            ema=0.998,
-            evaluate_every=100,
-            crop=56,
-            cutout=8,
-            alternate_mirror=True,
-            norm="batch",
-        ),
-        Recipe(
+        TINY_FAST,
+        replace(
+            TINY_FAST,
             name="tiny-convnext",
             optimizer="adamw",
-            batch_size=512,
             epochs=20,
             lr=0.002,
+            nesterov=False,
             weight_decay=0.05,
-            schedule="cosine",
             warmup=2.0,
-            label_smoothing=0.1,
-            ema=0.998,
-            evaluate_every=100,
-            crop=56,
-            cutout=8,
-            alternate_mirror=True,
-            norm="batch",
         ),
         Recipe(
             name="nin-init",
-            batch_size=128,
             epochs=10,
             lr=0.05,
-            weight_decay=5e-4,
             schedule="cosine",
             preprocess="whiten",
             crop=30,
@@ -161,7 +142,6 @@ RECIPES: dict[str, Recipe] = {
             epochs=6,
             lr=0.1,
             nesterov=True,
-            weight_decay=5e-4,
             schedule="cosine",
             warmup=1.0,
             crop=28,
@@ -176,17 +156,14 @@ RECIPES: dict[str, Recipe] = {
             epochs=20,
             lr=0.01,
             nesterov=True,
-            weight_decay=5e-4,
             schedule="cosine",
             warmup=1.0,
             pad=4,
         ),
         Recipe(
             name="tiny-vgg",
-            batch_size=128,
             epochs=30,
             lr=0.02,
-            weight_decay=5e-4,
             schedule="paper",
             drop_epochs=(20, 26),
             evaluate_every=5,
@@ -194,12 +171,10 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             name="tiny-googlenet",
-            batch_size=128,
             epochs=30,
             lr=0.02,
             weight_decay=2e-4,
             schedule="poly",
-            power=0.5,
             warmup=1.0,
             evaluate_every=5,
             crop=56,
@@ -243,8 +218,8 @@ def defaults_for(images: int, *, batch_size: int | None = None) -> Recipe:
     chosen = min(images, max(LEAST_BATCH, min(MOST_BATCH, power)))
     batch, epochs = batch_size or chosen, ceil_div(STEPS, images // chosen * 10) * 10
     rate = float(f"{0.1 * (batch / MOST_BATCH) ** 0.5:.0e}")
-    modern, least = RECIPES["modern"], 60 if images < MANY_IMAGES else 30
-    return replace(modern, batch_size=batch, epochs=min(modern.epochs, max(least, epochs)), lr=rate)
+    least = 60 if images < MANY_IMAGES else 30
+    return replace(MODERN, batch_size=batch, epochs=min(MODERN.epochs, max(least, epochs)), lr=rate)
 
 
 def suited(recipe: Recipe, images: int, given: Collection[str]) -> Recipe:

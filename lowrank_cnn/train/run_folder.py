@@ -224,7 +224,9 @@ def write_checkpoint(stem: Path, checkpoint: Checkpoint) -> None:
     A folder that was moved is not made again: the run would then lie in two places.
     """
     safetensors = require("safetensors.torch", extra="train", purpose="writing a checkpoint")
-    payload = safetensors.save({name: _portable(tensor) for name, tensor in checkpoint.tensors.items()})
+    # Contiguous copies in main memory: safetensors knows neither strides nor shared storage.
+    how: dict[str, Any] = {"copy": True, "memory_format": torch.contiguous_format}
+    payload = safetensors.save({name: t.detach().to("cpu", **how) for name, t in checkpoint.tensors.items()})
     manifest = {"format": FORMAT, "tensors": _sha256(payload), "state": checkpoint.state}
     write_atomically(stem.with_suffix(".safetensors"), payload, parents=False)
     write_atomically(stem.with_suffix(".json"), _manifest_bytes(manifest), parents=False)
@@ -247,11 +249,6 @@ def read_checkpoint(stem: Path) -> Checkpoint:
 def read_state(stem: Path) -> dict[str, Any]:
     """The state of a checkpoint, without reading its tensors."""
     return _read_manifest(stem.with_suffix(".json"))["state"]
-
-
-def _portable(tensor: Tensor) -> Tensor:
-    """A contiguous copy in main memory: safetensors knows neither strides nor shared storage."""
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _manifest_bytes(manifest: Mapping[str, object]) -> bytes:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowrank_cnn.choose import learn_shapes as learning
-from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, RateTry, SeedRun, pack
+from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, RateTry, pack
 from lowrank_cnn.data import Data, ResidentSplit
 from tests.choose.driver import counted_times
 
@@ -54,8 +54,8 @@ def make_frontier(tmp_path: Path) -> Callable[..., Frontier]:
             found.rows.append(row)
             for seed in range(1, runs + 1):
                 right = hard + 0.05 * torch.randn(IMAGES, generator=draw) < share
-                place, checksum = found.add_answers(pack(right))
-                row.runs.append(SeedRun(seed, int(right.sum()), place, checksum, 3.0, 4.0, 1e4, 0.9, found.here()))
+                speed = {"seconds": 3.0, "wall": 4.0, "images_per_second": 1e4}
+                found.add_run(row, seed, pack(right), train_accuracy=0.9, **speed)
         found.save()
         return found
 

@@ -12,7 +12,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import lowrank_cnn as lr
-from lowrank_cnn.choose import answer
+from lowrank_cnn.choose import answer, runs
 from lowrank_cnn.choose import target as targets
 from lowrank_cnn.choose.frontier import load_frontier
 from lowrank_cnn.choose.target import Target
@@ -85,7 +85,7 @@ def test_it_ends_in_a_sentence_a_picture_a_page_and_a_run_to_export(squares: Dat
 @pytest.mark.usefixtures("no_page")
 def test_a_comparison_that_was_killed_goes_on(squares: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It keeps its plan, and trains nothing twice."""
-    trained, fit = [], comparing.fit
+    trained, fit = [], runs.fit
 
     def killed(*given, **options):
         if options["out"]:
@@ -95,13 +95,11 @@ def test_a_comparison_that_was_killed_goes_on(squares: Data, tmp_path: Path, mon
             raise KeyboardInterrupt
         return fit(*given, **options)
 
-    monkeypatch.setattr(comparing, "fit", killed)
+    monkeypatch.setattr(runs, "fit", killed)
     with pytest.raises(KeyboardInterrupt):
         lr.compare(network, squares, out=tmp_path, say=str, **QUICK)
     before = load_frontier(tmp_path)
-    monkeypatch.setattr(
-        comparing, "fit", lambda *a, **k: (k["out"] and trained.append(k["out"].name)) or fit(*a, **k)
-    )
+    monkeypatch.setattr(runs, "fit", lambda *a, **k: (k["out"] and trained.append(k["out"].name)) or fit(*a, **k))
     lr.compare(network, squares, out=tmp_path, say=str, **QUICK)
     after = load_frontier(tmp_path)
     assert len(trained) == len(set(trained)) == 6  # where nothing is left to plan, nothing is tried
@@ -239,14 +237,14 @@ def test_trained_networks_are_pruned_and_decomposed_and_learn_from_the_original(
     squares: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(comparing, "MOST_RUNS", 1)
-    taught, fit = {}, comparing.fit
+    taught, fit = {}, runs.fit
 
     def noted(made, *given, **options):
         if options["out"]:
             taught[options["out"].name.rsplit("-", 1)[0]] = options["teacher"] is not None
         return fit(made, *given, **options)
 
-    monkeypatch.setattr(comparing, "fit", noted)
+    monkeypatch.setattr(runs, "fit", noted)
     found = lr.compare(network(), squares, out=tmp_path, say=str, pretrained=True, **QUICK)
     thin = next(row["network"] for row in found.table if row["kind"] == "thin").replace(" ", "-")
     assert taught == {"dense": False, "lr-join": True, thin: True}

@@ -23,6 +23,7 @@ from lowrank_cnn.train import Recipe
 from lowrank_cnn.train.recipe import changed
 from lowrank_cnn.train.trained import load_checkpoint
 from tests.choose import driver
+from tests.support import assert_equal_weights
 
 RECIPE = Recipe(name="stripes", batch_size=16, epochs=10, lr=0.1, mirror=False, weight_decay=0.01)
 OWN = Recipe(name="own", batch_size=8, epochs=3, lr=0.05, mirror=False)
@@ -141,8 +142,7 @@ def test_a_resumed_run_learns_the_same_bits(tmp_path):
     again = run("parts", resume=True)  # nothing is left to do
     for other in (parts, again):
         assert other.shapes == whole.shapes
-        for name, tensor in whole.network.state_dict().items():
-            assert torch.equal(tensor, other.network.state_dict()[name]), name
+        assert_equal_weights(whole.network, other.network)
     for best in (False, True):  # the best weights are within the budget too
         loaded = load_checkpoint(tmp_path / "whole", best=best, network=net()).network
         assert not has_learned(loaded)

@@ -22,6 +22,7 @@ from lowrank_cnn.choose.trace import FrontierPlan, Tracer, trace_frontier, width
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Data
 from lowrank_cnn.train import get_recipe
+from tests.support import assert_equal_weights
 
 SMALL = {"batch_size": 32, "epochs": 1, "crop": 12}
 taught: list[Any] = []
@@ -192,8 +193,7 @@ def test_a_teacher_is_trained_first_and_teaches_dense_networks_too(trace, made_u
     trace(dataclasses.replace(plan, seeds=2))
     later = taught[-1].network
     assert later is not network
-    for name, value in later.state_dict().items():  # the teacher of the first runs
-        assert torch.equal(value, network.state_dict()[name]), name
+    assert_equal_weights(later, network)  # the teacher of the first runs
     with pytest.raises(LowRankError, match=r"whose teacher is dense@0\.5, not none"):
         trace(FrontierPlan(batch=0, base=0.25))
 

@@ -51,7 +51,7 @@ def test_a_log_gets_lines_after_two_seconds_and_not_too_many(clock, capsys):
 
 
 def test_a_terminal_and_a_notebook_show_one_line_that_vanishes(clock, capsys, monkeypatch):
-    monkeypatch.setattr(module, "_moves", lambda: True)
+    monkeypatch.setattr(module, "moves", lambda _: True)
     with progress("thin"):
         clock.now = 3.0
         step("width 0.25")

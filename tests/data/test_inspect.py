@@ -75,11 +75,3 @@ def test_sets_in_memory_and_in_shards_are_inspected(shards: Path) -> None:
     assert digits.train.modes == {"L": 60}
     assert digits.train.sizes == {"28x28": 60}
     assert digits.train.classes == {str(n): 6 for n in range(10)}
-
-
-def test_an_empty_folder_among_classes_is_a_problem(tmp_path: Path, write_folder) -> None:
-    root = write_folder(tmp_path / "flat", {f"{name}/{i}.png": i for i in range(5) for name in ("ant", "bee")})
-    (root / "cow").mkdir()
-    data = lr.open_data(root)
-    assert data.classes == ("ant", "bee")
-    assert str(data.train.problems) == "1 empty class folder (flat/cow)"

@@ -114,6 +114,7 @@ def test_a_flat_folder_is_divided_class_by_class(flat: Path) -> None:
     assert data.train.labels.bincount().tolist() == [8, 4]
     assert data.test.labels.bincount().tolist() == [2, 1]
     assert data.details == {"val_split": {"share": 0.2, "seed": 0}}
+    assert str(data.train.problems) == "1 empty class folder (photos/notes)"
     again, other = open_data(flat, val_split=0.2), open_data(flat, val_seed=1)
     assert again.digest == data.digest != other.digest
     half = open_data(flat, val_split=0.4, resident_bytes=0)
@@ -262,6 +263,9 @@ def test_sizes_decide_between_memory_and_stream(tmp_path: Path, photo, write_fol
     many = open_data(tmp_path / "many")
     assert isinstance(many.train, StreamedSplit)
     assert (many.train.size, many.train.channels) == (None, 3)
+    square = open_data(tmp_path / "many", image_size=8).train
+    assert isinstance(square, ResidentSplit)
+    assert (square.images.shape, square.problems.total) == ((4, 3, 8, 8), 0)
     held = many.holdout(1, seed=0)
     rows = [*held.train.rows.tolist(), *held.test.rows.tolist()]
     assert sorted(rows) == sorted(many.train.rows.tolist())

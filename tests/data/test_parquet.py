@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from lowrank_cnn.core.errors import LowRankError, LowRankWarning
-from lowrank_cnn.data import ResidentSplit, Split, StreamedSplit, open_data
+from lowrank_cnn.data import ResidentSplit, Split, open_data
 from lowrank_cnn.data.parquet import MOST_ROWS
 from lowrank_cnn.data.types import generator
 
@@ -38,20 +38,21 @@ def test_shards_are_read_in_order(shards: Path, photo) -> None:
     assert in_last_shard == Image.open(io.BytesIO(photo(30))).tobytes()
 
 
-@pytest.mark.parametrize("below", ["data", "plain_text"])
-@pytest.mark.parametrize("columns", [("img", "label"), ("img", "fine_label")])
-def test_layouts_of_the_hub(tmp_path: Path, photo, write_shards, below: str, columns: tuple[str, str]) -> None:
-    for split in ("train", "validation"):
-        write_shards(tmp_path / below, split, [[(0, 0), (1, 1)]], columns=columns)
+@pytest.mark.parametrize(
+    ("below", "columns", "ending"),
+    [
+        ("data", ("img", "label"), ""),
+        ("plain_text", ("img", "fine_label"), ""),
+        ("", ("image", "label"), "-1359597a978bc4fa"),
+    ],
+)
+@pytest.mark.parametrize("test", ["validation", "valid"])
+def test_layouts_of_the_hub(tmp_path: Path, write_shards, below: str, columns, ending: str, test: str) -> None:
+    for split in ("train", test):
+        (file,) = write_shards(tmp_path / below, split, [[(0, 0), (1, 1)]], columns=columns)
+        file.rename(file.with_name(f"{file.stem}{ending}.parquet"))
     data = open_data(tmp_path)
     assert (len(data.train), len(data.test), data.classes) == (2, 2, ("cat", "dog", "owl"))
-
-
-def test_names_with_a_hash_and_valid(tmp_path: Path, photo, write_shards) -> None:
-    for split in ("train", "valid"):
-        (file,) = write_shards(tmp_path, split, [[(0, 0)]])
-        file.rename(file.with_name(f"{file.stem}-1359597a978bc4fa.parquet"))
-    assert len(open_data(tmp_path).test) == 1
 
 
 def test_validation_stands_in_where_test_labels_are_withheld(tmp_path: Path, photo, write_shards) -> None:
@@ -89,13 +90,6 @@ def test_a_missing_shard_is_named(shards: Path) -> None:
     data = open_data(shards, missing="skip")
     assert len(data.train) == 28
     assert data.train.problems.examples == {"missing shard": ["train-00001-of-00003.parquet"]}
-
-
-def test_a_set_without_test_shards_is_divided(tmp_path: Path, photo, write_shards) -> None:
-    write_shards(tmp_path, "train", [[(n, n % 2) for n in range(10)]])
-    data = open_data(tmp_path, val_split=0.4)
-    assert (len(data.train), len(data.test)) == (6, 4)
-    assert data.details["val_split"]["share"] == 0.4
 
 
 SHARDS = [f"train-0000{n}-of-00003" for n in range(3)]
@@ -213,21 +207,6 @@ def test_an_image_of_another_size_is_resized_and_counted(tmp_path: Path, photo, 
     train = resident(open_data(tmp_path).train)
     assert train.images.shape == (200, 3, 12, 10)
     assert train.problems.examples == {"resized image": ["train-00000-of-00001.parquet:24: 30x20"]}
-
-
-def test_sizes_decide_between_memory_and_stream(tmp_path: Path, photo, write_shards) -> None:
-    rows = [(photo(n, size=(12 + n, 10)), 0) for n in range(4)]
-    for split in ("train", "test"):
-        write_shards(tmp_path, split, [rows])
-    data = open_data(tmp_path)
-    assert isinstance(data.train, StreamedSplit)
-    assert data.train.size is None
-    square = open_data(tmp_path, image_size=8)
-    assert resident(square.train).images.shape == (4, 3, 8, 8)
-    assert not square.train.problems
-    small = open_data(tmp_path, image_size=8, resident_bytes=4 * 3 * 8 * 8 - 1)
-    assert isinstance(small.train, StreamedSplit)
-    assert small.train.size == (3, 8, 8)
 
 
 def test_grey_sets_stay_grey_and_mixed_ones_become_rgb(tmp_path: Path, photo, write_shards) -> None:

@@ -22,6 +22,7 @@ from lowrank_cnn.models.network_file import (
     write_network_file,
     write_weights,
 )
+from tests.support import assert_equal_weights
 
 CARD = {"data": {"classes": ["a", "b"], "image": [1, 16, 16]}}
 
@@ -112,9 +113,7 @@ def test_every_tensor_keeps_its_precision(tmp_path):
     fresh = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     pairs.append((into, read_weights(tmp_path / "foreign.safetensors", into=fresh).network))
     for before, after in pairs:
-        for name, tensor in before.state_dict().items():
-            assert after.state_dict()[name].dtype == tensor.dtype, name
-            assert torch.equal(after.state_dict()[name], tensor), name
+        assert_equal_weights(before, after)
     assert fresh[0].weight.dtype == torch.float32
 
 

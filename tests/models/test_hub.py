@@ -17,6 +17,7 @@ from torch import nn
 import lowrank_cnn as lr
 from lowrank_cnn.cli.source import find_model
 from lowrank_cnn.core.errors import LowRankError
+from tests.support import assert_equal_weights
 
 hf = pytest.importorskip("huggingface_hub")
 pytest.importorskip("huggingface_hub.constants")  # loaded with the first request, which may be a later test
@@ -97,22 +98,17 @@ def trained() -> lr.Network:
     return lr.create_model("nin-c3-lr", pretrained="cifar10")
 
 
-def same(one: nn.Module, other: nn.Module) -> bool:
-    theirs = other.state_dict()
-    return all(torch.equal(tensor, theirs[name]) for name, tensor in one.state_dict().items())
-
-
 def test_a_folder_gives_back_the_network_its_classes_and_its_preprocessing(trained, tmp_path):
     folder = trained.save_pretrained(tmp_path / "net", licence="apache-2.0")
     again = lr.from_pretrained(folder)
-    assert same(trained, again)
+    assert_equal_weights(trained, again)
     assert not again.training
     image = torch.randint(0, 255, (3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     assert lr.predict(again, image, device="cpu") == lr.predict(trained, image, device="cpu")
     config = json.loads((folder / "config.json").read_text())
     assert config["model"]["name"] == "nin-c3-lr"
     assert len(config["preprocess"]["mean"]) == 3
-    assert same(trained, lr.load(folder))
+    assert_equal_weights(trained, lr.load(folder))
 
 
 def test_a_network_is_pushed_fetched_and_named_everywhere(trained, local_hub):
@@ -121,9 +117,9 @@ def test_a_network_is_pushed_fetched_and_named_everywhere(trained, local_hub):
     assert sorted(local_hub) == [
         f"someone/net/{name}" for name in ("README.md", "config.json", "model.safetensors")
     ]
-    assert same(trained, lr.from_pretrained("someone/net"))
-    assert same(trained, lr.create_model("hf-hub:someone/net"))
-    assert same(trained, lr.load("hf-hub:someone/net@main"))
+    assert_equal_weights(trained, lr.from_pretrained("someone/net"))
+    assert_equal_weights(trained, lr.create_model("hf-hub:someone/net"))
+    assert_equal_weights(trained, lr.load("hf-hub:someone/net@main"))
     source = find_model("hf-hub:someone/net")
     assert (source.name, source.input_size) == ("hf-hub:someone/net", (3, 32, 32))
     assert source.trained is not None
@@ -135,7 +131,7 @@ def test_a_network_of_ones_own_is_loaded_into_it(tmp_path):
     own = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU())
     low_rank = lr.convert(own, "lr")
     folder = lr.save_pretrained(low_rank, tmp_path)
-    assert same(low_rank, lr.from_pretrained(folder, into=own))
+    assert_equal_weights(low_rank, lr.from_pretrained(folder, into=own))
     with pytest.raises(LowRankError, match="not one of our networks"):
         lr.from_pretrained(folder)
     assert "into=your_network" in (folder / "README.md").read_text()

@@ -13,10 +13,8 @@ from lowrank_cnn.core.clock import torch_threads
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.kernels.device import mode
 from lowrank_cnn.train import load_record
-from lowrank_cnn.train.distributed import (
-    repeatable,
-    seed_generators,
-)
+from lowrank_cnn.train.distributed import repeatable, seed_generators
+from tests.support import assert_equal_weights
 
 
 def test_settings_are_put_back():
@@ -62,8 +60,7 @@ def test_resuming_with_other_threads_is_said_or_prevented(driver, tmp_path, caps
 
 
 def test_deterministic_runs_have_the_same_bits(driver, tmp_path):
-    one, other = (driver.train(None, epochs=2, deterministic=True)[0].state_dict() for _ in range(2))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert_equal_weights(*(driver.train(None, epochs=2, deterministic=True)[0] for _ in range(2)))
 
 
 def draw() -> tuple:

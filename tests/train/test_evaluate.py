@@ -36,6 +36,7 @@ from lowrank_cnn.train.inputs import check_fits, preprocessing
 from lowrank_cnn.train.objective import class_scores
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.trained import Trained, carried_by, how_far, load_checkpoint, load_pretrained
+from tests.support import assert_equal_weights
 
 RECIPE = lr.get_recipe("modern", epochs=2, batch_size=16, warmup=0, mirror=False, pad=1, cutout=0, ema=0.5)
 QUIET = {"progress": False, "device": "cpu"}
@@ -66,13 +67,6 @@ def own(classes: int = 2) -> nn.Sequential:
     return nn.Sequential(conv, nn.ReLU(), pool, nn.Flatten(), nn.Linear(8, classes))
 
 
-def same_weights(one: nn.Module, other: nn.Module) -> bool:
-    weights = other.state_dict()
-    return one.state_dict().keys() == weights.keys() and all(
-        torch.equal(value, weights[name]) for name, value in one.state_dict().items()
-    )
-
-
 @pytest.fixture(scope="module", params=["standardize", "whiten"])
 def run(request, data, tmp_path_factory):
     out, network = tmp_path_factory.mktemp("run") / request.param, small()
@@ -83,7 +77,7 @@ def run(request, data, tmp_path_factory):
 def test_a_run_comes_back_and_is_evaluated_as_its_record_says(run, data, tmp_path):
     out, network, record = run
     trained, result = load_checkpoint(out), lr.evaluate(out, data, device="cpu")
-    assert same_weights(trained.network, network)
+    assert_equal_weights(trained.network, network)
     assert (trained.classes, trained.image, trained.input_size) == (("above", "below"), (1, 16, 16), (1, 14, 14))
     assert result.to_dict() == {key: record.result[key] for key in ("top1", "top5", "n", "loss")}
     assert (result.n, result.top5) == (33, 1.0)
@@ -119,8 +113,8 @@ def test_a_run_of_a_converted_network_is_built_again_and_goes_on_with_the_same_c
     assert lr.evaluate(tmp_path, data, device="cpu").loss == record.result["loss"]
     again = lr.load(tmp_path)
     assert not again.training
-    assert same_weights(again, network)
-    assert same_weights(lr.load(max(tmp_path.glob("step-*.safetensors"))), network)
+    assert_equal_weights(again, network)
+    assert_equal_weights(lr.load(max(tmp_path.glob("step-*.safetensors"))), network)
     assert lr.fit(rewritten(), data, RECIPE, epochs=3, out=tmp_path, resume=True, **QUIET).result["epochs"] == 3
     dense = lr.create_model("nin", num_classes=2, in_channels=1, width=0.05, norm="batch")
     layer = r"^this run .* the layer \S*conv2\S* as separable\(m=3\), and cannot go on with separable\(m=4\): "
@@ -140,7 +134,7 @@ def test_a_run_of_a_network_of_others_is_loaded_into_it(data, tmp_path, scheme: 
     before = base[0].weight.clone()
     again = lr.load(tmp_path, into=base)
     assert torch.equal(base[0].weight, before)
-    assert same_weights(again, network)
+    assert_equal_weights(again, network)
     path = tmp_path / "own.safetensors"
     lr.export(load_checkpoint(tmp_path, network=own()), path)
     for source, given in ((tmp_path, own()), (tmp_path, again), (path, own())):

@@ -12,12 +12,7 @@ from torch import nn
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.train import load_record
-from lowrank_cnn.train.distributed import (
-    batch_norm_over_all,
-    copy_from_first,
-    made_by_first,
-    resolve_device,
-)
+from lowrank_cnn.train.distributed import batch_norm_over_all, copy_from_first, made_by_first, resolve_device
 
 
 def processes(n: int, device: str) -> Any:

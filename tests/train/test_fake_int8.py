@@ -204,18 +204,6 @@ def test_executorch_refuses_ranges(tmp_path):
         quantize(net, torch.randn(4, 1, 8, 8), tmp_path / "net.pte")
 
 
-def test_a_resumed_run_ends_as_one_that_was_not_interrupted(driver, tmp_path):
-    whole, parts = driver.tiny_net(), driver.tiny_net()
-    how = {"quantize": "int8", "progress": False, "device": "cpu"}
-    fit(whole, driver.tiny_data(), driver.PLAIN, **how)
-    fit(parts, driver.tiny_data(), driver.PLAIN, epochs=2, out=tmp_path, **how)
-    again = driver.tiny_net()
-    fit(again, driver.tiny_data(), driver.PLAIN, out=tmp_path, resume=True, **how)
-    assert carried_by(again).ranges == carried_by(whole).ranges
-    for name, value in whole.state_dict().items():
-        assert torch.equal(value, again.state_dict()[name])
-
-
 def test_networks_without_such_layers_are_refused(driver):
     from lowrank_cnn.method.shaped_layers import ShapedConv2d
 

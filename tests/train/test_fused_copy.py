@@ -12,18 +12,22 @@ from lowrank_cnn.models import create_model
 from lowrank_cnn.train import Recipe, Record, fit
 from lowrank_cnn.train.loop import Trainer, running_network
 from lowrank_cnn.train.step import fused_to_train
+from tests.support import assert_equal_weights
 
 
 @pytest.mark.parametrize("name", ["nin-c3-lr", "vgg11-gmp-lr-join", "googlenet-lr"])
-def test_a_network_is_fused_and_shares_all_it_learns(name):
-    network = create_model(name, num_classes=5, width=0.1, norm="batch").train()
-    modes = [module.training for module in network.modules()]
-    said: list[str] = []
-    twin = fused_to_train(network, (3, 64, 64), said.append)
-    assert not said
+@pytest.mark.parametrize("training", [True, False])
+def test_the_twin_shares_all_it_learns_and_the_look_leaves_no_trace(name, training):
+    network = create_model(name, num_classes=5, width=0.1, norm="batch").train(training)
+    parts = [(type(module), module.training) for module in network.modules()]
+    before, drawn = {name: tensor.clone() for name, tensor in network.state_dict().items()}, torch.get_rng_state()
+    twin = fused_to_train(network, (3, 64, 64), pytest.fail)
     assert twin is not network
+    assert {type(part).__name__ for part in twin.modules()} >= {"NormedConv", "FusedPool"}
     assert {id(p) for p in twin.parameters()} == {id(p) for p in network.parameters()}
-    assert [module.training for module in network.modules()] == modes
+    assert [(type(module), module.training) for module in network.modules()] == parts
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert_equal_weights(network, before)
 
 
 class ReadsItsConv(nn.Module):
@@ -50,15 +54,6 @@ class TurnsAround(nn.Sequential):
         return self.block[0](-self.block[1](self[0](x))).mean(dim=(2, 3))
 
 
-@pytest.mark.parametrize("make", [ReadsItsConv, TurnsAround])
-def test_a_network_that_fusing_would_change_stays_as_it_is(make):
-    network, said = make(), []
-    assert fused_to_train(network, (3, 8, 8), said.append) is network
-    assert len(said) == 2
-    assert said[0].startswith("Layers are fused one by one: ")
-    assert said[1].startswith("Layers are not fused: ")
-
-
 class NotANumber(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -74,20 +69,13 @@ class ReadsItsConvInTraining(ReadsItsConv):
         return super().forward(x) if self.training else self.head(self.conv(x).mean(dim=(2, 3)))
 
 
-@pytest.mark.parametrize("make", [NotANumber, ReadsItsConvInTraining])
-def test_neither_numbers_that_are_none_nor_training_alone_are_overlooked(make):
+@pytest.mark.parametrize("make", [ReadsItsConv, TurnsAround, NotANumber, ReadsItsConvInTraining])
+def test_a_network_that_fusing_would_change_stays_as_it_is(make):
     network, said = make(), []
     assert fused_to_train(network, (3, 8, 8), said.append) is network
-    assert said[-1].startswith("Layers are not fused: ")
-
-
-def test_the_look_leaves_no_trace():
-    network = create_model("googlenet-lr", num_classes=5, width=0.1, norm="batch").eval()
-    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    drawn = torch.get_rng_state()
-    assert fused_to_train(network, (3, 64, 64), pytest.fail) is not network
-    assert torch.equal(torch.get_rng_state(), drawn)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    assert len(said) == 2
+    assert said[0].startswith("Layers are fused one by one: ")
+    assert said[1].startswith("Layers are not fused: ")
 
 
 def whole_run(name: str, monkeypatch: pytest.MonkeyPatch, *, fused: bool, **options) -> tuple[nn.Module, Record]:
@@ -146,11 +134,3 @@ def test_a_norm_whose_weight_is_read_elsewhere_gets_its_whole_gradient():
     net.double()
     found, right = (torch.autograd.grad(run(x).square().sum(), list(net.parameters())) for run in (twin, net))
     assert all(torch.allclose(a, b) for a, b in zip(found, right, strict=True))
-
-
-def test_the_network_itself_is_not_changed():
-    net = create_model("nin-c3-lr", num_classes=5, width=0.1, norm="batch").train()
-    kinds = [type(part) for part in net.modules()]
-    twin = fused_to_train(net, (3, 32, 32), pytest.fail)
-    assert [type(part) for part in net.modules()] == kinds
-    assert {type(part).__name__ for part in twin.modules()} >= {"NormedConv", "FusedPool"}

@@ -100,14 +100,6 @@ def test_a_newest_pair_of_any_kind_is_passed_over(store, kind):
     assert len(said) == 1
 
 
-def test_when_all_are_damaged_nothing_is_started_over(store, tmp_path):
-    for path in tmp_path.glob("*.json"):
-        path.write_text("{}")
-    with pytest.raises(LowRankError, match="every checkpoint"):
-        store.latest(pytest.fail)
-    assert RunDirectory(tmp_path / "empty").latest(pytest.fail) is None
-
-
 def stems(folder: Path) -> list[str]:
     return [path.stem for path in sorted(folder.glob("*.json"))]
 

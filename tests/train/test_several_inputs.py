@@ -14,6 +14,7 @@ from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.deploy.export import load
 from lowrank_cnn.train import Recipe, fit
 from lowrank_cnn.train.evaluate import evaluate
+from tests.support import assert_equal_weights
 
 RECIPE = Recipe(name="own", batch_size=8, epochs=3, lr=0.1)
 QUIET = {"progress": False, "device": "cpu"}
@@ -64,8 +65,7 @@ def test_training_is_that_of_one_input(form: str):
     several, one = Both(), Packed()
     record = fit(several, (Pair(form), Pair(form, 12)), RECIPE, **QUIET)
     same = fit(one, (Pair("one"), Pair("one", 12)), RECIPE, **QUIET)
-    for name, value in one.state_dict().items():
-        assert torch.equal(value, several.state_dict()[name])
+    assert_equal_weights(one, several)
     assert record.result["top1"] == same.result["top1"] == 1.0
     assert (record.result["loss"], record.result["n"]) == (same.result["loss"], 12)
     assert record.result["macs"] == same.result["macs"] > 0
