@@ -55,6 +55,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cpu-aims": engines.aims,
     "commands": reference.commands,
     "cpu-engines": engines.cpu_engines,
+    "cpu-verdicts": engines.speed_verdicts,
     "cpu-layout": cpu.cpu_layout,
     "cpu-speed": cpu.cpu_speed,
     "cpu-filtered": cpu.cpu_filtered,

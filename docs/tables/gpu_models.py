@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tables.form import NO_RUNS, markdown, record, recorded, source
+from tables.form import NO_RUNS, compared, markdown, record, recorded, source
 
 FILE = "gpu_models.json"
 MODES = {
@@ -13,6 +13,7 @@ MODES = {
     "batch1": "Inference, batch 1",
     "training": "Training step, batch 256",
 }
+SHORT = {"inference": "batch 256", "batch1": "batch 1", "training": "training"}
 WAYS = ("dense, torch.compile", "dense, optimize", "thin, optimize", "low-rank, optimize")
 TRAINING = {"dense, optimize": "dense, fit", "thin, optimize": "thin, fit", "low-rank, optimize": "low-rank, fit"}
 
@@ -62,38 +63,22 @@ def _table(mode: str) -> str:
 
 
 def speed_verdicts() -> str:
-    """Each network, scheme and mode: milliseconds of low rank and its rivals, and a verdict on each rival."""
-    rows: list[list[object]] = []
+    """Each network and scheme: the time of low rank over that of each rival, and a verdict."""
+    rows: dict[str, dict[str, str]] = {}
     environments = []
-    for mode, title in MODES.items():
+    for mode in MODES if recorded(FILE) else ():
         names = [TRAINING.get(way, way) if mode == "training" else way for way in WAYS]
-        for run, row in strictest(mode) if recorded(FILE) else ():
+        for run, row in strictest(mode):
             compiled, dense, thin, ours = (milliseconds(row, mode, way) for way in names)
             dense = min(time for time in (compiled, dense) if time is not None)
-            name, scheme = row["row"].partition(":")[2].split("/")
-            times = ["" if time is None else f"{time:.3g}" for time in (ours, dense, thin)]
-            chips = [_faster(ours, rival) for rival in (dense, thin)]
-            rows.append([f"`{name}`", f"`{scheme}`", title, *times, *chips])
+            cells = rows.setdefault(row["row"].partition(":")[2].replace("/", "`, `"), {})
+            cells |= {f"{mode} {rival}": compared(ours, time, REPEATS) for rival, time in (("dense", dense), ("thin", thin))}
             environments.append(run["environment"])
-    columns = [
-        "network",
-        "<scheme",
-        "<what",
-        "low rank ms",
-        "dense ms",
-        "thin ms",
-        "<against dense",
-        "<against thin",
-    ]
-    return markdown(columns, rows) + source(FILE, *environments) if rows else NO_RUNS
-
-
-def _faster(ours: float | None, rival: float | None) -> str:
-    """A verdict on two times in a word."""
-    if ours is None or rival is None:
-        return "not measured"
-    ratio = ours / rival
-    return "**wins**" if ratio < 1 - REPEATS else "**loses**" if ratio > 1 + REPEATS else "undecided"
+    if not rows:
+        return NO_RUNS
+    columns = {f"{mode} {rival}": f"<{title}, {rival}" for mode, title in SHORT.items() for rival in ("dense", "thin")}
+    lines = [[f"`{name}`", *(cells.get(column, "") for column in columns)] for name, cells in rows.items()]
+    return markdown(["network, scheme", *columns.values()], lines) + source(FILE, *environments)
 
 
 def _beside(name: str, mode: str, ways: list[str]) -> str:
