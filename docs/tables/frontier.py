@@ -56,6 +56,7 @@ def questions() -> str:
     rows: list[list[object]] = [
         [one["family"], one["data"], one["seeds"], f"+{one['better_by']}", f"-{one['loss']}", _written(one, asked)]
         for one in asked["sets"]
+        if "better_by" in one  # else its rivals are searched for
     ]
     columns = ["family", "<images", "runs of each", "better: by points", "faster: within points", "<written on"]
     designs = ", ".join(f"`{name}`" for name in asked["designs"])
@@ -76,12 +77,11 @@ def fewest_operations() -> str:
     if not path.exists():
         return NO_RUNS
     found = json.loads(path.read_text())
-    columns = ["design", "epochs", "<optimizer", "PFLOP", "held out %", "tries", "test %", "runs", "s a run"]
+    columns = ["design", "epochs", "<optimizer", "PFLOP", "held out %", "test %", "runs", "s a run"]
     best = [row for row in found["summary"] if not any(_beats(other, row) for other in found["summary"])]
-    others = {text for row in best if (text := _split_way(row["way"])[3])}
-    told = "".join(f"\nMuon has {text}.\n" for text in sorted(others))
     more = f"\n{len(found['summary']) - len(best)} more trials are in the record.\n"
-    return markdown(columns, [_way(row) for row in best]) + told + more + source(path.name, *found.get("environments", [found["environment"]]))
+    environments = found.get("environments", [found["environment"]])
+    return markdown(columns, [_way(row) for row in best]) + more + source(path.name, *environments)
 
 
 def _beats(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -92,21 +92,13 @@ def _beats(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _way(row: dict[str, Any]) -> list[object]:
-    design, epochs, optimizer, _ = _split_way(row["way"])
+    design, epochs, *settings = row["way"].split()
+    values = dict(setting.split("=") for setting in settings)
+    optimizer = f"{values['optimizer']}, lr {values['lr']}" if values else ""
     accuracy = "{:.2f} ({:.2f} to {:.2f})".format(*row["interval"]) if row["interval"] else ""
     seconds = f"{row['seconds']:.2f}" if row["seconds"] else ""
-    known = [f"`{design}`", epochs, optimizer, f"{row['petaflop']:.3f}", f"{row['held_out']:.2f}", row["tries"]]
+    known = [f"`{design}`", epochs, optimizer, f"{row['petaflop']:.3f}", f"{row['held_out']:.2f}"]
     return [*known, accuracy, row["runs"] or "", seconds]
-
-
-def _split_way(text: str) -> tuple[str, str, str, str]:
-    """A way as design, epochs, optimizer with its rate, and its other settings."""
-    design, epochs, *settings = text.split()
-    values = dict(setting.split("=") for setting in settings)
-    if not values:
-        return design, epochs, "", ""
-    optimizer = f"{values.pop('optimizer')}, lr {values.pop('lr')}"
-    return design, epochs, optimizer, ", ".join(f"`{name}={value}`" for name, value in values.items())
 
 
 @form.from_record("tiny_fast.json")

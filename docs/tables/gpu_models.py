@@ -20,12 +20,11 @@ TRAINING = {"dense, optimize": "dense, fit", "thin, optimize": "thin, fit", "low
 REPEATS = 0.07
 """Times of one network differ by up to this share between processes: a smaller difference decides nothing."""
 
-NOTE = """Milliseconds, 224x224, bf16; in brackets the ratio to dense by the compiler. Thin: the dense network of
-about the same MACs, its channels in multiples of 16 or of 64, whichever was faster; `a beside b` is from another
-run, in which low rank took b. Compiler: torch.compile with freezing as a CUDA graph, without our kernels. Ours:
-`lr.optimize` or `lr.fit`, which use the faster of our kernels and the compiler's. One process per row; inference:
-medians of calls in turns; training: steps of the fastest epoch of three. If there are several runs, the table
-prefers one with thin networks in multiples of 64, and then the one with the fastest compiler.
+NOTE = """Milliseconds, 224x224, bf16; in brackets the ratio to dense by the compiler. Thin: the dense network of about the
+same MACs, its channels in multiples of 16 or of 64, whichever was faster. Compiler: torch.compile with freezing as a
+CUDA graph. Ours: `lr.optimize` or `lr.fit`, which use the faster of our kernels and the compiler's. One process per
+row; inference: medians of calls in turns; training: steps of the fastest epoch of three. Of several runs, the one with
+the strongest rivals.
 """
 
 
@@ -51,9 +50,7 @@ def _table(mode: str) -> str:
         ratio = f"{row['macs']['low-rank'] / row['macs']['dense']:.3f}"
         digits = 3 if rival < 1 else 2
         cells = ["not measured" if time is None else f"{time:.{digits}f} ({time / rival:.2f})" for time in times]
-        cells[2] = (
-            f"{cells[2]} in {_multiple(row, mode, names[2])}s" if times[2] else _beside(row["row"], mode, names)
-        )
+        cells[2] += f" in {_multiple(row, mode, names[2])}s" if times[2] else ""
         rows.append([f"`{name}`, `{scheme}`", ratio, *cells])
         environments.append(run["environment"])
     if not rows:
@@ -79,16 +76,6 @@ def speed_verdicts() -> str:
     columns = {f"{mode} {rival}": f"<{title}, {rival}" for mode, title in SHORT.items() for rival in ("dense", "thin")}
     lines = [[f"`{name}`", *(cells.get(column, "") for column in columns)] for name, cells in rows.items()]
     return markdown(["network, scheme", *columns.values()], lines) + source(FILE, *environments)
-
-
-def _beside(name: str, mode: str, ways: list[str]) -> str:
-    """The thin network in the newest other run that has it and the low-rank one."""
-    for run in reversed(record(FILE)["runs"]):
-        for row in run["rows"]:
-            thin, low_rank = (milliseconds(row, mode, way) for way in ways[2:])
-            if row["row"] == name and thin and low_rank:
-                return f"{thin:.2f} beside {low_rank:.2f} in {_multiple(row, mode, ways[2])}s"
-    return "not measured"
 
 
 def _multiple(row: dict[str, Any], mode: str, way: str) -> int:
