@@ -93,7 +93,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "tiny-imagenet": tiny_imagenet.tiny_imagenet,
     "train-speed": gpu.train_speed,
     "verdicts": frontier.verdicts,
-    "weights": networks.weights,
     "zoo": zoo.zoo,
 }
 

@@ -134,7 +134,7 @@ def _gap(one: dict[str, Any]) -> str:
 
 
 def _inits(name: str, found: dict[str, Any]) -> str:
-    columns = ["initialisation", "best rate", "top-1 %", "runs", "diverged", "of its tries"]
+    columns = ["initialisation", "best rate", "top-1 %", "runs", "diverged"]
     rates = [row["rate"] for row in found["rows"] if row["phase"] == "try"]
     edges = (min(rates, default=0), max(rates, default=0))
     table = markdown(columns, [_init_line(row, edges) for row in found["summary"]])
@@ -152,8 +152,7 @@ def _init_line(row: dict[str, Any], edges: tuple[float, float]) -> list[object]:
     accuracy = "" if row["mean"] is None else f"{row['mean']:.2f}"
     accuracy += "" if row["sd"] is None else f" ± {row['sd']:.2f}"
     rate = "" if row["rate"] is None else f"x {row['rate']:g}" + (", at the edge" if row["rate"] in edges else "")
-    tries = f"{row['diverged_try']} of {row['tries']}"
-    return [f"`{row['init']}`", rate, accuracy, row["runs"], row["diverged_full"], tries]
+    return [f"`{row['init']}`", rate, accuracy, row["runs"], row["diverged_full"]]
 
 
 def draw(out: Path) -> Path:
