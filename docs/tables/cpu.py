@@ -15,7 +15,8 @@ def cpu_speed() -> str:
         for row in result["rows"]
     ]
     columns = ["network", "batch", "MAC ratio", "time ratio", "filtered on both sides", "on ours alone"]
-    note = f"\nfloat32, {found['environment']['threads']} threads for both; medians, all networks in turns in one run.\n"
+    threads = found["environment"]["threads"]
+    note = f"\nfloat32, {threads} threads for both; medians, all networks in turns in one run.\n"
     return markdown(columns, rows) + note + source("cpu_speed.json", found["environment"])
 
 

@@ -53,11 +53,14 @@ def depth_flow(found: JsonRecord) -> str:
     norms = {None: "", "batch": ", batch norm"}
     kinds = [norm for norm in norms if any(norm in found for found in flows.values())]
     columns = [f"{what}{norms[norm]}" for norm in kinds for what in ("first / last", "dead")]
-    rows = [[f"`{name}`", *(cell for norm in kinds for cell in found.get(norm, ["", ""]))] for name, found in flows.items()]
+    rows = [
+        [f"`{name}`", *(cell for norm in kinds for cell in found.get(norm, ["", ""]))]
+        for name, found in flows.items()
+    ]
     note = (
         "\nNorm of the gradient at the output of the first conv, divided by that of the last (geometric mean of "
-        f"{seeds} seeds);\nfilters whose output stays below {setting['dead_below']:g} of the largest of their layer "
-        f"on all {setting['images']} images (mean).\n"
+        f"{seeds} seeds);\nfilters whose output stays below {setting['dead_below']:g} of the largest of their "
+        f"layer on all {setting['images']} images (mean).\n"
     )
     return markdown(["network", *columns], rows) + note + source("depth_flow.json", found["environment"])
 
@@ -65,4 +68,7 @@ def depth_flow(found: JsonRecord) -> str:
 def _flow(row: dict[str, Any]) -> list[str]:
     seeds = row.get("seeds", [row])
     first = geometric_mean([seed["first_to_last"] for seed in seeds])
-    return [f"{first:.2g}" if first < 100 else f"{first:,.0f}", f"{mean(seed['dead_share'] for seed in seeds):.1%}"]
+    return [
+        f"{first:.2g}" if first < 100 else f"{first:,.0f}",
+        f"{mean(seed['dead_share'] for seed in seeds):.1%}",
+    ]

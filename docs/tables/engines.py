@@ -61,11 +61,9 @@ def decision(found: JsonRecord) -> str:
 def speed_verdicts(found: JsonRecord) -> str:
     """Each network in its fastest engine: the time of low rank over that of each rival, and a verdict."""
     rows: dict[tuple[str, int], list[object]] = {}
-    for family, threads, precision, best in _compared(found["rows"]):
+    for family, threads, _, best in _compared(found["rows"]):
         cells = rows.setdefault((family, threads), [f"`{family}`", threads])
-        cells += [
-            compared(best["low-rank"]["ms"], best[rival]["ms"], 1 - _ALIKE) for rival in ("dense", "thin")
-        ]
+        cells += [compared(best["low-rank"]["ms"], best[rival]["ms"], 1 - _ALIKE) for rival in ("dense", "thin")]
     columns = [f"<{precision}, {rival}" for precision in _PRECISIONS for rival in ("dense", "thin")]
     return markdown(["network", "threads", *columns], list(rows.values())) + source(
         "cpu_engines.json", found["environment"]

@@ -34,7 +34,9 @@ def compared(ours: float | None, rival: float | None, repeats: float) -> str:
     if ours is None or rival is None:
         return ""
     ratio = ours / rival
-    return f"{ratio:.2f} {chip('wins' if ratio < 1 - repeats else 'loses' if ratio > 1 + repeats else 'undecided')}"
+    return (
+        f"{ratio:.2f} {chip('wins' if ratio < 1 - repeats else 'loses' if ratio > 1 + repeats else 'undecided')}"
+    )
 
 
 def record(name: str) -> JsonRecord:

@@ -20,11 +20,11 @@ TRAINING = {"dense, optimize": "dense, fit", "thin, optimize": "thin, fit", "low
 REPEATS = 0.07
 """Times of one network differ by up to this share between processes: a smaller difference decides nothing."""
 
-NOTE = """Milliseconds, 224x224, bf16; in brackets the ratio to dense by the compiler. Thin: the dense network of about the
-same MACs, its channels in multiples of 16 or of 64, whichever was faster. Compiler: torch.compile with freezing as a
-CUDA graph. Ours: `lr.optimize` or `lr.fit`, which use the faster of our kernels and the compiler's. One process per
-row; inference: medians of calls in turns; training: steps of the fastest epoch of three. Of several runs, the one with
-the strongest rivals.
+NOTE = """Milliseconds, 224x224, bf16; in brackets the ratio to dense by the compiler. Thin: the dense network of
+about the same MACs, its channels in multiples of 16 or of 64, whichever was faster. Compiler: torch.compile with
+freezing as a CUDA graph. Ours: `lr.optimize` or `lr.fit`, which use the faster of our kernels and the
+compiler's. One process per row; inference: medians of calls in turns; training: steps of the fastest epoch of
+three. Of several runs, the one with the strongest rivals.
 """
 
 
@@ -69,11 +69,16 @@ def speed_verdicts() -> str:
             compiled, dense, thin, ours = (milliseconds(row, mode, way) for way in names)
             dense = min(time for time in (compiled, dense) if time is not None)
             cells = rows.setdefault(row["row"].partition(":")[2].replace("/", "`, `"), {})
-            cells |= {f"{mode} {rival}": compared(ours, time, REPEATS) for rival, time in (("dense", dense), ("thin", thin))}
+            cells |= {
+                f"{mode} {rival}": compared(ours, time, REPEATS)
+                for rival, time in (("dense", dense), ("thin", thin))
+            }
             environments.append(run["environment"])
     if not rows:
         return NO_RUNS
-    columns = {f"{mode} {rival}": f"<{title}, {rival}" for mode, title in SHORT.items() for rival in ("dense", "thin")}
+    columns = {
+        f"{mode} {rival}": f"<{title}, {rival}" for mode, title in SHORT.items() for rival in ("dense", "thin")
+    }
     lines = [[f"`{name}`", *(cells.get(column, "") for column in columns)] for name, cells in rows.items()]
     return markdown(["network, scheme", *columns.values()], lines) + source(FILE, *environments)
 

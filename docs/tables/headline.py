@@ -27,12 +27,12 @@ FULL = (DENSE_NAME, "dense-branches")
 LEAST_RUNS = 4
 """Fewest runs of a network in the table."""
 NOTE = """
-Thin dense: the same network with fewer filters (`64s`: in multiples of 64), as fast as the low-rank one, and trained
-in the same way. Bold, if any: better than it by our pre-registered margin, and nothing weakens the verdict. The rows
-of Tiny-ImageNet are not tuned: all networks trained at one learning rate. Branches: training-only convs, folded into
-the layers afterwards (RepVGG style); the dense column names the widest network that was trained with them. Teacher:
-all networks are distilled from a dense one. A batch of 256 images on one NVIDIA H200 in bf16, each network in its
-fastest form.
+Thin dense: the same network with fewer filters (`64s`: in multiples of 64), as fast as the low-rank one, and
+trained in the same way. Bold, if any: better than it by our pre-registered margin, and nothing weakens the
+verdict. The rows of Tiny-ImageNet are not tuned: all networks trained at one learning rate. Branches:
+training-only convs, folded into the layers afterwards (RepVGG style); the dense column names the widest network
+that was trained with them. Teacher: all networks are distilled from a dense one. A batch of 256 images on one
+NVIDIA H200 in bf16, each network in its fastest form.
 """
 SPEED = """
 Speed only, at 224 x 224 pixels: inference, and a training step if it was measured.

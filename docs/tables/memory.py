@@ -17,12 +17,14 @@ def memory(found: JsonRecord) -> str:
         start = cells.setdefault(row["network"], [f"{row['weight_bytes'] / 1e6:.0f}"])
         start.append(f"{row['kept_bytes_per_image'] / 1e6:.1f}")
     for row in (row for row in peaks["rows"] if (row["image"], row["batch"]) == (size, batch)):
-        cells[row["network"]].append("too large" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.1f}")
+        cells[row["network"]].append(
+            "too large" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.1f}"
+        )
     columns = ["network", "weights, MB", *(f"MB per image: {way}" for way in ways)]
     columns += [f"GB of a step: {way}" for way in ways if peaks["rows"]]
     note = (
-        f"\nAt {size} pixels: weights and the tensors that the forward pass keeps, in float32, without fused layers; "
-        f"peak of a training step, batch {batch}, bf16, layers fused.\n"
+        f"\nAt {size} pixels: weights and the tensors that the forward pass keeps, in float32, without fused "
+        f"layers; peak of a training step, batch {batch}, bf16, layers fused.\n"
     )
     environments = [part["environment"] for part in (kept, peaks) if "environment" in part]
     table = markdown(columns, [[f"`{network}`", *values] for network, values in cells.items()])

@@ -11,8 +11,8 @@ from tables.form import NO_RUNS, JsonRecord, from_record, markdown, source
 RECORD = "tiny-imagenet/table.json"
 MEASURES = {"top1": "top-1", "top5": "top-5"}
 NOTE = (
-    "Gaps in points with the 95% interval over seeds, whose spread is pooled over the networks. Verdicts are corrected "
-    "for the number of claims (Holm).\n"
+    "Gaps in points with the 95% interval over seeds, whose spread is pooled over the networks. Verdicts are "
+    "corrected for the number of claims (Holm).\n"
 )
 
 
