@@ -82,15 +82,13 @@ $(VENV)/.dev: $(VENV)/.installed
 	$(PIP) --editable ".[dev]"
 	@touch $@
 
-FIGURES := vgg googlenet places big-picture-macs big-picture-params timings connections receptive-field
+FIGURES := vgg googlenet places timings connections receptive-field
 
 # The pictures that README and docs show, from the published figures, the committed records and the shipped weights.
 figures: $(VENV)/.installed
 	@mkdir -p docs/images
 	for name in $(FIGURES); do $(BIN)/lowrank figure $$name -o docs/images/$$name.svg; done
 	$(BIN)/lowrank figure nin --runs benchmarks/results/cifar10 -o docs/images/nin.svg
-	$(BIN)/lowrank figure curves --runs benchmarks/results/cifar10/paper -o docs/images/curves-cifar10.svg
-	$(BIN)/lowrank figure curves --runs benchmarks/results/cifar10/modern -o docs/images/curves-modern-cifar10.svg
 	$(BIN)/lowrank figure curves --runs benchmarks/results/cifar10/init -o docs/images/init-cifar10.svg
 	$(BIN)/lowrank figure filters --model nin-c3-lr --pretrained cifar10 -o docs/images/filters-cifar10.svg
 	$(BIN)/lowrank figure spectra --model nin --pretrained cifar10 -o docs/images/spectra-cifar10.svg

@@ -33,7 +33,6 @@ from tables import (
     memory,
     networks,
     pipeline,
-    profile,
     records,
     reference,
     search,
@@ -55,9 +54,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "cpu-aims": engines.aims,
     "commands": reference.commands,
     "cpu-engines": engines.cpu_engines,
+    "cpu-verdicts": engines.speed_verdicts,
     "cpu-layout": cpu.cpu_layout,
     "cpu-speed": cpu.cpu_speed,
-    "cpu-filtered": cpu.cpu_filtered,
     "decompose": decompose.decompose,
     "decompose-aware": decompose.decompose_aware,
     "depth-flow": depth.depth_flow,
@@ -93,9 +92,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tensor-fits": decompose.tensor_fits,
     "tiny-imagenet": tiny_imagenet.tiny_imagenet,
     "train-speed": gpu.train_speed,
-    "training-profile": profile.training_profile,
     "verdicts": frontier.verdicts,
-    "weights": networks.weights,
     "zoo": zoo.zoo,
 }
 

@@ -46,29 +46,29 @@ def join_depth(found: JsonRecord) -> str:
 @from_record("depth_flow.json")
 def depth_flow(found: JsonRecord) -> str:
     """Networks at initialisation: how gradients change with depth, and dead filters."""
-    columns = ["network", "<batch norm", "first / last", "least", "most", "dead filters", "<most of one group"]
-    rows = [_flow(row) for row in found["rows"]]
     setting, seeds = found["setting"], max(len(row.get("seeds", [row])) for row in found["rows"])
+    flows: dict[str, dict[str | None, list[str]]] = {}
+    for row in found["rows"]:
+        flows.setdefault(row["network"], {})[row.get("norm")] = _flow(row)
+    norms = {None: "", "batch": ", batch norm"}
+    kinds = [norm for norm in norms if any(norm in found for found in flows.values())]
+    columns = [f"{what}{norms[norm]}" for norm in kinds for what in ("first / last", "dead")]
+    rows = [
+        [f"`{name}`", *(cell for norm in kinds for cell in found.get(norm, ["", ""]))]
+        for name, found in flows.items()
+    ]
     note = (
-        "\nNorm of the gradient at the output of a conv, divided by that of the last conv: for the first conv "
-        f"(geometric mean and\nrange of {seeds} seeds), and the least and the most of all convs and seeds. A "
-        f"filter is dead if its output stays below\n{setting['dead_below']:g} of the largest of its layer on all "
-        f"{setting['images']} images; mean over seeds, and the group with the largest share.\n"
+        "\nNorm of the gradient at the output of the first conv, divided by that of the last (geometric mean of "
+        f"{seeds} seeds);\nfilters whose output stays below {setting['dead_below']:g} of the largest of their "
+        f"layer on all {setting['images']} images (mean).\n"
     )
-    return markdown(columns, rows) + note + source("depth_flow.json", found["environment"])
+    return markdown(["network", *columns], rows) + note + source("depth_flow.json", found["environment"])
 
 
-def _flow(row: dict[str, Any]) -> list[object]:
+def _flow(row: dict[str, Any]) -> list[str]:
     seeds = row.get("seeds", [row])
-    ratios = [seed["first_to_last"] for seed in seeds]
-    first = _ratio(geometric_mean(ratios))
-    first += f" ({_ratio(min(ratios))} to {_ratio(max(ratios))})" if len(ratios) > 1 else ""
-    ends = _ratio(min(seed["least"] for seed in seeds)), _ratio(max(seed["most"] for seed in seeds))
-    group, share = max((seed["worst_group"] for seed in seeds), key=lambda worst: worst[1])
-    worst = f"{share:.1%}: `{group}`" if share else "none"
-    norm = {None: "no", "batch": "yes"}[row["norm"]] if "norm" in row else ""
-    return [f"`{row['network']}`", norm, first, *ends, f"{mean(seed['dead_share'] for seed in seeds):.1%}", worst]
-
-
-def _ratio(value: float) -> str:
-    return f"{value:.2g}" if value < 100 else f"{value:,.0f}"
+    first = geometric_mean([seed["first_to_last"] for seed in seeds])
+    return [
+        f"{first:.2g}" if first < 100 else f"{first:,.0f}",
+        f"{mean(seed['dead_share'] for seed in seeds):.1%}",
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tables.form import NOT_MEASURED, JsonRecord, from_record, markdown, source
+from tables.form import NOT_MEASURED, JsonRecord, compared, from_record, markdown, source
 
 Row = dict[str, Any]
 _PRECISIONS = ("fp32", "fp16", "int8")
@@ -55,6 +55,19 @@ def decision(found: JsonRecord) -> str:
         rows.append([_KERNELS[family], f"`{family}`", precision, device, advice, chosen["engine"], gain])
     columns = ["kernels", "<network", "<precision", "<device", "<take", "<engine", "<time"]
     return markdown(columns, rows) + source("cpu_engines.json", found["environment"])
+
+
+@from_record("cpu_engines.json")
+def speed_verdicts(found: JsonRecord) -> str:
+    """Each network in its fastest engine: the time of low rank over that of each rival, and a verdict."""
+    rows: dict[tuple[str, int], list[object]] = {}
+    for family, threads, _, best in _compared(found["rows"]):
+        cells = rows.setdefault((family, threads), [f"`{family}`", threads])
+        cells += [compared(best["low-rank"]["ms"], best[rival]["ms"], 1 - _ALIKE) for rival in ("dense", "thin")]
+    columns = [f"<{precision}, {rival}" for precision in _PRECISIONS for rival in ("dense", "thin")]
+    return markdown(["network", "threads", *columns], list(rows.values())) + source(
+        "cpu_engines.json", found["environment"]
+    )
 
 
 @from_record("int8_accuracy.json")

@@ -24,6 +24,21 @@ def markdown(columns: list[str], rows: Sequence[Sequence[object]]) -> str:
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
+def chip(word: str) -> str:
+    """A verdict in a word, coloured by `docs/assets/site.css`."""
+    return f'<b class="{word.replace(" ", "-")}">{word}</b>'
+
+
+def compared(ours: float | None, rival: float | None, repeats: float) -> str:
+    """Our time over a rival's, with a verdict; times of one network differ by up to the share `repeats`."""
+    if ours is None or rival is None:
+        return ""
+    ratio = ours / rival
+    return (
+        f"{ratio:.2f} {chip('wins' if ratio < 1 - repeats else 'loses' if ratio > 1 + repeats else 'undecided')}"
+    )
+
+
 def record(name: str) -> JsonRecord:
     return json.loads((RESULTS / name).read_text())
 

@@ -14,26 +14,38 @@ if TYPE_CHECKING:
     from lowrank_cnn.choose.frontier import DesignRow, Frontier
 
 FOLDER = "frontier"
-VERDICT_COLUMNS = ["design", "<asked", "<rival", "margin", "gap", "low", "high", "time", "parameters", "runs", "p"]
-VERDICT_COLUMNS.append("<verdict")
+VERDICT_COLUMNS = ["design", "<asked", "<rival", "gap", "low", "high", "time", "parameters", "p", "<verdict"]
+WEAK = {"at the edge": "e", "with fewer MACs": "m"}
+"""The letters of what weakens a verdict, by words of the note; the page explains them."""
 
 
 def frontier() -> str:
-    """For each record: its networks by rising time."""
-    return "\n".join("".join(_record(found)) for found in _records()) or NO_RUNS
+    """For each record: its networks with all registered runs, by rising time."""
+    return "\n".join(text for found in _records() if (text := "".join(_record(found)))) or NO_RUNS
 
 
 def verdicts() -> str:
-    """For each record: its questions, with one figure in a cell, what weakens them, and the command for them."""
-    judged = [found for found in _records() if found.answers]
-    judged.sort(key=lambda found: -found.about["network"]["base"])  # miniatures last
-    return "\n".join("".join(_verdicts(found)) for found in judged) or NO_RUNS
+    """For each record: the command and its verdicts; questions with too few runs are only counted."""
+    asked = [found for found in _records() if found.answers]
+    judged = ["".join(_verdicts(found)) for found in asked if _judged(found)]
+    early = {found.folder.name: len(found.answers) - len(_judged(found)) for found in asked}
+    counts = ", ".join(f"{count} in `{name}`" for name, count in early.items() if count)
+    more = f"\nQuestions with too few runs for a verdict: {counts}.\n" if counts else ""
+    return "\n".join(judged) + more or NO_RUNS
 
 
 def _records() -> list[Frontier]:
     from lowrank_cnn.choose.frontier import RECORD, load_frontier
 
     return [load_frontier(path) for path in sorted((form.RESULTS / FOLDER).glob(f"*/{RECORD}"))]
+
+
+def _registered(found: Frontier) -> int:
+    """The runs of each network that were asked for before the runs."""
+    from lowrank_cnn.choose.verdict import question_set, read_questions
+
+    asked = question_set(found, read_questions())
+    return asked["seeds"] if asked else 1
 
 
 def questions() -> str:
@@ -44,6 +56,7 @@ def questions() -> str:
     rows: list[list[object]] = [
         [one["family"], one["data"], one["seeds"], f"+{one['better_by']}", f"-{one['loss']}", _written(one, asked)]
         for one in asked["sets"]
+        if "better_by" in one  # else its rivals are searched for
     ]
     columns = ["family", "<images", "runs of each", "better: by points", "faster: within points", "<written on"]
     designs = ", ".join(f"`{name}`" for name in asked["designs"])
@@ -56,34 +69,36 @@ def _written(one: dict[str, Any], asked: dict[str, Any]) -> str:
 
 
 def fewest_operations() -> str:
-    """The trials by rising operations; those that were trained on all images have a test accuracy."""
+    """The trials, dense or low-rank, that no other of their kind beats in both operations and accuracy.
+
+    Those that were trained on all images have a test accuracy.
+    """
     path = form.RESULTS / "fewest_operations.json"
     if not path.exists():
         return NO_RUNS
     found = json.loads(path.read_text())
-    columns = ["design", "epochs", "<optimizer", "PFLOP", "held out %", "tries", "test %", "runs", "s a run"]
-    others = {text for row in found["summary"] if (text := _split_way(row["way"])[3])}
-    told = "".join(f"\nMuon has {text}.\n" for text in sorted(others))
-    table = markdown(columns, [_way(row) for row in found["summary"]])
-    return table + told + source(path.name, *found.get("environments", [found["environment"]]))
+    columns = ["design", "epochs", "<optimizer", "PFLOP", "held out %", "test %", "runs", "s a run"]
+    best = [row for row in found["summary"] if not any(_beats(other, row) for other in found["summary"])]
+    more = f"\n{len(found['summary']) - len(best)} more trials are in the record.\n"
+    environments = found.get("environments", [found["environment"]])
+    return markdown(columns, [_way(row) for row in best]) + more + source(path.name, *environments)
+
+
+def _beats(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether a way of the same kind is better in one respect and no worse in the other."""
+    mine, theirs = ((row["petaflop"], -row["held_out"]) for row in (one, other))
+    alike = one["way"].startswith("dense") == other["way"].startswith("dense")
+    return alike and mine != theirs and mine[0] <= theirs[0] and mine[1] <= theirs[1]
 
 
 def _way(row: dict[str, Any]) -> list[object]:
-    design, epochs, optimizer, _ = _split_way(row["way"])
+    design, epochs, *settings = row["way"].split()
+    values = dict(setting.split("=") for setting in settings)
+    optimizer = f"{values['optimizer']}, lr {values['lr']}" if values else ""
     accuracy = "{:.2f} ({:.2f} to {:.2f})".format(*row["interval"]) if row["interval"] else ""
     seconds = f"{row['seconds']:.2f}" if row["seconds"] else ""
-    known = [f"`{design}`", epochs, optimizer, f"{row['petaflop']:.3f}", f"{row['held_out']:.2f}", row["tries"]]
+    known = [f"`{design}`", epochs, optimizer, f"{row['petaflop']:.3f}", f"{row['held_out']:.2f}"]
     return [*known, accuracy, row["runs"] or "", seconds]
-
-
-def _split_way(text: str) -> tuple[str, str, str, str]:
-    """A way as design, epochs, optimizer with its rate, and its other settings."""
-    design, epochs, *settings = text.split()
-    values = dict(setting.split("=") for setting in settings)
-    if not values:
-        return design, epochs, "", ""
-    optimizer = f"{values.pop('optimizer')}, lr {values.pop('lr')}"
-    return design, epochs, optimizer, ", ".join(f"`{name}={value}`" for name, value in values.items())
 
 
 @form.from_record("tiny_fast.json")
@@ -99,48 +114,13 @@ def short_run(found: dict[str, Any]) -> str:
 
 
 def _record(found: Frontier) -> Iterator[str]:
-    name = f"{FOLDER}/{found.folder.name}/frontier.json"
-    rows = [row for row in found.rows if row.runs]
-    if not rows:
-        yield f"**{found.title}, learning rates tried on held-out images**\n\n"
-        yield from _tries(found)
-        yield source(name, *found.environments)
+    runs = _registered(found)
+    rows = sorted((row for row in found.rows if len(row.runs) >= runs), key=_order)
+    if len(rows) < 2:  # no network to compare with
         return
-    yield f"**{found.title}, {found.images:,} test images**\n\n"
-    columns = ["design", "MACs", "parameters", "ms", "of dense", "top-1 %", "runs", "s a run"]
-    yield markdown(columns, [_line(found, row) for row in sorted(rows, key=_order)])
-    batches = sorted({row.timing.batch for row in rows if row.timing})
-    clock = f"Times are of {batches[0]} images, each in turns with the dense network. " if batches else ""
-    yield f"\n{clock}Mean and 95% interval over seeds; seconds are those of training, without compiling.\n"
-    yield source(name, *found.environments)
-
-
-def _verdicts(found: Frontier) -> Iterator[str]:
-    """The verdicts of a record; questions with too few runs are only counted."""
-    from lowrank_cnn.choose.verdict import EARLY
-
-    place = f"benchmarks/results/{FOLDER}/{found.folder.name}"
-    yield f"**{found.title}**: `lowrank frontier {found.about['family']} --out {place}`\n"
-    judged = [one for one in found.answers if one["verdict"] != EARLY]
-    notes = list(dict.fromkeys(note for one in judged for note in one["notes"]))
-    if judged:
-        yield "\n" + markdown(VERDICT_COLUMNS, [_answer(found, one, notes) for one in judged])
-    if notes:
-        yield "\n" + "; ".join(f"({place}) {note}" for place, note in enumerate(notes, 1)) + ".\n"
-    if early := len(found.answers) - len(judged):
-        yield f"\n{early} more {'question has' if early == 1 else 'questions have'} too few runs for a verdict.\n"
-
-
-def _tries(found: Frontier) -> Iterator[str]:
-    """The learning rates that were tried, if nothing was trained on all images."""
-    rates = sorted({one.rate for row in found.rows for one in row.tries})
-    rows: list[list[object]] = []
-    for row in sorted(found.rows, key=lambda row: row.macs):
-        known = {one.rate: 100 * sum(one.accuracies) / len(one.accuracies) for one in row.tries if one.accuracies}
-        rows.append([f"`{row.name}`", *(f"{known[rate]:.2f}" if rate in known else "" for rate in rates)])
-    yield markdown(["design", *(f"{rate:g} x the rate" for rate in rates)], rows)
-    most = max((len(one.accuracies) for row in found.rows for one in row.tries), default=0)
-    yield f"\nTop-1 % on held-out training images; runs of each: {most}.\n"
+    yield f"**{found.title}**: {found.images:,} test images, {runs} runs of each\n\n"
+    yield markdown(["design", "MACs", "parameters", "ms", "top-1 %"], [_line(found, row) for row in rows])
+    yield source(f"{FOLDER}/{found.folder.name}/frontier.json", *found.environments)
 
 
 def _order(row: DesignRow) -> tuple[float, int]:
@@ -152,26 +132,56 @@ def _line(found: Frontier, row: DesignRow) -> list[object]:
     from lowrank_cnn.core.text import si
 
     mean, low, high = mean_interval([100 * run.correct / found.images for run in row.runs])
-    seconds = "" if row.seconds is None else f"{row.seconds:.1f}"
-    times = [f"{found.ms(row):.3f}", f"{row.timing.ratio:.2f}"] if row.timing else ["", ""]
-    accuracy = f"{mean:.2f} ({low:.2f} to {high:.2f})" if len(row.runs) > 1 else f"{mean:.2f}"
-    name = f"`{row.name}`" + (f", {row.design['matched']}" if row.design["matched"] else "")
-    cost = [si(row.macs), si(row.params), *times]
-    return [name, *cost, accuracy, len(row.runs), seconds]
+    time = f"{found.ms(row):.3f}" if row.timing else ""
+    return [f"`{row.name}`", si(row.macs), si(row.params), time, f"{mean:.2f} ± {(high - low) / 2:.2f}"]
 
 
-def _answer(found: Frontier, one: dict[str, Any], notes: list[str]) -> list[object]:
+def _judged(found: Frontier) -> list[dict[str, Any]]:
+    """The answers for which both networks had all registered runs."""
+    return [one for one in found.answers if min(one["runs"]) >= _registered(found)]
+
+
+def _verdicts(found: Frontier) -> Iterator[str]:
+    place, judged = f"benchmarks/results/{FOLDER}/{found.folder.name}", _judged(found)
+    yield f"**{found.title}**, {_registered(found)} runs of each, {_tries(found, judged)}; {_margins(judged)}:\n"
+    yield f"`lowrank frontier {found.about['family']} --out {place}`\n\n"
+    yield markdown(VERDICT_COLUMNS, [_answer(found, one) for one in judged])
+
+
+def _margins(answers: list[dict[str, Any]]) -> str:
+    """What was asked, with the margin of each question."""
+    margins = {one["question"].partition(" ")[0]: one["margin"] for one in answers}
+    told = {"better": "by {:g}", "faster": "within {:g}"}
+    return ", ".join(f"*{what}* {told[what].format(abs(margin))}" for what, margin in margins.items())
+
+
+def _tries(found: Frontier, answers: list[dict[str, Any]]) -> str:
+    """How learning rates were chosen for the networks of these questions."""
+    from lowrank_cnn.core.text import counted
+
+    names = {one[side] for one in answers for side in ("design", "control")}
+    tried = {
+        tuple((one.rate, len(one.accuracies)) for one in row.tries) for row in found.rows if row.name in names
+    }
+    if len(tried) != 1 or not (rates := tried.pop()):
+        return "one learning rate"
+    return f"{len(rates)} learning rates tried in {counted(min(runs for _, runs in rates), 'run')} each"
+
+
+def _answer(found: Frontier, one: dict[str, Any]) -> list[object]:
+    from lowrank_cnn.choose.verdict import UNTUNED
     from lowrank_cnn.core.text import p_value
 
-    gaps = [f"{one[what]:+.2f}" for what in ("margin", "gap", "low", "high")]
+    gaps = [f"{one[what]:+.2f}" for what in ("gap", "low", "high")]
     time = one["time"] or _searched_time(found, one)
     shares = ["" if share is None else f"{share:.2f}" for share in (time, one["params"])]
     asked = [f"`{one['design']}`", one["question"].partition(" ")[0], f"`{one['control']}`"]
-    said = " ".join([f"**{chip(one)}**", *(f"({notes.index(note) + 1})" for note in one["notes"])])
-    return [*asked, *gaps, *shares, min(one["runs"]), p_value(one["corrected"]), said]
+    p = "" if one["verdict"] == UNTUNED else p_value(one["corrected"])
+    weak = dict.fromkeys(letter for note in one["notes"] for words, letter in WEAK.items() if words in note)
+    return [*asked, *gaps, *shares, p, " ".join([form.chip(verdict(one)), *weak])]
 
 
-def chip(one: dict[str, Any]) -> str:
+def verdict(one: dict[str, Any]) -> str:
     """A verdict in a word. Level: the whole interval lies within the margin on both sides."""
     from lowrank_cnn.choose.verdict import NO, YES
 

@@ -45,15 +45,12 @@ def full_run(found: JsonRecord) -> str:
     for experiment in IMAGES:
         for network in FULL:
             rows += _hours(experiment, network, train_rate(speed, experiment, network), decode)
-    columns = ["run", "<network", "GPUs", "compute", "decode", "decode, shrunk", "exchange"]
-    columns += ["hours", "<bound by", "hours, shrunk", "<bound by"]
+    columns = ["run", "<network", "GPUs", "hours", "<bound by", "hours, shrunk", "<bound by"]
     speeds = f"{decode['mosaic']:,.0f} images/s each, {decode['shrunk']:,.0f} of shrunk ones"
     links = f"{WITHIN / 1e9:.0f} GB/s within {NODE} GPUs, {BETWEEN / 1e9:.0f} GB/s beyond"
-    fed = [f"{CORES * rate:,.0f}" for rate in decode.values()]
     note = (
-        "\nHours of each part alone, and of the run, whose parts run at the same time; all epochs of the recipe.\n"
+        "\nAll epochs of the recipe; *shrunk*: from images stored small.\n"
         f"{CORES} cores decode for each GPU: {machine['environment']['cpu']}, {speeds}.\n"
-        f"They limit a GPU that trains on more than {fed[0]} images/s, or on more than {fed[1]} shrunk ones.\n"
         f"Gradients are exchanged at {links}: stated, not measured.\n{_stated(speed)}\n"
     )
     return markdown(columns, rows) + note + source("input_pipeline.json", machine["environment"])
@@ -89,14 +86,13 @@ def _hours(experiment: str, network: str, rate: float | None, decode: dict[str, 
         times = {"compute": share / (rate or math.inf), "exchange": 2 * (gpus - 1) / gpus * gradients / link}
         times |= {kind: share / (decode[kind] * CORES) for kind in ("mosaic", "shrunk")}
         hours = {name: steps * seconds / 3600 for name, seconds in times.items()}
-        cells = [_long(hours[name]) for name in ("compute", "mosaic", "shrunk", "exchange")]
-        ends = []
+        ends: list[str] = []
         for kind in ("mosaic", "shrunk"):
             bound = max(("compute", kind, "exchange"), key=lambda name: hours[name])
             ends += [f"**{_long(hours[bound])}**", "decode" if bound == kind else bound]
         if not rate:
-            cells[0], ends = NOT_MEASURED, [NOT_MEASURED, "", NOT_MEASURED, ""]
-        yield [experiment, f"`{network}`", gpus, *cells, *ends]
+            ends = [NOT_MEASURED, "", NOT_MEASURED, ""]
+        yield [experiment, f"`{network}`", gpus, *ends]
 
 
 def _long(hours: float) -> str:
@@ -111,5 +107,5 @@ def _stated(speed: dict[str, Any]) -> str:
     gpus = dict.fromkeys(run["environment"]["gpu"] for run in speed["runs"])
     return (
         f"Compute: images/s at a batch of {BATCH} of one {', '.join(gpus)} "
-        f"(`benchmarks/results/gpu_speed.json`): {known}. Shares of a batch over many GPUs run less efficiently."
+        f"(`benchmarks/results/gpu_speed.json`): {known}. Small shares run less efficiently."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tables.form import NO_RUNS, markdown, record, recorded, source
+from tables.form import NO_RUNS, compared, markdown, record, recorded, source
 
 FILE = "gpu_models.json"
 MODES = {
@@ -13,6 +13,7 @@ MODES = {
     "batch1": "Inference, batch 1",
     "training": "Training step, batch 256",
 }
+SHORT = {"inference": "batch 256", "batch1": "batch 1", "training": "training"}
 WAYS = ("dense, torch.compile", "dense, optimize", "thin, optimize", "low-rank, optimize")
 TRAINING = {"dense, optimize": "dense, fit", "thin, optimize": "thin, fit", "low-rank, optimize": "low-rank, fit"}
 
@@ -20,11 +21,10 @@ REPEATS = 0.07
 """Times of one network differ by up to this share between processes: a smaller difference decides nothing."""
 
 NOTE = """Milliseconds, 224x224, bf16; in brackets the ratio to dense by the compiler. Thin: the dense network of
-about the same MACs, its channels in multiples of 16 or of 64, whichever was faster; `a beside b` is from another
-run, in which low rank took b. Compiler: torch.compile with freezing as a CUDA graph, without our kernels. Ours:
-`lr.optimize` or `lr.fit`, which use the faster of our kernels and the compiler's. One process per row; inference:
-medians of calls in turns; training: steps of the fastest epoch of three. If there are several runs, the table
-prefers one with thin networks in multiples of 64, and then the one with the fastest compiler.
+about the same MACs, its channels in multiples of 16 or of 64, whichever was faster. Compiler: torch.compile with
+freezing as a CUDA graph. Ours: `lr.optimize` or `lr.fit`, which use the faster of our kernels and the
+compiler's. One process per row; inference: medians of calls in turns; training: steps of the fastest epoch of
+three. Of several runs, the one with the strongest rivals.
 """
 
 
@@ -50,9 +50,7 @@ def _table(mode: str) -> str:
         ratio = f"{row['macs']['low-rank'] / row['macs']['dense']:.3f}"
         digits = 3 if rival < 1 else 2
         cells = ["not measured" if time is None else f"{time:.{digits}f} ({time / rival:.2f})" for time in times]
-        cells[2] = (
-            f"{cells[2]} in {_multiple(row, mode, names[2])}s" if times[2] else _beside(row["row"], mode, names)
-        )
+        cells[2] += f" in {_multiple(row, mode, names[2])}s" if times[2] else ""
         rows.append([f"`{name}`, `{scheme}`", ratio, *cells])
         environments.append(run["environment"])
     if not rows:
@@ -62,48 +60,27 @@ def _table(mode: str) -> str:
 
 
 def speed_verdicts() -> str:
-    """Each network, scheme and mode: milliseconds of low rank and its rivals, and a verdict on each rival."""
-    rows: list[list[object]] = []
+    """Each network and scheme: the time of low rank over that of each rival, and a verdict."""
+    rows: dict[str, dict[str, str]] = {}
     environments = []
-    for mode, title in MODES.items():
+    for mode in MODES if recorded(FILE) else ():
         names = [TRAINING.get(way, way) if mode == "training" else way for way in WAYS]
-        for run, row in strictest(mode) if recorded(FILE) else ():
+        for run, row in strictest(mode):
             compiled, dense, thin, ours = (milliseconds(row, mode, way) for way in names)
             dense = min(time for time in (compiled, dense) if time is not None)
-            name, scheme = row["row"].partition(":")[2].split("/")
-            times = ["" if time is None else f"{time:.3g}" for time in (ours, dense, thin)]
-            chips = [_faster(ours, rival) for rival in (dense, thin)]
-            rows.append([f"`{name}`", f"`{scheme}`", title, *times, *chips])
+            cells = rows.setdefault(row["row"].partition(":")[2].replace("/", "`, `"), {})
+            cells |= {
+                f"{mode} {rival}": compared(ours, time, REPEATS)
+                for rival, time in (("dense", dense), ("thin", thin))
+            }
             environments.append(run["environment"])
-    columns = [
-        "network",
-        "<scheme",
-        "<what",
-        "low rank ms",
-        "dense ms",
-        "thin ms",
-        "<against dense",
-        "<against thin",
-    ]
-    return markdown(columns, rows) + source(FILE, *environments) if rows else NO_RUNS
-
-
-def _faster(ours: float | None, rival: float | None) -> str:
-    """A verdict on two times in a word."""
-    if ours is None or rival is None:
-        return "not measured"
-    ratio = ours / rival
-    return "**wins**" if ratio < 1 - REPEATS else "**loses**" if ratio > 1 + REPEATS else "undecided"
-
-
-def _beside(name: str, mode: str, ways: list[str]) -> str:
-    """The thin network in the newest other run that has it and the low-rank one."""
-    for run in reversed(record(FILE)["runs"]):
-        for row in run["rows"]:
-            thin, low_rank = (milliseconds(row, mode, way) for way in ways[2:])
-            if row["row"] == name and thin and low_rank:
-                return f"{thin:.2f} beside {low_rank:.2f} in {_multiple(row, mode, ways[2])}s"
-    return "not measured"
+    if not rows:
+        return NO_RUNS
+    columns = {
+        f"{mode} {rival}": f"<{title}, {rival}" for mode, title in SHORT.items() for rival in ("dense", "thin")
+    }
+    lines = [[f"`{name}`", *(cells.get(column, "") for column in columns)] for name, cells in rows.items()]
+    return markdown(["network, scheme", *columns.values()], lines) + source(FILE, *environments)
 
 
 def _multiple(row: dict[str, Any], mode: str, way: str) -> int:

@@ -9,9 +9,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 from tables import form
-from tables.form import NO_RUNS, markdown, source
+from tables.form import NO_RUNS, chip, markdown, source
 
-from lowrank_cnn.choose.verdict import NO, UNTUNED, YES
+from lowrank_cnn.choose.verdict import NO, YES
 from lowrank_cnn.graph.finalize_shapes import LearnedShapes
 from lowrank_cnn.method.schemes import parse_scheme
 from lowrank_cnn.models import create_model
@@ -19,17 +19,11 @@ from lowrank_cnn.report.figures import shapes_spec
 from lowrank_cnn.report.style import save_charts
 from lowrank_cnn.report.trade import LEARNED, LOW_RANK, THIN, TradePoint, trade_chart, trade_spec
 
-UNDECIDED = "nothing is decided"
-NOT_TUNED = "no verdict, since all ways trained at one learning rate"
-
 
 def learned_shapes() -> str:
-    """For each record, those of GPUs first: the ways by falling accuracy, and the verdicts that were reached."""
+    """For each record with times: the ways by falling accuracy, and whether the target was met."""
     found = {path.name: json.loads(path.read_text()) for path in sorted(form.RESULTS.glob("learned_shapes*.json"))}
-    names = sorted(found, key=lambda name: not found[name]["environment"].get("gpu"))
-    alone = "**Only miniatures have been run so far**: short runs of small networks on a CPU.\n\n"
-    start = alone if names and not found[names[0]]["environment"].get("gpu") else ""
-    return start + "\n".join(_ways(name, found[name]) for name in names) or NO_RUNS
+    return "\n".join(_ways(name, one) for name, one in found.items() if one.get("equal_time")) or NO_RUNS
 
 
 def initialisations() -> str:
@@ -39,102 +33,37 @@ def initialisations() -> str:
 
 
 def _ways(name: str, found: dict[str, Any]) -> str:
-    about, answers = found["about"], found.get("answers", [])
+    about, answers = found["about"], found["equal_time"]
     rows = [row for row in found["rows"] if row.get("phase", "full") == "full" and row["top1"] is not None]
     ways = {way: [row for row in rows if row["way"] == way] for way in dict.fromkeys(row["way"] for row in rows)}
     order = sorted(ways, key=lambda way: -fmean(row["top1"] for row in ways[way]))
-    timed = any("ms" in row for row in rows)
-    rivals = list(dict.fromkeys(one["theirs"] for one in answers))
-    gaps = {(one["ours"], one["theirs"]): _gap(one) for one in answers}
-    width = f" (width {about['width']:g})" if about["width"] != 1 else ""
-    images = f", {about['train']:,} images" if about.get("train") else ""
-    title = f"**{about['network']}{width} on {about['data']}{images}, {about['recipe']['epochs']} epochs**\n\n"
-    columns = ["way", "of the MACs", *(["ms", "of the dense time"] if timed else []), "top-1 %", "runs"]
-    columns += [f"over `{rival}`, 99 % interval" for rival in rivals]
-    lines = [
-        [*_line(way, ways[way], timed=timed), *(gaps.get((way, rival), "") for rival in rivals)] for way in order
-    ]
-    parts = [markdown(columns, lines), _notes(rows), _at_equal_macs(answers)]
-    parts += [_at_equal_time(found.get("equal_time", [])), _mechanisms(found)]
-    return title + "".join(parts) + source(name, *found.get("environments", [found["environment"]]))
+    verdicts = {way: _all(one["verdict"] for one in answers if one["ours"] == way) for way in ways}
+    lines = [[*_line(way, ways[way]), chip(verdicts[way]) if verdicts[way] else ""] for way in order]
+    title = f"**{about['network']} on {about['data']}, {about['recipe']['epochs']} epochs**\n\n"
+    target = f"<ahead by {answers[0]['margin']:g} at equal time"
+    columns = ["way", "of the MACs", "of the dense time", "top-1 %", "runs", target]
+    schemes = {row["way"]: row["scheme"] for row in rows if "scheme" in row}
+    told = "; ".join(f"`{way}`: `{scheme}` in every layer" for way, scheme in schemes.items())
+    known = found.get("environments", [found["environment"]])
+    return f"{title}{markdown(columns, lines)}\n{told}.\n{source(name, *known)}"
 
 
-def _line(way: str, rows: list[dict[str, Any]], *, timed: bool) -> list[object]:
+def _line(way: str, rows: list[dict[str, Any]]) -> list[object]:
     shares = [100 * row["top1"] for row in rows]
     accuracy = f"{fmean(shares):.2f}" + (f" ± {stdev(shares):.2f}" if len(shares) > 1 else "")
     ms = next((row["ms"] for row in rows if "ms" in row), None)
-    times = ["", ""] if ms is None else [f"{ms['ours']:.3f}", f"{ms['ours'] / ms['dense']:.2f}"]
-    return [
-        f"`{way}`",
-        f"{fmean(row['macs'] for row in rows):.3f}",
-        *(times if timed else []),
-        accuracy,
-        len(rows),
-    ]
-
-
-def _notes(rows: list[dict[str, Any]]) -> str:
-    """The fixed shares, and how times were measured."""
-    schemes = {row["way"]: row["scheme"] for row in rows if "scheme" in row}
-    told = [f"`{way}` is `{scheme}` in every layer." for way, scheme in schemes.items()]
-    if any("ms" in row for row in rows):
-        told.append("Times: networks of the first seed through `lr.optimize`, in turns with the dense one.")
-    return f"\n{' '.join(told)}\n" if told else ""
-
-
-def _at_equal_macs(answers: list[dict[str, Any]]) -> str:
-    decided = [one for one in answers if one["verdict"] in (YES, NO)]
-    verdicts = [
-        f"`{one['ours']}` over `{one['theirs']}` by {one['margin']:g}: {one['verdict']}" for one in decided
-    ]
-    nothing = NOT_TUNED if answers and all(one["verdict"] == UNTUNED for one in answers) else UNDECIDED
-    return f"\nAt equal MACs, by the margins written down before the runs: {'; '.join(verdicts) or nothing}.\n"
-
-
-def _at_equal_time(answers: list[dict[str, Any]]) -> str:
-    """Each learned way against each rival, with the rival's time, and whether the target is met."""
-    if not answers:
-        return "\nThe networks have not been timed.\n"
-    margin = answers[0]["margin"]
-    columns = ["learned", "<rival", "<time of the rival", "ahead, 99 % interval", f"<by {margin:g} at equal time"]
-    lines = [
-        [f"`{one['ours']}`", f"`{one['theirs']}`", _relative_time(one), _gap(one), one["verdict"]]
-        for one in answers
-    ]
-    ways = dict.fromkeys(one["ours"] for one in answers)
-    aims = [f"`{way}`: {_all(one['verdict'] for one in answers if one['ours'] == way)}" for way in ways]
-    aim = f"\nAhead of every rival by {margin:g} points at equal time? {'; '.join(aims)}.\n"
-    return f"\n{markdown(columns, lines)}{aim}"
-
-
-def _relative_time(one: dict[str, Any]) -> str:
-    equal = abs(one["time"] - 1) <= one["tolerance"]
-    kind = "equal" if equal else "faster" if one["time"] < 1 else "slower"
-    return f"{one['time']:.2f}, {kind}"
+    time = "" if ms is None else f"{ms['ours'] / ms['dense']:.2f}"
+    return [f"`{way}`", f"{fmean(row['macs'] for row in rows):.3f}", time, accuracy, len(rows)]
 
 
 def _all(verdicts: Iterable[str]) -> str:
-    """Yes if all verdicts are, no if one is, else the first other verdict."""
+    """Yes if all verdicts are, no if one is, else the first other verdict; nothing without any."""
     found = list(verdicts)
-    return NO if NO in found else next((one for one in found if one != YES), YES)
-
-
-def _mechanisms(found: dict[str, Any]) -> str:
-    """The mechanism that was kept against the other ways to learn shapes."""
-    gaps = [f"`{one['theirs']}` by {_gap(one)}{_p(one)}" for one in found.get("mechanisms", [])]
-    return f"\n`proximal` is ahead of, in points with 99 % intervals: {'; '.join(gaps)}.\n" if gaps else ""
-
-
-def _p(one: dict[str, Any]) -> str:
-    return f", decided with p = {one['corrected']:.1g}" if one["verdict"] == YES else f", {one['verdict']}"
-
-
-def _gap(one: dict[str, Any]) -> str:
-    return f"{one['gap']:+.2f} ({one['low']:+.2f} to {one['high']:+.2f})"
+    return NO if NO in found else next((one for one in found if one != YES), YES if found else "")
 
 
 def _inits(name: str, found: dict[str, Any]) -> str:
-    columns = ["initialisation", "best rate", "top-1 %", "runs", "diverged", "of its tries"]
+    columns = ["initialisation", "best rate", "top-1 %", "runs", "diverged"]
     rates = [row["rate"] for row in found["rows"] if row["phase"] == "try"]
     edges = (min(rates, default=0), max(rates, default=0))
     table = markdown(columns, [_init_line(row, edges) for row in found["summary"]])
@@ -152,8 +81,7 @@ def _init_line(row: dict[str, Any], edges: tuple[float, float]) -> list[object]:
     accuracy = "" if row["mean"] is None else f"{row['mean']:.2f}"
     accuracy += "" if row["sd"] is None else f" ± {row['sd']:.2f}"
     rate = "" if row["rate"] is None else f"x {row['rate']:g}" + (", at the edge" if row["rate"] in edges else "")
-    tries = f"{row['diverged_try']} of {row['tries']}"
-    return [f"`{row['init']}`", rate, accuracy, row["runs"], row["diverged_full"], tries]
+    return [f"`{row['init']}`", rate, accuracy, row["runs"], row["diverged_full"]]
 
 
 def draw(out: Path) -> Path:

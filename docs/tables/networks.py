@@ -1,4 +1,4 @@
-"""The networks as counted now, and the weights that come with them."""
+"""The networks as counted now."""
 
 from __future__ import annotations
 
@@ -34,18 +34,3 @@ def networks() -> str:
             )
     columns = ["network", "MACs", "of the dense twin", "parameters", "published accuracy"]
     return markdown(columns, rows) + NOTE
-
-
-def weights() -> str:
-    """The cards of the weights that come with the package."""
-    from lowrank_cnn.models.network_file import list_pretrained, read_pretrained
-
-    rows: list[list[object]] = []
-    for name, data in list_pretrained():
-        card = read_pretrained(name, data).card
-        trained, halved = card["trained"], card["halved"]
-        shares = f"{trained['top1']:.2%}", f"{halved['top1']:.2%}"
-        made = f"`{card['recipe']['name']}`", trained["epochs"], card["seed"], card["environment"]["commit"]
-        rows.append([f"`{name}`", data, *made, *shares])
-    columns = ["network", "<data", "<recipe", "epochs", "seed", "commit", "as trained, GPU", "as shipped, CPU"]
-    return markdown(columns, rows) + "\nTop-1 on the 10,000 test images.\n"
