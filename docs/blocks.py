@@ -53,7 +53,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "cifar10-paper": cifar10.cifar10_paper,
     "cifar10-modern": cifar10.cifar10_modern,
     "cpu-decision": engines.decision,
-    "cpu-aims": engines.aims,
     "commands": reference.commands,
     "cpu-engines": engines.cpu_engines,
     "cpu-layout": cpu.cpu_layout,
