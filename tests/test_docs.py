@@ -166,7 +166,7 @@ def run_python(text: str, page: Path, names: dict[str, object]) -> None:
     exec(compile(text, str(page), "exec"), names)
 
 
-BY_NIGHT = tuple(f"docs/{name}.md" for name in ("devices", "export", "frontier", "index", "your-model"))
+BY_NIGHT = tuple(f"docs/{name}.md" for name in ("devices", "frontier", "index", "your-model"))
 """Pages that take longest: tests of engines and commands do the same, and index.md shows what README.md shows."""
 
 

@@ -99,7 +99,7 @@ def test_every_requirement_has_bounds():
 
 
 def test_every_requirement_is_listed_with_its_licence():
-    page = (ROOT / "docs" / "dependencies.md").read_text()
+    page = (ROOT / "docs" / "notes" / "dependencies.md").read_text()
     for wanted in requirements().values():
         for name in (re.split(r"[>\[]", requirement)[0] for requirement in wanted):
             assert name == "lowrank-cnn" or name in page, name

@@ -9,18 +9,6 @@ from tables.form import NOT_MEASURED, JsonRecord, compared, from_record, markdow
 
 Row = dict[str, Any]
 _PRECISIONS = ("fp32", "fp16", "int8")
-_AIMS = (
-    ("vgg11-gmp", "fp32", ("fp32",), 0.70),
-    ("vgg11-gmp", "fp16", ("fp16",), 0.85),
-    ("vgg11-gmp", "int8", ("int8",), 0.45),
-    ("vgg11-gmp", "int8", _PRECISIONS, 0.65),
-    ("nin", "fp32", ("fp32",), 0.60),
-    ("nin", "fp16", ("fp16",), 0.60),
-    ("nin", "int8", ("int8",), 0.60),
-    ("resnet18", "int8", ("int8",), None),
-    ("resnet18", "int8", _PRECISIONS, None),
-)
-"""A network, the precision of its low-rank form, those of its dense rivals, and the target share of its time."""
 _ALIKE = 0.98
 """Times that differ by less than this share of the longer one count as equal."""
 _WAYS = ("dense", "thin", "low-rank")
@@ -129,24 +117,6 @@ def _training(how: dict[str, Any]) -> str:
     images = f", {how['images']:,} images" if "images" in how else ""
     rounded = "" if how["quantize"] == "none" else f", with {how['quantize']} layers"
     return f"{how['recipe']}, {how['epochs']} epoch{'s' * (how['epochs'] > 1)}{images}{rounded}"
-
-
-@from_record("cpu_engines.json")
-def aims(found: JsonRecord) -> str:
-    """The best low-rank time over the best dense one, and the target, with two threads."""
-    rows: list[list[object]] = []
-    for family, precision, rivals, aim in _AIMS:
-        low = _best(found["rows"], family, 2, precision, "low-rank")
-        dense = [_best(found["rows"], family, 2, each, "dense") for each in rivals]
-        known = [row["ms"] for row in dense if row]
-        if low is None or len(known) < len(rivals):
-            continue
-        ratio = low["ms"] / min(known)
-        over = precision if rivals == (precision,) else "any precision"
-        aimed, met = ("none", "") if aim is None else (f"{aim:.2f}", "reached" if ratio <= aim else "missed")
-        rows.append([f"`{family}`", f"{precision} over dense in {over}", aimed, f"{ratio:.2f}", met])
-    columns = ["network", "<best low-rank engine over best dense engine", "target", "measured", "<"]
-    return markdown(columns, rows) + source("cpu_engines.json", found["environment"])
 
 
 @from_record("strips.json")

@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from tables.form import JsonRecord, from_record, markdown, source
 
 STEPS = ("counted", "converted", "decomposed", "merged", "planned", "optimised", "exported")
 PACKAGES = ("pytorchcv", "transformers", "diffusers", "monai", "efficientnet_pytorch")
+WRONG, REFUSED = ("WRONG", "RAW"), "refused"
+"""How the cells of wrong results, errors and refusals begin."""
+
+
+@from_record("foreign.json")
+def summary(found: JsonRecord) -> str:
+    """A row per library: how many of its networks each transform takes."""
+    environment, lines = found["environment"], []
+    results = {row["name"]: [_cell(row, step) for step in STEPS] for row in found["rows"]}
+    for library in PACKAGES:
+        mine = [cells for name, cells in results.items() if name.startswith(f"{library}:")]
+        taken = [sum(not cell.startswith((*WRONG, REFUSED)) for cell in step) for step in zip(*mine, strict=True)]
+        lines.append([f"{library} {environment[library]}", len(mine), *taken])
+    every = [cell for cells in results.values() for cell in cells]
+    wrong, refused = (sum(cell.startswith(kind) for cell in every) for kind in (WRONG, REFUSED))
+    note = f"\n{len(results)} networks, {len(every)} results: {wrong} wrong or failed, {refused} refused.\n"
+    return markdown(["library", "networks", *STEPS], lines) + note + source("foreign.json", environment)
 
 
 @from_record("foreign.json")
 def foreign(found: JsonRecord) -> str:
     """A row per network: what each transform gave, or that it refused."""
-    rows = [[_breakable(row["name"]), *(_cell(row, step) for step in STEPS)] for row in found["rows"]]
-    cells = [row["cells"].get(step, "") for row in found["rows"] for step in STEPS]
-    wrong = sum(cell.startswith(("WRONG", "RAW")) for cell in cells)
-    refused = sum(cell.startswith("refused") for cell in cells)
-    environment = found["environment"]
-    versions = ", ".join(f"{name} {environment[name]}" for name in PACKAGES)
+    rows = [[row["name"], *(_cell(row, step) for step in STEPS)] for row in found["rows"]]
     note = (
-        f"\n{len(rows)} networks, {len(cells)} results: {wrong} wrong or failed, {refused} refused.\n"
-        "Errors are the largest difference of any output over the largest value of that output, against the "
-        f"original.\n{versions}.\n"
+        "\nErrors are the largest difference of any output over the largest value of that output, against the "
+        "original.\n"
     )
     columns = ["network", *(f"<{step}" for step in STEPS)]
-    return markdown(columns, rows) + note + _reasons(found["rows"]) + source("foreign.json", environment)
-
-
-def _breakable(name: str) -> str:
-    """A long name with places where a narrow table may break it."""
-    return re.sub(r"(?<=[a-z0-9:])(?=[A-Z_])|(?<=:)", "<wbr>", name)
+    return markdown(columns, rows) + note + _reasons(found["rows"]) + source("foreign.json", found["environment"])
 
 
 def _reasons(rows: list[dict[str, Any]]) -> str:
@@ -41,7 +46,7 @@ def _reasons(rows: list[dict[str, Any]]) -> str:
         for step in STEPS:
             result, _, reason = row["cells"].get(step, "").partition(": ")
             if reason:
-                what = "refused" if result == "refused" else "in part"
+                what = "refused" if result == REFUSED else "in part"
                 told.setdefault(f"{step}, {what}: {reason}", []).append(f"`{row['name'].partition(':')[2]}`")
     lines = (f"- {sentence} ({', '.join(names)})" for sentence, names in told.items())
     return "\n" + "\n".join(lines) + "\n\n" if told else ""

@@ -77,13 +77,15 @@ def recorded(name: str) -> bool:
     return (RESULTS / name).exists()
 
 
-def from_record(name: str) -> Callable[[Callable[[JsonRecord], str]], Callable[[], str]]:
-    """Pass a table its record; without one the page says that there are no runs."""
+def from_record(
+    name: str, *, without: str = NO_RUNS
+) -> Callable[[Callable[[JsonRecord], str]], Callable[[], str]]:
+    """Pass a table its record; without one the page says that there are no runs, or what else is given."""
 
     def with_record(make: Callable[[JsonRecord], str]) -> Callable[[], str]:
         @wraps(make)
         def table() -> str:
-            return make(record(name)) if recorded(name) else NO_RUNS
+            return make(record(name)) if recorded(name) else without
 
         return table
 

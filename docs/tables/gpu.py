@@ -15,34 +15,26 @@ Row = dict[str, Any]
 
 
 def gpu_layers() -> str:
-    """The best tile of each layer of the low-rank VGG, its floor and the dense twin."""
+    """Each layer's best tile, floor and dense twin, and its backward against torch's own."""
     found = record("gpu_kernels.json")
     rows: list[list[object]] = []
     for name, layer in found["layers"].items():
-        right = {k: v for k, v in layer["tiles"].items() if v.get("right")}
-        best = min(right, key=lambda tile: right[tile]["ms"])
-        ms = right[best]["ms"]
-        rate = 2 * layer["macs"] / ms / 1e9
+        right = [tile for tile in layer["tiles"].values() if tile.get("right")]
+        best = min(right, key=lambda tile: tile["ms"])
+        rate = 2 * layer["macs"] / best["ms"] / 1e9
         rivals = layer["rivals"]
-        pool = f" + {rivals['max-pool']['ms']:.2f}" if "max-pool" in rivals else ""
-        dense = f"{min(way['ms'] for name, way in rivals.items() if 'relu' in name):.2f}{pool}"
-        rows.append([name, f"{ms:.3f}", right[best]["kernel"], f"{rate:.0f}", f"{layer['floor_ms']:.3f}", dense])
-    columns = ["layer", "ms", "kernel", "TFLOP/s", "floor ms", "dense conv + pool ms"]
+        pool = rivals["max-pool"]["ms"] if "max-pool" in rivals else 0.0
+        dense = min(way["ms"] for way_name, way in rivals.items() if "relu" in way_name) + pool
+        times = [f"{best['ms']:.3f}", f"{layer['floor_ms']:.3f}", f"{dense:.2f}"]
+        rows.append([name, best["kernel"], f"{rate:.0f}", *times, *_backward(layer.get("backward", {}))])
+    columns = ["layer", "<kernel", "TFLOP/s", "ms", "floor", "dense", "backward", "torch's", "torch's, dense"]
     return markdown(columns, rows) + _layers_source(found)
 
 
-def gpu_backward() -> str:
-    """The backward of each layer against torch's own; the cell of a rival without a measurement is empty."""
-    found = record("gpu_kernels.json")
-    rows: list[list[object]] = []
-    for name, layer in found["layers"].items():
-        times = layer.get("backward", {})
-        if "all" in times:
-            ours, rivals = times["all"]["ms"], (times.get(way, {}) for way in ("naive composite", "dense"))
-            ratios = [f"{rival['ms'] / ours:.2f}" if "ms" in rival else "" for rival in rivals]
-            rows.append([name, f"{ours:.2f}", *ratios])
-    columns = ["layer", "ours ms", "torch, same layer / ours", "torch, dense layer / ours"]
-    return markdown(columns, rows) + _layers_source(found)
+def _backward(times: dict[str, Any]) -> list[str]:
+    """Our time, and those of torch for the same layer and for a dense one; empty if not measured."""
+    ways = ("all", "naive composite", "dense")
+    return [f"{times[way]['ms']:.2f}" if "ms" in times.get(way, {}) else "" for way in ways]
 
 
 def _layers_source(found: dict[str, Any]) -> str:
@@ -63,10 +55,6 @@ def gpu_training() -> str:
 
 def gpu_small() -> str:
     return _networks("inference", 1)
-
-
-def gpu_small_training() -> str:
-    return _networks("training", 1)
 
 
 def gpu_ratios() -> str:

@@ -77,6 +77,64 @@ def test_every_table_stands_on_a_page(blocks: ModuleType):
     assert shown == set(blocks.TABLES)
 
 
+def test_other_libraries_are_summed_by_what_takes_their_networks(blocks: ModuleType, put: Put):
+    fine = {"counted": "equal", "converted": "3 layers", "exported": "refused: too large"}
+    rows = [
+        {"name": f"monai:{name}", "cells": {**fine, "merged": cell}}
+        for name, cell in (("a", "1e-07"), ("b", "RAW: no"))
+    ]
+    versions = dict.fromkeys(("pytorchcv", "transformers", "diffusers", "monai", "efficientnet_pytorch"), "1")
+    put("foreign.json", {"environment": {**ENVIRONMENT, **versions}, "rows": rows})
+    text = blocks.TABLES["foreign-summary"]()
+    assert cells(text, "monai 1")[1:4] == ["2", "2", "2"]
+    assert cells(text, "monai 1")[5] == "1"  # merged
+    assert cells(text, "monai 1")[-1] == "0"
+    assert "2 networks, 14 results: 1 wrong or failed, 2 refused." in text
+
+
+def depthwise_row(layer: str, channels: int, torch_ms: float) -> dict[str, Any]:
+    times = {"torch forward": torch_ms, "ours forward": 0.15, "torch both": 3 * torch_ms, "ours both": 0.5}
+    return {"layer": layer, "channels": channels, "side": 14, "blocks": 3, "copy": 0.1, "error": 0.002, **times}
+
+
+def depthwise_record() -> dict[str, Any]:
+    rows = [depthwise_row(*own) for own in (("bands", 96, 1.2), ("7x7", 96, 0.5), ("3x3", 96, 0.2))]
+    rows += [{**row, "channels": 192, "blocks": 9, "side": 7} for row in rows]
+    return {"batch": 256, "layers": rows}
+
+
+def test_depthwise_layers_are_over_a_copy_and_summed_by_blocks(blocks: ModuleType, put: Put, tmp_path: Path):
+    assert blocks.TABLES["depthwise"]() == ""
+    put("depthwise.json", depthwise_record())
+    text = blocks.TABLES["depthwise"]()
+    assert cells(text, "96, 14x14")[1:] == ["12.0", "1.5", "5.0", "1.5", "2.0", "1.5"]
+    sums = [f"**{12 * ms:.2f}**" for ms in (1.2, 0.15, 0.5, 0.15, 0.2, 0.15)]  # 3 and 9 blocks
+    assert cells(text, "all forward, ms")[1:] == sums
+    assert cells(text, "and backward, ms")[1:3] == ["**43.20**", "**6.00**"]
+    assert "sum over 3, 9 blocks (copies: 1.20 ms)" in text
+    assert "0.002 of the norm" in text
+
+
+def test_depthwise_layers_are_drawn(put: Put, tmp_path: Path):
+    pytest.importorskip("vl_convert")
+    put("depthwise.json", depthwise_record())
+    importlib.import_module("tables.depthwise").draw(tmp_path / "depthwise.svg")
+    drawn = (tmp_path / "depthwise.svg").read_text()
+    assert all(f"{kind}, forward" in drawn for kind in ("bands", "7x7", "3x3"))
+    assert drawn.count('aria-roledescription="bar"') == 12  # three kinds, two maps, two ways
+
+
+def test_depthwise_networks_show_what_failed(blocks: ModuleType, put: Put):
+    assert blocks.TABLES["depthwise-networks"]() == ""
+    times = {"inference": {"torch": 14.6, "ours": 9.25}, "one image": {"torch": 2, "ours": 1.5}}
+    rows = [{"network": "a", **times, "step": {"error": "of memory"}}, {"network": "b", "error": "too slow"}]
+    put("depthwise_networks.json", {"batch": 256, "networks": rows})
+    text = blocks.TABLES["depthwise-networks"]()
+    assert cells(text, "`a`")[1:] == ["14.60", "9.25", "2.00", "1.50", "failed", "failed"]
+    assert cells(text, "`b`")[1:] == ["failed"] * 6
+    assert "| 256 images, torch | 256 images, ours | 1 image, torch |" in text
+
+
 def pipeline(**changes: Any) -> dict[str, Any]:
     rate = {"images_per_second": 100.0, "lowest": 90.0, "highest": 110.0}
     kind = {"bytes": 5e4, "decode": {"Pillow": rate}, "frame": {"chosen here": rate}, "worker": rate, "loader": {}}

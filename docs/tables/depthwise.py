@@ -1,0 +1,109 @@
+"""Depthwise layers and networks on a GPU, by torch and by our kernels. Without a record the page has no table."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from tables.form import ROOT, JsonRecord, from_record, markdown, record, recorded, source
+
+from lowrank_cnn.report.style import OTHERS
+
+LAYERS, NETWORKS = "depthwise.json", "depthwise_networks.json"
+PICTURE = "images/depthwise.svg"
+KINDS = ("bands", "7x7", "3x3")
+WAYS = ("torch", "ours")
+PASSES = {"forward": "all forward", "both": "and backward"}
+CASES = {"inference": "{batch} images", "one image": "1 image", "step": "step"}
+"""What was timed of a network, and its name in the table."""
+
+
+@from_record(LAYERS, without="")
+def layers(found: JsonRecord) -> str:
+    """The picture; the forward time over that of a copy of the map; and the time of all blocks of a network."""
+    rows = found["layers"]
+    by_map: dict[tuple[int, int], dict[str, JsonRecord]] = {}
+    for row in rows:
+        by_map.setdefault((row["channels"], row["side"]), {})[row["layer"]] = row
+    lines: list[list[object]] = []
+    for (channels, side), kinds in by_map.items():
+        over = [f"{_over(kinds[kind], way):.1f}" for kind in KINDS for way in WAYS]
+        lines.append([f"{channels}, {side}x{side}", *over])
+    for what, name in PASSES.items():
+        sums = [f"**{_all_blocks(rows, kind, f'{way} {what}'):.2f}**" for kind in KINDS for way in WAYS]
+        lines.append([f"{name}, ms", *sums])
+    blocks = ", ".join(str(next(iter(kinds.values()))["blocks"]) for kinds in by_map.values())
+    error = max(row["error"] for row in rows)
+    note = (
+        f"\nForward time over that of a copy of the map; then the sum over {blocks} blocks (copies: "
+        f"{_all_blocks(rows, KINDS[0], 'copy'):.2f} ms).\nbf16, batch {found['batch']}, in CUDA graphs; our "
+        f"largest error against float64 is {error:.1g} of the norm.\n"
+    )
+    table = markdown(["channels, map", *(f"{kind}, {way}" for kind in KINDS for way in WAYS)], lines)
+    return f"![Depthwise layers: time over that of a copy]({PICTURE})\n\n{table}{note}" + source(
+        LAYERS, found["environment"]
+    )
+
+
+@from_record(NETWORKS, without="")
+def networks(found: JsonRecord) -> str:
+    """Milliseconds of whole networks, compiled by torch and by `optimize` or `fit`."""
+    lines: list[list[object]] = []
+    for row in found["networks"]:
+        lines.append([f"`{row['network']}`", *(cell for case in CASES for cell in _cells(row.get(case, row)))])
+    shown = [name.format(batch=found["batch"]) for name in CASES.values()]
+    columns = ["network", *(f"{name}, {way}" for name in shown for way in WAYS)]
+    note = (
+        f"\nMilliseconds, bf16, 224x224 pixels; training steps of {found['batch']} images. *torch*: torch.compile "
+        "in a CUDA graph, its weights\nfrozen for inference. *ours*: `optimize`, and `fit(compile=True)`.\n"
+    )
+    return markdown(columns, lines) + note + source(NETWORKS, found["environment"])
+
+
+def draw(path: Path) -> None:
+    """Draw bars for each layer; the line is a copy of the map, which no layer can undercut."""
+    values = [
+        {"layer": row["layer"], "map": f"{row['channels']}, {row['side']}x{row['side']}", "by": way,
+         "times": _over(row, way)}
+        for row in record(LAYERS)["layers"]
+        for way in WAYS
+    ]  # fmt: skip
+    config = {"font": "system-ui, sans-serif", "axis": {"labelFontSize": 12, "titleFontSize": 13}}
+    config |= {"title": {"fontSize": 14}, "legend": {"labelFontSize": 12}, "background": "white"}
+    chart = {"vconcat": [_chart(kind, values) for kind in KINDS], "config": config}
+    path.write_text(importlib.import_module("vl_convert").vegalite_to_svg(chart))
+
+
+def _chart(kind: str, values: list[dict[str, Any]]) -> dict[str, Any]:
+    """The layers of one kind: all axes are alike, and begin at nothing."""
+    longest = 1.05 * max(value["times"] for value in values)
+    x = {"field": "map", "type": "nominal", "sort": None, "title": "channels, map", "axis": {"labelAngle": 0}}
+    y = {"field": "times", "type": "quantitative", "title": "time / copy", "scale": {"domain": [0, longest]}}
+    colours = {"domain": list(WAYS), "range": [OTHERS[1][0], OTHERS[0][0]]}
+    colour = {"field": "by", "type": "nominal", "title": None, "scale": colours, "legend": {"orient": "top"}}
+    bars = {
+        "data": {"values": [value for value in values if value["layer"] == kind]},
+        "mark": "bar",
+        "encoding": {"x": x, "xOffset": {"field": "by", "sort": list(WAYS)}, "y": y, "color": colour},
+    }
+    copy = {"data": {"values": [{"times": 1}]}, "mark": {"type": "rule", "strokeDash": [4, 3]},
+            "encoding": {"y": {"field": "times", "type": "quantitative"}}}  # fmt: skip
+    return {"title": f"{kind}, forward", "width": 330, "height": 120, "layer": [bars, copy]}
+
+
+def _over(row: JsonRecord, way: str) -> float:
+    """The forward time of a layer over that of a copy of its map."""
+    return row[f"{way} forward"] / row["copy"]
+
+
+def _all_blocks(rows: list[JsonRecord], kind: str, time: str) -> float:
+    return sum(row["blocks"] * row[time] for row in rows if row["layer"] == kind)
+
+
+def _cells(times: JsonRecord) -> list[str]:
+    return [f"{times[way]:.2f}" if way in times else "failed" if "error" in times else "" for way in WAYS]
+
+
+if __name__ == "__main__" and recorded(LAYERS):
+    draw(ROOT / "docs" / PICTURE)
