@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tables.form import NOT_MEASURED, markdown, record, source
+from tables.form import markdown, record, source
 
 BATCH = 256
 SIZES = "224x224 (NiN 30x30)"
@@ -67,32 +67,6 @@ def gpu_small() -> str:
 
 def gpu_small_training() -> str:
     return _networks("training", 1)
-
-
-def gpu_ratios() -> str:
-    """Inference and training beside each other: ratios alone."""
-    modes = [
-        {row["network"]: (run, row) for run, row in newest(mode, BATCH)} for mode in ("inference", "training")
-    ]
-    shown = {name: found for mode in modes for name, found in mode.items()}
-    rows: list[list[object]] = []
-    for name, (_, row) in sorted(shown.items(), key=_place):
-        ratios = [_ratio(*mode[name]) if name in mode else NOT_MEASURED for mode in modes]
-        rows.append([f"`{name}`", f"{row['mac_ratio']:.3f}", *ratios])
-    used = [run for mode in modes for run, _ in mode.values()]
-    note = f"\nTime over that of the fastest dense network without our kernels; bf16, batch {BATCH}, {SIZES}.\n"
-    note += "Medians of 21 replays of a graph, ours and dense in one run; in brackets the best-case and\n"
-    note += "worst-case ratio.\n"
-    return markdown(["network", "MAC ratio", "inference", "training"], rows) + note + _source(used)
-
-
-def _ratio(run: Run, row: Row) -> str:
-    """The ratio, and its best and worst case by the spread of both sides."""
-    setting = f"{row['mode']}|{row['batch']}"
-    ours = run["ways"][f"{row['network']}|{setting}|{row['way']}"]
-    dense = run["ways"][f"{row['dense']}|{setting}|{row['dense_way']}"]
-    low, high = ours["least"] / dense["most"], ours["most"] / dense["least"]
-    return f"**{row['ratio']:.3f}** ({low:.3f} to {high:.3f})"
 
 
 def newest(mode: str, batch: int) -> list[tuple[Run, Row]]:
