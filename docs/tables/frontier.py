@@ -44,6 +44,7 @@ def questions() -> str:
     rows: list[list[object]] = [
         [one["family"], one["data"], one["seeds"], f"+{one['better_by']}", f"-{one['loss']}", _written(one, asked)]
         for one in asked["sets"]
+        if "better_by" in one  # else its rivals are searched for
     ]
     columns = ["family", "<images", "runs of each", "better: by points", "faster: within points", "<written on"]
     designs = ", ".join(f"`{name}`" for name in asked["designs"])
