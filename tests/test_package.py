@@ -132,3 +132,9 @@ def test_make_does_not_install_torchvision():
         found |= {x for each in wanted if each[:12] == "lowrank-cnn[" for x in each[12:-1].split(",")}
     assert {"train", "dev"} <= found
     assert "zoo" not in found
+
+
+def test_the_citation_names_this_version_and_the_paper():
+    text = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {lowrank_cnn.__version__}\n" in text
+    assert "https://arxiv.org/abs/1511.06744" in text

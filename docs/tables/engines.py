@@ -12,7 +12,6 @@ _PRECISIONS = ("fp32", "fp16", "int8")
 _ALIKE = 0.98
 """Times that differ by less than this share of the longer one count as equal."""
 _WAYS = ("dense", "thin", "low-rank")
-_KERNELS = {"vgg11-gmp": "3x3", "resnet18": "3x3", "nin": "5x5 and 3x3", "convnext": "depthwise 7x7"}
 
 
 @from_record("cpu_engines.json")
@@ -27,35 +26,6 @@ def cpu_engines(found: JsonRecord) -> str:
     columns = ["network", "precision", "threads", "dense ms", "thin ms", "low-rank ms", "of dense", "of thin"]
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return markdown(columns, rows) + f"\n{versions}.\n" + source("cpu_engines.json", found["environment"])
-
-
-@from_record("cpu_engines.json")
-def decision(found: JsonRecord) -> str:
-    """The best choice on this CPU, by kernels and precision: the fastest network of equal MACs, and its engine."""
-    rows: list[list[object]] = []
-    for family, threads, precision, best in _compared(found["rows"]):
-        thin, low, dense = best["thin"], best["low-rank"], best["dense"]
-        chosen, other = (low, thin) if low["ms"] < thin["ms"] else (thin, low)
-        advice = "low-rank" if chosen is low else "a thinner dense network"
-        advice = "either" if chosen["ms"] > _ALIKE * other["ms"] else advice
-        gain = f"{chosen['ms'] / other['ms']:.2f} of the other, {chosen['ms'] / dense['ms']:.2f} of dense"
-        device = f"{found['environment']['cpu']}, {threads} thread{'s' * (threads > 1)}"
-        rows.append([_KERNELS[family], f"`{family}`", precision, device, advice, chosen["engine"], gain])
-    columns = ["kernels", "<network", "<precision", "<device", "<take", "<engine", "<time"]
-    return markdown(columns, rows) + source("cpu_engines.json", found["environment"])
-
-
-@from_record("cpu_engines.json")
-def speed_verdicts(found: JsonRecord) -> str:
-    """Each network in its fastest engine: the time of low rank over that of each rival, and a verdict."""
-    rows: dict[tuple[str, int], list[object]] = {}
-    for family, threads, _, best in _compared(found["rows"]):
-        cells = rows.setdefault((family, threads), [f"`{family}`", threads])
-        cells += [compared(best["low-rank"]["ms"], best[rival]["ms"], 1 - _ALIKE) for rival in ("dense", "thin")]
-    columns = [f"<{precision}, {rival}" for precision in _PRECISIONS for rival in ("dense", "thin")]
-    return markdown(["network", "threads", *columns], list(rows.values())) + source(
-        "cpu_engines.json", found["environment"]
-    )
 
 
 @from_record("int8_accuracy.json")

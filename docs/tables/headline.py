@@ -1,246 +1,203 @@
-"""The results of the first screen: dense, low-rank and thin dense networks, in points and milliseconds.
+"""The results of the first screen: four dense networks, each with a low-rank and a thin one of the same speed.
 
-The first table has only networks whose accuracy and time are in one record, on the same images. Networks that were
-timed but not trained on larger images have a table of their own.
+A row shows the judged low-rank design that is furthest ahead of its rival, and the strongest of its thin rivals.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from tables import form, frontier, gpu_models
-from tables.form import ROOT, markdown, record
+from tables import form, frontier
+from tables.form import ROOT, markdown
 
-from lowrank_cnn.choose.frontier import DENSE_NAME, RECORD, DesignRow, Frontier, in_words, load_frontier
-from lowrank_cnn.choose.verdict import BETTER, YES, control_of, read_questions
-from lowrank_cnn.report.style import COLOURS
+from lowrank_cnn.choose.frontier import DENSE_NAME, LOW_RANK, RECORD, THIN, DesignRow, Frontier, load_frontier
+from lowrank_cnn.choose.verdict import BETTER, EARLY, SEARCHED, paired_gap
+from lowrank_cnn.report.style import COLOURS, GRID, INK, SOFT, VERSION, Spec, theme
 
-DENSE, LOW_RANK, THIN = "dense", "low-rank", "thin dense"
-KEYS = {DENSE: "dense", LOW_RANK: "low-rank", THIN: "thin"}
-"""The names of the three kinds in `gpu_models.json`."""
-TIMED = {"lowrank:vgg11-gmp/lr": "`vgg11-gmp`", "torchvision:resnet18/lr": "torchvision's `resnet18`"}
-"""Networks of `gpu_models.json`, and their names in the table."""
-FULL = (DENSE_NAME, "dense-branches")
-LEAST_RUNS = 4
-"""Fewest runs of a network in the table."""
+SHOWN = ("cifar10-nin-rivals", "cifar10-vgg", "tiny-vgg", "tiny")
+"""The records of the rows."""
+NAMES = {"nin": "NiN", "vgg11": "VGG-11", "resnet18": "ResNet-18"}
+IMAGES = {"cifar10": "CIFAR-10", "tiny-imagenet-100": "Tiny-ImageNet"}
+KINDS = (DENSE_NAME, LOW_RANK, THIN)
 NOTE = """
-Thin dense: the same network with fewer filters (`64s`: in multiples of 64), as fast as the low-rank one, and
-trained in the same way. Bold, if any: better than it by our pre-registered margin, and nothing weakens the
-verdict. The rows of Tiny-ImageNet are not tuned: all networks trained at one learning rate. Branches:
-training-only convs, folded into the layers afterwards (RepVGG style); the dense column names the widest network
-that was trained with them. Teacher: all networks are distilled from a dense one. A batch of 256 images on one
-NVIDIA H200 in bf16, each network in its fastest form.
-"""
-SPEED = """
-Speed only, at 224 x 224 pixels: inference, and a training step if it was measured.
+<details>
+<summary>256 images on an {gpu}; {least} to {most} runs. Verdicts again:
+<code>lowrank frontier {family} --out benchmarks/results/frontier/{folder}</code></summary>
 
+Beside that folder are {others} for the other rows. {epochs} epochs; torch {torch}, bf16, each network in its
+fastest form. Thin has fewer or smaller filters, and is the strongest such rival of about the same speed.
+Undecided: the difference may be chance. Not tuned: all networks trained at one learning rate, so there is no
+verdict. Lines in the picture are 95% intervals over runs and test images, and the 7% by which times repeat.
+</details>
 """
-
-Sources = dict[str, list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
 class Trio:
-    """Three networks of one frontier, trained in the same way: the low-rank one with the largest gain over thin
-    dense, that thin dense one, and the full dense network, or the widest that was trained in that way."""
+    """Three networks of one record: dense, low-rank and its thin rival, with the verdict between these two."""
 
     found: Frontier
     rows: dict[str, DesignRow]
-
-    @property
-    def network(self) -> str:
-        about = self.found.about
-        return f"`{about['family']}` on {about['data']['name']}, {about['recipe']['crop']} px"
-
-    @property
-    def training(self) -> str:
-        ways = {"branches": self.rows[LOW_RANK].branched, "a teacher": bool(self.found.about["teacher"])}
-        told = " and ".join(way for way, taken in ways.items() if taken)
-        return f", with {told}" if told else ""
+    answer: dict[str, Any]
 
     @property
     def title(self) -> str:
-        return self.network + self.training
-
-    @property
-    def gap(self) -> float:
-        """Points that low rank is ahead of thin dense."""
-        return self.top1(LOW_RANK) - self.top1(THIN)
-
-    @property
-    def is_better(self) -> bool:
-        """Whether the verdict on the pre-registered question is yes, and nothing weakens it."""
-        asked = (BETTER, self.rows[LOW_RANK].name, YES, [])
-        return asked in [
-            (one["question"], one["design"], one["verdict"], one["notes"]) for one in self.found.answers
-        ]
-
-    def top1(self, kind: str) -> float:
-        return self.found.top1(self.rows[kind])
+        about = self.found.about
+        return f"{NAMES[about['family']]}, {IMAGES[about['data']['name']]}"
 
     def ms(self, kind: str) -> float:
-        return self.found.ms(self.rows[kind]) or 0.0
+        """Milliseconds on one clock: the share of the dense network's time, as that stands in the record."""
+        return self.share(kind) * self.times[DENSE_NAME][0]
 
-    def cell(self, kind: str) -> str:
-        if kind not in self.rows:
-            return "not trained"
-        text = f"{self.top1(kind):.1f}% in {self.ms(kind):.2f} ms"
-        text = f"**{text}**" if kind == LOW_RANK and self.is_better else text
-        name = self.rows[kind].name
-        return text if name in FULL else f"`{name}`: {text}"
+    def share(self, kind: str) -> float:
+        return self.times[self.rows[kind].name][1]
+
+    @cached_property
+    def times(self) -> dict[str, tuple[float, float]]:
+        """Milliseconds, and the share of the dense network's; a search has medians over processes in a file."""
+        path = self.found.folder / "times.json"
+        if not path.exists():
+            return {row.name: (row.timing.ms, row.timing.ratio) for row in self.found.rows if row.timing}
+        rows = json.loads(path.read_text())["rows"]
+        return {row["design"]: (median(row["ms"]), median(row["of_dense"])) for row in rows}
+
+    def ahead(self, kind: str) -> tuple[float, float, float]:
+        """Points ahead of the dense network, with the 95% interval over runs and test images."""
+        ours, dense = (self.found.right_answers(self.rows[one]) for one in (kind, DENSE_NAME))
+        gap = paired_gap(ours, dense, margin=0, alpha=0.05)
+        return gap.points, gap.low, gap.high
 
 
 def headline() -> str:
-    """Accuracy and time of dense networks, low-rank twins and thin dense rivals, then times of larger images."""
-    sources: Sources = {}
+    """Accuracy and time of the networks, one number in a cell, and the commands that compute them again."""
+    shown = trios()
+    if not shown:
+        return form.NO_RUNS
     rows: list[list[object]] = []
-    for trio in trios():
-        runs = min(len(row.runs) for row in trio.rows.values())
-        rows.append([trio.title, *(trio.cell(kind) for kind in KEYS), runs])
-        for known in trio.found.environments:
-            _add(sources, f"{frontier.FOLDER}/{trio.found.folder.name}/{RECORD}", known)
-    columns = ["network and images", "<dense", "<low-rank", "<thin dense of the same speed", "runs of each"]
-    trained = markdown(columns, rows) + NOTE if rows else ""
-    timed = [row for name in TIMED if (row := _timed(name, sources))]
-    speed = SPEED + markdown(["network", *(f"<{kind}" for kind in KEYS)], timed) if timed else ""
-    return trained + speed + form.sources(sources)
+    for trio in shown:
+        cells = [cell for kind in KINDS for cell in (f"{_top1(trio, kind):.1f}", f"{trio.ms(kind):.2f}")]
+        rows.append([trio.title, *cells, frontier.verdict(trio.answer)])
+    runs = [len(row.runs) for trio in shown for row in trio.rows.values()]
+    epochs = sorted({trio.found.about["recipe"]["epochs"] for trio in shown})
+    environment = shown[-1].found.environments[-1]
+    told = {"gpu": environment["gpu"] or environment["cpu"], "torch": environment["torch"].partition("+")[0]}
+    told |= {"least": str(min(runs)), "most": str(max(runs)), "epochs": " or ".join(map(str, epochs))}
+    told["family"], told["folder"] = shown[0].found.about["family"], shown[0].found.folder.name
+    told["others"] = ", ".join(f"<code>{trio.found.folder.name}</code>" for trio in shown[1:])
+    columns = ["network, images", "dense&nbsp;%", "ms", "low-rank&nbsp;%", "ms", "thin&nbsp;%", "ms", "<verdict"]
+    return markdown(columns, rows) + NOTE.format(**told)
+
+
+def _top1(trio: Trio, kind: str) -> float:
+    return trio.found.top1(trio.rows[kind])
 
 
 def trios() -> list[Trio]:
-    """The trios of all frontiers, by network; the largest gain over thin dense first."""
-    folders = [path.parent for path in sorted((form.RESULTS / frontier.FOLDER).glob(f"*/{RECORD}"))]
-    records = [load_frontier(folder) for folder in folders]
-    found = [trio for one in records for branched in (False, True) if (trio := _trio(one, branched))]
-    best = {trio.network: max(other.gap for other in found if other.network == trio.network) for trio in found}
-    return sorted(found, key=lambda trio: (-best[trio.network], trio.network, -trio.gap))
+    folders = [form.RESULTS / frontier.FOLDER / name for name in SHOWN]
+    return [_trio(load_frontier(folder)) for folder in folders if (folder / RECORD).exists()]
 
 
-def _trio(found: Frontier, branched: bool) -> Trio | None:
-    """The networks that trained with branches, or those without."""
-    rows = [row for row in found.rows if row.branched is branched and len(row.runs) >= LEAST_RUNS and row.timing]
-    dense = next((row for row in rows if row.name in FULL), None)
-    within = 1 - read_questions()["timing"]["tolerance"]
-    pairs = [
-        (row, rival)
-        for row in rows
-        if not row.dense and row.timing and (rival := control_of(found, row, within)) in rows
-        if rival is not dense
-    ]
-    if not pairs:
-        return None
-    best, rival = max(pairs, key=lambda pair: found.top1(pair[0]) - found.top1(pair[1]))
-    wider = [row for row in rows if row.dense and row.macs > rival.macs]
-    dense = dense or max(wider, key=lambda row: row.macs, default=None)
-    return Trio(found, ({DENSE: dense} if dense else {}) | {LOW_RANK: best, THIN: rival})
+def _trio(found: Frontier) -> Trio:
+    """The design whose smallest gap is the largest, against the rival of that gap."""
+    asked = [one for one in found.answers if one["question"] in (BETTER, SEARCHED) and one["verdict"] != EARLY]
+    hardest: dict[str, dict[str, Any]] = {}
+    for one in sorted(asked, key=lambda one: -one["gap"]):
+        hardest[one["design"]] = one
+    best = max(hardest.values(), key=lambda one: one["gap"])
+    names = zip(KINDS, (DENSE_NAME, best["design"], best["control"]), strict=True)
+    rows = {row.name: row for row in found.rows}
+    return Trio(found, {kind: rows[name] for kind, name in names}, best)
 
 
-def _timed(name: str, sources: Sources) -> list[object]:
-    """A network of `gpu_models.json`, dense, low-rank and thin, through `optimize` and `fit` in turns."""
-    if not form.recorded(gpu_models.FILE):
-        return []
-    times = {
-        mode: {row["row"]: (run, row) for run, row in gpu_models.strictest(mode)}
-        for mode in ("inference", "training")
-    }
-    if name not in times["inference"]:
-        return []
-    run, row = times["inference"][name]
-    _add(sources, gpu_models.FILE, run["environment"])
-    network, scheme = name.partition(":")[2].split("/")
-    trained = times["training"].get(name, ({}, {}))[1]
-    cells = []
-    for kind, key in KEYS.items():
-        step = gpu_models.milliseconds(trained, "training", f"{key}, fit")
-        step = step or _paper_step(f"{network}-{scheme}", kind, sources)
-        cells.append(_times(gpu_models.milliseconds(row, "inference", f"{key}, optimize"), step))
-    return [TIMED[name], *cells]
-
-
-def _times(inference: float | None, step: float | None) -> str:
-    told = [f"{inference:.2f} ms"] if inference else ["not measured"]
-    return ", ".join([*told, *([f"step {step:.1f} ms"] if step else [])])
-
-
-def _paper_step(name: str, kind: str, sources: Sources) -> float | None:
-    """Milliseconds of a training step of a network of the paper, from the record of these."""
-    if kind == THIN or not form.recorded("gpu_speed.json"):
-        return None
-    for run in reversed(record("gpu_speed.json")["runs"]):
-        for row in run["rows"]:
-            if (row["network"], row["mode"], row["batch"]) == (name, "training", 256):
-                _add(sources, "gpu_speed.json", run["environment"])
-                return _fastest_dense(row) if kind == DENSE else row["ms"]
-    return None
-
-
-def _fastest_dense(row: dict[str, Any]) -> float:
-    """The fastest time of the dense network, with or without our kernels."""
-    return min(row["dense_ms"], row["ms"] / row["tricks_ratio"] if "tricks_ratio" in row else row["dense_ms"])
-
-
-def _add(sources: Sources, name: str, environment: dict[str, Any]) -> None:
-    known = sources.setdefault(name, [])
-    if environment not in known:
-        known.append(environment)
+BAND, NAME, FIRST, STEP = 58, 9, 27, 16
+"""Pixels of a network in the picture, and down to its name, to its low-rank row and from there to its thin row."""
+REPEATS = 0.07
+"""The time of one network differs by up to this share between processes."""
 
 
 def draw(path: Path) -> None:
-    """Draw accuracy against milliseconds, with a line from each dense network to the others."""
+    """Draw points ahead of the dense network, with intervals, beside the share of its time."""
     vl_convert = importlib.import_module("vl_convert")
-    config = {"font": "system-ui, sans-serif", "axis": {"labelFontSize": 12, "titleFontSize": 13}}
-    config |= {"title": {"fontSize": 14}, "background": "white", "view": {"stroke": "#ccc"}}
-    chart = {"concat": [_chart(trio) for trio in trios()], "columns": 3, "config": config}
-    path.write_text(vl_convert.vegalite_to_svg(chart))
+    shown = trios()
+    marks = [mark for place, trio in enumerate(shown) for mark in _marks(trio, BAND * place + FIRST)]
+    panels = [_accuracies(marks, [trio.title for trio in shown]), _times(len(shown))]
+    spec = {"data": {"values": marks}, "hconcat": panels, "spacing": 18, "config": theme()}
+    path.write_text(for_dark_pages(vl_convert.vegalite_to_svg(spec, vl_version=VERSION)))
 
 
-def _chart(trio: Trio) -> dict[str, Any]:
-    values = [
-        {
-            "name": in_words(row).replace("thin", KEYS[kind]),
-            "kind": kind,
-            "ms": trio.ms(kind),
-            "top1": trio.top1(kind),
-        }
-        for kind, row in trio.rows.items()
+def _marks(trio: Trio, place: int) -> Iterator[Spec]:
+    for kind in (LOW_RANK, THIN):
+        points, low, high = trio.ahead(kind)
+        accuracy = {"points": points, "low": low, "high": high}
+        share = trio.share(kind)
+        time = {"zero": 0, "share": share, "least": (1 - REPEATS) * share, "most": (1 + REPEATS) * share}
+        yield {"kind": kind, "place": place + STEP * (kind == THIN), **accuracy, **time}
+
+
+def _accuracies(marks: list[Spec], titles: list[str]) -> Spec:
+    """The axis is cut, so it is marked with points above the dense network, which stands at zero."""
+    domain = [min(-1.0, *(mark["low"] for mark in marks)) - 0.3, max(1.0, *(mark["high"] for mark in marks)) + 0.4]
+    axis = {"title": ["points of top-1", "above the dense network"], "tickMinStep": 1, "tickCount": 5}
+    axis["labelExpr"] = "datum.value ? format(datum.value, '+d') : 'dense'"
+    panel = _panel({"scale": {"domain": domain, "nice": False}, "axis": axis}, ("low", "high"), 0, len(titles))
+    names = [{"name": title, "place": BAND * place + NAME} for place, title in enumerate(titles)]
+    text = {"type": "text", "align": "left", "fontSize": 13, "fontWeight": "bold"}
+    where = {"x": {"value": 0}, "text": {"field": "name"}, "color": {"value": INK}}
+    point = {"type": "point", "filled": True, "size": 90, "opacity": 1}
+    panel["layer"] += [
+        {"mark": point, "encoding": {"x": {"field": "points"}, "shape": _by_kind(["diamond", "square"])}},
+        {"data": {"values": names}, "mark": text, "encoding": where},
     ]
-    arrows = [
-        {"ms": start["ms"], "top1": start["top1"], "ms2": end["ms"], "top2": end["top1"]}
-        for start in values
-        for end in values
-        if start["kind"] == DENSE != end["kind"]
-    ]
-    tops, longest = [value["top1"] for value in values], max(value["ms"] for value in values)
-    times, shares = [0, 1.15 * longest], [min(tops) - 1, max(tops) + 1]  # so that a tenth of a point looks small
-    x = {"field": "ms", "type": "quantitative", "title": "milliseconds for 256 images", "scale": {"domain": times}}
-    x["axis"] = {"tickCount": 4}
-    y = {"field": "top1", "type": "quantitative", "title": "top-1, %", "scale": {"domain": shares}}
-    y["axis"] = {"titlePadding": 14}  # fonts of a browser are wider than the one that is measured here
-    kinds = list(KEYS)
-    shapes = {"domain": kinds, "range": ["circle", "diamond", "square"]}
-    colours = {"domain": kinds, "range": [COLOURS[kind][0] for kind in ("dense", "low-rank", "thin")]}
-    beside = {"align": "right", "dx": -12}  # a thin network may lie on the low-rank one
-    low, thin = (-6, 10) if trio.gap > 0 else (10, -6)
-    full = trio.rows[DENSE].name in FULL if DENSE in trio.rows else True  # a longer name would leave the chart
-    places = {
-        DENSE: {"dy": -16} if full else {"dy": -16, "align": "right", "dx": 12},
-        LOW_RANK: {**beside, "dy": low},
-        THIN: {**beside, "dy": thin},
-    }
-    shape = {"field": "kind", "type": "nominal", "title": None, "scale": shapes}
-    colour = {"field": "kind", "type": "nominal", "title": None, "scale": colours}
-    layers = [
-        {"data": {"values": arrows}, "mark": {"type": "rule", "color": "#888", "strokeDash": [4, 3]},
-         "encoding": {"x": x, "y": y, "x2": {"field": "ms2"}, "y2": {"field": "top2"}}},
-        {"data": {"values": values}, "mark": {"type": "point", "filled": True, "size": 120, "opacity": 1},
-         "encoding": {"x": x, "y": y, "color": colour, "shape": shape}},
-        *({"data": {"values": [value]}, "mark": {"type": "text", "fontSize": 12, **places[value["kind"]]},
-           "encoding": {"x": x, "y": y, "text": {"field": "name"}}} for value in values),
-    ]  # fmt: skip
-    title = [trio.network.replace("`", ""), *([trio.training.removeprefix(", ")] if trio.training else [])]
-    return {"title": title, "width": 240, "height": 190, "layer": layers}
+    return {**panel, "width": 190}
+
+
+def _times(networks: int) -> Spec:
+    """Bars from zero to the share of the dense network's time."""
+    axis = {"title": ["share of", "its time"], "values": [0, 0.5, 1]}
+    axis["labelExpr"] = "datum.value < 1 ? format(datum.value, '.0%') : 'dense'"
+    panel = _panel({"scale": {"domain": [0, 1.15], "nice": False}, "axis": axis}, ("least", "most"), 1, networks)
+    bar = {"type": "rule", "strokeWidth": 9, "opacity": 0.45}
+    panel["layer"] += [{"mark": bar, "encoding": {"x": {"field": "zero"}, "x2": {"field": "share"}}}]
+    return {**panel, "width": 120}
+
+
+def _panel(x: Spec, ends: tuple[str, str], dense: float, networks: int) -> Spec:
+    """The intervals of all networks, and a dashed line at the dense one beside each pair."""
+    height = BAND * networks
+    scale = {"domain": [height, 0], "nice": False}
+    y = {"field": "place", "type": "quantitative", "axis": None, "scale": scale}
+    colour = _by_kind([COLOURS[kind][0] for kind in (LOW_RANK, THIN)])
+    middles = [BAND * place + FIRST + STEP / 2 for place in range(networks)]
+    lines = [{"top": middle - STEP, "foot": middle + STEP} for middle in middles]
+    across = {"x": {"datum": dense}, "y": {"field": "top"}, "y2": {"field": "foot"}, "color": {"value": SOFT}}
+    dashed = {"data": {"values": lines}, "mark": {"type": "rule", "strokeDash": [4, 3]}, "encoding": across}
+    low, high = ends
+    interval = {"type": "rule", "strokeWidth": 2}
+    layers = [dashed, {"mark": interval, "encoding": {"x": {"field": low}, "x2": {"field": high}}}]
+    encoding = {"x": {"type": "quantitative", **x}, "y": y, "color": colour}
+    return {"height": height, "encoding": encoding, "layer": layers}
+
+
+def _by_kind(values: list[str]) -> Spec:
+    scale = {"domain": [LOW_RANK, THIN], "range": values}
+    return {"field": "kind", "type": "nominal", "title": None, "scale": scale, "legend": {"labelFontSize": 13}}
+
+
+def for_dark_pages(svg: str) -> str:
+    """The same picture with its colours exchanged where the page is dark."""
+    exchanged = {INK: "#eceff3", SOFT: "#b3bcc7", GRID: "#323a44", "white": "#0d1117"} | dict(COLOURS.values())
+    rules = "".join(
+        f'[{what}="{light}"]{{{what}:{dark}}}' for light, dark in exchanged.items() for what in ("fill", "stroke")
+    )
+    return re.sub("(<svg[^>]*>)", rf"\1<style>@media (prefers-color-scheme:dark){{{rules}}}</style>", svg, count=1)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,6 @@ def compare_command(
             recipe=recipe,
             pretrained=named.pretrained or False,
             device=device,
-            say=errors.print,
             **parse_settings(settings or []),
         )
     return print_json(found.to_dict()) if as_json else print_comparison(found)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from lowrank_cnn.cli.compare import print_comparison
 from lowrank_cnn.cli.options import Device, Json, Limit, option
-from lowrank_cnn.cli.show import continued_by_same_command, errors, print_json
+from lowrank_cnn.cli.show import continued_by_same_command, print_json
 
 if TYPE_CHECKING:
     from lowrank_cnn.choose.compare import Comparison
@@ -50,4 +50,4 @@ def demo(
     make = partial(create_model, "nin", width=WIDTH, stride=STRIDE, norm="batch", **shape)
     own: dict[str, Any] = {} if epochs is None else {"epochs": epochs}
     how: dict[str, Any] = {"recipe": "digits", "schemes": ("lr",), "for_": "cpu", "device": device}
-    return compare(make, digits, out=out, minutes=MINUTES, say=errors.print, **how, **own)
+    return compare(make, digits, out=out, minutes=MINUTES, **how, **own)

@@ -75,7 +75,10 @@ def best_measure(curves: Sequence[dict[str, Any]]) -> str:
 
 
 def curves_spec(title: str, curves: Sequence[dict[str, Any]]) -> Spec:
-    """The specification of the curves of one data set and recipe, for a file; dots are test accuracies."""
+    """The specification of the curves of one data set and recipe, for a file; dots are test accuracies.
+
+    The axis is that of both: the subtitle says which images the lines and the dots are of.
+    """
     measure = best_measure(curves)
     rows = [
         {"group": curve["group"], "epoch": epoch, "value": value}
@@ -88,14 +91,16 @@ def curves_spec(title: str, curves: Sequence[dict[str, Any]]) -> Spec:
         for curve in curves
         if curve["test"] is not None
     ]
-    y = f"{MEASURES[measure]}{', dots: test images' if ends else ''}"
+    lines = MEASURES[measure].removeprefix("Accuracy on ")
+    subtitle = f"Lines: {lines}, mean over runs; bands: lowest to highest run"
+    subtitle += "; dots: test images, each run" if ends else ""
     ends += [row for row in rows if sum(row["group"] == other["group"] for other in rows) == 1]  # no line
     looks = {curve["group"]: curve["look"] for curve in curves}
     scales = {
         "{colours}": {"domain": list(looks), "range": [look["light"] for look in looks.values()]},
         "{dashes}": {"domain": list(looks), "range": [look["dash"] for look in looks.values()]},
     }
-    spec: Spec = filled(CURVES_SPEC, {"{y}": y, "{format}": ".0%", **scales})
+    spec: Spec = filled(CURVES_SPEC, {"{y}": "Accuracy", "{format}": ".0%", **scales})
     last = max((row["epoch"] for row in rows), default=1)
     late = [row["value"] for row in [*rows, *ends] if row["epoch"] >= EARLY * last]
     if late:
@@ -103,7 +108,6 @@ def curves_spec(title: str, curves: Sequence[dict[str, Any]]) -> Spec:
             max(0.0, min(late) - 0.02),
             min(1.0, max(late) + 0.02),
         ]
-    subtitle = "Lines: mean over runs; bands: lowest to highest run; dots: test accuracy of each run"
     return {**spec, "title": {"text": title, "subtitle": subtitle}, "datasets": {"curves": rows, "ends": ends}}
 
 

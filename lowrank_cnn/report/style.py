@@ -161,9 +161,11 @@ COLOURS = {
     LEARNED: ("#009e73", "#35d3a3"),
 }
 """Of each kind of network trained here, on light and on dark pages."""
-OTHERS = (COLOURS[LOW_RANK], ("#a67c00", "#e8d800"), COLOURS[LEARNED], ("#222222", "#f5f5f5"), COLOURS[THIN])
+LIKE_DENSE = ("#a67c00", "#e8d800")
+"""Too close to the dense networks' colour for colour-blind readers."""
+OTHERS = (COLOURS[LOW_RANK], LIKE_DENSE, COLOURS[LEARNED], ("#222222", "#f5f5f5"), COLOURS[THIN])
 OTHERS += (("#8b2500", "#9c6b6b"),)
-"""Of networks of one kind in a chart of their own: there the colour is free to tell them apart.
+"""Of networks of one kind in a chart where the colour is free to tell them apart.
 
 These are distinct to readers with any of the common colour deficiencies, and so are the kinds.
 """
@@ -179,13 +181,20 @@ def kind_colours(kind: str) -> dict[str, str]:
 def network_looks(networks: Mapping[str, str]) -> dict[str, Look]:
     """A look of its own for each network of a chart, from its name and kind: the kind's colour, and a dash.
 
+    Low-rank networks, which may be many, first take the colours that no other kind of the chart has.
+
     >>> network_looks({"nin": "dense", "nin-c3": "low-rank"})["nin"]
     {'light': '#d55e00', 'dark': '#ff9a52', 'dash': [1, 0]}
     """
     found: dict[str, Look] = {}
-    for kind in dict.fromkeys(networks.values()):
-        several = kind != DENSE and {*networks.values()} == {kind}
-        hues = OTHERS if several else (COLOURS[kind],)
+    kinds = dict.fromkeys(networks.values())
+    for kind in kinds:
+        hues = (COLOURS[kind],)
+        if kind == LOW_RANK:
+            taken = [COLOURS[other] for other in kinds if other != kind]
+            hues = OTHERS if not taken else tuple(hue for hue in OTHERS if hue not in (*taken, LIKE_DENSE))
+        elif kind != DENSE and len(kinds) == 1:
+            hues = OTHERS
         for place, name in enumerate(name for name, one in networks.items() if one == kind):
             light, dark = hues[place % len(hues)]
             found[name] = {"light": light, "dark": dark, "dash": DASHES[place // len(hues) % len(DASHES)]}

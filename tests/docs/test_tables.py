@@ -55,6 +55,7 @@ TO_COME = (
     "depth-flow",
     "frontier",
     "full-run",
+    "headline",
     "input-pipeline",
     "loaders",
     "memory",
@@ -262,40 +263,74 @@ def test_times_that_differ_less_than_they_repeat_decide_nothing(ours: float, wor
     assert found == f'{ours:.2f} <b class="{word}">{word}</b>'
 
 
-@pytest.mark.parametrize(
-    ("verdict", "notes", "bold"), [("yes", [], True), ("yes", ["at the edge"], False), ("undecided", [], False)]
-)
-def test_the_first_screen_takes_three_networks_of_a_frontier(
-    blocks: ModuleType, put: Put, tmp_path: Path, verdict: str, notes: list[str], bold: bool
+def judged(design: str, control: str, gap: float, question: str = "better") -> dict[str, Any]:
+    return {"question": question, "design": design, "control": control, "gap": gap, "verdict": "undecided"}
+
+
+def test_the_first_screen_shows_the_strongest_rival_of_the_best_design(
+    blocks: ModuleType, put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr("tables.headline.SHOWN", ("cifar10", "not measured"))
     found = empty_frontier(tmp_path, "nin")
-    found.about["recipe"] = {"crop": 32}
-    for name, ms, correct in (
+    found.about["recipe"] = {"epochs": 10}
+    rows = (
         ("dense", 2.0, 897),
         ("lr", 1.0, 888),
-        ("lr-join", 1.9, 897),
-        ("dense@0.5", 1.1, 878),
-    ):
+        ("wfull", 1.2, 880),
+        ("dense@0.5", 1.1, 868),
+        ("thin", 1.0, 878),
+    )
+    for name, ms, correct in rows:
         add(found, name, ms, correct)
-    found.answers = [{"question": "better", "design": "lr", "verdict": verdict, "notes": notes}]
+    found.answers = [judged("lr", "dense@0.5", 1.0), judged("lr", "thin", 0.1, "better than a searched rival")]
+    found.answers += [judged("wfull", "dense@0.5", 0.0), judged("lr", "dense", 0.9, "faster")]
     found.save()
-    text = blocks.TABLES["headline"]()
-    low_rank = "**89.0% in 1.00 ms**" if bold else "89.0% in 1.00 ms"
-    row = ["90.0% in 2.00 ms", f"`lr`: {low_rank}", "`dense@0.5`: 88.0% in 1.10 ms", "4"]
-    assert cells(text, "`nin` on cifar10, 32 px")[1:] == row
-    assert "`lr-join`" not in text  # no thin network takes as long
+    row = ["90.0", "2.00", "89.0", "1.00", "88.0", "1.00", "undecided"]
+    assert cells(blocks.TABLES["headline"](), "NiN, CIFAR-10")[1:] == row
 
 
-def test_without_the_full_network_the_widest_dense_one_is_named(blocks: ModuleType, put: Put, tmp_path: Path):
+def test_the_times_of_a_search_are_in_a_file_of_their_own(
+    blocks: ModuleType, put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tables.headline.SHOWN", ("cifar10",))
     found = empty_frontier(tmp_path, "nin")
-    found.about["recipe"] = {"crop": 32}
-    for name, ms, correct in (("lr", 1.0, 888), ("dense@0.5", 1.1, 878), ("dense@0.75", 1.6, 890)):
-        add(found, name, ms, correct)
-        found.rows[-1].design["scheme"] += "(branches)"
-    found.rows[-1].macs *= 2
+    found.about["recipe"] = {"epochs": 10}
+    for name in ("dense", "lr", "thin"):
+        add(found, name, 7.0, 880)
+        found.rows[-1].timing = None
+    found.answers = [judged("lr", "thin", 0.0)]
     found.save()
-    row = ["`dense@0.75`: 89.2% in 1.60 ms", "`lr`: 89.0% in 1.00 ms", "`dense@0.5`: 88.0% in 1.10 ms", "4"]
-    assert cells(blocks.TABLES["headline"](), "`nin` on cifar10, 32 px, with branches")[1:] == row
+    shares = {"dense": 1.0, "lr": 0.5, "thin": 0.75}
+    timed = [{"design": name, "ms": [2, 9, 4], "of_dense": [0, share, 2]} for name, share in shares.items()]
+    (found.folder / "times.json").write_text(json.dumps({"rows": timed}))
+    row = cells(blocks.TABLES["headline"](), "NiN, CIFAR-10")
+    assert [row[place] for place in (2, 4, 6)] == ["4.00", "2.00", "3.00"]
+
+
+def test_a_picture_for_dark_pages_exchanges_its_colours():
+    picture = importlib.import_module("tables.headline").for_dark_pages(
+        '<svg width="1"><path fill="#0072b2"/></svg>'
+    )
+    assert '[fill="#0072b2"]{fill:#56b4e9}' in picture
+    assert picture.startswith('<svg width="1"><style>@media (prefers-color-scheme:dark){')
+
+
+def test_a_recording_shows_every_line_for_its_time():
+    recording = load_file("docs/recording.py")
+    events = iter(
+        [(30.0, "loading"), (90.0, "\r1 of 2\x1b[K\r\n"), (91.0, "\x1b[1mdone\x1b[0m\r\n\x1b[1A\x1b[2K<end>")]
+    )
+    found = list(recording.frames(events, "$ demo"))
+    assert [lines for _, lines in found[1:]] == [
+        ["$ demo", "loading"],
+        ["$ demo", "1 of 2", ""],
+        ["$ demo", "1 of 2", "<end>", ""],
+    ]
+    shown = recording.shortened(found)
+    assert [seconds for seconds, _ in shown] == pytest.approx([0, 6.5, 13, 14])
+    picture = recording.drawn(shown, "demo")
+    assert "&lt;end&gt;" in picture
+    assert 'values="0;1;0" keyTimes="0;0.325;0.65"' in picture  # loading
 
 
 def speed_run(commit: str, dense_ms: float, mode: str = "inference", **networks: float) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from lowrank_cnn.report.charts import (
     details_data,
 )
 from lowrank_cnn.report.results import gather
-from lowrank_cnn.report.style import COLOURS, OTHERS, label_rows
+from lowrank_cnn.report.style import COLOURS, OTHERS, label_rows, network_looks
 from lowrank_cnn.report.trade import (
     DENSE,
     LOW_RANK,
@@ -120,9 +120,17 @@ def test_a_run_of_one_epoch_is_a_dot():
     one = {"group": "one", "look": look, "epochs": [1], "accuracy": [None], "train_accuracy": [0.3], "test": None}
     spec = curves_spec("runs", [one])
     assert spec["datasets"]["ends"] == spec["datasets"]["curves"] == [{"group": "one", "epoch": 1, "value": 0.3}]
-    assert spec["layer"][1]["encoding"]["y"]["title"] == "Accuracy on training images"
+    assert spec["title"]["subtitle"] == "Lines: training images, mean over runs; bands: lowest to highest run"
     tested = curves_spec("runs", [{**one, "test": 0.2}])
-    assert tested["layer"][1]["encoding"]["y"]["title"].endswith("dots: test images")
+    assert tested["title"]["subtitle"].endswith("dots: test images, each run")
+    assert tested["layer"][1]["encoding"]["y"]["title"] == "Accuracy"  # of both kinds of images
+
+
+def test_low_rank_networks_beside_a_dense_one_have_colours_of_their_own():
+    kinds = {"nin": "dense", "nin-c3": "low-rank", "nin-c3-lr": "low-rank", "nin+thin": "thin"}
+    colours = [look["light"] for look in network_looks(kinds).values()]
+    assert len(set(colours)) == 4
+    assert [colours[0], colours[3]] == [COLOURS[kind][0] for kind in ("dense", "thin")]
 
 
 def test_costs_begin_at_zero(records: Records):
