@@ -114,7 +114,6 @@ def refused(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
         ("report nowhere", "no file or folder nowhere"),
         ("report -o - --json", "--json"),
         ("figure big-picture", "did you mean big-picture-macs"),
-        ("figure shapes --into model.py:make", "give --checkpoint as well"),
         ("audit --runs nowhere", "nowhere"),
         ("frontier airbensh --out .", "no network"),
         ("frontier airbench --design x --out .", "neither a design"),
