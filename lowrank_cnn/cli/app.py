@@ -116,7 +116,7 @@ class Entry:
 
 
 COMMANDS = {
-    "demo": Entry("demo", "Start", "Compare a dense network with a thinner and a low-rank one on digits."),
+    "demo": Entry("compare", "Start", "Compare a dense network with a thinner and a low-rank one on digits."),
     "compare": Entry("compare", "Start", "Say which cheap version of a network to train."),
     "models": Entry("models", "Start", "List the networks with their cost and published accuracy."),
     "count": Entry("models", "Start", "Count multiply-accumulates, parameters and memory, layer by layer."),
@@ -126,7 +126,7 @@ COMMANDS = {
     "evaluate": Entry("evaluate", "Train", "Measure accuracy on test images."),
     "predict": Entry("evaluate", "Train", "Classify image files."),
     "report": Entry("report", "Train", "Write one HTML page about training runs and timings."),
-    "shrink": Entry("shrink", "Train", "Store large photographs at the size that training needs."),
+    "shrink": Entry("data", "Train", "Store large photographs at the size that training needs."),
     "convert": Entry("convert", "Convert", "Rewrite the convolutions of any network with low-rank filters."),
     "decompose": Entry("convert", "Convert", "Approximate trained convolutions by low-rank filters."),
     "thin": Entry("convert", "Convert", "Make a thinner network: fewer channels in every layer."),
@@ -135,8 +135,8 @@ COMMANDS = {
     "plan": Entry("plan", "Deploy", "Find the fastest way to run a network on this machine."),
     "optimize": Entry("plan", "Deploy", "Find the fastest form of a network, and write it to a file."),
     "export": Entry("export", "Deploy", "Write a network for ONNX Runtime and other engines, and check the file."),
-    "audit": Entry("audit", "Paper", "Compare every published figure and claim with what this code computes."),
-    "reproduce": Entry("reproduce", "Paper", "Train the paper's networks and compare their accuracy."),
+    "audit": Entry("paper", "Paper", "Compare every published figure and claim with what this code computes."),
+    "reproduce": Entry("paper", "Paper", "Train the paper's networks and compare their accuracy."),
     "frontier": Entry("frontier", "Paper", "Train a network over widths and schemes: accuracy against time."),
     "figure": Entry("report", "Paper", "Draw a figure of the paper."),
 }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+import lowrank_cnn as lr
 from lowrank_cnn.cli.convert import export_source
 from lowrank_cnn.cli.options import Inputs, Json, Model, Overwrite, Scheme, SourceOptions, grouped, option
 from lowrank_cnn.cli.show import console, print_json
@@ -69,12 +70,11 @@ class GraphOptions:
         """The network with batch norms, and chains if asked, folded into the layers before them."""
         from lowrank_cnn.cli.source import random_images
         from lowrank_cnn.core.modules import is_example
-        from lowrank_cnn.graph.merge import merge
 
         if not (self.merged or self.chains):
             return network
         example = inputs if is_example(inputs) else random_images(network, inputs, 2, "cpu")
-        return merge(network.eval(), chains=self.chains or None, example_input=example)
+        return lr.merge(network.eval(), chains=self.chains or None, example_input=example)
 
 
 @grouped
@@ -112,7 +112,6 @@ def export_command(
       lowrank export model.py:make net.onnx --example model.py:inputs
     """
     from lowrank_cnn.deploy.engines.targets import PRETRAINED, target_of
-    from lowrank_cnn.method.count import count
 
     if to not in (None, PRETRAINED) and target_of(to).strips:
         graph = replace(graph, strips=True)
@@ -128,7 +127,7 @@ def export_command(
     if graph.precision == "int8":
         return _export_int8(source, network, path, graph.calibrate, inputs, overwrite=overwrite, as_json=as_json)
     written = export_source(source, network, path, inputs, overwrite=overwrite, **graph.for_export())
-    macs = {"before": count(source.network, inputs).macs, "after": count(network, inputs).macs}
+    macs = {"before": lr.count(source.network, inputs).macs, "after": lr.count(network, inputs).macs}
     rows = notes(network).merging
     if as_json:
         return print_json({**written.to_dict(), "macs": macs, "merging": [row.to_dict() for row in rows]})
@@ -182,8 +181,6 @@ def _export_int8(
 
     from lowrank_cnn.cli.source import find_example
     from lowrank_cnn.core.modules import is_example
-    from lowrank_cnn.deploy.quantize import quantize
-    from lowrank_cnn.method.count import count
 
     if calibrate is None:
         raise LowRankError("int8 needs images to set the ranges of activations: give --calibrate DATA.")
@@ -194,9 +191,9 @@ def _export_int8(
         if not isinstance(images, torch.Tensor):
             kind = type(images).__name__
             raise LowRankError(f"{calibrate} must give images as a tensor [N, C, H, W], not {kind}.")
-        found = quantize(network, images, path, input_size=size, overwrite=overwrite)
+        found = lr.quantize(network, images, path, input_size=size, overwrite=overwrite)
     elif source.trained is not None:
-        found = quantize(replace(source.trained, network=network), calibrate, path, overwrite=overwrite)
+        found = lr.quantize(replace(source.trained, network=network), calibrate, path, overwrite=overwrite)
     else:
         raise LowRankError(
             "int8 with a data set is for a trained network (a run, an exported file, --pretrained): for others "
@@ -213,7 +210,7 @@ def _export_int8(
     console.print(f" {told}.")
     kept = ", ".join(found.in_float) or "none"
     console.print(f" Layers that stay in float: {kept}.")
-    macs = count(network, size).macs
+    macs = lr.count(network, size).macs
     return _print_usage(path, source.name, macs=macs, error=found.error, precision="int8", accuracy=told)
 
 

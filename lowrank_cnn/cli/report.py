@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import lowrank_cnn as lr
 from lowrank_cnn.cli.options import MODEL_HELP, NETWORK, Into, Json, PackageWeights, Runs, option
 from lowrank_cnn.cli.show import console, errors, print_json, print_table
 from lowrank_cnn.core.errors import LowRankError, check_choice
@@ -123,7 +124,6 @@ def _networks(
 
     from lowrank_cnn.cli.source import find_model
     from lowrank_cnn.core.notes import note
-    from lowrank_cnn.models import create_model, list_pretrained
     from lowrank_cnn.models.build import dense_twin, name_of
     from lowrank_cnn.report.records import data_label
 
@@ -133,8 +133,8 @@ def _networks(
     found = [(source.network, trained if source.trained else "as initialised")]
     torch.manual_seed(seed)
     if twin and (dense := source.dense or dense_twin(source.network)) is not None:
-        known = pretrained and (name_of(dense), pretrained) in list_pretrained()
-        dense = create_model(name_of(dense), pretrained=pretrained) if known else dense
+        known = pretrained and (name_of(dense), pretrained) in lr.list_pretrained()
+        dense = lr.create_model(name_of(dense), pretrained=pretrained) if known else dense
         found.insert(0, (dense, trained if known else "as initialised"))
     for network, _ in found:
         note(network, input_size=source.input_size)
