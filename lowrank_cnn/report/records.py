@@ -29,6 +29,7 @@ from lowrank_cnn.deploy.timing import LayerTime
 from lowrank_cnn.models import family_of, list_models
 from lowrank_cnn.models.hub import CONFIG, WEIGHTS
 from lowrank_cnn.train.evaluate import TOP_FIVE, EvaluationDetails, WrongImage
+from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.run_folder import Epoch
 
 CPU, GPU = "CPU", "GPU"
@@ -296,8 +297,8 @@ def _image_size(config: Fields, recipe: Fields, data: Fields) -> tuple[int, ...]
 def settings_of(
     recipe: Mapping[str, Any], config: Mapping[str, Any], images: int | None = None, begun_from: str | None = None
 ) -> tuple[tuple[str, str], ...]:
-    """The recipe, and what else networks that are compared must have alike."""
-    fields = {**recipe, "norm": config.get("norm"), "pool": config.get("pool")}
+    """The recipe, its missing fields by default, and what else networks that are compared must have alike."""
+    fields = {**Recipe().to_dict(), **recipe, "norm": config.get("norm"), "pool": config.get("pool")}
     fields |= {"init": config.get("init") or "composite"}
     fields |= {"images": images} if images else {}
     fields |= {"begun_from": begun_from} if begun_from else {}

@@ -147,7 +147,6 @@ USUAL = {"freeze": "", "layer_decay": 1.0, "lr": 0.1}
             ],
             ["nin, lr=0.1", "nin, freeze=features.*, lr=0.2"],
         ),
-        ([run("nin", 0.9, recipe={"lr": 0.1}), run("nin", 0.8, recipe=USUAL)], None),  # the first says less
     ],
 )
 def test_runs_with_other_settings_are_kept_apart_and_say_so(values: list[dict], labels: list[str] | None):
