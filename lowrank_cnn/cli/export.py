@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 class GraphOptions:
     """The graph in the file, its precision and its names."""
 
-    asked: Annotated[Literal["fp32", "fp16", "int8"], option("int8 needs --calibrate.", "--precision")] = "fp32"
-    fp16: Annotated[bool, option("The same as --precision fp16.", "--fp16")] = False
-    int8: Annotated[bool, option("The same as --precision int8.", "--int8")] = False
+    precision: Annotated[Literal["fp32", "fp16", "int8"], option("int8 needs --calibrate.")] = "fp32"
     calibrate: Annotated[
         str | None, option("For int8: a folder or data set; or path.py:function, which gives prepared images.")
     ] = None
@@ -53,10 +51,6 @@ class GraphOptions:
         Literal["nchw", "nhwc"] | None,
         option("Prepare images inside the graph, which then takes uint8 in this layout; not resize."),
     ] = None
-
-    @property
-    def precision(self) -> str:
-        return "int8" if self.int8 else "fp16" if self.fp16 else self.asked
 
     def for_export(self) -> dict[str, Any]:
         """These options as `export` takes them."""

@@ -82,15 +82,15 @@ def figure_command(
       lowrank figure shapes --model runs/own --into model.py:make
     """
     from lowrank_cnn.report.figures import FIGURES, TRADE_FIGURES, FigureOptions, draw_figure
-    from lowrank_cnn.report.records import read_records
+    from lowrank_cnn.report.records import read_records, require_records
 
     if name is None:
         return _list_figures(as_json)
     place = out or Path(f"{name}.svg")
     printed = _is_printed(place, as_json)
     records = read_records(runs) if runs else None
-    if records is not None and not records:
-        raise LowRankError(f"there is no record in {' or '.join(map(str, runs or []))} to draw from.")
+    if records is not None:
+        require_records(runs or [], records)
     if into and model is None:
         raise LowRankError("--into names the network of a run: give --model as well.")
     check_choice("figure", name, FIGURES)

@@ -201,11 +201,11 @@ class Fields:
     def objects(self, name: str) -> Sequence[Fields]:
         return [Fields(value, name) for value in self.list(name)]
 
-    def text(self, *names: str) -> str | None:
-        """The first of these fields that is there; cut if it is absurdly long."""
-        name, value = next(((n, self.values[n]) for n in names if self.values.get(n) is not None), ("", ""))
-        check_type(name, value, str, int, float)
-        return printable(str(value).strip()[:LONGEST_TEXT]) or None
+    def text(self, name: str) -> str | None:
+        """Text, or a number that names something; cut if it is absurdly long."""
+        value = self.values.get(name)
+        check_type(name, value, str, int, float, type(None))
+        return None if value is None else printable(str(value).strip()[:LONGEST_TEXT]) or None
 
     def number(self, name: str, *, least: float = 0.0, most: float = 1e18) -> float | None:
         """A number within these limits; None for NaN and infinity, as in the record of a run that diverged."""
@@ -266,7 +266,7 @@ def read_training(values: Fields, path: str) -> Iterator[Run]:
         history=history,
         settings=settings_of(recipe.values, config.values, data.whole("train"), values.text("begun_from")),
         n=result.whole("n") or data.whole("test"),
-        dense=_dense(result, built),
+        dense=result.object("dense").costs() or None,
         environment=values.environment(),
         details=read_details(result.object("details").values),
         sealed=is_sealed(values.values),
@@ -278,13 +278,6 @@ def _epoch(row: Fields) -> Epoch:
     shares = {name: row.share(name) for name in ("train_accuracy", "accuracy")}
     loss = row.number("train_loss", least=-1e18)
     return Epoch(epoch=row.whole("epoch") or 0, train_loss=loss, **shares, **numbers)
-
-
-def _dense(result: Fields, built: NetworkId) -> dict[str, int] | None:
-    """The cost of the unconverted network, which is its own in a foreign network's record without the field."""
-    if "dense" not in result and built.base is None and not built.ours:
-        return result.costs()
-    return result.object("dense").costs() or None
 
 
 def _image_size(config: Fields, recipe: Fields, data: Fields) -> tuple[int, ...]:
@@ -382,7 +375,7 @@ def read_network(model: Fields, image: tuple[int, ...]) -> NetworkId:
     name, options = model.text("name"), model.object("config") if converted else model
     if name is None:
         raise LowRankError("it names no network.")
-    base = options.text("name") or model.text("base", "class") if converted else None
+    base = options.text("name") or model.text("base") if converted else None
     scheme, stride = options.text("scheme"), options.whole("stride")
     own_stride = family_of(own).VARIANTS[own].stride if (own := base or name) in list_models() else 1
     return NetworkId(

@@ -16,7 +16,7 @@ import pytest
 
 from lowrank_cnn import cli
 from lowrank_cnn.cli import app
-from lowrank_cnn.cli.show import console, continued_by_same_command, print_json, print_table
+from lowrank_cnn.cli.show import console, print_json, print_table
 from lowrank_cnn.core.errors import LowRankWarning
 from lowrank_cnn.train import Interrupted, load_record
 
@@ -222,10 +222,3 @@ def test_tables_align_numbers_show_markup_as_it_is_and_have_a_title_of_any_width
     assert {" [b]a     5 x", " b    12345"} <= set(lines)
     print_json({"a": [1, 2]})
     assert json.loads(capsys.readouterr().out) == {"a": [1, 2]}
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, Interrupted])
-def test_ctrl_c_says_how_to_continue(error: type[KeyboardInterrupt]):
-    """Between two runs of this process, or while other processes train, it is a plain KeyboardInterrupt."""
-    with pytest.raises(Interrupted, match="the same command continues from here"), continued_by_same_command():
-        raise error
