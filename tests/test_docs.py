@@ -92,8 +92,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv(cache, str(tmp_path / "cache"))
     monkeypatch.setattr("lowrank_cnn.deploy.timing.time_model", partial(time_model, repeats=3))
     monkeypatch.setattr("lowrank_cnn.deploy.choose_engine.apart", called_here)
-    monkeypatch.setattr("lowrank_cnn.cli.demo.WIDTH", 0.05)
-    monkeypatch.setattr("lowrank_cnn.cli.demo.MINUTES", 0.01)
+    monkeypatch.setattr("lowrank_cnn.cli.compare.WIDTH", 0.05)
+    monkeypatch.setattr("lowrank_cnn.cli.compare.MINUTES", 0.01)
     comparing = import_module("lowrank_cnn.choose.comparing")
     monkeypatch.setattr(comparing, "LEVELS", comparing.LEVELS[-1:])
     monkeypatch.setattr(comparing.Comparing, "left", 0.0)  # one run of one epoch of each network

@@ -28,6 +28,19 @@ def cpu_engines(found: JsonRecord) -> str:
     return markdown(columns, rows) + f"\n{versions}.\n" + source("cpu_engines.json", found["environment"])
 
 
+@from_record("cpu_engines.json")
+def speed_verdicts(found: JsonRecord) -> str:
+    """Each network in its fastest engine: the time of low rank over that of each rival, and a verdict."""
+    rows: dict[tuple[str, int], list[object]] = {}
+    for family, threads, _, best in _compared(found["rows"]):
+        cells = rows.setdefault((family, threads), [f"`{family}`", threads])
+        cells += [compared(best["low-rank"]["ms"], best[rival]["ms"], 1 - _ALIKE) for rival in ("dense", "thin")]
+    columns = [f"<{precision}, {rival}" for precision in _PRECISIONS for rival in ("dense", "thin")]
+    return markdown(["network", "threads", *columns], list(rows.values())) + source(
+        "cpu_engines.json", found["environment"]
+    )
+
+
 @from_record("int8_accuracy.json")
 def int8_accuracy(found: JsonRecord) -> str:
     """Top-1 accuracy in float32 and int8 on the same test images."""

@@ -15,7 +15,7 @@ import torch
 from tables.form import NOT_MEASURED, JsonRecord, from_record, markdown, record, source
 
 from lowrank_cnn.models import create_model
-from lowrank_cnn.paper.experiments import EXPERIMENTS
+from lowrank_cnn.paper.reproduce import EXPERIMENTS
 from lowrank_cnn.train import get_recipe
 
 FULL = ("vgg11-gmp", "vgg11-gmp-lr")

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import Annotated, Any, TextIO
 
 import typer
@@ -103,7 +103,7 @@ def plain_warnings() -> Iterator[None]:
 
 BAD_INPUT = 2
 _SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
-_EPILOG = "Try: [bold]lowrank demo[/], [bold]lowrank models[/], [bold]lowrank count vgg11-gmp-lr[/]."
+_EPILOG = "Try: lowrank demo, lowrank models, lowrank count vgg11-gmp-lr."
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Entry:
 
 
 COMMANDS = {
-    "demo": Entry("demo", "Start", "Compare a dense network with a thinner and a low-rank one on digits."),
+    "demo": Entry("compare", "Start", "Compare a dense network with a thinner and a low-rank one on digits."),
     "compare": Entry("compare", "Start", "Say which cheap version of a network to train."),
     "models": Entry("models", "Start", "List the networks with their cost and published accuracy."),
     "count": Entry("models", "Start", "Count multiply-accumulates, parameters and memory, layer by layer."),
@@ -126,7 +126,7 @@ COMMANDS = {
     "evaluate": Entry("evaluate", "Train", "Measure accuracy on test images."),
     "predict": Entry("evaluate", "Train", "Classify image files."),
     "report": Entry("report", "Train", "Write one HTML page about training runs and timings."),
-    "shrink": Entry("shrink", "Train", "Store large photographs at the size that training needs."),
+    "shrink": Entry("data", "Train", "Store large photographs at the size that training needs."),
     "convert": Entry("convert", "Convert", "Rewrite the convolutions of any network with low-rank filters."),
     "decompose": Entry("convert", "Convert", "Approximate trained convolutions by low-rank filters."),
     "thin": Entry("convert", "Convert", "Make a thinner network: fewer channels in every layer."),
@@ -135,8 +135,8 @@ COMMANDS = {
     "plan": Entry("plan", "Deploy", "Find the fastest way to run a network on this machine."),
     "optimize": Entry("plan", "Deploy", "Find the fastest form of a network, and write it to a file."),
     "export": Entry("export", "Deploy", "Write a network for ONNX Runtime and other engines, and check the file."),
-    "audit": Entry("audit", "Paper", "Compare every published figure and claim with what this code computes."),
-    "reproduce": Entry("reproduce", "Paper", "Train the paper's networks and compare their accuracy."),
+    "audit": Entry("paper", "Paper", "Compare every published figure and claim with what this code computes."),
+    "reproduce": Entry("paper", "Paper", "Train the paper's networks and compare their accuracy."),
     "frontier": Entry("frontier", "Paper", "Train a network over widths and schemes: accuracy against time."),
     "figure": Entry("report", "Paper", "Draw a figure of the paper."),
 }
@@ -148,10 +148,15 @@ class LazyGroup(TyperGroup):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         for name, entry in COMMANDS.items():
-            self.add_command(TyperCommand(name, help=entry.summary, rich_help_panel=entry.panel))
+            self.add_command(TyperCommand(name, help=entry.summary))
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for panel, names in groupby(COMMANDS, key=lambda name: COMMANDS[name].panel):
+            with formatter.section(panel):
+                formatter.write_dl([(name, COMMANDS[name].summary) for name in names])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
@@ -185,27 +190,36 @@ def with_default_weights(words: list[str]) -> list[str]:
 
 
 class Command(TyperCommand):
-    """A command in which --pretrained may have no value."""
+    """A command in which --pretrained may have no value, and whose help groups the options by their panels."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, with_default_weights(args))
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        formatter.write_paragraph()
+        with formatter.indentation():  # click's mark \b keeps the lines of the examples
+            formatter.write_text(inspect.cleandoc(self.help or "").replace("\n\n  ", "\n\n\b\n  "))
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            if record := parameter.get_help_record(ctx):
+                panels.setdefault(getattr(parameter, "rich_help_panel", None) or usual, []).append(record)
+        for panel, records in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(records)
 
 
 def load_command(name: str) -> TyperCommand:
     """Import the module of a command and build the command from its function."""
     entry = COMMANDS[name]
     function = getattr(import_module(f"lowrank_cnn.cli.{entry.module}"), f"{name}_command")
-    app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
-    app.command(name, cls=Command, help=help_text(function.__doc__ or ""), context_settings=_SETTINGS)(function)
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+    app.command(name, cls=Command, help=function.__doc__, context_settings=_SETTINGS)(function)
     command = typer.main.get_command(app)
     assert isinstance(command, TyperCommand)
     return command
-
-
-def help_text(docstring: str) -> str:
-    """Let paragraphs flow to the width of the terminal; examples, which are indented, stay as they are."""
-    parts = inspect.cleandoc(docstring).split("\n\n")
-    return "\n\n".join(part if part.startswith(" ") else " ".join(part.split()) for part in parts)
 
 
 def _print_version(asked: bool) -> None:
@@ -226,7 +240,7 @@ def build() -> typer.Typer:
         cls=LazyGroup,
         context_settings=_SETTINGS,
         pretty_exceptions_enable=False,
-        rich_markup_mode="rich",
+        rich_markup_mode=None,
     )
 
     @app.callback(invoke_without_command=True, epilog=_EPILOG)

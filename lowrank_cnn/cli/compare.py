@@ -1,11 +1,13 @@
-"""The commands `lowrank compare` and `lowrank design`, which is compare without images."""
+"""The commands `lowrank compare`, `lowrank demo` and `lowrank design`, which is compare without images."""
 
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import lowrank_cnn as lr
 from lowrank_cnn.cli.options import (
     IMAGES,
     TRAINING,
@@ -80,24 +82,25 @@ def compare_command(
         how = {"engine": place.engine or "torch", "precision": place.precision or None, "device": place.device}
         share = {"macs": 0.5 if macs is None else macs, "latency": None}
         return _print_advice(*_advise(model, named, batch=batch or place.batch, **share, **how), as_json=as_json)
-    from lowrank_cnn.choose.compare import compare
     from lowrank_cnn.data import open_data
     from lowrank_cnn.train.recipe import parse_settings
 
     if macs is not None:
         raise LowRankError("--macs is for advice without --data: give --at-most or --at-least.")
+    times = {"ms": 1.0, "us": 1e-3, "s": 1e3}
+    reach = _quantity(at_least, "--at-least", "an accuracy such as 90%", {"%": 0.01})
     read: dict[str, Any] = {"bad": bad, "limit": limit, "image_size": image_size}
     given = any(value is not None and value != "skip" for value in read.values())
     folder = out or Path("runs") / f"compare-{re.sub(r'[^A-Za-z0-9.]+', '-', model).strip('-')}"
     with continued_by_same_command():
-        found = compare(
+        found = lr.compare(
             model,
             open_data(data, **read) if given else data,
             out=folder,
             minutes=minutes,
             for_=target,
-            at_most=_milliseconds(at_most),
-            at_least=_share(at_least),
+            at_most=_quantity(at_most, "--at-most", "a time such as 3ms", times),
+            at_least=reach / 100 if reach and reach > 1 else reach,
             schemes=scheme or (),
             batch=batch,
             recipe=recipe,
@@ -119,22 +122,52 @@ def print_comparison(found: Comparison) -> None:
             console.print(f"{name}: {path}", soft_wrap=True)
 
 
-def _milliseconds(text: str | None) -> float | None:
+def _quantity(text: str | None, option: str, example: str, units: dict[str, float]) -> float | None:
+    """A number with one of these units, or without."""
     if text is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(ms|us|s)?", text.strip())
+    found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(units)})?", text.strip())
     if not found:
-        raise LowRankError(f"--at-most is a time such as 3ms, not {text!r}.")
-    return float(found[1]) * {"ms": 1.0, None: 1.0, "us": 1e-3, "s": 1e3}[found[2]]
+        raise LowRankError(f"{option} is {example}, not {text!r}.")
+    return float(found[1]) * units.get(found[2], 1.0)
 
 
-def _share(text: str | None) -> float | None:
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(%)?", text.strip())
-    if not found:
-        raise LowRankError(f"--at-least is an accuracy such as 90%, not {text!r}.")
-    return float(found[1]) / (100 if found[2] or float(found[1]) > 1 else 1)
+WIDTH, STRIDE, MINUTES = 0.25, 2, 2.5
+
+
+def demo_command(
+    out: Annotated[Path, option("Folder of all that the demo writes.", "--out", "-o")] = Path("runs/demo"),
+    epochs: Annotated[int | None, option("Train this many epochs instead of the recipe's.")] = None,
+    device: Device = "auto",
+    limit: Limit = None,
+    as_json: Json = False,
+) -> None:
+    """Compare a dense network with a thinner and a low-rank one on digits.
+
+    It takes two to three minutes on two CPU cores and downloads nothing.
+
+    Examples:
+
+      lowrank demo
+      lowrank demo --epochs 1 --out runs/quick
+    """
+    with continued_by_same_command():
+        found = demo(out, epochs=epochs, device=device, limit=limit)
+    return print_json(found.to_dict()) if as_json else print_comparison(found)
+
+
+def demo(
+    out: str | Path, *, epochs: int | None = None, device: str = "auto", limit: int | None = None
+) -> Comparison:
+    """Compare three Network-in-Networks, or go on with that; Lin et al. (2013) have the network."""
+    from lowrank_cnn.data import open_data
+
+    digits = open_data("digits", limit=limit)
+    shape: dict[str, Any] = {"num_classes": len(digits.classes), "in_channels": 1}
+    make = partial(lr.create_model, "nin", width=WIDTH, stride=STRIDE, norm="batch", **shape)
+    own: dict[str, Any] = {} if epochs is None else {"epochs": epochs}
+    how: dict[str, Any] = {"recipe": "digits", "schemes": ("lr",), "for_": "cpu", "device": device}
+    return lr.compare(make, digits, out=out, minutes=MINUTES, **how, **own)
 
 
 @grouped
@@ -179,7 +212,6 @@ def _advise(
     model: str, named: SourceOptions, *, batch: int, device: str, data: str | None = None, **how: Any
 ) -> tuple[str, list[int], Advice]:
     """The network's name, the shape that was measured, and the advice."""
-    from lowrank_cnn.choose.design import design
     from lowrank_cnn.cli.source import random_images
     from lowrank_cnn.train.distributed import resolve_device
 
@@ -192,7 +224,7 @@ def _advise(
         if source.trained is None:
             raise LowRankError("--data weighs what a trained network would lose: give a run, or --pretrained.")
         batches = source.images(data, size, batch=_IMAGES, batches=_BATCHES, device=place)
-    return source.name, list(example.shape), design(network, example, data=batches, **how)
+    return source.name, list(example.shape), lr.design(network, example, data=batches, **how)
 
 
 def _print_advice(name: str, shape: list[int], advice: Advice, *, as_json: bool) -> None:

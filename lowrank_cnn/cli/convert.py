@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import lowrank_cnn as lr
 from lowrank_cnn.cli.options import Json, Latency, Macs, Model, SourceOptions, grouped, option
 from lowrank_cnn.cli.show import print_json, print_table
 from lowrank_cnn.core.errors import LowRankError
@@ -59,7 +60,7 @@ def convert_command(
       lowrank convert model.py:make --input 3x32x32 --out net.safetensors
       lowrank convert torchvision:resnet18 --stage 2 --stage 3 --macs 0.5
     """
-    from lowrank_cnn.method.convert import convert, explain_already_low_rank
+    from lowrank_cnn.method.convert import explain_already_low_rank
 
     source, size = named.find(model)
     how: dict[str, Any] = {"macs": macs, "params": params, "latency": latency, "allow_costlier": allow_costlier}
@@ -67,7 +68,7 @@ def convert_command(
         scheme = "lr-join"
     with explain_already_low_rank(source.network):
         chosen = _where(where, stage, source.network, size)
-        new = convert(source.network, scheme, where=chosen, input_size=size, **how)
+        new = lr.convert(source.network, scheme, where=chosen, input_size=size, **how)
     # Fresh weights have learned no classes: the file keeps only the image size of the source.
     _finish(replace(source, trained=None), new, size, out, as_json)
 
@@ -105,7 +106,6 @@ def decompose_command(
       lowrank decompose runs/photos --macs 0.5 --images photos --by accuracy
     """
     from lowrank_cnn.method.convert import explain_already_low_rank
-    from lowrank_cnn.method.decompose import decompose
 
     source, size = named.find(model)
     if by == "accuracy" and not images:
@@ -117,7 +117,7 @@ def decompose_command(
             how["evaluate"] = partial(_accuracy, images=how["images"], labels=labels)
     with explain_already_low_rank(source.network):
         how |= {"where": _where(where, stage, source.network, size), "allow_costlier": allow_costlier}
-        new = decompose(source.network, scheme, input_size=size, **how)
+        new = lr.decompose(source.network, scheme, input_size=size, **how)
     _finish(source, new, size, out, as_json)
 
 
@@ -140,21 +140,18 @@ def thin_command(
       lowrank thin vgg11-gmp --macs 0.5
       lowrank thin model.py:make --input 3x32x32 --channels 0.5 -o n.safetensors
     """
-    from lowrank_cnn.method.thin import thin
-
     source, size = named.find(model)
     if (macs is None) == (channels is None):
         raise LowRankError("give the share to keep: --macs 0.5, or --channels 0.7.")
-    new = thin(source.network, macs=macs, width=channels, multiple=multiple, input_size=size)
+    new = lr.thin(source.network, macs=macs, width=channels, multiple=multiple, input_size=size)
     _finish(replace(source, trained=None), new, size, out, as_json)
 
 
 def _finish(source: Source, new: nn.Module, size: tuple[int, ...], out: Path | None, as_json: bool) -> None:
     """Write the new network, and print its layers with their cost before and after."""
-    from lowrank_cnn.method.convert import conversion_costs
     from lowrank_cnn.method.rewrite import Conversion, change_of
 
-    *costs, total = conversion_costs(source.network, new, size)
+    *costs, total = lr.conversion_costs(source.network, new, size)
     if out is not None:
         export_source(source, new, out, size)
     report, fitted = notes(new).conversion, notes(new).decomposition
@@ -195,21 +192,18 @@ def export_source(source: Source, network: nn.Module, path: Path, inputs: Any, *
     `inputs` is the size of its images, or an example.
     """
     from lowrank_cnn.core.modules import is_example
-    from lowrank_cnn.deploy.export import export
 
     model = network if source.trained is None else replace(source.trained, network=network)
     kind = "example_input" if is_example(inputs) else "input_size"
-    return export(model, path, **{kind: inputs}, **options)
+    return lr.export(model, path, **{kind: inputs}, **options)
 
 
 def _where(
     patterns: list[str] | None, numbers: list[int] | None, network: nn.Module, size: tuple[int, ...]
 ) -> Any:
     """The argument `where` of `convert`: patterns, kernels such as 3x3 as pairs, and the layers of stages."""
-    from lowrank_cnn.method.select import stages
-
     items = [tuple(map(int, p.split("x"))) if re.fullmatch(r"\d+x\d+", p) else p for p in patterns or []]
-    found = stages(network, size) if numbers else ()
+    found = lr.stages(network, size) if numbers else ()
     for number in numbers or []:
         if not 1 <= number <= len(found):
             raise LowRankError(

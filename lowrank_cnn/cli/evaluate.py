@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import lowrank_cnn as lr
 from lowrank_cnn.cli.options import (
     IMAGES,
     Bad,
@@ -181,15 +182,14 @@ def _trained(
 ) -> Trained:
     """The trained network at a path or of the package; says if its training has not come to an end."""
     from lowrank_cnn.cli.source import find_into, is_path
-    from lowrank_cnn.models import list_pretrained
-    from lowrank_cnn.train.trained import how_far, load_checkpoint, load_pretrained
+    from lowrank_cnn.train.trained import how_far, load_checkpoint
 
     if pretrained and is_path(model):
         raise LowRankError(f"{model} has weights of its own: --pretrained is for networks by name.")
     if pretrained:
-        return load_pretrained(model, pretrained)
+        return lr.load_pretrained(model, pretrained)
     if Path(model).name == model and not (is_path(model) or Path(model).with_suffix(".json").exists()):
-        known = " or ".join(f"{name} --pretrained {data}" for name, data in list_pretrained())
+        known = " or ".join(f"{name} --pretrained {data}" for name, data in lr.list_pretrained())
         raise LowRankError(f"{model} is no trained network: give a run, an exported file, or {known}.")
     trained = load_checkpoint(model, best=best, network=find_into(into, model), trusted=trusted)
     if words := how_far(model, best=best):
@@ -199,9 +199,10 @@ def _trained(
 
 def _guessing(name: str) -> str:
     """The sentence for a network by name alone: it is untrained, and these are places of trained weights."""
-    from lowrank_cnn.models import list_pretrained
-
-    places = ["a run's directory", *(f"--pretrained {data}" for known, data in list_pretrained() if known == name)]
+    places = [
+        "a run's directory",
+        *(f"--pretrained {data}" for known, data in lr.list_pretrained() if known == name),
+    ]
     return f"{name} by name has fresh weights, which can only guess: for trained ones give {' or '.join(places)}."
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+import lowrank_cnn as lr
 from lowrank_cnn.cli.convert import export_source
 from lowrank_cnn.cli.options import Inputs, Json, Model, Overwrite, Scheme, SourceOptions, grouped, option
 from lowrank_cnn.cli.show import console, print_json
@@ -25,9 +26,7 @@ if TYPE_CHECKING:
 class GraphOptions:
     """The graph in the file, its precision and its names."""
 
-    asked: Annotated[Literal["fp32", "fp16", "int8"], option("int8 needs --calibrate.", "--precision")] = "fp32"
-    fp16: Annotated[bool, option("The same as --precision fp16.", "--fp16")] = False
-    int8: Annotated[bool, option("The same as --precision int8.", "--int8")] = False
+    precision: Annotated[Literal["fp32", "fp16", "int8"], option("int8 needs --calibrate.")] = "fp32"
     calibrate: Annotated[
         str | None, option("For int8: a folder or data set; or path.py:function, which gives prepared images.")
     ] = None
@@ -53,10 +52,6 @@ class GraphOptions:
         option("Prepare images inside the graph, which then takes uint8 in this layout; not resize."),
     ] = None
 
-    @property
-    def precision(self) -> str:
-        return "int8" if self.int8 else "fp16" if self.fp16 else self.asked
-
     def for_export(self) -> dict[str, Any]:
         """These options as `export` takes them."""
         free = () if self.dynamic == "none" else tuple(self.dynamic.split(","))
@@ -69,12 +64,11 @@ class GraphOptions:
         """The network with batch norms, and chains if asked, folded into the layers before them."""
         from lowrank_cnn.cli.source import random_images
         from lowrank_cnn.core.modules import is_example
-        from lowrank_cnn.graph.merge import merge
 
         if not (self.merged or self.chains):
             return network
         example = inputs if is_example(inputs) else random_images(network, inputs, 2, "cpu")
-        return merge(network.eval(), chains=self.chains or None, example_input=example)
+        return lr.merge(network.eval(), chains=self.chains or None, example_input=example)
 
 
 @grouped
@@ -112,7 +106,6 @@ def export_command(
       lowrank export model.py:make net.onnx --example model.py:inputs
     """
     from lowrank_cnn.deploy.engines.targets import PRETRAINED, target_of
-    from lowrank_cnn.method.count import count
 
     if to not in (None, PRETRAINED) and target_of(to).strips:
         graph = replace(graph, strips=True)
@@ -128,7 +121,7 @@ def export_command(
     if graph.precision == "int8":
         return _export_int8(source, network, path, graph.calibrate, inputs, overwrite=overwrite, as_json=as_json)
     written = export_source(source, network, path, inputs, overwrite=overwrite, **graph.for_export())
-    macs = {"before": count(source.network, inputs).macs, "after": count(network, inputs).macs}
+    macs = {"before": lr.count(source.network, inputs).macs, "after": lr.count(network, inputs).macs}
     rows = notes(network).merging
     if as_json:
         return print_json({**written.to_dict(), "macs": macs, "merging": [row.to_dict() for row in rows]})
@@ -182,8 +175,6 @@ def _export_int8(
 
     from lowrank_cnn.cli.source import find_example
     from lowrank_cnn.core.modules import is_example
-    from lowrank_cnn.deploy.quantize import quantize
-    from lowrank_cnn.method.count import count
 
     if calibrate is None:
         raise LowRankError("int8 needs images to set the ranges of activations: give --calibrate DATA.")
@@ -194,9 +185,9 @@ def _export_int8(
         if not isinstance(images, torch.Tensor):
             kind = type(images).__name__
             raise LowRankError(f"{calibrate} must give images as a tensor [N, C, H, W], not {kind}.")
-        found = quantize(network, images, path, input_size=size, overwrite=overwrite)
+        found = lr.quantize(network, images, path, input_size=size, overwrite=overwrite)
     elif source.trained is not None:
-        found = quantize(replace(source.trained, network=network), calibrate, path, overwrite=overwrite)
+        found = lr.quantize(replace(source.trained, network=network), calibrate, path, overwrite=overwrite)
     else:
         raise LowRankError(
             "int8 with a data set is for a trained network (a run, an exported file, --pretrained): for others "
@@ -213,7 +204,7 @@ def _export_int8(
     console.print(f" {told}.")
     kept = ", ".join(found.in_float) or "none"
     console.print(f" Layers that stay in float: {kept}.")
-    macs = count(network, size).macs
+    macs = lr.count(network, size).macs
     return _print_usage(path, source.name, macs=macs, error=found.error, precision="int8", accuracy=told)
 
 

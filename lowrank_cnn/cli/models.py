@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
+import lowrank_cnn as lr
 from lowrank_cnn.cli.options import Input, Inputs, Into, Json, Model, Norm, Scheme, Width, option
 from lowrank_cnn.cli.show import console, print_json, print_table
 from lowrank_cnn.core.text import si
@@ -91,7 +92,6 @@ def count_command(
     import torch
 
     from lowrank_cnn.cli.source import find_example, find_model, is_ours, parse_size
-    from lowrank_cnn.method.count import count
 
     asked, ours = parse_size(input_text), is_ours(model)
     if asked and ours:
@@ -99,7 +99,7 @@ def count_command(
     with torch.device("meta" if ours else "cpu"):
         source = find_model(model, into=into, scheme=scheme, **options)
     inputs = find_example(example) if example else source.size(asked)
-    return _print_count(model, count(source.network, inputs, convention=convention).to_dict(), as_json)
+    return _print_count(model, lr.count(source.network, inputs, convention=convention).to_dict(), as_json)
 
 
 def recipes_command(as_json: Json = False) -> None:

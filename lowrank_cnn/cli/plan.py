@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+import lowrank_cnn as lr
 from lowrank_cnn.cli.convert import export_source
 from lowrank_cnn.cli.options import (
     MODEL_HELP,
@@ -66,10 +67,8 @@ class SearchOptions:
 
     def search(self, network: nn.Module, inputs: Any) -> Any:
         """The fastest form of a network."""
-        from lowrank_cnn.deploy.optimize import optimize
-
         how: dict[str, Any] = {"compile": self.compile_, "cache": self.cache}
-        return optimize(network, inputs, repeats=self.repeats, budget=self.budget, **how)
+        return lr.optimize(network, inputs, repeats=self.repeats, budget=self.budget, **how)
 
 
 @grouped
@@ -101,7 +100,7 @@ def time_command(
     from lowrank_cnn.cli.source import parse_size
     from lowrank_cnn.core.environment import environment
     from lowrank_cnn.deploy.engines.targets import is_engine_file
-    from lowrank_cnn.deploy.timing import time_file, time_model
+    from lowrank_cnn.deploy.timing import time_file
 
     how: dict[str, Any] = {"batch": batch, "threads": threads, "repeats": repeats}
     timings = []
@@ -109,7 +108,7 @@ def time_command(
         if not is_engine_file(text):
             source, inputs = named.find(text, example, scheme=scheme, batch=batch)
             how_here = {**how, "device": device, "runtime": runtime}
-            timings.append(time_model(source.network, inputs, twin=source.dense, **how_here))
+            timings.append(lr.time_model(source.network, inputs, twin=source.dense, **how_here))
         elif scheme is not None or device not in ("cpu", "auto") or example is not None:
             raise LowRankError(f"{text} is timed as it is on the CPU, without --scheme, --device and --example.")
         else:
@@ -238,10 +237,8 @@ def _size_of_one(given: Any) -> tuple[int, ...]:
 
 def _macs(network: nn.Module, inputs: Any) -> int | None:
     """Multiply-accumulates of a whole batch; None for a network that cannot be counted."""
-    from lowrank_cnn.method.count import count
-
     try:
-        return count(network, inputs).macs
+        return lr.count(network, inputs).macs
     except LowRankError:
         return None
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowrank_cnn.cli.options import Into, Json, PackageWeights, Runs, option
+import lowrank_cnn as lr
+from lowrank_cnn.cli.options import MODEL_HELP, NETWORK, Into, Json, PackageWeights, Runs, option
 from lowrank_cnn.cli.show import console, errors, print_json, print_table
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError, check_choice
 from lowrank_cnn.core.files import followed
 
 if TYPE_CHECKING:
@@ -63,9 +64,8 @@ def figure_command(
         Path | None, option("The file: .svg, .pdf or .png; - prints SVG; else NAME.svg.", "--out", "-o")
     ] = None,
     runs: Runs = None,
-    model: Annotated[str | None, option("A network by name; untrained unless --pretrained is given.")] = None,
+    model: Annotated[str | None, option(MODEL_HELP, panel=NETWORK)] = None,
     pretrained: PackageWeights = None,
-    checkpoint: Annotated[Path | None, option("A run's folder or one of its checkpoints.")] = None,
     into: Into = None,
     seed: Annotated[int, option("Seed of an untrained network and of random images.")] = 0,
     as_json: Json = False,
@@ -79,25 +79,26 @@ def figure_command(
       lowrank figure
       lowrank figure vgg -o vgg.svg
       lowrank figure filters --model nin-c3-lr --pretrained cifar10
-      lowrank figure shapes --checkpoint runs/own --into model.py:make
+      lowrank figure shapes --model runs/own --into model.py:make
     """
     from lowrank_cnn.report.figures import FIGURES, TRADE_FIGURES, FigureOptions, draw_figure
-    from lowrank_cnn.report.records import read_records
+    from lowrank_cnn.report.records import read_records, require_records
 
     if name is None:
         return _list_figures(as_json)
     place = out or Path(f"{name}.svg")
     printed = _is_printed(place, as_json)
     records = read_records(runs) if runs else None
-    if records is not None and not records:
-        raise LowRankError(f"there is no record in {' or '.join(map(str, runs or []))} to draw from.")
-    if into and checkpoint is None:
-        raise LowRankError("--into names the network of a checkpoint: give --checkpoint as well.")
-    kind, networks = FIGURES.get(name), []
-    if model or checkpoint or pretrained or (kind and kind.network):
-        networks = [_network(model, kind.network if kind else "", seed, pretrained, checkpoint, into)]
-    if kind and kind.twin:
-        networks = [*_twin(networks[0][1], seed, pretrained), *networks]
+    if records is not None:
+        require_records(runs or [], records)
+    if into and model is None:
+        raise LowRankError("--into names the network of a run: give --model as well.")
+    check_choice("figure", name, FIGURES)
+    kind, networks = FIGURES[name], []
+    if named := model or kind.network:
+        networks = _networks(named, pretrained, into, seed, twin=kind.twin)
+    elif pretrained:
+        raise LowRankError(f"the figure {name} takes no model and no weights.")
     draw_figure(name, followed(place), FigureOptions(records, networks, seed))
     if as_json:
         return print_json({"figure": name, "file": str(place)})
@@ -115,52 +116,29 @@ def _is_printed(out: Path, as_json: bool) -> bool:
     return printed
 
 
-def _network(
-    model: str | None, default: str, seed: int, pretrained: str | None, checkpoint: Path | None, into: str | None
-) -> tuple[str, nn.Module]:
-    """The network of a figure, with what to call it; untrained if only its name is given."""
-    from lowrank_cnn.cli.source import find_into
-    from lowrank_cnn.core.notes import note
-    from lowrank_cnn.models.build import name_of
-    from lowrank_cnn.train.evaluate import load_checkpoint
-
-    if checkpoint is None:
-        return _named(model or default, seed, pretrained)
-    if model or pretrained:
-        raise LowRankError("a checkpoint is a trained network: leave --model and --pretrained out.")
-    trained = load_checkpoint(checkpoint, network=find_into(into, checkpoint))
-    note(trained.network, input_size=trained.input_size)
-    return f"{name_of(trained.network)}, trained", trained.network.eval()
-
-
-def _named(name: str, seed: int, pretrained: str | None) -> tuple[str, nn.Module]:
+def _networks(
+    model: str, pretrained: str | None, into: str | None, seed: int, *, twin: bool
+) -> list[tuple[str, nn.Module]]:
+    """The network of a figure with its title; with `twin`, after its dense twin, trained if there are weights."""
     import torch
 
-    from lowrank_cnn.models import create_model
+    from lowrank_cnn.cli.source import find_model
+    from lowrank_cnn.core.notes import note
+    from lowrank_cnn.models.build import dense_twin, name_of
     from lowrank_cnn.report.records import data_label
 
     torch.manual_seed(seed)
-    about = f"trained on {data_label(pretrained)}" if pretrained else "as initialised"
-    network = create_model(name, pretrained=pretrained)
-    return f"{name}, {about}", network.eval() if pretrained else network
-
-
-def _twin(network: nn.Module, seed: int, pretrained: str | None) -> list[tuple[str, nn.Module]]:
-    """The dense twin, trained if there are weights of it; none for a network that is dense itself."""
-    import torch
-
-    from lowrank_cnn.core.notes import note, notes
-    from lowrank_cnn.models import list_pretrained
-    from lowrank_cnn.models.build import dense_twin, name_of
-
+    source = find_model(model, pretrained=pretrained, into=into)
+    trained = f"trained on {data_label(pretrained)}" if pretrained else "trained"
+    found = [(source.network, trained if source.trained else "as initialised")]
     torch.manual_seed(seed)
-    twin = dense_twin(network)
-    if twin is None:
-        return []
-    if pretrained and (name_of(twin), pretrained) in list_pretrained():
-        return [_named(name_of(twin), seed, pretrained)]
-    note(twin, input_size=notes(network).input_size)
-    return [(f"{name_of(twin)}, as initialised", twin)]
+    if twin and (dense := source.dense or dense_twin(source.network)) is not None:
+        known = pretrained and (name_of(dense), pretrained) in lr.list_pretrained()
+        dense = lr.create_model(name_of(dense), pretrained=pretrained) if known else dense
+        found.insert(0, (dense, trained if known else "as initialised"))
+    for network, _ in found:
+        note(network, input_size=source.input_size)
+    return [(f"{name_of(network)}, {about}", network) for network, about in found]
 
 
 def _print_left_out(records: Records) -> None:

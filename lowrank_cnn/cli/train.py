@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import lowrank_cnn as lr
 from lowrank_cnn.cli.options import (
     IMAGES,
     NETWORK,
@@ -76,10 +77,7 @@ class NetworkOptions:
 
     def training(self) -> tuple[str | None, Callable[..., Record]]:
         """The scheme that the network is built by, and the function that trains it."""
-        from lowrank_cnn.graph.finalize_shapes import load_shapes
         from lowrank_cnn.method.budget import Budget
-        from lowrank_cnn.method.schemes import parse_scheme
-        from lowrank_cnn.train.fit import fit
 
         budget = Budget.of(macs=self.macs, latency=self.latency)
         if self.thin is not None and (self.scheme or self.shapes):
@@ -92,14 +90,14 @@ class NetworkOptions:
                 f"--{budget.kind} is for learned shapes: add --scheme 'learned(kx1, 1xk, 1x1, kxk)'."
             )
         if learned is not None:
-            shapes = parse_scheme(learned)
+            shapes = lr.parse_scheme(learned)
             if budget is None:
                 raise LowRankError("learned shapes need a budget: give --macs or --latency, like --macs 0.4.")
             return None, partial(_learn, shapes=shapes, macs=self.macs, latency=self.latency)
         if self.shapes is None:
-            return self.scheme, fit
-        found = load_shapes(self.shapes)
-        return None, lambda network, *given, **how: fit(found.apply(network).train(), *given, **how)
+            return self.scheme, lr.fit
+        found = lr.load_shapes(self.shapes)
+        return None, lambda network, *given, **how: lr.fit(found.apply(network).train(), *given, **how)
 
     def building(
         self, model: str, scheme: str | None, recipe: Recipe, norm: str | None, stride: int | None
@@ -132,7 +130,7 @@ class TrainingOptions:
         both. A recipe that was named does not adapt.
         """
         from lowrank_cnn.train.recipe import RunSettings, changed, parse_settings, read_value
-        from lowrank_cnn.train.recipes import get_recipe, suited
+        from lowrank_cnn.train.recipes import suited
 
         own = {"epochs": self.epochs, "batch_size": self.batch_size, "lr": self.lr}
         typed = parse_settings(self.settings or [])
@@ -141,7 +139,7 @@ class TrainingOptions:
         given = file | {name: value for name, value in own.items() if value is not None} | typed
         run = {field.name: given.pop(field.name) for field in fields(RunSettings) if field.name in given}
         rare = {name: read_value(name, kind, given.pop(name)) for name, kind in RARE.items() if name in given}
-        recipe = get_recipe("modern" if self.recipe is None else self.recipe, **given)
+        recipe = lr.get_recipe("modern" if self.recipe is None else self.recipe, **given)
         changed(RunSettings(), run)  # refused now, before images are read
         adapted = partial(suited, recipe, given=given) if self.recipe is None else lambda _: recipe
         return recipe, adapted, run | rare | ({"norm": recipe.norm} if "norm" in given else {})
@@ -285,7 +283,6 @@ def train_command(
       lowrank train runs/photos --data photos --set quantize=int8 --lr 0.001
     """
     from lowrank_cnn.cli.source import build_for, check_model, is_weights, remember, remembered
-    from lowrank_cnn.method.schemes import parse_scheme
     from lowrank_cnn.train.distributed import seed_generators
     from lowrank_cnn.train.inputs import (
         as_network_wants,
@@ -302,7 +299,7 @@ def train_command(
     pretrained = network.pretrained is not None or is_weights(model)
     cost = network.macs if network.thin is None else network.thin
     # Trained weights are made cheaper when their images are known, and so is a network within a budget.
-    later = parse_scheme(scheme) if scheme is not None and (pretrained or cost is not None) else None
+    later = lr.parse_scheme(scheme) if scheme is not None and (pretrained or cost is not None) else None
     building = network.building(
         model, None if later else scheme, recipe, rare.pop("norm", None), rare.pop("stride", None)
     )
@@ -358,9 +355,8 @@ def _find_rate(network: Any, data: Data, recipe: Recipe, out: Path | None, *, as
     """Print the learning rate that a range test suggests, and draw its losses into the directory of the run."""
     from lowrank_cnn.report.charts import rates_spec
     from lowrank_cnn.report.style import save_charts
-    from lowrank_cnn.train.find_lr import find_lr
 
-    tested, drawn = find_lr(network, data, recipe, **how), None
+    tested, drawn = lr.find_lr(network, data, recipe, **how), None
     told = "With --out DIR, DIR/find-lr.svg shows the losses."
     if out is not None:
         try:
@@ -452,9 +448,7 @@ def _print_result(record: Record) -> None:
 
 def _learn(network: Any, *given: Any, **options: Any) -> Record:
     """Learn shapes. The result also has the time that was measured, as a share of the dense network's."""
-    from lowrank_cnn.choose.learn_shapes import learn_shapes
-
-    found = learn_shapes(network, *given, **options)
+    found = lr.learn_shapes(network, *given, **options)
     if options.get("progress") and first_process():
         shares = {"MACs": found.macs, "time": found.time}
         told = ", ".join(f"{share:.3f} of the {of}" for of, share in shares.items() if share is not None)

@@ -1,4 +1,4 @@
-"""Run an experiment of the paper: start missing runs, resume interrupted ones, write the table.
+"""The experiments that compare the paper's accuracies with ours: their networks and recipes, runs and tables.
 
 A run has its own directory, named after its network, variant and seed. It uses the test set once, at its end:
 earlier decisions use held-out training images.
@@ -9,7 +9,7 @@ Several processes may share the work, with the same directory for all: each take
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -17,23 +17,152 @@ from typing import Any
 import torch
 
 from lowrank_cnn.core.environment import environment
-from lowrank_cnn.core.errors import LowRankError, option
+from lowrank_cnn.core.errors import LowRankError, nearest, option
 from lowrank_cnn.core.files import HeldError, below, locked, write_json
 from lowrank_cnn.core.processes import first_process
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.data import Data
 from lowrank_cnn.method.count import count
-from lowrank_cnn.models import create_model
+from lowrank_cnn.models import create_model, googlenet, nin, vgg
 from lowrank_cnn.models.hub import save_pretrained
 from lowrank_cnn.paper.claims import ClaimAnswer, RankAgreement, Scores, answer_claims, rank_agreement
-from lowrank_cnn.paper.experiments import CLASSES, ExperimentLine, ExperimentPart, lines, parts_of
-from lowrank_cnn.paper.published import Published, rows
+from lowrank_cnn.paper.published import MAIN_TABLES, rows
 from lowrank_cnn.train import fit, get_recipe
 from lowrank_cnn.train.failure import NotFiniteError
 from lowrank_cnn.train.inputs import augmentation, image_size
-from lowrank_cnn.train.recipe import Recipe, differences, in_words
+from lowrank_cnn.train.recipe import Recipe, differences, in_words, read_value
 from lowrank_cnn.train.run_folder import Record, RunDirectory, load_record
 from lowrank_cnn.train.trained import load_checkpoint
+
+VGG, GOOGLENET, NIN = tuple(vgg.VARIANTS), tuple(googlenet.VARIANTS), tuple(nin.VARIANTS)
+PLACES = ("vgg11-gmp", "vgg11-gmp-sf", "vgg11-gmp-lr-join", "vgg11-gmp-lr")
+
+
+@dataclass(frozen=True)
+class ExperimentPart:
+    """A table of an experiment: networks by variants of one recipe, each over several seeds.
+
+    variants: labels, each with its changes to the recipe and the network.
+    own: changes for single networks; "recipe" names another recipe.
+    as_costly_as: train cheaper networks for more epochs, up to the MACs of this one.
+    tables: the published tables that it is compared with.
+    note: a remark for readers of the table.
+    """
+
+    networks: tuple[str, ...]
+    recipe: str
+    variants: Mapping[str, Mapping[str, object]] = field(default_factory=lambda: {"": {}})
+    seeds: int = 3
+    as_costly_as: str = ""
+    own: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    tables: tuple[str, ...] = MAIN_TABLES
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ExperimentLine:
+    """A line of a table: a network of a part, with one variant of its recipe."""
+
+    part: str
+    network: str
+    variant: str
+
+    def directory(self, out: Path, seed: int) -> Path:
+        """The folder of its run with this seed."""
+        variant = self.variant.replace(", ", "-").replace(" ", "-")
+        return out / self.part / "-".join(filter(None, [self.network, variant, f"seed{seed}"]))
+
+
+_INITS = {
+    f"{init}, {'batch norm' if norm else 'no norm'}": {"init": init, "norm": norm}
+    for norm in (None, "batch")
+    for init in ("composite", "per-group", "torch")
+}
+
+_SMALL = (
+    "Published: ILSVRC, 1000 classes, 224x224. Here: crops of 56 from images of 64 instead of 224 from 256, so "
+    "feature maps have a quarter of the published side. vgg11 flattens 2x2 instead of 7x7 feature maps. "
+    "GoogLeNet's first conv has stride 1 instead of 2, so its feature maps have half of the published side, "
+    "and the last have 3x3 instead of 7x7 pixels."
+)
+
+
+_ONE_RUN = (
+    "One run of each network. The learning rate is divided when accuracy on the held-out 2% of the training "
+    "images levels off. The validation set is used once, at the end, with one centre crop per image."
+)
+
+_BY_HAND = (
+    "The learning rate is divided after the same epochs in all networks, set by hand near the epochs at which "
+    "accuracy on held-out training images had levelled off for nin and nin-c3. The test set is used once, at the "
+    "end."
+)
+
+CLASSES = {"cifar10": 10}
+"""Classes of data sets that are used whole; the others may be tried on some of their classes."""
+
+EXPERIMENTS: dict[str, dict[str, ExperimentPart]] = {
+    "cifar10": {
+        "paper": ExperimentPart(
+            NIN, "nin-paper", own={"nin-c3": {"dropout": 0.4}, "nin-c3-lr": {"dropout": 0.2}}, note=_BY_HAND
+        ),
+        "modern": ExperimentPart(NIN, "nin-modern"),
+        "modern-equal-compute": ExperimentPart(("nin-c3-lr",), "nin-modern", as_costly_as="nin"),
+        "init": ExperimentPart(("nin-c3-lr",), "nin-init", _INITS),
+    },
+    "tiny-imagenet": {
+        "paper": ExperimentPart(
+            (*VGG, *GOOGLENET),
+            "tiny-vgg",
+            seeds=2,
+            own={network: {"recipe": "tiny-googlenet", "stride": 1} for network in GOOGLENET},
+            note=_SMALL,
+        ),
+    },
+    "ilsvrc": {
+        "paper": ExperimentPart(
+            (*VGG, *GOOGLENET),
+            "vgg-paper",
+            seeds=1,
+            own={network: {"recipe": "googlenet-paper"} for network in GOOGLENET},
+            note=_ONE_RUN,
+        ),
+    },
+    "places": {
+        "paper": ExperimentPart(
+            PLACES, "vgg-paper", {"": {"stride": 2}}, seeds=1, tables=("vgg-places",), note=_ONE_RUN
+        ),
+    },
+}
+"""Parts by experiment, in the order in which they run."""
+
+
+def parts_of(experiment: str) -> dict[str, ExperimentPart]:
+    """The parts of an experiment, by name."""
+    if experiment not in EXPERIMENTS:
+        raise LowRankError(f"there is no experiment {experiment!r}; {nearest(experiment, EXPERIMENTS)}")
+    return EXPERIMENTS[experiment]
+
+
+def lines(experiment: str, parts: Iterable[str] = (), networks: Iterable[str] = ()) -> list[ExperimentLine]:
+    """Every line of an experiment, or those of the parts and networks named."""
+    known = parts_of(experiment)
+    _check(experiment, "part", parts, known)
+    _check(experiment, "network", networks, {network for part in known.values() for network in part.networks})
+    return [
+        ExperimentLine(name, network, variant)
+        for name, part in known.items()
+        for network in part.networks
+        for variant in part.variants
+        if (not parts or name in parts) and (not networks or network in networks)
+    ]
+
+
+def _check(experiment: str, what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise LowRankError(f"{experiment} has no {what} {name!r}; {nearest(name, known)}")
+
 
 MEASURES = ("top1", "top5", "overfit")
 NOT_BEGUN = "not begun"
@@ -203,7 +332,7 @@ def _unfinished(line: ExperimentLine, out: Path, seeds: Iterable[int]) -> dict[s
 
 def _row(line: ExperimentLine, part: ExperimentPart, records: list[Record]) -> AccuracyRow:
     results = [record.result for record in records]
-    published = _published(line.network, part)
+    published = next((row for row in rows() if row.network == line.network and row.table in part.tables), None)
     return AccuracyRow(
         line.part,
         line.network,
@@ -227,12 +356,8 @@ def _overfit(record: Record) -> float | None:
     return None if trained is None else trained - record.result["top1"]
 
 
-def _published(network: str, part: ExperimentPart) -> Published | None:
-    return next((row for row in rows() if row.network == network and row.table in part.tables), None)
-
-
-NETWORK_OPTIONS: dict[str, Callable[[Any], object]] = {"init": str, "width": float, "scheme": str, "stride": int}
-"""Settings of the network rather than the recipe, and the functions that parse them."""
+NETWORK_OPTIONS = {"init": str, "width": float, "scheme": str, "stride": int}
+"""Settings of the network rather than the recipe, and their types."""
 NETWORK = "network"
 """The folder in a finished run's directory with the network to use, share and fine-tune."""
 
@@ -288,7 +413,7 @@ def prepare(
     """The recipe of a line, and the options of its network."""
     wanted = {**part.own.get(line.network, {}), **part.variants[line.variant], **settings}
     name = str(wanted.pop("recipe", part.recipe))
-    options = {key: _read(key, wanted.pop(key)) for key in NETWORK_OPTIONS if key in wanted}
+    options = {k: read_value(k, NETWORK_OPTIONS[k], wanted.pop(k)) for k in NETWORK_OPTIONS if k in wanted}
     recipe = get_recipe(name, **wanted)
     if part.as_costly_as:  # more epochs for a cheaper network, at equal cost
         dear, own = (macs(network, recipe, options, data) for network in (part.as_costly_as, line.network))
@@ -318,14 +443,6 @@ def _train(
     if first_process():
         _write_network(record, directory) if keep_weights else _delete_weights(directory)
     return record
-
-
-def _read(option: str, value: object) -> object:
-    try:
-        return NETWORK_OPTIONS[option](value)
-    except (TypeError, ValueError) as error:
-        wanted = NETWORK_OPTIONS[option].__name__
-        raise LowRankError(f"{option} wants a value of type {wanted}, not {value!r}.") from error
 
 
 def _check_made_by(recipe: Recipe, directory: Path) -> None:

@@ -12,6 +12,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -68,33 +69,23 @@ class TradeFigure:
     error: str = "top5"
     cost: str = "macs"
     size: tuple[int, int] = (620, 340)
-    shows: str = ""
-    """What the list of figures says of it; the title tells it of most."""
 
 
 _ILSVRC = ("vgg-ilsvrc", "googlenet-ilsvrc", "big-picture", "big-picture-augmented")
-_BIG: dict[str, Any] = {
-    "family": ("vgg11", "googlenet"),
-    "size": (900, 560),
-}  # room for the labels of twenty networks
-_SINGLE = "single networks on ILSVRC, error against"
+_BIG: dict[str, Any] = {"family": ("vgg11", "googlenet"), "size": (900, 560)}
+"""Room for the labels of twenty networks."""
 TRADE_FIGURES = {
     "vgg": TradeFigure("VGG-11 on ILSVRC", ("vgg-ilsvrc",), ("vgg11",)),
     "places": TradeFigure("VGG-11 on Places", ("vgg-places",), ("vgg11",)),
     "googlenet": TradeFigure("GoogLeNet on ILSVRC", ("googlenet-ilsvrc",), ("googlenet",)),
     "nin": TradeFigure("Network-in-Network on CIFAR-10", ("nin-cifar10",), ("nin",), error="top1"),
-    "big-picture-macs": TradeFigure(
-        "Networks on ILSVRC: compute of all crops", _ILSVRC, **_BIG, shows=f"{_SINGLE} MACs of all crops"
-    ),
-    "big-picture-params": TradeFigure(
-        "Networks on ILSVRC: size", _ILSVRC, **_BIG, cost="params", shows=f"{_SINGLE} parameters"
-    ),
+    "big-picture-macs": TradeFigure("Networks on ILSVRC: compute of all crops", _ILSVRC, **_BIG),
+    "big-picture-params": TradeFigure("Networks on ILSVRC: size", _ILSVRC, **_BIG, cost="params"),
 }
 
 
-def trade_figure(name: str, options: FigureOptions) -> list[Spec]:
+def trade_figure(options: FigureOptions, figure: TradeFigure) -> list[Spec]:
     """The published points with ours on the same data, then a chart for each other data set of ours."""
-    figure = TRADE_FIGURES[name]
     published = [published_point(row) for row in rows() if row.table in figure.tables]
     home = published[0].data
     ours = _ours(figure, options)
@@ -129,10 +120,10 @@ def _ours(figure: TradeFigure, options: FigureOptions) -> dict[str, list[TradePo
     return dict(found)
 
 
-def curves_figure(name: str, options: FigureOptions) -> list[Spec]:
+def curves_figure(options: FigureOptions) -> list[Spec]:
     """A chart for each data set and recipe."""
     if options.records is None:
-        raise LowRankError(f"the figure {name} is of runs: give their folder (--runs runs).")
+        raise LowRankError("the figure curves is of runs: give their folder (--runs runs).")
     curves = training_curves(gather(options.records))
     if not curves:
         raise LowRankError("no run among these has an epoch to show.")
@@ -140,7 +131,7 @@ def curves_figure(name: str, options: FigureOptions) -> list[Spec]:
     return [curves_spec(f"{recipe} on {data}", list(panel)) for (recipe, data), panel in panels]
 
 
-def timings_figure(_name: str, options: FigureOptions) -> list[Spec]:
+def timings_figure(options: FigureOptions) -> list[Spec]:
     """The paper's layer timings, then those of the records."""
     charts = layer_charts(options.records.timings if options.records else [])
     if options.records is not None and len(charts) == 1:
@@ -160,7 +151,7 @@ SHAPE_COLOURS = {
 """Columns (kx1) green, rows (1xk) orange, points (1x1) grey and all others blue, from the smallest up."""
 
 
-def shapes_figure(_name: str, options: FigureOptions) -> list[Spec]:
+def shapes_figure(options: FigureOptions) -> list[Spec]:
     """The shapes of a network's filters, layer by layer: of a run that learned them, say."""
     return [shapes_spec(f"Filters of {label}", network) for label, network in options.networks]
 
@@ -251,7 +242,7 @@ WIDTH = 660
 """Pixels that a figure of several panels is wide, roughly."""
 
 
-def filters_figure(_name: str, options: FigureOptions) -> list[Spec]:
+def filters_figure(options: FigureOptions) -> list[Spec]:
     """A mosaic per group of the first conv, and one of the filters that the join makes of them."""
     [(label, network)] = options.networks
     banks, panels = first_filters(network), []
@@ -290,7 +281,7 @@ CYCLE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """After Okabe and Ito: distinct to readers with any of the common colour deficiencies."""
 
 
-def spectra_figure(_name: str, options: FigureOptions) -> list[Spec]:
+def spectra_figure(options: FigureOptions) -> list[Spec]:
     """Left, in space: how much of a k x k kernel one column times one row holds. Right, over the channels."""
     [(label, network)] = options.networks
     found = dense_filters(network)
@@ -337,7 +328,7 @@ TAPS = {
 _BARE = {"grid": False, "labels": False, "ticks": False, "domain": False}
 
 
-def connections_figure(_name: str, _options: FigureOptions) -> list[Spec]:
+def connections_figure(_options: FigureOptions) -> list[Spec]:
     """A column per layer: the pixels that one output sees, and below it the map of all connections."""
     pixels, columns = SIDE * SIDE, []
     layers = {"fully connected": torch.arange(1, pixels * pixels + 1).reshape(pixels, pixels)}
@@ -382,7 +373,7 @@ def connection_matrix(height: int, width: int) -> Tensor:
 SHARE = 0.9
 
 
-def receptive_field_figure(_name: str, options: FigureOptions) -> list[Spec]:
+def receptive_field_figure(options: FigureOptions) -> list[Spec]:
     """Effective receptive fields of the networks, side by side."""
     panels = []
     scale = filled(template("gradient"), {"{colours}": CIVIDIS})  # invisible points, for the legend that they have
@@ -407,19 +398,19 @@ class FigureKind:
     """
 
     shows: str
-    chart: Callable[[str, FigureOptions], list[Spec]]
+    chart: Callable[[FigureOptions], list[Spec]]
     runs: bool = False
     network: str = ""
     twin: bool = False
 
     @property
     def takes(self) -> str:
-        return "runs" if self.runs else "model, pretrained, checkpoint" if self.network else ""
+        return "runs" if self.runs else "model, pretrained, into" if self.network else ""
 
 
 FIGURES = {
     **{
-        name: FigureKind(figure.shows or f"{figure.title}, error against MACs", trade_figure, runs=True)
+        name: FigureKind(f"{figure.title}, error against cost", partial(trade_figure, figure=figure), runs=True)
         for name, figure in TRADE_FIGURES.items()
     },
     "timings": FigureKind("MACs beside time, layer by layer", timings_figure, runs=True),
@@ -450,8 +441,8 @@ def draw_figure(name: str, out: str | Path, options: FigureOptions | None = None
     if options.records is not None and not kind.runs:
         raise LowRankError(f"the figure {name} takes no runs.")
     if options.networks and not kind.network:
-        raise LowRankError(f"the figure {name} takes no model, checkpoint or weights.")
+        raise LowRankError(f"the figure {name} takes no model and no weights.")
     if kind.network and not options.networks:
         raise LowRankError(f"the figure {name} is of a network: give FigureOptions(networks=[(title, network)]).")
     check_format(out)
-    return save_charts(kind.chart(name, options), out)
+    return save_charts(kind.chart(options), out)

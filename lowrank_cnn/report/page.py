@@ -150,8 +150,8 @@ class PageTable:
 
 
 _OF_TWIN = "below, the share of the dense twin's"
-_RUN_BY = {"torch": "by layers", "optimize": "optimized"}
-"""How a network was timed: layer by layer, as it was trained, or as `optimize` makes it; else in an engine."""
+_RUN_BY = {"torch": "as trained", "optimize": "optimized"}
+"""How a network was timed: by its own layers, or as `optimize` makes it; else in an engine."""
 _OPTIONAL = ("top-5", f"{CPU} ms/image", f"{GPU} ms/image")
 _HELP = {
     "top-1": "mean over seeds, with the standard deviation",

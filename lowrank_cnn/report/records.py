@@ -29,6 +29,7 @@ from lowrank_cnn.deploy.timing import LayerTime
 from lowrank_cnn.models import family_of, list_models
 from lowrank_cnn.models.hub import CONFIG, WEIGHTS
 from lowrank_cnn.train.evaluate import TOP_FIVE, EvaluationDetails, WrongImage
+from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.run_folder import Epoch
 
 CPU, GPU = "CPU", "GPU"
@@ -200,11 +201,11 @@ class Fields:
     def objects(self, name: str) -> Sequence[Fields]:
         return [Fields(value, name) for value in self.list(name)]
 
-    def text(self, *names: str) -> str | None:
-        """The first of these fields that is there; cut if it is absurdly long."""
-        name, value = next(((n, self.values[n]) for n in names if self.values.get(n) is not None), ("", ""))
-        check_type(name, value, str, int, float)
-        return printable(str(value).strip()[:LONGEST_TEXT]) or None
+    def text(self, name: str) -> str | None:
+        """Text, or a number that names something; cut if it is absurdly long."""
+        value = self.values.get(name)
+        check_type(name, value, str, int, float, type(None))
+        return None if value is None else printable(str(value).strip()[:LONGEST_TEXT]) or None
 
     def number(self, name: str, *, least: float = 0.0, most: float = 1e18) -> float | None:
         """A number within these limits; None for NaN and infinity, as in the record of a run that diverged."""
@@ -265,7 +266,7 @@ def read_training(values: Fields, path: str) -> Iterator[Run]:
         history=history,
         settings=settings_of(recipe.values, config.values, data.whole("train"), values.text("begun_from")),
         n=result.whole("n") or data.whole("test"),
-        dense=_dense(result, built),
+        dense=result.object("dense").costs() or None,
         environment=values.environment(),
         details=read_details(result.object("details").values),
         sealed=is_sealed(values.values),
@@ -279,13 +280,6 @@ def _epoch(row: Fields) -> Epoch:
     return Epoch(epoch=row.whole("epoch") or 0, train_loss=loss, **shares, **numbers)
 
 
-def _dense(result: Fields, built: NetworkId) -> dict[str, int] | None:
-    """The cost of the unconverted network, which is its own in a foreign network's record without the field."""
-    if "dense" not in result and built.base is None and not built.ours:
-        return result.costs()
-    return result.object("dense").costs() or None
-
-
 def _image_size(config: Fields, recipe: Fields, data: Fields) -> tuple[int, ...]:
     """The images as the network got them, and as its cost was counted: cropped, where the recipe crops."""
     image = data.sizes("image")
@@ -296,8 +290,8 @@ def _image_size(config: Fields, recipe: Fields, data: Fields) -> tuple[int, ...]
 def settings_of(
     recipe: Mapping[str, Any], config: Mapping[str, Any], images: int | None = None, begun_from: str | None = None
 ) -> tuple[tuple[str, str], ...]:
-    """The recipe, and what else networks that are compared must have alike."""
-    fields = {**recipe, "norm": config.get("norm"), "pool": config.get("pool")}
+    """The recipe, its missing fields by default, and what else networks that are compared must have alike."""
+    fields = {**Recipe().to_dict(), **recipe, "norm": config.get("norm"), "pool": config.get("pool")}
     fields |= {"init": config.get("init") or "composite"}
     fields |= {"images": images} if images else {}
     fields |= {"begun_from": begun_from} if begun_from else {}
@@ -381,7 +375,7 @@ def read_network(model: Fields, image: tuple[int, ...]) -> NetworkId:
     name, options = model.text("name"), model.object("config") if converted else model
     if name is None:
         raise LowRankError("it names no network.")
-    base = options.text("name") or model.text("base", "class") if converted else None
+    base = options.text("name") or model.text("base") if converted else None
     scheme, stride = options.text("scheme"), options.whole("stride")
     own_stride = family_of(own).VARIANTS[own].stride if (own := base or name) in list_models() else 1
     return NetworkId(

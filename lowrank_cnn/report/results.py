@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -22,7 +22,6 @@ from lowrank_cnn.paper.audit import Accuracies, LayerTimes
 from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.report.records import CPU, GPU, NetworkId, Records, Run, TimedNetwork, data_label, settings_of
 from lowrank_cnn.report.style import DENSE, LOW_RANK, THIN
-from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recipes import get_recipe
 
 
@@ -243,9 +242,6 @@ _PHRASES: dict[str, Callable[[str], str]] = {
     "macs": lambda value: f"{value} MACs",
 }
 """Settings that read better as a phrase than as name=value."""
-_TOLD = ("batch_size", "epochs", "lr", "optimizer", "schedule", "norm", "pool")
-_USUAL = {name: str(value) for name, value in Recipe().to_dict().items() if name not in _TOLD}
-"""What most recipes leave as it is (`layer_decay=1.0`): not told where the others are told by what they set."""
 _ALWAYS = ("begun_from",)
 """Settings that no reader may miss."""
 
@@ -364,14 +360,10 @@ def _told_apart(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
 
 
 def _distinct(alike: Sequence[NetworkResult]) -> list[str]:
-    """Words that distinguish entries of one name: unusual settings, all settings, then image size and cost."""
-    settings = [entry.settings for entry in alike]
-    unusual = [{n: value for n, value in one.items() if _USUAL.get(n) != value} for one in settings]
-    facts = [_facts(entry) for entry in alike]
-    more = [[one | dict(known[:n]) for one, known in zip(settings, facts, strict=True)] for n in (1, 2, 3)]
+    """Words that distinguish entries of one name: settings, and where these are equal, image size and cost."""
     words: list[str] = []
-    for told in (unusual, settings, *more):
-        words = _differences(told)
+    for n in range(4):
+        words = _differences([entry.settings | dict(_facts(entry)[:n]) for entry in alike])
         if len(set(words)) == len(words):
             break
     return words
@@ -394,7 +386,7 @@ def _phrase(name: str, value: str) -> str:
     """A setting in words; nothing for one that was not set."""
     if name in _PHRASES:
         return _PHRASES[name](value)
-    return "" if value == "None" else f"{name}={value}"
+    return "" if value in ("None", "") else f"{name}={value}"
 
 
 def _natural(value: str) -> tuple[str | int, ...]:
@@ -482,17 +474,10 @@ def _is_of(run: Run, row: Published) -> bool:
 
 
 def _as_taught(run: Run, recipe: str) -> bool:
-    """Whether a run kept to its recipe; what an older record lacks had its default."""
-    told, default, wanted = dict(run.settings), _settings(Recipe()), _settings(get_recipe(recipe))
-    if "begun_from" in told:
-        return False
-    fixed = wanted.keys() - FREE_SETTINGS
-    kept = all(told.get(name, default[name]) == wanted[name] for name in fixed)
+    """Whether a run kept to its recipe."""
+    told, taught = dict(run.settings), get_recipe(recipe)
+    wanted = dict(settings_of(taught.to_dict(), taught.network()))
     epochs = told.get("epochs", "")
-    return kept and epochs.isdecimal() and int(epochs) >= get_recipe(recipe).epochs
-
-
-@cache
-def _settings(recipe: Recipe) -> dict[str, str]:
-    """A recipe, and a network that it is for, as the settings of a run."""
-    return dict(settings_of(recipe.to_dict(), recipe.network()))
+    if "begun_from" in told or any(told.get(name) != wanted[name] for name in wanted.keys() - FREE_SETTINGS):
+        return False
+    return epochs.isdecimal() and int(epochs) >= taught.epochs

@@ -16,7 +16,7 @@ import pytest
 
 from lowrank_cnn import cli
 from lowrank_cnn.cli import app
-from lowrank_cnn.cli.show import console, continued_by_same_command, print_json, print_table
+from lowrank_cnn.cli.show import console, print_json, print_table
 from lowrank_cnn.core.errors import LowRankWarning
 from lowrank_cnn.train import Interrupted, load_record
 
@@ -51,7 +51,8 @@ def test_help_of_every_command_is_shown_without_torch():
 def test_alone_it_shows_what_it_can_do(capsys):
     assert app.run([]) == 0
     shown = capsys.readouterr().out
-    assert all(f" {word} " in shown for word in [*app.COMMANDS, "Start", "Train", "Convert", "Deploy", "Paper"])
+    words = {*app.COMMANDS, "Start:", "Train:", "Convert:", "Deploy:", "Paper:"}
+    assert words <= set(shown.split())
 
 
 @pytest.mark.parametrize("name", app.COMMANDS)
@@ -63,6 +64,17 @@ def test_help_begins_with_the_line_of_the_list_and_has_examples(name: str):
     examples = [line for line in rest if line.startswith("  ")]
     assert all(line.startswith(f"  lowrank {name}") and len(line) <= 76 for line in examples)
     assert all("-o" in option.opts for option in command.params if "--out" in option.opts)
+
+
+def test_help_is_short_and_nothing_in_it_is_cut_in_sixty_columns(monkeypatch, capsys):
+    app.run(["train", "--help"])
+    assert len(capsys.readouterr().out.splitlines()) <= 60
+    monkeypatch.setenv("COLUMNS", "60")
+    for name in app.COMMANDS:
+        app.run([name, "--help"])
+        lines = capsys.readouterr().out.splitlines()
+        assert max(len(line) for line in lines if not line.startswith("    lowrank ")) <= 60
+        assert not any(sign in line for sign in ("<bool>", "\N{HORIZONTAL ELLIPSIS}") for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +156,7 @@ def test_every_command_that_trains_exits_by_the_signal(monkeypatch, capsys, numb
         stopped.signal = number
         raise stopped
 
-    monkeypatch.setattr("lowrank_cnn.cli.demo.demo", lambda *_, **__: stop())
+    monkeypatch.setattr("lowrank_cnn.cli.compare.demo", lambda *_, **__: stop())
     assert app.run(["demo"]) == code
     assert capsys.readouterr().err == "Stopped and saved: the same command continues from here.\n"
 
@@ -210,10 +222,3 @@ def test_tables_align_numbers_show_markup_as_it_is_and_have_a_title_of_any_width
     assert {" [b]a     5 x", " b    12345"} <= set(lines)
     print_json({"a": [1, 2]})
     assert json.loads(capsys.readouterr().out) == {"a": [1, 2]}
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, Interrupted])
-def test_ctrl_c_says_how_to_continue(error: type[KeyboardInterrupt]):
-    """Between two runs of this process, or while other processes train, it is a plain KeyboardInterrupt."""
-    with pytest.raises(Interrupted, match="the same command continues from here"), continued_by_same_command():
-        raise error

@@ -22,20 +22,8 @@ SMALL += ("--set", "epochs=1", "--set", "batch_size=32", "--set", "crop=12", "--
 
 
 def test_frontier_writes_a_record_and_a_picture(output_of, tmp_path):
-    asked = (
-        "frontier",
-        "airbench",
-        "--out",
-        tmp_path,
-        *SMALL,
-        "--repeats",
-        3,
-        "--design",
-        "lr",
-        "--match",
-        "none",
-    )
-    found = json.loads(output_of(*asked, "--json"))
+    asked = ("frontier", "airbench", "--out", tmp_path, *SMALL, "--repeats", 3, "--design", "lr")
+    found = json.loads(output_of(*asked, "--match", "none", "--json"))
     assert [row["design"] for row in found["rows"]] == ["dense", "lr"]
     assert all(row["ms"] > 0 and len(row["accuracies"]) == 1 for row in found["rows"])
     assert {"frontier.json", "answers.bits", "frontier.svg"} <= {path.name for path in tmp_path.iterdir()}

@@ -7,9 +7,9 @@ import pytest
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.count import count
 from lowrank_cnn.models import create_model
+from tests.cli.conftest import SMALL_RUN
 
 SMALL = ["--width", "0.1"]
-SMALL_RUN = ["--width", "0.05", "--epochs", "1", "--batch-size", "16", "--set", "crop=14", "--device", "cpu"]
 
 
 def fits(text: str) -> bool:
@@ -44,25 +44,6 @@ def test_weights_of_a_network_that_is_not_ours_are_put_into_it(output_of, own, t
         output_of("export", out, tmp_path / "net.pt2", *size)
     printed = json.loads(output_of("export", out, tmp_path / "net.pt2", "--into", f"{own}:net", "--json", *size))
     assert printed["error"] < 1e-5
-
-
-@pytest.mark.parametrize("budget", ["macs", "params"])
-@pytest.mark.parametrize("scheme", ["lr-join", "lr", "separable"])
-def test_convert_keeps_a_budget(output_of, budget: str, scheme: str):
-    options = ["--scheme", scheme, f"--{budget}", "0.6", "--json", "--width", "0.5"]
-    total = json.loads(output_of("convert", "nin", *options))["costs"][-1]
-    assert 0.4 < total[f"{budget}_after"] / total[f"{budget}_before"] <= 0.6
-
-
-def test_decompose_refits_on_images(output_of, tmp_path):
-    file = tmp_path / "grey.py"
-    file.write_text(
-        "from torch import nn\n\n\ndef make():\n    return nn.Sequential(nn.Conv2d(1, 16, 5), nn.ReLU())\n"
-    )
-    options = ["--macs", "0.5", "--images", "digits", "--input", "1x28x28", "--json"]
-    printed = json.loads(output_of("decompose", f"{file}:make", *options))
-    assert printed["fitted"]
-    assert all(0 <= row["error"] < 1 for row in printed["fitted"])
 
 
 @pytest.mark.usefixtures("squares")

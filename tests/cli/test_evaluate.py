@@ -102,22 +102,6 @@ def test_evaluation_brings_images_to_the_size_of_training(lowrank, output_of, tr
     assert "--image-size 16" in error
 
 
-def test_images_that_cannot_be_brought_to_the_size_of_training_are_told(lowrank, trained, monkeypatch):
-    larger = ResidentSplit.of(torch.zeros(4, 1, 20, 20, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64))
-    found = replace(open_squares(), test=larger)
-
-    def open_(*_, image_size=None, **__):
-        if image_size:
-            raise LowRankError("squares has images of 1x20x20, which image_size does not change.")
-        return found
-
-    monkeypatch.setattr("lowrank_cnn.data.open_data", open_)
-    told = "trained on images of 1x16x16, and others are not brought to that: squares has images of 1x20x20"
-    assert told in str(lowrank("evaluate", trained, *CPU).exception)
-    found = replace(found, classes=("cat", "dog"))
-    assert "has 2 others (cat, dog)" in str(lowrank("evaluate", trained, *CPU).exception)
-
-
 @pytest.mark.parametrize("command", ["convert", "decompose"])
 def test_weights_that_were_fitted_are_trained_ones_and_fresh_ones_are_not(lowrank, tmp_path, command: str):
     run, file = tmp_path / "run", tmp_path / "net.safetensors"
@@ -126,14 +110,6 @@ def test_weights_that_were_fitted_are_trained_ones_and_fresh_ones_are_not(lowran
     done = lowrank("evaluate", file, *CPU)
     told = "does not say which classes it tells apart" in str(done.exception)
     assert (done.exit_code == 0, told) == (command == "decompose", command == "convert")
-
-
-def test_names_are_printed_as_they_are(lowrank, monkeypatch):
-    answers = [[("[bold]cat", 0.75)], [(":dog:", 0.5)]]
-    monkeypatch.setattr("lowrank_cnn.train.evaluate.predict", lambda *_, **__: answers)
-    shown = lowrank("predict", "nin", "[/b]/c.jpg", "[a] x.jpg", "--pretrained", "cifar10").output
-    for text in ("[/b]/c.jpg", "[a] x.jpg", "[bold]cat 75.0%", ":dog: 50.0%"):
-        assert text in shown
 
 
 def test_tables_for_people_have_top5_of_more_than_five_classes(lowrank, output_of, trained, monkeypatch):

@@ -45,7 +45,9 @@ def test_int8_prints_the_accuracy_before_and_after(output_of, tmp_path, monkeypa
     run = tmp_path / "run"
     small = ("--limit", "60", "--batch-size", "16", "--width", "0.05", "--epochs", "1", "--device", "cpu")
     output_of("train", "nin-c3-lr", "--data", "digits", "--recipe", "digits", *small, "--out", run)
-    text = output_of("export", run, "-o", tmp_path / "net.int8.onnx", "--int8", "--calibrate", "digits")
+    text = output_of(
+        "export", run, "-o", tmp_path / "net.int8.onnx", "--precision", "int8", "--calibrate", "digits"
+    )
     assert "in int8, on 60 test images" in text
     assert "Layers that stay in float:" in text
     assert (tmp_path / "net.int8.onnx.md").is_file()
@@ -79,7 +81,7 @@ def test_a_network_of_ones_own_is_calibrated_on_images_of_a_function(output_of, 
         "def images(): return torch.randn(8, 3, 8, 8)\n"
         "def words(): return 'no images'\n"
     )
-    how = (f"{own}:net", "-o", tmp_path / "net.onnx", "--int8", "--input", "3x8x8", "--calibrate")
+    how = (f"{own}:net", "-o", tmp_path / "net.onnx", "--precision", "int8", "--input", "3x8x8", "--calibrate")
     with pytest.raises(LowRankError, match="images as a tensor"):
         output_of("export", *how, f"{own}:words")
     text = output_of("export", *how, f"{own}:images")

@@ -99,19 +99,7 @@ def test_weights_of_another_library_are_pruned_for_new_classes(
 def test_the_teacher_may_be_a_network_of_one_s_own(dense: Path, output_of: Callable[..., str]):
     """It is built by the function of the student. At this weight nothing but its answers is learned."""
     model = f"{dense.parent}/small.py:make"
-    words = (
-        "--limit",
-        "240",
-        "--lr",
-        "0.1",
-        "--epochs",
-        "5",
-        "--set",
-        "distill_weight=1",
-        "--teacher",
-        dense,
-        "--json",
-    )
+    words = ("--limit", 240, "--lr", 0.1, "--epochs", 5, "--set", "distill_weight=1", "--teacher", dense, "--json")
     assert json.loads(output_of("train", model, *SHORT, *words))["top1"] > 0.3
 
 
@@ -119,15 +107,6 @@ def test_the_teacher_may_be_a_network_of_one_s_own(dense: Path, output_of: Calla
 def test_a_run_of_one_s_own_network_gets_a_last_layer_for_other_classes(
     dense: Path, output_of: Callable[..., str]
 ):
-    words = (
-        "--into",
-        f"{dense.parent}/small.py:make",
-        "--data",
-        "squares",
-        "--recipe",
-        "finetune",
-        "--device",
-        "cpu",
-    )
-    printed = output_of("train", dense, *words, "--epochs", "1")
+    words = ["--data", "squares", "--recipe", "finetune", "--device", "cpu", "--epochs", "1", "--into"]
+    printed = output_of("train", dense, *words, f"{dense.parent}/small.py:make")
     assert "The last layer is new, for 2 classes; the others begin with trained weights." in printed

@@ -54,5 +54,5 @@ def test_the_shapes_of_a_network_of_ones_own_are_drawn(tmp_path, capsys):
     assert run(["train", *model, *scheme, "--out", str(out), "--json"]) == 0
     assert "time" not in json.loads(capsys.readouterr().out)
     drawing = ["figure", "shapes", "--out", str(figure)]
-    assert run([*drawing, "--checkpoint", str(out), "--into", f"{own}:make"]) == 0
+    assert run([*drawing, "--model", str(out), "--into", f"{own}:make"]) == 0
     assert "3x1" in figure.read_text() or "1x3" in figure.read_text()

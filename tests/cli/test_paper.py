@@ -32,12 +32,6 @@ def test_accuracies_of_runs_are_compared_with_the_published_ones(output_of):
     assert verdicts == dict.fromkeys(("nin", "nin-c3", "nin-c3-lr"), "reproduced")
 
 
-def test_the_notes_are_those_of_the_counts(output_of, wide):
-    shown = output_of("audit", "--runs", RESULTS / "paper")
-    assert "91.65%" in shown
-    assert "standard deviation" not in shown.partition("Notes")[2]
-
-
 def test_runs_that_test_nothing_and_files_that_cannot_be_read_are_named(lowrank, tmp_path):
     (tmp_path / "damaged.json").write_text("{")
     done = lowrank("audit", "--runs", RESULTS / "modern-equal-compute", "--runs", tmp_path)
@@ -53,12 +47,6 @@ def test_an_accuracy_that_was_not_reached_is_shown(output_of, wide, tmp_path):
     values["result"]["top1"] = 0.85
     (tmp_path / "record.json").write_text(json.dumps(values))
     assert "not reached " in output_of("audit", "--runs", tmp_path)
-
-
-def test_everything_has_a_verdict(output_of):
-    findings = json.loads(output_of("audit", "--json"))
-    assert len(findings) > 100
-    assert all(finding["verdict"] for finding in findings)
 
 
 SMALL = ("--set", "width=0.05", "--set", "epochs=1", "--set", "crop=28", "--set", "batch_size=16")
@@ -110,8 +98,3 @@ def test_ctrl_c_leaves_with_130_and_the_same_command_goes_on(lowrank, tmp_path, 
     assert "the same command continues" in stopped.stderr
     assert "interrupted, 0 of 1 epoch" in lowrank("reproduce", "cifar10", "--out", tmp_path, "--table").stderr
     assert lowrank(*arguments).exit_code == 0
-
-
-@pytest.mark.parametrize("experiment", ["ilsvrc", "places", "tiny-imagenet", "cifar10"])
-def test_every_experiment_can_be_asked_for_its_table(lowrank, tmp_path, experiment):
-    assert lowrank("reproduce", experiment, "--out", tmp_path, "--table", "--json").exit_code == 0

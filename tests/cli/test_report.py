@@ -88,9 +88,3 @@ def test_what_a_plot_leaves_out_is_said(lowrank, folder: Path):
     assert "nin-c3-lr, torch init, no norm by nin-init" in said
     assert "nin-paper" not in said
     assert lowrank("figure", "curves", "--runs", committed, "-o", "b.svg").stderr == ""
-
-
-def test_the_filters_of_the_weights_that_come_with_the_package(lowrank, folder: Path):
-    pytest.importorskip("vl_convert", reason="charts are drawn by vl-convert")
-    lowrank("figure", "filters", "--model", "nin-c3-lr", "--pretrained", "cifar10", "-o", "f.svg")
-    assert "trained on CIFAR-10" in (folder / "f.svg").read_text()

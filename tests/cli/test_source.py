@@ -10,7 +10,6 @@ from torch import nn
 from lowrank_cnn.cli.source import find_model
 from lowrank_cnn.core.errors import LowRankError, MissingExtra
 from lowrank_cnn.core.notes import notes
-from lowrank_cnn.models.foreign import copy_equal_shapes
 
 
 def resnet() -> nn.Module:
@@ -134,11 +133,3 @@ def test_the_last_layer_fits_the_classes_and_the_rest_stays_trained():
     assert notes(trained.network).begun_from == "torchvision:resnet18, default"
     find_model("timm:resnet18", classes=CLASSES)
     assert given[-1] == {"num_classes": 7}
-
-
-def test_tensors_of_equal_shape_are_copied_and_the_others_named():
-    trained, network = resnet(), resnet()
-    network[3] = nn.Conv2d(8, 9, 3)
-    assert copy_equal_shapes(trained, network) == ["3.bias", "3.weight"]
-    assert network[0].weight.equal(trained[0].weight)
-    assert network[3].out_channels == 9

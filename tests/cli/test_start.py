@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import lowrank_cnn as lr
-from lowrank_cnn.cli import demo as module
+from lowrank_cnn.cli import compare as module
 from lowrank_cnn.train import RECIPES
 
 

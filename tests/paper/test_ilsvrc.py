@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import StreamedSplit, open_data
-from lowrank_cnn.paper.experiments import EXPERIMENTS
-from lowrank_cnn.paper.reproduce import reproduce
+from lowrank_cnn.paper.reproduce import EXPERIMENTS, reproduce
 from lowrank_cnn.train import get_recipe, load_record
 
 SMALL = {

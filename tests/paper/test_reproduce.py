@@ -13,10 +13,8 @@ import lowrank_cnn as lr
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import open_data
 from lowrank_cnn.models import list_models
-from lowrank_cnn.paper import experiments
 from lowrank_cnn.paper import reproduce as module
-from lowrank_cnn.paper.experiments import EXPERIMENTS, ExperimentPart, lines
-from lowrank_cnn.paper.reproduce import build_table, macs, prepare, reproduce
+from lowrank_cnn.paper.reproduce import EXPERIMENTS, ExperimentPart, build_table, lines, macs, prepare, reproduce
 from lowrank_cnn.train import NotFiniteError, load_record
 from lowrank_cnn.train.inputs import augmentation, image_size
 from lowrank_cnn.train.run_folder import Record
@@ -45,7 +43,7 @@ def miniature():
         "inits": ExperimentPart(("nin-c3-lr",), "modern", inits, seeds=1),
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(experiments.EXPERIMENTS, "miniature", parts)
+        patch.setitem(EXPERIMENTS, "miniature", parts)
         yield
 
 
@@ -166,10 +164,10 @@ def test_every_line_of_every_experiment_can_be_prepared():
             if name == "tiny-imagenet":  # the networks of both tables at a quarter of their size
                 assert image_size(Small.test, augmentation(recipe)) == (3, 56, 56)  # type: ignore[arg-type]
                 assert macs(line.network, recipe, options, Small()) < 520e6  # type: ignore[arg-type]
-                assert options.get("stride") == (1 if line.network in experiments.GOOGLENET else None)
+                assert options.get("stride") == (1 if line.network in module.GOOGLENET else None)
     assert len(lines("tiny-imagenet")) == 11
-    assert [line.network for line in lines("places")] == list(experiments.PLACES)
-    line = experiments.ExperimentLine("init", "nin", "torch, no norm")
+    assert [line.network for line in lines("places")] == list(module.PLACES)
+    line = module.ExperimentLine("init", "nin", "torch, no norm")
     assert line.directory(Path("out"), 3) == Path("out/init/nin-torch-no-norm-seed3")
 
 

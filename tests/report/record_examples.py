@@ -24,7 +24,7 @@ RUN = {
 }
 CONVERTED = {
     **RUN,
-    "model": {"name": "Mine+lr", "config": None, "class": "Mine", "conversion": {"changed": []}},
+    "model": {"name": "Mine+lr", "config": None, "base": "Mine", "conversion": {"changed": []}},
     "result": {"top1": 0.9, "n": 500, "macs": 1000, "params": 100, "dense": {"macs": 2000, "params": 150}},
 }
 TIMING = {

@@ -103,13 +103,12 @@ def test_every_picture_of_the_docs_can_be_made_again(tmp_path: Path, text_of):
     [
         (["vggg"], "did you mean vgg"),
         (["vgg", "--model", "nin"], "takes no model"),
-        (["vgg", "--model", "nin", "--pretrained", "cifar10"], "takes no model, checkpoint or weights"),
+        (["vgg", "--model", "nin", "--pretrained", "cifar10"], "takes no model and no weights"),
         (["filters", "--runs", RESULTS / "cifar10"], "takes no runs"),
-        (["filters", "--model", "nin", "--checkpoint", "x"], "leave --model and --pretrained out"),
-        (["filters", "--checkpoint", "x", "--pretrained", "cifar10"], "leave --model and --pretrained out"),
+        (["filters", "--model", "x.safetensors", "--pretrained", "cifar10"], "taken with the weights it has"),
         (["filters", "--model", "nin", "--pretrained", "places"], "places"),
         (["spectra", "--model", "nin-c3-lr"], "no dense filters"),
-        (["shapes", "--into", "model.py:make"], "give --checkpoint as well"),
+        (["shapes", "--into", "model.py:make"], "give --model as well"),
         (["curves"], "--runs"),
         (["timings", "--runs", RESULTS / "cifar10" / "paper"], "no record among these has times of layers"),
     ],
@@ -157,9 +156,9 @@ def test_a_checkpoint_shows_what_was_learned(tmp_path: Path, text_of):
     network = lr.create_model("nin-c3-lr", num_classes=2, width=0.05)
     recipe = lr.get_recipe("modern", epochs=1, batch_size=8, crop=14)
     lr.fit(network, Data("grey", ("dark", "bright"), split, split), recipe, out=tmp_path / "run", device="cpu")
-    drawn = figure(tmp_path / "out.svg", "filters", "--checkpoint", tmp_path / "run")
+    drawn = figure(tmp_path / "out.svg", "filters", "--model", tmp_path / "run")
     assert "First layer of nin-c3-lr, trained" in text_of(drawn)
-    text = text_of(figure(tmp_path / "out.svg", "receptive-field", "--checkpoint", tmp_path / "run"))
+    text = text_of(figure(tmp_path / "out.svg", "receptive-field", "--model", tmp_path / "run"))
     assert {"nin, as initialised", "nin-c3-lr, trained"} <= text
     assert len([words for words in text if "of 196 pixels hold" in words]) == 2  # the twin sees images as large
 

@@ -40,7 +40,7 @@ function curvesSpec(runs, looks, { measure, smooth, log, zoom, print }) {
   ends.push(...rows.filter(alone));
   const within = (row) => !zoom || (row.epoch >= zoom[0] && row.epoch <= zoom[1]);
   if (zoom) spec.encoding.x.scale.domain = zoom;
-  spec.layer[1].encoding.y.scale = log ? { type: "log" } : { zero: false, padding: 6 }; // dots at the edge stay whole
+  spec.layer[1].encoding.y.scale = log ? { type: "log" } : { zero: false, nice: false, padding: 6 }; // dots at the edge stay whole
   spec.datasets = { curves: rows.filter(within), ends: ends.filter(within) };
   return spec;
 }

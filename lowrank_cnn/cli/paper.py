@@ -1,15 +1,18 @@
-"""The command `lowrank reproduce`."""
+"""The commands `lowrank reproduce` and `lowrank audit`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowrank_cnn.cli.options import Bad, Device, Json, Limit, Missing, Settings, Workers, option
+import lowrank_cnn as lr
+from lowrank_cnn.cli.options import Bad, Device, Json, Limit, Missing, Runs, Settings, Workers, option
 from lowrank_cnn.cli.show import (
     console,
     continued_by_same_command,
@@ -23,6 +26,7 @@ from lowrank_cnn.core.processes import first_process
 from lowrank_cnn.core.text import counted, si
 
 if TYPE_CHECKING:
+    from lowrank_cnn.paper.audit import Finding
     from lowrank_cnn.paper.claims import ClaimAnswer
     from lowrank_cnn.paper.reproduce import AccuracyRow, Comparison, ExperimentTable
 
@@ -62,8 +66,7 @@ def reproduce_command(
       lowrank reproduce cifar10 --out runs/cifar10 --table
     """
     from lowrank_cnn.data import open_data
-    from lowrank_cnn.paper.experiments import lines
-    from lowrank_cnn.paper.reproduce import build_table, reproduce
+    from lowrank_cnn.paper.reproduce import build_table, lines, reproduce
     from lowrank_cnn.train.recipe import parse_settings
 
     chosen = {"parts": tuple(parts or ()), "networks": tuple(networks or ()), "seeds": seeds}
@@ -97,9 +100,7 @@ def _say(line: str) -> None:
 
 def _show(table: ExperimentTable, out: Path, as_json: bool) -> None:
     """Print the table, as text or JSON, and write the page about all runs beside it."""
-    from lowrank_cnn.report import write_report
-
-    page = write_report([out], out / "report.html") if table.rows else None
+    page = lr.write_report([out], out / "report.html") if table.rows else None
     if as_json:
         return print_json(table.to_dict() | {"report": str(page) if page else None})
     for part in dict.fromkeys(row.part for row in table.rows):
@@ -162,3 +163,88 @@ def _gap_line(gap: ClaimAnswer) -> tuple[object, ...]:
     error = f" ± {gap.half_width:.2f}" if gap.half_width is not None else ""
     published = "" if gap.published is None else f"{gap.published:+.2f}"
     return gap.question, f"x {gap.mac_ratio:.2f}", published, f"{gap.ours:+.2f}{error}", gap.verdict
+
+
+_TITLES = {
+    "vgg-ilsvrc": "VGG on ILSVRC",
+    "vgg-places": "VGG on Places",
+    "googlenet-ilsvrc": "GoogLeNet on ILSVRC",
+    "nin-cifar10": "Network-in-Network on CIFAR-10",
+    "big-picture": "The big picture",
+    "big-picture-augmented": "The big picture, networks trained with more augmentation",
+}
+
+
+def audit_command(runs: Runs = None, as_json: Json = False) -> None:
+    """Compare every published figure and claim with what this code computes.
+
+    With --runs, trained accuracies and measured times are compared too.
+
+    Examples:
+
+      lowrank audit
+      lowrank audit --json
+      lowrank audit --runs runs
+    """
+    from lowrank_cnn.paper.audit import CONTRADICTED, MISSED, UNREPRODUCIBLE, audit, summary
+
+    findings = _audit_runs(runs) if runs else audit()
+    if as_json:
+        return print_json([finding.to_dict() for finding in findings])
+    claims = [finding for finding in findings if finding.table == "text"]
+    disagree = (CONTRADICTED, UNREPRODUCIBLE, MISSED)
+    _print_findings("Claims of the text that disagree", [f for f in claims if f.verdict in disagree])
+    for table, rows in groupby(findings, key=lambda finding: finding.table):
+        if table != "text":
+            _print_counts(_TITLES[table], list(rows))
+    console.print(" = : the code counts the published figure exactly. A number: what it counts instead.\n")
+    trained = [f for f in findings if f.quantity.startswith("top") and f.computed]
+    _print_findings("Accuracies, trained", trained)
+    _print_findings("Other claims", [f for f in claims if f.verdict not in disagree])
+    notes = [(f.subject, f.note) for f in findings if f.note and f.quantity in ("macs", "params")]
+    print_table("Notes", ("network", "<"), notes)
+    print_table("In sum", ("verdict", "figures and claims"), list(summary(findings).items()))
+    return None
+
+
+def _audit_runs(runs: list[Path]) -> list[Finding]:
+    """The audit with records. Also names files that cannot be read, and says if no run tests an accuracy."""
+    from lowrank_cnn.paper.audit import audit
+    from lowrank_cnn.report.records import read_records, require_records
+    from lowrank_cnn.report.results import accuracies, layer_times
+
+    records = read_records(runs)
+    require_records(runs, records)
+    findings = audit(accuracies(records.runs), layer_times(records.timings))
+    for problem in records.skipped:
+        errors.print(f"Skipped {problem.path}: {problem.reason}")
+    if not any(f.computed for f in findings if f.quantity.startswith("top")):
+        why = "none finished training a published network by the paper's recipe on its images"
+        errors.print(f"No accuracy is tested by what is here, {counted(len(records.runs), 'run')}: {why}.")
+    return findings
+
+
+def _print_counts(title: str, findings: list[Finding]) -> None:
+    """A line per network: published MACs and parameters, and ours where they differ."""
+    rows = []
+    for network, group in groupby(findings, key=lambda finding: finding.subject):
+        found = {finding.quantity: finding for finding in group}
+        macs, params = found["macs"], found["params"]
+        rows.append((network, macs.published, _ours(macs), params.published, _ours(params)))
+    print_table(title, ("network", "MACs", "here", "parameters", "here"), rows)
+
+
+def _ours(finding: Finding) -> str:
+    from lowrank_cnn.paper.audit import REPRODUCED
+
+    return "=" if finding.verdict == REPRODUCED else finding.computed
+
+
+def _print_findings(title: str, findings: list[Finding]) -> None:
+    """Claims, or accuracies, each with its verdict without the reason: "not reached by the runs here" is cut."""
+    rows = []
+    for f in findings:
+        name = f.subject if f.quantity == "claim" else f"{f.subject}, {f.quantity}"
+        rows.append((name, f.published, f.computed, re.split(r" by | from |:", f.verdict)[0], f.note))
+    if rows:
+        print_table(title, ("claim", "published", "here", "<verdict", "<note"), rows)
