@@ -16,10 +16,6 @@ from lowrank_cnn.graph.patterns import Pattern, find_patterns, rewritten
 from lowrank_cnn.kernels.problem import activate, is_monotone
 from lowrank_cnn.method.rewrite import copy_with
 
-FLAT = (nn.Conv1d, nn.Conv3d)
-"""1-D and 3-D convs, which have only one way to run."""
-
-
 @dataclass(frozen=True)
 class Epilogue:
     """The operations after a layer: a sum with a residual (if `adds`), an activation, a max-pool, in this order.
@@ -129,7 +125,7 @@ def in_blocks(model: nn.Module, *inputs: Any) -> tuple[fx.GraphModule, list[Bloc
     patterns = [
         pattern
         for pattern in find_patterns(captured)
-        if not isinstance(captured.root.get_submodule(pattern.name), FLAT)
+        if not isinstance(captured.root.get_submodule(pattern.name), nn.Conv1d)  # which has one way to run
     ]
     blocks = [pattern_block(captured, pattern) for pattern in patterns]
     made = dict(zip([pattern.name for pattern in patterns], blocks, strict=True))

@@ -19,7 +19,7 @@ from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.kernels.reference import conv_on_sides, pad_on_sides
 from lowrank_cnn.method.geometry import ConvForm, form_of, offsets, recentred
 from lowrank_cnn.method.schemes import NONE, Learned, Scheme, resolve_shape
-from lowrank_cnn.method.spec import FilterGroup, Pair
+from lowrank_cnn.method.spec import Pair
 
 
 class ShapedConv2d(nn.Module):
@@ -59,9 +59,10 @@ class ShapedConv2d(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         if self.form.padding_mode != "zeros":
-            x = pad_on_sides(input, self.padding, self.form.padding_mode)
+            x = pad_on_sides(input, list(self.padding), self.form.padding_mode)
             return F.conv2d(x, self.shaped_weight(), self.bias, self.stride, 0, self.form.dilation)
-        return conv_on_sides(input, self.shaped_weight(), self.bias, self.padding, self.stride, self.form.dilation)
+        options = list(self.padding), list(self.stride), list(self.form.dilation)
+        return conv_on_sides(input, self.shaped_weight(), self.bias, *options)
 
     def shaped_weight(self) -> Tensor:
         """The weight with zeros outside the shapes."""
@@ -103,7 +104,7 @@ class ShapedConv2d(nn.Module):
 
     def _window(self, shape: Pair) -> tuple[slice, slice]:
         """The rows and columns of the enclosing kernel that a shape covers."""
-        top, left = offsets(FilterGroup(*shape, 1), self.kernel_size)
+        top, left = offsets(shape, self.kernel_size)
         return slice(top, top + shape[0]), slice(left, left + shape[1])
 
 
