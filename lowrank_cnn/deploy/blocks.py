@@ -16,6 +16,7 @@ from lowrank_cnn.graph.patterns import Pattern, find_patterns, rewritten
 from lowrank_cnn.kernels.problem import activate, is_monotone
 from lowrank_cnn.method.rewrite import copy_with
 
+
 @dataclass(frozen=True)
 class Epilogue:
     """The operations after a layer: a sum with a residual (if `adds`), an activation, a max-pool, in this order.

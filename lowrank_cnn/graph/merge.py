@@ -88,7 +88,7 @@ class _Plain:
             layer = layer.dense_view()
         if isinstance(layer, CompositeConv2d):
             weight, sides, groups = layer.weights[0], layer.padding, layer.groups
-        elif type(layer) in (nn.Conv2d, nn.Conv3d):
+        elif isinstance(layer, nn.Conv2d | nn.Conv3d) and type(layer) in (nn.Conv2d, nn.Conv3d):
             weight, groups = layer.weight, layer.groups
             sides = enclosing_padding(layer.padding, layer.kernel_size, layer.dilation)  # type: ignore[arg-type]
         else:

@@ -176,7 +176,9 @@ class FusedComposite(nn.Module):
     @property
     def options(self) -> dict[str, Any]:
         """The arguments of `composite_conv2d` that are not tensors."""
-        found: dict[str, Any] = {name: getattr(self, name) for name in ("stride", "padding", "activation", "add_last")}
+        found: dict[str, Any] = {
+            name: getattr(self, name) for name in ("stride", "padding", "activation", "add_last")
+        }
         return found | ({"pool": self.pool} if self.pool else {})
 
     def extra_repr(self) -> str:
@@ -258,12 +260,7 @@ def _of_conv(module: nn.Conv2d | nn.Conv3d) -> dict[str, Any] | None:
 def _of_composite(layer: Any) -> dict[str, Any] | None:
     if not (hasattr(layer, "weights") and hasattr(layer, "group_padding")):
         return None
-    if (
-        layer.channel_groups != 1
-        or layer.groups != 1
-        or max(layer.dilation) > 1
-        or layer.padding_mode != "zeros"
-    ):
+    if layer.channel_groups != 1 or layer.groups != 1 or max(layer.dilation) > 1 or layer.padding_mode != "zeros":
         return None
     return {
         "weights": list(layer.weights),

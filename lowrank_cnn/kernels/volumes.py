@@ -1,7 +1,8 @@
 """Composite convs over volumes [N, C, T, H, W] by the kernels for images.
 
-A k x 1 x 1 filter is a k x 1 filter over [N, C, T, H*W], and a 1 x k x k filter is a k x k one over [N*T, C, H, W].
-In channels_last_3d both are views of the volume's memory. Consecutive groups with one view run in one launch.
+A k x 1 x 1 filter is a k x 1 filter over [N, C, T, H*W], and a 1 x k x k filter is a k x k filter over
+[N*T, C, H, W]. In channels_last_3d both are views of the volume's memory. Consecutive groups with one view run in
+one launch.
 """
 
 from __future__ import annotations

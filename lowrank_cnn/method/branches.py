@@ -44,7 +44,7 @@ class BranchedConv2d(nn.Module):
         self.strips = strips
         self.strips_norm = nn.BatchNorm2d(filters)
         groups = strips.channel_groups
-        self.point = nn.Conv2d(channels, filters, 1, stride=strips.stride, groups=groups, bias=False)
+        self.point = nn.Conv2d(channels, filters, 1, stride=strips.stride, groups=groups, bias=False)  # type: ignore[arg-type]
         self.point_norm = nn.BatchNorm2d(filters)
         same = channels == filters and strips.stride == (1, 1)
         self.identity_norm = nn.BatchNorm2d(filters) if same else None

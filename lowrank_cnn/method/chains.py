@@ -1,7 +1,7 @@
 """The layers of a chain: convs, or layers of any kind, one after the other with nothing between them.
 
-A `FactoredConv2d` replaces a 2-D conv, a `FactoredConv3d` a 3-D one. A `FactoredLayer` replaces a linear layer, or a 1-D, 3-D or transposed
-conv, by m filters of the same kernel and a pointwise layer.
+A `FactoredConv2d` replaces a 2-D conv, a `FactoredConv3d` a 3-D one. A `FactoredLayer` replaces a linear layer,
+or a 1-D, 3-D or transposed conv, by m filters of the same kernel and a pointwise layer.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -125,7 +126,7 @@ def warn_of_slow_layers(new: nn.Module, names: Iterable[str]) -> None:
     convs = [layer for layer in ours if isinstance(layer, CompositeConv2d | FactoredConv2d)]
     slow = [layer for layer in convs if fused_layer(layer) is None and not _has_bands(layer)]
     kinds = CompositeConv2d | nn.Conv2d | nn.Conv3d
-    parts = [part for layer in slow for part in layer.modules() if isinstance(part, kinds)]
+    parts: list[Any] = [part for layer in slow for part in layer.modules() if isinstance(part, kinds)]
     reasons = {
         "channel groups": any(getattr(part, "channel_groups", part.groups) > 1 for part in parts),
         "dilation": any(max(part.dilation) > 1 for part in parts),

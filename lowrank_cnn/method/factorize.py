@@ -1,10 +1,10 @@
 """The nearest low-rank filters to given dense ones, as functions of tensors alone.
 
 A separable pair of rank m is the matrix [c*k_w, d*k_h] of the dense weight cut to m singular values (Jaderberg et
-al. 2014), the nearest of all pairs of that rank. Over volumes a half may have two axes: [c*k_h*k_w, d*k_t]. A basis and its join are a sum, over the groups, of
-matrices [d, taps*c] of rank m_i that live on the group's taps alone. Each group in turn is fitted to the residual
-of the others, again by cutting singular values, which lowers the error at every step. Taps that no group has (the
-corners, for a vertical and a horizontal group) are lost.
+al. 2014), the nearest of all pairs of that rank; for `2+1` it is [c*k_h*k_w, d*k_t]. A basis and its join are a
+sum, over the groups, of matrices [d, taps*c] of rank m_i that live on the group's taps alone. Each group in turn
+is fitted to the residual of the others, again by cutting singular values, which lowers the error at every step.
+Taps that no group has (the corners, for a vertical and a horizontal group) are lost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lowrank_cnn.method.spec import Composite, FilterGroup, Kernel
 def separable_factors(
     weight: Tensor, m: int, *, axes: Sequence[int], groups: int = 1, covariance: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The best pair for [d, c, k_h, k_w] whose first half has these axes: for (1,) [m, c, 1, k_w] and [d, m, k_h, 1].
+    """The best pair whose first half has these axes: for (1,) it is [m, c, 1, k_w] and [d, m, k_h, 1].
 
     Singular values are shared evenly between the two. With channel groups, m is their total. With the
     `covariance` [groups, c x taps, c x taps] of the inputs of the first half, errors are weighed by their effect

@@ -37,7 +37,7 @@ def enclosing_padding(padding: Padding, kernel: Kernel, dilation: Kernel) -> Sid
     if padding == "valid":
         return ((0, 0),) * len(kernel)
     several = isinstance(padding, Sequence) and not isinstance(padding, str)
-    axes = tuple(padding) if several else (padding,) * len(kernel)
+    axes: tuple[Any, ...] = tuple(padding) if several else (padding,) * len(kernel)  # type: ignore[arg-type]
     if any(isinstance(v, int) and v < 0 for v in axes):
         raise LowRankError(f"padding cannot be negative: {padding!r}.")
     sides = tuple(tuple(v) if isinstance(v, Sequence) and not isinstance(v, str) else (v, v) for v in axes)
@@ -97,16 +97,16 @@ def form_of(conv: nn.Conv2d | nn.Conv3d) -> ConvForm | None:
     before = nothing if plain else _padding_before(conv)
     if before is None or (before != nothing and conv.padding_mode != "zeros"):
         return None
-    padding = tuple((inner[0] + outer[0], inner[1] + outer[1]) for inner, outer in zip(own, before, strict=True))
+    padding = tuple((a + c, b + d) for (a, b), (c, d) in zip(own, before, strict=True))
     return ConvForm(
-        conv.in_channels, conv.out_channels, kernel, conv.stride, padding, dilation, conv.groups, conv.padding_mode,
-        conv.bias is not None,
+        conv.in_channels, conv.out_channels, kernel, conv.stride, padding,
+        dilation, conv.groups, conv.padding_mode, conv.bias is not None,
     )  # fmt: skip
 
 
 def _padding_before(conv: nn.Module) -> Sides | None:
     """The zeros that a traced forward puts around its input before one `conv2d`; None for any other forward."""
-    if "forward" in vars(conv) or type(conv).__call__ is not nn.Conv2d.__call__ or isinstance(conv, nn.Conv3d):
+    if "forward" in vars(conv) or type(conv).__call__ is not nn.Conv2d.__call__:
         return None  # a trace follows the forward of the class alone
     try:
         nodes = [node for node in fx.Tracer().trace(conv).nodes if node.op != "get_attr"]

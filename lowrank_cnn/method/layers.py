@@ -2,8 +2,8 @@
 
 State dict of `CompositeConv2d` and `CompositeConv3d` (stable): `weights.I` for group I, of shape [filters,
 in_channels / channel_groups, *kernel], in the order of the groups, and `bias` in the order of the outputs: by
-channel group, and within one by group. Depthwise filters are [filters, 1, height, width]; an identity has no weight, and
-I does not count it.
+channel group, and within one by group. Depthwise filters are [filters, 1, height, width]; an identity has no
+weight, and I does not count it.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class CompositeConv2d(nn.Module):
         if self._fusible(x) is not None:
             return self._convs(x, weights, bias)
         if self._depthwise:
-            given = (self._bands(), self.stride, self.dilation, self._result_size(x))
+            given: Any = (self._bands(), self.stride, self.dilation, self._result_size(x))
             fused = depthwise_conv2d(x, weights, bias, *given)
             return self._convs(x, weights, bias) if fused is None else fused
         run: Any = composite_conv3d if self.axes == 3 else composite_conv2d

@@ -183,7 +183,7 @@ class Scheme:
 
     @property
     def axes(self) -> tuple[tuple[int, ...], ...]:
-        """The axes that each stage runs along, in the order of a kernel's sides; there it has the conv's stride."""
+        """The axes that each stage runs along, where it has the conv's stride; 0 is a kernel's first side."""
         return EVERY, ()
 
     @property
@@ -356,13 +356,17 @@ class Basis(Scheme):
         return [(() if shape == IDENTITY else resolve_shape(shape, kernel), n) for shape, n in self.shapes]
 
     def chain(self, kernel: Kernel, filters: int, channel_groups: int) -> tuple[Composite, ...]:
-        parts = channel_groups * self.channel_groups
+        parts, sides = channel_groups * self.channel_groups, self.sides(kernel)
         if self.to is None and channel_groups == filters > 1:
-            return (_share_out(self.sides(kernel), filters, 1, depthwise=True),)
+            return (_share_out(sides, filters, 1, depthwise=True),)
+        basis = filters if self.to is None else _units(_scaled(self.m, filters), parts)
+        # Thirds of 64 filters are no multiples of 8, which fast kernels need.
+        thirds = len(kernel) == 3 and self.shapes == _HALVES
+        whole = thirds and basis % (8 * parts) == 0 and basis >= 48 * parts
+        shared = _share_out(sides, basis, 8 * parts if whole else parts)
         if self.to is None:
-            return (_share_out(self.sides(kernel), filters, parts),)
-        basis = _share_out(self.sides(kernel), _units(_scaled(self.m, filters), parts), parts)
-        return basis, Composite((FilterGroup(*[1] * len(kernel), self.out_filters(filters)),))
+            return (shared,)
+        return shared, Composite((FilterGroup(*[1] * len(kernel), self.out_filters(filters)),))
 
     @property
     def takes_depthwise(self) -> bool:
@@ -370,9 +374,14 @@ class Basis(Scheme):
 
     def obstacle(self, layer: nn.Module) -> str:
         groups = 1 if is_depthwise(layer) else groups_of(layer) if isinstance(layer, _ConvNd) else 1
-        shapes = 3 if isinstance(layer, nn.Conv3d) and self.shapes == _HALVES else len(self.shapes)
-        few = isinstance(layer, _ConvNd) and layer.out_channels // groups < shapes
-        return super().obstacle(layer) or (f"it has too few filters for the scheme {self}" if few else "")
+        few = isinstance(layer, _ConvNd) and layer.out_channels // groups < len(self.shapes)
+        if reason := super().obstacle(layer):
+            return reason
+        if not few and self.m is None and isinstance(layer, nn.Conv2d | nn.Conv3d):
+            scheme = self.for_layer(layer.in_channels, layer.out_channels, layer.groups)
+            first, *_ = scheme.stages(layer.kernel_size, layer.out_channels, channel_groups=layer.groups)
+            few = len(first.groups) < len(self.sides(layer.kernel_size))
+        return f"it has too few filters for the scheme {self}" if few else ""
 
     def useful_rank(self, layer: nn.Module) -> int:
         assert isinstance(layer, nn.Conv2d | nn.Conv3d)
@@ -439,7 +448,7 @@ class Bands(Basis):
         return (bands,)
 
     def obstacle(self, layer: nn.Module) -> str:
-        reason = super().obstacle(layer)
+        reason = Scheme.obstacle(self, layer)
         if reason or not is_depthwise(layer):
             return reason or "it is not depthwise, as bands are"
         if any(side % 2 == 0 for side in layer.kernel_size):  # type: ignore[union-attr]
@@ -522,7 +531,7 @@ class Separable(Scheme):
         sides = self.shapes[0][0].count("x") + 1 if self.shapes else 0
         if len(self.shapes) != 2 or not all(self.axes) or sorted(sum(self.axes, ())) != list(range(sides)):
             raise LowRankError(
-                "a separable scheme has two shapes that reach along different axes: 1xk and kx1, or 1xkxk and kx1x1."
+                "a separable scheme has two shapes along different axes: 1xk and kx1, or 1xkxk and kx1x1."
             )
 
     @property

@@ -19,7 +19,7 @@ from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.kernels.reference import conv_on_sides, pad_on_sides
 from lowrank_cnn.method.geometry import ConvForm, form_of, offsets, recentred
 from lowrank_cnn.method.schemes import NONE, Learned, Scheme, resolve_shape
-from lowrank_cnn.method.spec import Pair
+from lowrank_cnn.method.spec import Kernel, Pair
 
 
 class ShapedConv2d(nn.Module):
@@ -69,7 +69,7 @@ class ShapedConv2d(nn.Module):
         mask = self.masks[self.choice][:, None] * self.inputs[:, None, None].to(self.masks.dtype)
         return self.weight * mask
 
-    def taps_of(self, filters: Tensor, shape: Pair) -> Tensor:
+    def taps_of(self, filters: Tensor, shape: Kernel) -> Tensor:
         """The weights of some filters, cut to a shape."""
         taps = self.weight.detach()[filters] * self.masks[self.starts.index(shape)]
         return taps[:, :, *self._window(shape)]
@@ -97,12 +97,12 @@ class ShapedConv2d(nn.Module):
         shapes = ", ".join(f"{h}x{w}" for h, w in self.shapes)
         return f"{self.in_channels}, {self.out_channels}, shapes=({shapes}), stride={self.stride}"
 
-    def _mask(self, shape: Pair) -> Tensor:
+    def _mask(self, shape: Kernel) -> Tensor:
         mask = torch.zeros(self.kernel_size)
         mask[self._window(shape)] = 1
         return mask
 
-    def _window(self, shape: Pair) -> tuple[slice, slice]:
+    def _window(self, shape: Kernel) -> tuple[slice, slice]:
         """The rows and columns of the enclosing kernel that a shape covers."""
         top, left = offsets(shape, self.kernel_size)
         return slice(top, top + shape[0]), slice(left, left + shape[1])
@@ -136,7 +136,7 @@ def shaped_convs(network: nn.Module) -> dict[str, ShapedConv2d]:
     return {name: m for name, m in network.named_modules() if isinstance(m, ShapedConv2d)}
 
 
-def shapes_of(scheme: Scheme, kernel: Pair) -> tuple[Pair, ...]:
+def shapes_of(scheme: Scheme, kernel: Kernel) -> tuple[Kernel, ...]:
     """The shapes that a `learned` scheme offers the filters of a kernel, each once, in its order."""
     return tuple(dict.fromkeys(resolve_shape(shape, kernel) for shape, _ in scheme.shapes if shape != NONE))
 
