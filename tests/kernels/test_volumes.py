@@ -7,8 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
@@ -16,12 +14,11 @@ import lowrank_cnn as lr
 from lowrank_cnn.graph.fuse import freeze, fuse
 from lowrank_cnn.kernels import forced, volumes
 from lowrank_cnn.kernels.fused_convs import FusedComposite
-from tests.kernels.helpers import DEVICE
+from tests.kernels.helpers import DEVICE, GPU
 from tests.method.test_volumes import network, settled
 from tests.method.test_volumes import volumes as clips
 
 ROUNDING = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-FLAT = [(3, 1, 1), (1, 3, 1), (1, 1, 3), (1, 3, 3), (1, 1, 1), (2, 1, 1)]
 
 
 def gradients(layer: lr.CompositeConv3d, x: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
@@ -30,19 +27,26 @@ def gradients(layer: lr.CompositeConv3d, x: torch.Tensor, upstream: torch.Tensor
     return [y, *torch.autograd.grad(y, [x, *layer.parameters()], upstream.to(y.dtype))]
 
 
-@given(st.data(), st.sampled_from(list(ROUNDING)))
-@settings(max_examples=3)
-def test_flat_filters_equal_torch_in_float64_with_their_gradients(data: st.DataObject, dtype: torch.dtype):
-    shapes = data.draw(st.lists(st.sampled_from(FLAT), min_size=1, max_size=3))
-    options: dict[str, Any] = {
-        "stride": data.draw(st.sampled_from([1, 2, (1, 2, 2), (2, 1, 1)])),
-        "padding": data.draw(st.sampled_from(["same", 2, ((0, 2), (1, 0), (3, 1))])),
-        "bias": data.draw(st.booleans()),
-    }
-    torch.manual_seed(data.draw(st.integers(0, 99)))
+@pytest.mark.parametrize(
+    ("dtype", "shapes", "options"),
+    [
+        (torch.float32, [(3, 1, 1), (1, 3, 1), (1, 1, 3)], {"padding": ((0, 2), (1, 0), (3, 1))}),
+        (torch.float32, [(1, 3, 3), (1, 1, 1)], {"stride": 2, "bias": False}),
+        (torch.float16, [(2, 1, 1), (1, 3, 1)], {"stride": (1, 2, 2), "padding": 2}),
+        pytest.param(
+            torch.bfloat16, [(3, 1, 1), (1, 3, 3)], {"stride": (2, 1, 1)},
+            marks=pytest.mark.skipif(not GPU, reason="not in Triton's interpreter"),
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("last", [True, False])
+def test_flat_filters_equal_torch_in_float64_with_their_gradients(
+    dtype: torch.dtype, shapes: list[tuple[int, ...]], options: dict[str, Any], last: bool
+):
+    torch.manual_seed(0)
     layer = lr.CompositeConv3d(8, [(*shape, 8) for shape in shapes], **options).to(DEVICE, dtype)
     x = torch.randn(2, 8, 4, 6, 5, device=DEVICE, dtype=dtype)
-    x = data.draw(st.sampled_from([x, x.contiguous(memory_format=torch.channels_last_3d)]))
+    x = x.contiguous(memory_format=torch.channels_last_3d) if last else x
     upstream = torch.randn(layer(x).shape, device=DEVICE, dtype=dtype)
     with forced("on"):
         assert ": fused" in layer.explain(x)
@@ -52,7 +56,7 @@ def test_flat_filters_equal_torch_in_float64_with_their_gradients(data: st.DataO
         wanted = gradients(layer.double(), x.double(), upstream.double())
     for own, exact in zip(found, wanted, strict=True):
         assert (own.dtype, own.shape) == (dtype, exact.shape)
-        assert (own - exact).norm() <= ROUNDING[dtype] * exact.norm() + 1e-12
+        assert (own - exact).norm() <= ROUNDING[dtype] * exact.norm()
 
 
 def test_consecutive_groups_of_one_view_are_one_launch_over_the_volumes_own_memory():
