@@ -19,7 +19,7 @@ from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.kernels.reference import conv_on_sides, pad_on_sides
 from lowrank_cnn.method.geometry import ConvForm, form_of, offsets, recentred
 from lowrank_cnn.method.schemes import NONE, Learned, Scheme, resolve_shape
-from lowrank_cnn.method.spec import Kernel, Pair
+from lowrank_cnn.method.spec import Kernel
 
 
 class ShapedConv2d(nn.Module):
@@ -161,7 +161,7 @@ def shaped_layer(layer: nn.Module, scheme: Scheme) -> nn.Module:
     return ShapedConv2d(form, scheme)
 
 
-def exact_scheme(groups: list[tuple[Pair, int]], inputs: int | None = None) -> Scheme:
+def exact_scheme(groups: list[tuple[Kernel, int]], inputs: int | None = None) -> Scheme:
     """The scheme of filters that are counted by shape."""
     shapes = tuple((f"{h}x{w}", Fraction(count)) for (h, w), count in groups)
     return Scheme("exact", shapes, inputs=inputs)

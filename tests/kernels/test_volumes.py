@@ -7,10 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("triton")
 
 import lowrank_cnn as lr
+from lowrank_cnn.deploy.block_forms import FusedBlock
+from lowrank_cnn.deploy.blocks import Epilogue
 from lowrank_cnn.graph.fuse import freeze, fuse
 from lowrank_cnn.kernels import forced, volumes
 from lowrank_cnn.kernels.fused_convs import FusedComposite
@@ -100,6 +103,17 @@ def test_residual_and_activation_follow(shapes: list[tuple[int, ...]], activatio
         doubles = x.double(), [weight.double() for weight in weights], bias.double()
         wanted = volumes.composite_conv3d(*doubles, residual=residual.double(), **how)
     assert torch.allclose(found.double(), wanted, atol=1e-4)
+
+
+def test_a_block_adds_its_residual_in_the_same_launch():
+    conv = nn.Conv3d(8, 8, (1, 3, 3), (2, 1, 1), (0, 1, 1)).to(DEVICE).requires_grad_(False)
+    block = FusedBlock.of(conv, Epilogue("relu", adds=True))
+    x, residual = torch.randn(2, 8, 4, 6, 5, device=DEVICE), torch.randn(2, 8, 1, 6, 5, device=DEVICE)
+    assert block is not None
+    with forced("on"), mock.patch.object(volumes, "composite_conv2d", wraps=volumes.composite_conv2d) as ran:
+        found = block(x, residual)
+    assert ran.call_args.kwargs["residual"] is not None
+    assert torch.allclose(found, torch.relu(conv(x) + residual), atol=1e-5)
 
 
 def test_it_runs_compiled_and_under_autocast():

@@ -18,6 +18,13 @@ SIZE = (3, 4, 16, 16)
 STRIPS = [(3, 1, 1, 4), (1, 3, 1, 5), (1, 1, 3, 6)]
 
 
+class Conv3DSimple(nn.Conv3d):
+    """As in torchvision, which does not import everywhere."""
+
+    def __init__(self, in_planes: int, out_planes: int, midplanes: int | None = None, stride: int = 1) -> None:
+        super().__init__(in_planes, out_planes, 3, stride, 1, bias=False)
+
+
 class Block(nn.Module):
     """Two convs and a residual, as in ResNet-3D; `flat` makes each conv a pair, as in R(2+1)D."""
 
@@ -35,7 +42,7 @@ class Block(nn.Module):
 
 def conv(channels: int, width: int, stride: int, *, flat: bool) -> nn.Module:
     if not flat:
-        return nn.Conv3d(channels, width, 3, stride, 1, bias=False)
+        return Conv3DSimple(channels, width, stride=stride)
     frames = nn.Conv3d(channels, width, (1, 3, 3), (1, stride, stride), (0, 1, 1), bias=False)
     time = nn.Conv3d(width, width, (3, 1, 1), (stride, 1, 1), (1, 0, 0), bias=False)
     return nn.Sequential(frames, nn.BatchNorm3d(width), nn.ReLU(), time)
