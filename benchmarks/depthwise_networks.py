@@ -14,7 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
@@ -61,21 +61,29 @@ def images(batch: int) -> Tensor:
     return torch.randn(batch, 3, 224, 224, device="cuda").to(memory_format=torch.channels_last)
 
 
-def inference(name: str, batch: int) -> dict[str, Any]:
+def inference(network: nn.Module, x: Tensor) -> dict[str, Any]:
     """Milliseconds by the compiler and by `optimize`, and the form that this chose."""
-    network: Any = built(name).cuda().bfloat16().to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
-    x = images(batch).bfloat16()
+    return {"torch": compiled_inference(network, x), **optimized_inference(network, x)}
+
+
+def compiled_inference(network: nn.Module, x: Tensor) -> float:
     with torch.no_grad(), torch._inductor.config.patch(freezing=True):  # type: ignore[attr-defined]
         compiled = torch.compile(network)
-        ours = lr.optimize(network, x, cache=False, budget=90)
-        graph = captured(lambda: compiled(x))
-        rows = {"torch": milliseconds(graph.replay), "ours": milliseconds(lambda: ours(x))}
-    return {**rows, "form": ours.report.choice}
+        return milliseconds(captured(lambda: compiled(x)).replay)
 
 
-def training_by_torch(name: str) -> float:
-    network: Any = built(name).cuda().to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
-    x, labels = images(BATCH), torch.randint(CLASSES, (BATCH,), device="cuda")
+@torch.no_grad()
+def optimized_inference(network: nn.Module, x: Tensor) -> dict[str, Any]:
+    ours = lr.optimize(network, x, cache=False, budget=90)
+    return {"ours": milliseconds(lambda: ours(x)), "form": ours.report.choice}
+
+
+def ready(name: str) -> nn.Module:
+    return built(name).cuda().bfloat16().to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
+
+
+def training_by_torch(network: nn.Module, x: Tensor, classes: int = CLASSES) -> float:
+    labels = torch.randint(classes, (len(x),), device="cuda")
     optimizer = torch.optim.AdamW(network.parameters(), fused=True, capturable=True)
     compiled = torch.compile(network)
 
@@ -98,16 +106,25 @@ def training_by_us(name: str) -> float:
 
 
 def measured(name: str) -> dict[str, Any]:
-    row: dict[str, Any] = {"network": name}
+    def step() -> dict[str, float]:
+        network: Any = built(name).cuda().to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+        return {"torch": training_by_torch(network, images(BATCH)), "ours": training_by_us(name)}
+
     ways = {
-        "inference": lambda: inference(name, BATCH),
-        "one image": lambda: inference(name, 1),
-        "step": lambda: {"torch": training_by_torch(name), "ours": training_by_us(name)},
+        "inference": lambda: inference(ready(name), images(BATCH).bfloat16()),
+        "one image": lambda: inference(ready(name), images(1).bfloat16()),
+        "step": step,
     }
+    return row_of(name, ways)
+
+
+def row_of(name: str, ways: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    """The row of a network: one way that fails leaves the others."""
+    row: dict[str, Any] = {"network": name}
     for what, way in ways.items():
         try:
             row[what] = way()
-        except Exception as error:  # one way that fails leaves the others
+        except Exception as error:
             row[what] = {"error": f"{type(error).__name__}: {error}"[:300]}
         print(name, what, row[what], flush=True)
         torch._dynamo.reset()
@@ -115,10 +132,10 @@ def measured(name: str) -> dict[str, Any]:
     return row
 
 
-def alone(name: str, limit: int) -> dict[str, Any]:
+def alone(module: str, name: str, limit: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "row.json"
-        command = [sys.executable, "-m", "benchmarks.depthwise_networks", "--one", name, "--out", str(path)]
+        command = [sys.executable, "-m", f"benchmarks.{module}", "--one", name, "--out", str(path)]
         try:
             subprocess.run(command, timeout=limit, check=True)
         except subprocess.SubprocessError as error:
@@ -126,21 +143,29 @@ def alone(name: str, limit: int) -> dict[str, Any]:
         return json.loads(path.read_text())
 
 
-def main() -> None:
-    arguments = parser(__doc__, "depthwise_networks.json")
-    arguments.add_argument("--only", default=",".join(NETWORKS))
+def measure_all(
+    text: str | None, module: str, names: Sequence[str], measure: Callable[[str], dict[str, Any]], **about: Any
+) -> None:
+    """The command of a benchmark with a process for each network; `about` goes into the record."""
+    arguments = parser(text, f"{module}.json")
+    arguments.add_argument("--only", default=",".join(names))
     arguments.add_argument("--one", help="measure this network in this process")
     arguments.add_argument("--warm", action="store_true")
     arguments.add_argument("--limit", type=int, default=300, help="seconds of a network")
     options = arguments.parse_args()
     if options.one:
-        options.out.write_text(json.dumps(measured(options.one)))
+        options.out.write_text(json.dumps(measure(options.one)))
         return
-    names = options.only.split(",")
-    with ThreadPoolExecutor(len(names) if options.warm else 1) as pool:
-        rows = list(pool.map(lambda name: alone(name, options.limit), names))
+    asked = options.only.split(",")
+    with ThreadPoolExecutor(len(asked) if options.warm else 1) as pool:
+        rows = list(pool.map(lambda name: alone(module, name, options.limit), asked))
     if not options.warm:
-        write_record(options.out, "depthwise-networks", by_line="networks", batch=BATCH, networks=rows)
+        kind = module.replace("_", "-")
+        write_record(options.out, kind, by_line="networks", **about, networks=rows)
+
+
+def main() -> None:
+    measure_all(__doc__, "depthwise_networks", NETWORKS, measured, batch=BATCH)
 
 
 if __name__ == "__main__":

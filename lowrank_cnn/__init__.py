@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lowrank_cnn.method.count import Count, count
     from lowrank_cnn.method.decompose import decompose
     from lowrank_cnn.method.init import composite_sigma, init_
-    from lowrank_cnn.method.layers import CompositeConv2d
+    from lowrank_cnn.method.layers import CompositeConv2d, CompositeConv3d
     from lowrank_cnn.method.prune import prune
     from lowrank_cnn.method.schemes import Basis, FactoredConv2d, Scheme, build_conv, parse_scheme, register_scheme
     from lowrank_cnn.method.select import stages
@@ -64,7 +64,7 @@ _HOMES = {
     "method.decompose": ["decompose"],
     "graph.finalize_shapes": ["LearnedShapes", "load_shapes"],
     "method.init": ["composite_sigma", "init_"],
-    "method.layers": ["CompositeConv2d"],
+    "method.layers": ["CompositeConv2d", "CompositeConv3d"],
     "method.prune": ["prune"],
     "method.schemes": ["Basis", "FactoredConv2d", "Scheme", "build_conv", "parse_scheme", "register_scheme"],
     "method.select": ["stages"],
@@ -98,6 +98,7 @@ __all__ = [
     "Basis",
     "Composite",
     "CompositeConv2d",
+    "CompositeConv3d",
     "Count",
     "FactoredConv2d",
     "FilterGroup",

@@ -94,11 +94,12 @@ class ByGroup(nn.Module):
         super().__init__()
         self.convs, self.epilogue = nn.ModuleList(convs), epilogue
         self.filters = [int(conv.out_channels) for conv in convs]  # type: ignore[arg-type]
+        self.axis = -1 - len(convs[0].stride)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        rest = [None] * len(self.filters) if residual is None else residual.split(self.filters, dim=-3)
+        rest = [None] * len(self.filters) if residual is None else residual.split(self.filters, dim=self.axis)
         parts = [self.epilogue(conv(x), part) for conv, part in zip(self.convs, rest, strict=True)]
-        return torch.cat(parts, dim=-3) if len(parts) > 1 else parts[0]
+        return torch.cat(parts, dim=self.axis) if len(parts) > 1 else parts[0]
 
 
 class GroupsApart(ByGroup):
@@ -109,8 +110,8 @@ class GroupsApart(ByGroup):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if residual is not None:
-            return self.epilogue.in_order(torch.cat([conv(x) for conv in self.convs], dim=-3), residual)
-        return torch.cat([self.epilogue.in_order(conv(x)) for conv in self.convs], dim=-3)
+            return self.epilogue.in_order(torch.cat([conv(x) for conv in self.convs], dim=self.axis), residual)
+        return torch.cat([self.epilogue.in_order(conv(x)) for conv in self.convs], dim=self.axis)
 
 
 def groups_apart(model: nn.Module) -> nn.Module:

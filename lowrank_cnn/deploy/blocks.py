@@ -19,8 +19,6 @@ from lowrank_cnn.method.rewrite import copy_with
 
 HALVING = ("floor", "ceil")
 """Max-pools of disjoint 2x2 windows, as `pool_name` calls them."""
-FLAT = (nn.Conv1d, nn.Conv3d)
-"""1-D and 3-D convs, which have only one way to run."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ def in_blocks(model: nn.Module, *inputs: Any) -> tuple[fx.GraphModule, list[Bloc
     patterns = [
         pattern
         for pattern in find_patterns(captured)
-        if not isinstance(captured.root.get_submodule(pattern.name), FLAT)
+        if not isinstance(captured.root.get_submodule(pattern.name), nn.Conv1d)  # which has one way to run
     ]
     blocks = [pattern_block(captured, pattern) for pattern in patterns]
     made = dict(zip([pattern.name for pattern in patterns], blocks, strict=True))

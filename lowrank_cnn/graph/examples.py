@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lowrank_cnn.core.compare import copied, is_finite, unchanged
 from lowrank_cnn.core.errors import LowRankError, first_line
 from lowrank_cnn.core.notes import notes
-from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.layers import CompositeConv2d, CompositeConv3d
 from lowrank_cnn.method.select import check_module
 
 _SIZES = (32, 64, 28, 224, 299)
@@ -138,7 +138,7 @@ def _shapes(model: nn.Module) -> Iterator[tuple[int, ...]]:
     if size is not None:
         yield (2, *size)
         return
-    kinds = {nn.Conv1d: 1, nn.Conv2d: 2, CompositeConv2d: 2, nn.Conv3d: 3}
+    kinds = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3, CompositeConv3d: 3, CompositeConv2d: 2}
     for module in model.modules():
         dimensions = next((count for kind, count in kinds.items() if isinstance(module, kind)), None)
         if isinstance(module, nn.Linear):

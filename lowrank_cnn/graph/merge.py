@@ -45,7 +45,7 @@ from lowrank_cnn.method.layers import CompositeConv2d, conv_of
 from lowrank_cnn.method.rewrite import copy_with, laid_out_as
 from lowrank_cnn.method.schemes import FactoredConv2d
 from lowrank_cnn.method.select import check_rewritable
-from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
+from lowrank_cnn.method.spec import Composite, FilterGroup, Kernel
 
 # Two convs with nothing between them equal one conv if, along each axis, at most one of them has more than one
 # tap: its kernel is the product of theirs.
@@ -76,8 +76,8 @@ class _Plain:
 
     weight: Tensor
     bias: Tensor | None
-    stride: Pair
-    dilation: Pair
+    stride: Kernel
+    dilation: Kernel
     sides: Sides
     groups: int
     mode: str
@@ -88,7 +88,7 @@ class _Plain:
             layer = layer.dense_view()
         if isinstance(layer, CompositeConv2d):
             weight, sides, groups = layer.weights[0], layer.padding, layer.groups
-        elif type(layer) is nn.Conv2d:
+        elif isinstance(layer, nn.Conv2d | nn.Conv3d) and type(layer) in (nn.Conv2d, nn.Conv3d):
             weight, groups = layer.weight, layer.groups
             sides = enclosing_padding(layer.padding, layer.kernel_size, layer.dilation)  # type: ignore[arg-type]
         else:
@@ -105,8 +105,8 @@ class _Plain:
         return self.weight.shape[2 + axis] > 1 or self.stride[axis] > 1 or self.sides[axis] != (0, 0)
 
     def conv(self) -> nn.Module:
-        filters, depth, height, width = self.weight.shape
-        single = Composite((FilterGroup(height, width, filters),))
+        filters, depth, *kernel = self.weight.shape
+        single = Composite((FilterGroup(*kernel, filters),))
         options = {"stride": self.stride, "padding": self.sides, "dilation": self.dilation}
         options |= {"channel_groups": self.groups, "padding_mode": self.mode, "bias": self.bias is not None}
         layer = conv_of(depth * self.groups, single, **options).to(self.weight)
@@ -123,7 +123,8 @@ def _joined(first: _Plain, second: _Plain) -> _Plain:
     strips = first.groups == 1 and second.groups == len(first.weight) == len(second.weight)  # one per channel
     if first.groups != second.groups and not strips:
         raise InexactError("its channel groups do not match: one conv would cost more than both")
-    if any(first.reaches(axis) and second.reaches(axis) for axis in (0, 1)):
+    axes = range(len(first.stride))
+    if any(first.reaches(axis) and second.reaches(axis) for axis in axes):
         raise InexactError("both of its layers reach along the same axis")
     if first.pads and second.pads and first.mode != second.mode:
         raise InexactError("its layers pad in different ways")
@@ -132,17 +133,17 @@ def _joined(first: _Plain, second: _Plain) -> _Plain:
         raise InexactError("the first layer's bias meets the zero padding of the second")
     bias = second.bias
     if first.bias is not None:  # which the second conv multiplies and sums
-        seen = second.weight.sum(dim=(2, 3)).reshape(second.groups, -1, second.weight.shape[1])
+        seen = second.weight.flatten(2).sum(2).reshape(second.groups, -1, second.weight.shape[1])
         carried = torch.einsum("gdm,gm->gd", seen, first.bias.reshape(second.groups, -1)).flatten()
         bias = carried if bias is None else carried + bias
-    along = [second if second.reaches(axis) else first for axis in (0, 1)]
+    along = [second if second.reaches(axis) else first for axis in axes]
     weight = first.weight * second.weight if strips else compose(first.weight, second.weight, groups=first.groups)
     return _Plain(
         weight,
         bias,
-        (along[0].stride[0], along[1].stride[1]),
-        (along[0].dilation[0], along[1].dilation[1]),
-        (along[0].sides[0], along[1].sides[1]),
+        tuple(own.stride[axis] for axis, own in enumerate(along)),
+        tuple(own.dilation[axis] for axis, own in enumerate(along)),
+        tuple(own.sides[axis] for axis, own in enumerate(along)),
         first.groups,
         second.mode if second.pads else first.mode,
     )
@@ -344,9 +345,8 @@ class _Folds:
 
     def _wrong_axis(self, pattern: Pattern, layer: Any, norm: str) -> str:
         """Why a norm scales, or may scale, another axis than the layer's outputs; empty if it is the same axis."""
-        ours = isinstance(layer, CompositeConv2d | FactoredConv2d)  # of two dimensions
-        dimensions = 4 if ours else layer.weight.dim()  # of a linear layer 2
-        if self.dimensions.get(norm) != {dimensions}:
+        axes = 0 if isinstance(layer, nn.Linear) else len(layer.stride)
+        if self.dimensions.get(norm) != {2 + axes}:
             return "it normalises another axis than that of the layer before it"
         if isinstance(layer, nn.Linear) and not self.given and not _is_flattened(pattern):
             return "it normalises another axis where inputs have three dimensions: pass example_input"
@@ -408,7 +408,7 @@ class _Folds:
             dense = merge_chain(chain)
         except InexactError as why:
             return None, str(why) if self.chains else ""
-        size = (next(iter(chain)).in_channels, 56, 56)  # their costs are compared on such a map
+        size = (chain.in_channels, *[56] * len(chain.stride))  # their costs are compared on such maps
         if self.chains is None and not count(dense, size).macs < count(chain, size).macs:
             return None, ""
         return dense, ""

@@ -20,6 +20,7 @@ from lowrank_cnn.kernels.device import asked_for, by_torch
 from lowrank_cnn.kernels.dispatch import composite_conv2d, composite_conv2d_with_statistics
 from lowrank_cnn.kernels.problem import OVERLAPPING, Pair, Problem, Sides, canonical, pose
 from lowrank_cnn.kernels.reference import compose, enclosure, placed
+from lowrank_cnn.kernels.volumes import composite_conv3d, is_flat
 
 # Train a basis and its 1x1 join as two convs, or as the equivalent dense conv.
 #
@@ -164,7 +165,8 @@ class FusedComposite(nn.Module):
         self.activation, self.pool, self.add_last = canonical(activation, relu), pool, add_last
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return composite_conv2d(x, list(self.weights), self.bias, **self.options, residual=residual)
+        run: Any = composite_conv3d if self.weights[0].dim() == 5 else composite_conv2d
+        return run(x, list(self.weights), self.bias, **self.options, residual=residual)
 
     def with_statistics(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The conv's result with its mean and variance; these are None if no kernel of ours runs."""
@@ -174,16 +176,13 @@ class FusedComposite(nn.Module):
     @property
     def options(self) -> dict[str, Any]:
         """The arguments of `composite_conv2d` that are not tensors."""
-        return {
-            "stride": self.stride,
-            "padding": self.padding,
-            "activation": self.activation,
-            "pool": self.pool,
-            "add_last": self.add_last,
+        found: dict[str, Any] = {
+            name: getattr(self, name) for name in ("stride", "padding", "activation", "add_last")
         }
+        return found | ({"pool": self.pool} if self.pool else {})
 
     def extra_repr(self) -> str:
-        groups = " + ".join(f"{w.shape[2]}x{w.shape[3]},{w.shape[0]}" for w in self.weights)
+        groups = " + ".join(f"{'x'.join(map(str, w.shape[2:]))},{len(w)}" for w in self.weights)
         return f"{groups}, stride={self.stride}, activation={self.activation}, pool={self.pool}"
 
 
@@ -198,7 +197,8 @@ class FrozenComposite(FusedComposite):
     """
 
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, **options: Any) -> None:
-        copies = laid_out([weight.detach() for weight in weights], weights[0].dtype)
+        copies = [weight.detach().clone() for weight in weights]
+        copies = laid_out(copies, weights[0].dtype) if copies[0].dim() == 4 else copies
         added = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
         super().__init__([nn.Parameter(copy, requires_grad=False) for copy in copies], added, **options)
 
@@ -206,6 +206,8 @@ class FrozenComposite(FusedComposite):
         def packed(kernel: str, dtype: torch.dtype) -> Tensor:
             return self._packed(kernel, dtype, x)
 
+        if self.weights[0].dim() == 5:
+            return super().forward(x, residual)
         tensors = (x, list(self.weights), self.bias)
         return composite_conv2d(*tensors, **self.options, residual=residual, packed=packed)
 
@@ -232,34 +234,33 @@ class FrozenComposite(FusedComposite):
 def conv_options(module: nn.Module) -> dict[str, Any] | None:
     """A conv as arguments of `FusedComposite`; None if no kernel can run it (dilated, grouped, other padding).
 
+    A conv over volumes is taken if its filters reach along time alone, or within frames alone.
+
     Convs with hooks are excluded, and convs whose weights are computed, as by weight norm: the current value is no
     parameter and would not be trained.
     """
-    options = _of_conv(module) if isinstance(module, nn.Conv2d) else _of_composite(module)
+    options = _of_conv(module) if isinstance(module, nn.Conv2d | nn.Conv3d) else _of_composite(module)
     if options is None or has_hooks(module):
+        return None
+    if any(weight.dim() == 5 and not is_flat(weight.shape[2:]) for weight in options["weights"]):
         return None
     tensors = (*options["weights"], options["bias"])
     return options if all(t is None or isinstance(t, nn.Parameter) for t in tensors) else None
 
 
-def _of_conv(module: nn.Conv2d) -> dict[str, Any] | None:
-    ordinary = module.groups == 1 and module.dilation == (1, 1) and module.padding_mode == "zeros"
-    if not (ordinary and is_plain(module, nn.Conv2d)) or isinstance(module.padding, str):
+def _of_conv(module: nn.Conv2d | nn.Conv3d) -> dict[str, Any] | None:
+    ordinary = module.groups == 1 and max(module.dilation) == 1 and module.padding_mode == "zeros"
+    plain = is_plain(module, nn.Conv3d if isinstance(module, nn.Conv3d) else nn.Conv2d)
+    if not (ordinary and plain) or isinstance(module.padding, str):
         return None
-    rows, columns = module.padding
-    sides = [((rows, rows), (columns, columns))]
+    sides = [tuple((side, side) for side in module.padding)]
     return {"weights": [module.weight], "bias": module.bias, "stride": module.stride, "padding": sides}
 
 
 def _of_composite(layer: Any) -> dict[str, Any] | None:
     if not (hasattr(layer, "weights") and hasattr(layer, "group_padding")):
         return None
-    if (
-        layer.channel_groups != 1
-        or layer.groups != 1
-        or tuple(layer.dilation) != (1, 1)
-        or layer.padding_mode != "zeros"
-    ):
+    if layer.channel_groups != 1 or layer.groups != 1 or max(layer.dilation) > 1 or layer.padding_mode != "zeros":
         return None
     return {
         "weights": list(layer.weights),

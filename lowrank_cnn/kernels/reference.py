@@ -24,22 +24,22 @@ def compose(first: Tensor, second: Tensor, *, groups: int = 1) -> Tensor:
     """
     if any(a > 1 and b > 1 for a, b in zip(first.shape[2:], second.shape[2:], strict=True)):
         raise ValueError(f"kernels of {tuple(first.shape[2:])} and {tuple(second.shape[2:])} reach along one axis")
-    height, width = (max(a, b) for a, b in zip(first.shape[2:], second.shape[2:], strict=True))
+    kernel = tuple(map(max, zip(first.shape[2:], second.shape[2:], strict=True)))
     middle, channels = first.shape[0] // groups, first.shape[1]
     left = first.reshape(groups, middle, channels, *first.shape[2:])
     right = second.reshape(groups, -1, middle, *second.shape[2:])
-    if second.shape[2:] == (1, 1):  # a join mixes filters as a matrix product
+    if second.shape[2:].numel() == 1:  # a join mixes filters as a matrix product
         mixed = right.flatten(2) @ left.flatten(2)
-        return mixed.reshape(-1, channels, height, width)
-    left = left.expand(-1, -1, -1, height, width)
-    right = right.expand(-1, -1, -1, height, width)
-    return torch.einsum("gdmhw,gmchw->gdchw", right, left).reshape(-1, channels, height, width)
+        return mixed.reshape(-1, channels, *kernel)
+    left = left.expand(-1, -1, -1, *kernel)
+    right = right.expand(-1, -1, -1, *kernel)
+    return torch.einsum("gdm...,gmc...->gdc...", right, left).reshape(-1, channels, *kernel)
 
 
 def placed(weight: Tensor, kernel: Sequence[int], start: Sequence[int]) -> Tensor:
-    """The weight in a larger kernel, its first tap at a row and column of it, zeros around."""
-    (height, width), (top, left) = kernel, start
-    return F.pad(weight, [left, width - weight.shape[3] - left, top, height - weight.shape[2] - top])
+    """The weight in a larger kernel, its first tap at a place of it, zeros around."""
+    axes = list(zip(weight.shape[2:], kernel, start, strict=True))
+    return F.pad(weight, [side for taps, size, at in reversed(axes) for side in (at, size - taps - at)])
 
 
 def ungrouped(weight: Tensor, groups: int) -> Tensor:
@@ -71,7 +71,7 @@ def composite_reference(
     With `add_last` the residual is added after the activation.
     """
     parts = [
-        conv_on_sides(x, weight, part, sides, stride)
+        conv_on_sides(x, weight, part, list(sides), list(stride), [1] * len(sides))
         for weight, part, sides in zip(weights, _biases(bias, weights), padding, strict=True)
     ]
     return followed(interleaved(parts, 1, 1), residual, canonical(activation, relu), pool, add_last=add_last)
@@ -146,7 +146,7 @@ def _conv_relu(
 def _cudnn_fuses(x: Tensor, tensors: Sequence[Tensor], padding: Sequence[Sides]) -> bool:
     """Whether cuDNN fuses bias and ReLU: eagerly, without gradients, 16 bits, equal sides, channels in eights."""
     eager = not torch.compiler.is_compiling() and survey() is None
-    if not x.is_cuda or not eager or not torch.backends.cudnn.is_available():
+    if not x.is_cuda or x.dim() != 4 or not eager or not torch.backends.cudnn.is_available():
         return False
     graded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     halves = x.dtype in (torch.bfloat16, torch.float16) and x.shape[1] % 8 == 0
@@ -162,26 +162,37 @@ def conv_on_sides(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    sides: Sides,
-    stride: Pair,
-    dilation: Pair = (1, 1),
+    sides: list[Pair],
+    stride: list[int],
+    dilation: list[int],
     groups: int = 1,
 ) -> Tensor:
-    """A conv with any padding; unequal or negative sides are padded or cropped before it."""
-    (top, bottom), (left, right) = sides
-    if top == bottom and left == right and top >= 0 and left >= 0:
-        return F.conv2d(x, weight, bias, stride, (top, left), dilation, groups)
-    return F.conv2d(pad_on_sides(x, sides, "constant"), weight, bias, stride, (0, 0), dilation, groups)
+    """A conv of two or three axes with any padding; unequal or negative sides are padded or cropped before it.
+
+    Its options are lists because TorchScript has no tuples of any length.
+    """
+    padding = [before for before, _ in sides]
+    if min(padding) < 0 or padding != [after for _, after in sides]:
+        x, padding = pad_on_sides(x, sides, "constant"), [0] * len(sides)
+    if len(sides) == 3:
+        return F.conv3d(x, weight, bias, stride, padding, dilation, groups)
+    return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
 
 
-def pad_on_sides(x: Tensor, sides: Sides, mode: str) -> Tensor:
+def pad_on_sides(x: Tensor, sides: list[Pair], mode: str) -> Tensor:
     """Pad by `F.pad`; sides that crop are cropped first, by slices: some engines have no negative pads."""
-    (top, bottom), (left, right) = sides
+    front, back = sides[0] if len(sides) == 3 else (0, 0)
+    top, bottom = sides[-2]
+    left, right = sides[-1]
+    if front < 0 or back < 0:
+        x = x[..., max(-front, 0) : back if back < 0 else None, :, :]
     if top < 0 or bottom < 0:
         x = x[..., max(-top, 0) : bottom if bottom < 0 else None, :]
     if left < 0 or right < 0:
         x = x[..., max(-left, 0) : right if right < 0 else None]
-    pads = [max(left, 0), max(right, 0), max(top, 0), max(bottom, 0)]
+    pads = [max(left, 0), max(right, 0), max(top, 0), max(bottom, 0), max(front, 0), max(back, 0)][
+        : 2 * len(sides)
+    ]
     return F.pad(x, pads, mode=mode) if any(pads) else x
 
 

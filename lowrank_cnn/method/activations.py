@@ -181,13 +181,15 @@ def _pixels(layer: nn.Module, y: Tensor) -> Tensor:
 
 def _windows(layer: nn.Module, x: Tensor) -> Tensor:
     """[pixels, channels x taps]: what each output pixel of a conv sees."""
-    if not isinstance(layer, nn.Conv2d | CompositeConv2d):  # the join of a factored layer is pointwise
+    if not isinstance(layer, nn.Conv2d | nn.Conv3d | CompositeConv2d):  # the join of a factored layer is pointwise
         return _pixels(layer, x)
     kernel, mode = layer.kernel_size, layer.padding_mode
-    height, width = enclosing_padding(layer.padding, kernel, layer.dilation)  # type: ignore[arg-type]
-    x = x if x.dim() == 4 else x[None]
-    padded = F.pad(x, (*width, *height), mode="constant" if mode == "zeros" else mode)
-    return F.unfold(padded, kernel, dilation=layer.dilation, stride=layer.stride).transpose(1, 2).flatten(0, 1)
+    sides = enclosing_padding(layer.padding, kernel, layer.dilation)  # type: ignore[arg-type]
+    x = x if x.dim() == len(kernel) + 2 else x[None]
+    x = F.pad(x, [side for axis in reversed(sides) for side in axis], mode="constant" if mode == "zeros" else mode)
+    for axis, (taps, step, every) in enumerate(zip(kernel, layer.stride, layer.dilation, strict=True), 2):
+        x = x.unfold(axis, every * (taps - 1) + 1, step)[..., ::every]
+    return x.movedim(1, len(kernel) + 1).flatten(len(kernel) + 1).flatten(0, len(kernel))
 
 
 def _solution(layer: nn.Module, groups: int) -> Tensor:

@@ -44,7 +44,7 @@ class BranchedConv2d(nn.Module):
         self.strips = strips
         self.strips_norm = nn.BatchNorm2d(filters)
         groups = strips.channel_groups
-        self.point = nn.Conv2d(channels, filters, 1, stride=strips.stride, groups=groups, bias=False)
+        self.point = nn.Conv2d(channels, filters, 1, stride=strips.stride, groups=groups, bias=False)  # type: ignore[arg-type]
         self.point_norm = nn.BatchNorm2d(filters)
         same = channels == filters and strips.stride == (1, 1)
         self.identity_norm = nn.BatchNorm2d(filters) if same else None
@@ -126,6 +126,8 @@ def unbranchable(layer: CompositeConv2d) -> str:
     """The reason why branches cannot be folded into a composite; empty if they can."""
     if layer.shuffle:
         return "it shuffles its channel groups"
+    if layer.axes != 2:
+        return "its filters are not for images"
     steps = zip(layer.composite.kernel, layer.dilation, strict=True)
     centred = tuple((step * (size // 2),) * 2 for size, step in steps)
     if any(g.height % 2 == 0 or g.width % 2 == 0 for g in layer.composite.groups) or layer.padding != centred:

@@ -183,12 +183,16 @@ def _fresh_curve(conv: nn.Conv2d, schemes: Sequence[Scheme], dense: int, kind: s
 def _fewer_filters(conv: nn.Conv2d, scheme: Scheme) -> dict[Scheme, None]:
     """The scheme with fewer and fewer basis filters where it has any, down from its own number of them."""
     filters, groups = outputs_of(conv), groups_of(conv)
-    if filters // groups < len(scheme.shapes):
+    if filters // groups < len(scheme.shapes) or (isinstance(conv, nn.Conv3d) and 3 not in scheme.dimensions):
         return {}
     schemes = {scheme: None}
     if scheme.mixes:
         units = [max(groups, round(share * filters / groups) * groups) for share in SHARES]
-        most = filters if scheme.m is None else scheme.stages((3, 3), filters, channel_groups=groups)[0].filters
+        most = (
+            filters
+            if scheme.m is None
+            else scheme.stages((3,) * scheme.dimensions[0], filters, channel_groups=groups)[0].filters
+        )
         schemes |= {replace(scheme, m=m): None for m in units if len(scheme.shapes) <= m < most}
     return schemes
 

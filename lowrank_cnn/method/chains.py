@@ -1,7 +1,7 @@
 """The layers of a chain: convs, or layers of any kind, one after the other with nothing between them.
 
-A `FactoredConv2d` replaces a 2-D conv. A `FactoredLayer` replaces a linear layer, or a 1-D, 3-D or transposed
-conv, by m filters of the same kernel and a pointwise layer.
+A `FactoredConv2d` replaces a 2-D conv, a `FactoredConv3d` a 3-D one. A `FactoredLayer` replaces a linear layer,
+or a 1-D, 3-D or transposed conv, by m filters of the same kernel and a pointwise layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lowrank_cnn.kernels.reference import compose, ungrouped
 from lowrank_cnn.method.branches import BranchedConv2d
 from lowrank_cnn.method.geometry import Sides
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.method.spec import Pair
+from lowrank_cnn.method.spec import Kernel
 
 if TYPE_CHECKING:
     from lowrank_cnn.method.schemes import Scheme
@@ -74,10 +74,8 @@ class FactoredConv2d(nn.Sequential):
     def padding(self) -> Sides:
         """Pixels on the sides of each axis, ((top, bottom), (left, right)), as a composite layer has them."""
         sides = [_sides_of(stage) for stage in self]
-        (top, bottom), (left, right) = (
-            [max(side) for side in zip(*axis, strict=True)] for axis in zip(*sides, strict=True)
-        )
-        return (top, bottom), (left, right)
+        axes = (zip(*axis, strict=True) for axis in zip(*sides, strict=True))
+        return tuple((max(before), max(after)) for before, after in axes)
 
     @property
     def padding_mode(self) -> str:
@@ -85,17 +83,19 @@ class FactoredConv2d(nn.Sequential):
         return next((stage.padding_mode for stage in stages if stage.padding_mode != "zeros"), "zeros")
 
 
-def _by_axis(stages: Iterable[nn.Module], name: str, combine: Callable[[tuple[int, ...]], int]) -> Pair:
-    height, width = map(combine, zip(*(getattr(stage, name) for stage in stages), strict=True))
-    return height, width
+class FactoredConv3d(FactoredConv2d):
+    """The same for volumes: `2+1` has a `first` conv within frames and a `second` one along time."""
+
+
+def _by_axis(stages: Iterable[nn.Module], name: str, combine: Callable[[tuple[int, ...]], int]) -> Kernel:
+    return tuple(map(combine, zip(*(getattr(stage, name) for stage in stages), strict=True)))
 
 
 def _sides_of(stage: Any) -> Sides:
     """The padding of one layer of a chain, for each side."""
     if isinstance(stage, CompositeConv2d | BranchedConv2d):
         return stage.padding
-    height, width = stage.padding
-    return (height, height), (width, width)
+    return tuple((side, side) for side in stage.padding)
 
 
 class FactoredLayer(nn.Sequential):

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -66,7 +67,7 @@ def convert(
 
     Without a scheme, a budget chooses one for each layer: `lr`, mixtures with full filters, or `lr-join`.
 
-    - `where`: None for every conv both higher and wider than one pixel, except projections of patches; a name, a
+    - `where`: None for every conv with all sides longer than one pixel, except projections of patches; a name, a
       prefix (`layer3`) or a pattern (`*.conv2`); a kernel (3 or (3, 5)); a list of these, such as one of
       `stages(model)`; `f(name, conv) -> bool`.
     - `init`: "composite" for fresh weights of the variance that the paper derives, or a function that gives a
@@ -78,8 +79,9 @@ def convert(
       If it is given, the new network runs once, to check that it calls the new layers.
     - `allow_costlier`: rewrite also a layer that would not get cheaper, which stays otherwise.
 
-    Depthwise, 1x1, 1xk, transposed, 1-D and 3-D convs stay, and so does a conv whose class computes something else
-    than `nn.Conv2d`, and one that is frozen: the `notes` of the result say why. Dtype,
+    3-D convs take `lr` (a third each of strips along time, height and width), `2+1`, and shapes of three sides.
+    Depthwise, 1x1, 1xk, transposed and 1-D convs stay, and so does a conv whose class computes something else
+    than `nn.Conv2d` or `nn.Conv3d`, and one that is frozen: the `notes` of the result say why. Dtype,
     device, memory format and training mode are those of the conv replaced; the bias goes to the last layer of a
     chain. A layer that is used in several places stays one layer.
     A warning names layers that no fused kernel runs, as with channel groups: these can be slower than the dense.
@@ -102,7 +104,8 @@ def convert(
         size = known_inputs(model, input_size)
         curves, rest = fresh_curves(model, convs, candidates, budget.kind, size)
         schemes = within(model, curves, rest, budget, size)
-        kept += tuple(Kept(name, "Conv2d", "the budget leaves it dense") for name in convs if name not in schemes)
+        dense = (name for name in convs if name not in schemes)
+        kept += tuple(Kept(name, type(convs[name]).__name__, "the budget leaves it dense") for name in dense)
     elif not allow_costlier:
         schemes, costlier = cheaper_only(convs, schemes)
         kept += costlier
@@ -122,10 +125,11 @@ def warn_of_slow_layers(new: nn.Module, names: Iterable[str]) -> None:
     ours = [fold_branches(layers[name]) for name in names if name in layers]
     convs = [layer for layer in ours if isinstance(layer, CompositeConv2d | FactoredConv2d)]
     slow = [layer for layer in convs if fused_layer(layer) is None and not _has_bands(layer)]
-    parts = [part for layer in slow for part in layer.modules() if isinstance(part, CompositeConv2d | nn.Conv2d)]
+    kinds = CompositeConv2d | nn.Conv2d | nn.Conv3d
+    parts: list[Any] = [part for layer in slow for part in layer.modules() if isinstance(part, kinds)]
     reasons = {
         "channel groups": any(getattr(part, "channel_groups", part.groups) > 1 for part in parts),
-        "dilation": any(part.dilation != (1, 1) for part in parts),
+        "dilation": any(max(part.dilation) > 1 for part in parts),
         "padding other than zeros": any(part.padding_mode != "zeros" for part in parts),
     }
     if slow:

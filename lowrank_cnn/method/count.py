@@ -111,7 +111,7 @@ def reason_of(error: Exception) -> str | None:
 
 
 CONVENTIONS = ("mac", "paper")
-_LAYERS = (CompositeConv2d, nn.Conv2d, nn.Linear)
+_LAYERS = (CompositeConv2d, nn.Conv2d, nn.Conv3d, nn.Linear)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

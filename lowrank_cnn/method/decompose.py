@@ -79,7 +79,8 @@ def decompose(
 ) -> nn.Module:
     """A copy of `model` whose spatial convs are the low-rank filters nearest to the trained ones.
 
-    The scheme `channel` takes 1-D, 3-D, transposed and 1x1 convs and linear layers as well; `separable` takes
+    The scheme `channel` takes 1-D, 3-D, transposed and 1x1 convs and linear layers as well, and `2+1` 3-D convs,
+    each as a conv within frames and one along time; `separable` takes
     depthwise convs apart into strips where their kernel is large, or where they are named. The scheme `cp` (by
     tensorly: `pip install ".[cp]"`) replaces a conv by a 1x1, two depthwise strips and a 1x1. Under a
     budget it does so for layers that keep less than a third of their MACs and fit better so; the others become
@@ -130,7 +131,9 @@ def decompose(
             choices[0], fits = better_by_cp(convs, choices[0])
     if not any(choices):
         raise LowRankError(nothing_cheaper(scheme))
-    stay = tuple(Kept(name, "Conv2d", "cheaper dense") for name in convs) if budget else ()
+    stay = (
+        tuple(Kept(name, type(conv).__name__, "cheaper dense") for name, conv in convs.items()) if budget else ()
+    )
     new, report = nearest_output(model, choices, batches, kept=(*kept, *stay), fits=fits)
     if input_size is not None:
         check_calls(model, new, list(report), input_size)

@@ -1,10 +1,10 @@
 """The nearest low-rank filters to given dense ones, as functions of tensors alone.
 
 A separable pair of rank m is the matrix [c*k_w, d*k_h] of the dense weight cut to m singular values (Jaderberg et
-al. 2014), the nearest of all pairs of that rank. A basis and its join are a sum, over the groups, of
-matrices [d, taps*c] of rank m_i that live on the group's taps alone. Each group in turn is fitted to the residual
-of the others, again by cutting singular values, which lowers the error at every step. Taps that no group has (the
-corners, for a vertical and a horizontal group) are lost.
+al. 2014), the nearest of all pairs of that rank; for `2+1` it is [c*k_h*k_w, d*k_t]. A basis and its join are a
+sum, over the groups, of matrices [d, taps*c] of rank m_i that live on the group's taps alone. Each group in turn
+is fitted to the residual of the others, again by cutting singular values, which lowers the error at every step.
+Taps that no group has (the corners, for a vertical and a horizontal group) are lost.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch.nn import functional as F
 from lowrank_cnn.core.errors import require
 from lowrank_cnn.kernels.reference import compose
 from lowrank_cnn.method.geometry import offsets
-from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
+from lowrank_cnn.method.spec import Composite, FilterGroup, Kernel
 
 
 def separable_factors(
-    weight: Tensor, m: int, *, horizontal_first: bool, groups: int = 1, covariance: Tensor | None = None
+    weight: Tensor, m: int, *, axes: Sequence[int], groups: int = 1, covariance: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The best pair for [d, c, k_h, k_w]: [m, c, 1, k_w] and [d, m, k_h, 1], or vertical first.
+    """The best pair whose first half has these axes: for (1,) it is [m, c, 1, k_w] and [d, m, k_h, 1].
 
     Singular values are shared evenly between the two. With channel groups, m is their total. With the
     `covariance` [groups, c x taps, c x taps] of the inputs of the first half, errors are weighed by their effect
@@ -34,63 +34,58 @@ def separable_factors(
     """
     moments = [None] * groups if covariance is None else list(covariance)
     pairs = zip(weight.chunk(groups), moments, strict=True)
-    parts = [_separable(part, m // groups, horizontal_first, moment) for part, moment in pairs]
+    parts = [_separable(part, m // groups, axes, moment) for part, moment in pairs]
     return torch.cat([first for first, _ in parts]), torch.cat([second for _, second in parts])
 
 
-def separable_energy(weight: Tensor, *, horizontal_first: bool, groups: int = 1) -> Tensor:
+def separable_energy(weight: Tensor, *, axes: Sequence[int], groups: int = 1) -> Tensor:
     """The share of the squared weight that 1, 2, ... components per channel group keep."""
-    spectra = [torch.linalg.svdvals(_unfolded(part, horizontal_first)).square() for part in weight.chunk(groups)]
+    spectra = [torch.linalg.svdvals(_unfolded(part, axes)).square() for part in weight.chunk(groups)]
     together = torch.stack(spectra).sum(0)
     return together.cumsum(0) / together.sum()
 
 
 def crossed_factors(weight: Tensor, basis: Composite, *, sweeps: int = 30) -> tuple[list[Tensor], Tensor]:
     """Basis filters [m_i, c, h_i, w_i] for each group, and the join [d, m, 1, 1], for a dense [d, c, k_h, k_w]."""
-    kernel = (max(weight.shape[2], basis.kernel[0]), max(weight.shape[3], basis.kernel[1]))
+    kernel = tuple(map(max, zip(weight.shape[2:], basis.kernel, strict=True)))
     left, error = centred(weight, kernel), float("inf")
     parts = [Part.nothing(weight, group) for group in basis.groups]
     for _ in range(sweeps if len(parts) > 1 else 1):
         for index, group in enumerate(basis.groups):
             left = left + centred(parts[index].weight, kernel)
-            parts[index] = _nearest(centred(left, (group.height, group.width)), group.filters)
+            parts[index] = _nearest(centred(left, group.kernel), group.filters)
             left = left - centred(parts[index].weight, kernel)
         before, error = error, float(left.square().sum())
         if error > before * (1 - 1e-4):
             break
-    return [part.filters for part in parts], torch.cat([part.join for part in parts], dim=1)[:, :, None, None]
+    join = torch.cat([part.join for part in parts], dim=1)
+    return [part.filters for part in parts], join.reshape(*join.shape, *[1] * len(kernel))
 
 
 def crossed_weight(filters: Sequence[Tensor], join: Tensor) -> Tensor:
     """The dense weight that equals a basis and its join."""
-    kernel = (max(part.shape[2] for part in filters), max(part.shape[3] for part in filters))
+    kernel = tuple(map(max, zip(*(part.shape[2:] for part in filters), strict=True)))
     return compose(torch.cat([centred(part, kernel) for part in filters]), join)
 
 
-def centred(weight: Tensor, kernel: Pair) -> Tensor:
+def centred(weight: Tensor, kernel: Kernel) -> Tensor:
     """A weight with zeros around it, or cut, to another kernel with the same centre."""
-    height, width = weight.shape[2:]
-    sides = []
-    for size, new in ((width, kernel[1]), (height, kernel[0])):
-        if new >= size:
-            before = offsets(FilterGroup(size, 1, 1), (new, 1))[0]
-        else:
-            before = -offsets(FilterGroup(new, 1, 1), (size, 1))[0]
-        sides += [before, new - size - before]
-    return F.pad(weight, sides)
+    own = weight.shape[2:]
+    axes = list(zip(offsets(own, kernel), own, kernel, strict=True))
+    return F.pad(weight, [side for at, size, new in reversed(axes) for side in (at, new - size - at)])
 
 
 def kept_energy(weight: Tensor, fitted: Tensor) -> float:
     """The share of the squared weight that the fitted one keeps; both centred on the same tap."""
-    kernel = (max(weight.shape[2], fitted.shape[2]), max(weight.shape[3], fitted.shape[3]))
+    kernel = tuple(map(max, zip(weight.shape[2:], fitted.shape[2:], strict=True)))
     target = centred(weight, kernel)
     missing = (target - centred(fitted, kernel)).square().sum() / target.square().sum().clamp_min(1e-30)
     return 1.0 - float(missing)
 
 
-def _separable(weight: Tensor, m: int, horizontal_first: bool, moment: Tensor | None) -> tuple[Tensor, Tensor]:
-    filters, channels, height, width = weight.shape
-    matrix = _unfolded(weight, horizontal_first)
+def _separable(weight: Tensor, m: int, axes: Sequence[int], moment: Tensor | None) -> tuple[Tensor, Tensor]:
+    filters, channels, *kernel = weight.shape
+    matrix = _unfolded(weight, axes)
     if moment is None:
         left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     else:
@@ -100,9 +95,9 @@ def _separable(weight: Tensor, m: int, horizontal_first: bool, moment: Tensor | 
     root, spare = values[:m].sqrt(), max(0, m - len(values))
     first = F.pad((left[:, :m] * root).T, (0, 0, 0, spare))
     second = F.pad(root[:, None] * right[:m], (0, 0, 0, spare)).reshape(m, filters, -1).transpose(0, 1)
-    if horizontal_first:
-        return first.reshape(m, channels, 1, width), second.reshape(filters, m, height, 1)
-    return first.reshape(m, channels, height, 1), second.reshape(filters, m, 1, width)
+    ours = [size if axis in axes else 1 for axis, size in enumerate(kernel)]
+    rest = [1 if axis in axes else size for axis, size in enumerate(kernel)]
+    return first.reshape(m, channels, *ours), second.reshape(filters, m, *rest)
 
 
 def _square_roots(moment: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,11 +107,11 @@ def _square_roots(moment: Tensor) -> tuple[Tensor, Tensor]:
     return (vectors * values) @ vectors.T, (vectors / values) @ vectors.T
 
 
-def _unfolded(weight: Tensor, horizontal_first: bool) -> Tensor:
-    """The weight as the matrix whose rank is that of the pair: [channels x first axis, filters x second axis]."""
-    order = (1, 3, 0, 2) if horizontal_first else (1, 2, 0, 3)
-    turned = weight.permute(order)
-    return turned.reshape(turned.shape[0] * turned.shape[1], -1)
+def _unfolded(weight: Tensor, axes: Sequence[int]) -> Tensor:
+    """The weight as the matrix whose rank is that of the pair: [channels x these axes, filters x the others]."""
+    rest = [axis for axis in range(weight.dim() - 2) if axis not in axes]
+    turned = weight.permute(1, *(2 + axis for axis in axes), 0, *(2 + axis for axis in rest))
+    return turned.flatten(1 + len(axes)).flatten(0, len(axes))
 
 
 @dataclass(frozen=True)
@@ -129,7 +124,7 @@ class Part:
 
     @classmethod
     def nothing(cls, weight: Tensor, group: FilterGroup) -> Part:
-        filters = weight.new_zeros(group.filters, weight.shape[1], group.height, group.width)
+        filters = weight.new_zeros(group.filters, weight.shape[1], *group.kernel)
         join = weight.new_zeros(weight.shape[0], group.filters)
         return cls(filters, join, weight.new_zeros(weight.shape[0], *filters.shape[1:]))
 

@@ -12,59 +12,61 @@ from torch.nn import functional as F
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.modules import computes_as
-from lowrank_cnn.method.spec import FilterGroup, Pair
+from lowrank_cnn.method.spec import Kernel, Pair
 
-Sides = tuple[Pair, Pair]
-"""Padding as ((top, bottom), (left, right)); a negative side crops."""
+Sides = tuple[Pair, ...]
+"""Padding as ((top, bottom), (left, right)), before these in time over volumes; a negative side crops."""
 
 Padding = str | int | Sequence[int] | Sides
 
 
-def pair(value: int | Sequence[int], label: str) -> Pair:
+def per_axis(value: int | Sequence[int], label: str, axes: int = 2) -> Kernel:
     """A size given once or per axis."""
-    both = tuple(value) if isinstance(value, Sequence) else (value, value)
-    if len(both) != 2 or any(not isinstance(v, int) or v < 1 for v in both):
-        raise LowRankError(f"{label} is a positive number or a pair of them, not {value!r}.")
-    return both[0], both[1]
+    sizes = tuple(value) if isinstance(value, Sequence) else (value,) * axes
+    if len(sizes) != axes or any(not isinstance(v, int) or v < 1 for v in sizes):
+        several = "a pair" if axes == 2 else "three"
+        raise LowRankError(f"{label} is a positive number or {several} of them, not {value!r}.")
+    return sizes
 
 
-def enclosing_padding(padding: Padding, kernel: Pair, dilation: Pair) -> Sides:
+def enclosing_padding(padding: Padding, kernel: Kernel, dilation: Kernel) -> Sides:
     """Any way of writing the padding, as sides. "same" splits an odd total as torch does: less before."""
     if padding == "same":
-        totals = [step * (size - 1) for size, step in zip(kernel, dilation, strict=True)]
-        return (totals[0] // 2, totals[0] - totals[0] // 2), (totals[1] // 2, totals[1] - totals[1] // 2)
+        totals = (step * (size - 1) for size, step in zip(kernel, dilation, strict=True))
+        return tuple((total // 2, total - total // 2) for total in totals)
     if padding == "valid":
-        return (0, 0), (0, 0)
-    both = tuple(padding) if isinstance(padding, Sequence) and not isinstance(padding, str) else (padding, padding)
-    if any(isinstance(v, int) and v < 0 for v in both):
+        return ((0, 0),) * len(kernel)
+    several = isinstance(padding, Sequence) and not isinstance(padding, str)
+    axes: tuple[Any, ...] = tuple(padding) if several else (padding,) * len(kernel)  # type: ignore[arg-type]
+    if any(isinstance(v, int) and v < 0 for v in axes):
         raise LowRankError(f"padding cannot be negative: {padding!r}.")
-    sides = [tuple(v) if isinstance(v, Sequence) and not isinstance(v, str) else (v, v) for v in both]
-    if [len(side) for side in sides] != [2, 2] or not all(isinstance(v, int) for side in sides for v in side):
-        raise LowRankError(f'padding is "same", "valid", a number or a pair, not {padding!r}.')
-    (top, bottom), (left, right) = sides
-    return (top, bottom), (left, right)  # type: ignore[return-value]
+    sides = tuple(tuple(v) if isinstance(v, Sequence) and not isinstance(v, str) else (v, v) for v in axes)
+    twos = [len(side) for side in sides] == [2] * len(kernel)
+    if not twos or not all(isinstance(v, int) for side in sides for v in side):
+        numbers = "a pair" if len(kernel) == 2 else "three"
+        raise LowRankError(f'padding is "same", "valid", a number or {numbers}, not {padding!r}.')
+    return sides  # type: ignore[return-value]
 
 
-def offsets(group: FilterGroup, kernel: Pair) -> Pair:
-    """Rows and columns of the enclosing kernel before the group's first: centre taps (k-1)//2 coincide."""
-    return (kernel[0] - 1) // 2 - (group.height - 1) // 2, (kernel[1] - 1) // 2 - (group.width - 1) // 2
+def offsets(own: Kernel, kernel: Kernel) -> Kernel:
+    """Taps of the enclosing kernel before the own one's first, per axis: centre taps (k-1)//2 coincide."""
+    return tuple((k - 1) // 2 - (n - 1) // 2 for n, k in zip(own, kernel, strict=True))
 
 
-def recentred(sides: Sides, kernel: Pair, enclosing: Pair, dilation: Pair) -> Sides:
+def recentred(sides: Sides, kernel: Kernel, enclosing: Kernel, dilation: Kernel) -> Sides:
     """The padding of the dense kernel, for an enclosing kernel of another size on the same output grid."""
-    shift = offsets(FilterGroup(*kernel, 1), enclosing)
-    (top, bottom), (left, right) = (
+    shift = offsets(kernel, enclosing)
+    return tuple(
         (before + step * first, after + step * (new - old - first))
         for (before, after), old, new, step, first in zip(sides, kernel, enclosing, dilation, shift, strict=True)
     )
-    return (top, bottom), (left, right)
 
 
 def symmetric(sides: Sides) -> bool:
     return all(before == after >= 0 for before, after in sides)
 
 
-# Recognise subclasses of `nn.Conv2d` that compute the same as it does.
+# Recognise subclasses of `nn.Conv2d` and `nn.Conv3d` that compute the same as these.
 #
 # A subclass without a forward of its own is a plain conv. One with its own forward is a plain conv where a
 # symbolic trace shows zero padding by modules, then one `conv2d` of the layer's own weight and options, and
@@ -77,32 +79,32 @@ class ConvForm:
 
     in_channels: int
     out_channels: int
-    kernel: Pair
-    stride: Pair
+    kernel: Kernel
+    stride: Kernel
     padding: Sides
-    dilation: Pair
+    dilation: Kernel
     groups: int
     padding_mode: str
     bias: bool
 
 
-def form_of(conv: nn.Conv2d) -> ConvForm | None:
+def form_of(conv: nn.Conv2d | nn.Conv3d) -> ConvForm | None:
     """The options of the conv that a layer computes; None for a subclass whose forward computes something else."""
     kernel, dilation = conv.kernel_size, conv.dilation
-    own = enclosing_padding(conv.padding, kernel, dilation)  # type: ignore[arg-type]
-    before = ((0, 0), (0, 0)) if computes_as(conv, nn.Conv2d) else _padding_before(conv)
-    if before is None or (before != ((0, 0), (0, 0)) and conv.padding_mode != "zeros"):
+    own = enclosing_padding(conv.padding, kernel, dilation)
+    nothing = ((0, 0),) * len(kernel)
+    plain = computes_as(conv, nn.Conv3d if isinstance(conv, nn.Conv3d) else nn.Conv2d)
+    before = nothing if plain else _padding_before(conv)
+    if before is None or (before != nothing and conv.padding_mode != "zeros"):
         return None
-    (top, bottom), (left, right) = (
-        (inner[0] + outer[0], inner[1] + outer[1]) for inner, outer in zip(own, before, strict=True)
-    )
+    padding = tuple((a + c, b + d) for (a, b), (c, d) in zip(own, before, strict=True))
     return ConvForm(
-        conv.in_channels, conv.out_channels, kernel, conv.stride, ((top, bottom), (left, right)),  # type: ignore[arg-type]
-        dilation, conv.groups, conv.padding_mode, conv.bias is not None,  # type: ignore[arg-type]
+        conv.in_channels, conv.out_channels, kernel, conv.stride, padding,
+        dilation, conv.groups, conv.padding_mode, conv.bias is not None,
     )  # fmt: skip
 
 
-def _padding_before(conv: nn.Conv2d) -> Sides | None:
+def _padding_before(conv: nn.Module) -> Sides | None:
     """The zeros that a traced forward puts around its input before one `conv2d`; None for any other forward."""
     if "forward" in vars(conv) or type(conv).__call__ is not nn.Conv2d.__call__:
         return None  # a trace follows the forward of the class alone
@@ -121,7 +123,7 @@ def _padding_before(conv: nn.Conv2d) -> Sides | None:
     return (top, bottom), (left, right)
 
 
-def _zeros_of(conv: nn.Conv2d, node: fx.Node) -> tuple[int, ...] | None:
+def _zeros_of(conv: nn.Module, node: fx.Node) -> tuple[int, ...] | None:
     """The zeros above, below, left and right that a node pads with; None if it does something else."""
     pad = conv.get_submodule(str(node.target)) if node.op == "call_module" else None
     if type(pad) is nn.Identity:
@@ -132,7 +134,7 @@ def _zeros_of(conv: nn.Conv2d, node: fx.Node) -> tuple[int, ...] | None:
     return None
 
 
-def _is_own_conv(node: fx.Node, conv: nn.Conv2d) -> bool:
+def _is_own_conv(node: fx.Node, conv: nn.Module) -> bool:
     """Whether a node calls `conv2d` with the layer's own weight, bias and options."""
 
     def plain(value: Any) -> Any:

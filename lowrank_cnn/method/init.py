@@ -140,7 +140,7 @@ def weight_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """
     beside = {id(module.point) for module in model.modules() if isinstance(module, BranchedConv2d)}
     for name, module in model.named_modules():
-        if isinstance(module, (CompositeConv2d, nn.Conv2d, nn.Linear)) and id(module) not in beside:
+        if isinstance(module, CompositeConv2d | nn.Conv2d | nn.Conv3d | nn.Linear) and id(module) not in beside:
             yield name, module
 
 
@@ -195,8 +195,8 @@ def _fan(layer: nn.Module, rectified: bool) -> float:
         return layer.out_features if rectified else layer.in_features
     if isinstance(layer, CompositeConv2d):
         return layer.composite.fan_out / layer.channel_groups
-    assert isinstance(layer, nn.Conv2d)
-    return layer.kernel_size[0] * layer.kernel_size[1] * layer.out_channels / layer.groups
+    assert isinstance(layer, nn.Conv2d | nn.Conv3d)
+    return math.prod(layer.kernel_size) * layer.out_channels / layer.groups
 
 
 def _clear_bias(layer: nn.Module) -> None:

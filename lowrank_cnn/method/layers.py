@@ -1,9 +1,9 @@
 """The composite layer: filter groups of several shapes over one input.
 
-State dict of `CompositeConv2d` (stable): `weights.I` for group I, of shape [filters, in_channels /
-channel_groups, height, width], in the order of the groups, and `bias` in the order of the outputs: by channel
-group, and within one by group. Depthwise filters are [filters, 1, height, width]; an identity has no weight, and
-I does not count it.
+State dict of `CompositeConv2d` and `CompositeConv3d` (stable): `weights.I` for group I, of shape [filters,
+in_channels / channel_groups, *kernel], in the order of the groups, and `bias` in the order of the outputs: by
+channel group, and within one by group. Depthwise filters are [filters, 1, height, width]; an identity has no
+weight, and I does not count it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from lowrank_cnn.core.text import counted
 from lowrank_cnn.kernels import composite_conv2d, depthwise_conv2d, explain_call, explain_depthwise
 from lowrank_cnn.kernels.depthwise.plan import Band
 from lowrank_cnn.kernels.reference import conv_on_sides, interleaved, pad_on_sides, placed, ungrouped
-from lowrank_cnn.method.geometry import Padding, Sides, enclosing_padding, offsets, pair, symmetric
-from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
+from lowrank_cnn.kernels.volumes import composite_conv3d, explain_volume
+from lowrank_cnn.method.geometry import Padding, Sides, enclosing_padding, offsets, per_axis, symmetric
+from lowrank_cnn.method.spec import Composite, FilterGroup, Kernel
 
 _PAD_MODES = ("zeros", "reflect", "replicate", "circular")
 
@@ -48,6 +49,7 @@ class CompositeConv2d(nn.Module):
     """
 
     __jit_unused_properties__: ClassVar[list[str]] = ["kernel_size", "groups", "weight"]
+    axes: ClassVar[int] = 2
 
     def __init__(
         self,
@@ -67,20 +69,22 @@ class CompositeConv2d(nn.Module):
         super().__init__()
         self.composite = Composite.of(groups)
         self.in_channels, self.out_channels = in_channels, self.composite.filters
-        self.stride, self.dilation = pair(stride, "stride"), pair(dilation, "dilation")
+        self.stride = per_axis(stride, "stride", self.axes)
+        self.dilation = per_axis(dilation, "dilation", self.axes)
         self.channel_groups, self.padding_mode = channel_groups, padding_mode
         self.shuffle = shuffle and channel_groups > 1
-        _check_channels(in_channels, self.composite, channel_groups)
+        _check_channels(in_channels, self.composite, channel_groups, self.axes)
         check_choice("padding_mode", padding_mode, _PAD_MODES)
         self.padding = enclosing_padding(padding, self.composite.kernel, self.dilation)
         self.group_padding = tuple(self._padding_of(group) for group in self.composite.groups)
-        self._sides = list(self.group_padding if padding_mode == "zeros" else self._crops())
+        self._sides = [list(own) for own in (self.group_padding if padding_mode == "zeros" else self._crops())]
+        self._channel_axis = -1 - self.axes
         self._sizes = [group.filters // channel_groups for group in self.composite.groups]
         self._filtered = [group.taps > 0 for group in self.composite.groups]
         self._depthwise = self.composite.depthwise
         make = {"device": device, "dtype": dtype}
         depth = 1 if self._depthwise else in_channels // channel_groups
-        shapes = [(g.filters, depth, g.height, g.width) for g in self.composite.groups if g.taps]
+        shapes = [(g.filters, depth, *g.kernel) for g in self.composite.groups if g.taps]
         self.weights = nn.ParameterList([nn.Parameter(torch.empty(shape, **make)) for shape in shapes])
         self.bias = nn.Parameter(torch.empty(self.out_channels, **make)) if bias else None
         self.reset_parameters()
@@ -121,10 +125,11 @@ class CompositeConv2d(nn.Module):
         if self._fusible(x) is not None:
             return self._convs(x, weights, bias)
         if self._depthwise:
-            given = (self._bands(), self.stride, self.dilation, self._result_size(x))
+            given: Any = (self._bands(), self.stride, self.dilation, self._result_size(x))
             fused = depthwise_conv2d(x, weights, bias, *given)
             return self._convs(x, weights, bias) if fused is None else fused
-        return composite_conv2d(x, weights, bias, stride=self.stride, padding=self.group_padding)
+        run: Any = composite_conv3d if self.axes == 3 else composite_conv2d
+        return run(x, weights, bias, stride=self.stride, padding=self.group_padding)
 
     def _by_torch(self, x: Tensor) -> Tensor:
         """With torch's operations alone, which TorchScript and fx follow."""
@@ -134,7 +139,7 @@ class CompositeConv2d(nn.Module):
     def _convs(self, x: Tensor, weights: list[Tensor], bias: Tensor | None) -> Tensor:
         """One convolution per filter group, concatenated."""
         if self.padding_mode != "zeros":
-            x = pad_on_sides(x, self.padding, self.padding_mode)
+            x = pad_on_sides(x, list(self.padding), self.padding_mode)
         if self._depthwise:
             return self._depthwise_convs(x, weights, bias)
         parts: list[Tensor] = []
@@ -143,10 +148,10 @@ class CompositeConv2d(nn.Module):
             size, own = self._sizes[index], bias
             if own is not None:
                 own = self._by_channel_group(own)[:, start : start + size].flatten()
-            sides = self._sides[index]
-            parts.append(conv_on_sides(x, weight, own, sides, self.stride, self.dilation, self.channel_groups))
+            options = self._sides[index], self.stride, self.dilation, self.channel_groups
+            parts.append(conv_on_sides(x, weight, own, *options))  # type: ignore[arg-type]
             start += size
-        return interleaved(parts, self.channel_groups, -3, self.shuffle)
+        return interleaved(parts, self.channel_groups, self._channel_axis, self.shuffle)
 
     def _depthwise_convs(self, x: Tensor, weights: list[Tensor], bias: Tensor | None) -> Tensor:
         """One depthwise convolution per filter group, on its part of the channels, concatenated."""
@@ -160,7 +165,7 @@ class CompositeConv2d(nn.Module):
                 added = added[start : start + size]
             if self._filtered[index]:
                 sides = self._sides[index]
-                own = conv_on_sides(own, weights[used], added, sides, self.stride, self.dilation, size)
+                own = conv_on_sides(own, weights[used], added, sides, self.stride, self.dilation, size)  # type: ignore[arg-type]
                 used += 1
             else:
                 own = pad_on_sides(own, self._sides[index], "constant")[..., :: self.stride[0], :: self.stride[1]]
@@ -176,7 +181,7 @@ class CompositeConv2d(nn.Module):
         return values.unflatten(0, [self.channel_groups, -1])
 
     @property
-    def kernel_size(self) -> Pair:
+    def kernel_size(self) -> Kernel:
         """The kernel that encloses every filter group."""
         return self.composite.kernel
 
@@ -205,8 +210,8 @@ class CompositeConv2d(nn.Module):
             return f"torch ({reason})"
         if self._depthwise:
             return explain_depthwise(x, self._bands())
-        options = {"stride": self.stride, "padding": self.group_padding}
-        return explain_call(x, list(self.weights), training=torch.is_grad_enabled(), **options)
+        options = {"stride": self.stride, "padding": self.group_padding, "training": torch.is_grad_enabled()}
+        return (explain_volume if self.axes == 3 else explain_call)(x, list(self.weights), **options)
 
     def dense_view(self) -> nn.Module:
         """The same map as one conv, its kernels padded with zeros to the enclosing shape."""
@@ -245,7 +250,7 @@ class CompositeConv2d(nn.Module):
         text = f"{self.in_channels}, {self.out_channels}, {groups}, stride={self.stride}"
         sides = {side for axis in self.padding for side in axis}
         text += f", padding={self.padding if len(sides) > 1 else sides.pop()}"
-        text += f", dilation={self.dilation}" if self.dilation != (1, 1) else ""
+        text += f", dilation={self.dilation}" if max(self.dilation) > 1 else ""
         text += f", channel_groups={self.channel_groups}" if self.channel_groups > 1 else ""
         text += ", shuffle=True" if self.shuffle else ""
         text += f", padding_mode={self.padding_mode!r}" if self.padding_mode != "zeros" else ""
@@ -253,15 +258,12 @@ class CompositeConv2d(nn.Module):
 
     def _padding_of(self, group: FilterGroup) -> Sides:
         """The padding that puts a group on the enclosing kernel's grid: negative where it must crop."""
-        axes = zip(
-            self.padding, offsets(group, self.composite.kernel), self.composite.kernel, self.dilation,
-            (group.height, group.width), strict=True,
-        )  # fmt: skip
-        (top, bottom), (left, right) = (
+        kernel, own = self.composite.kernel, group.kernel or (1,) * self.axes
+        axes = zip(self.padding, offsets(own, kernel), kernel, self.dilation, own, strict=True)
+        return tuple(
             (before - offset * step, after - (size - taps - offset) * step)
             for (before, after), offset, size, step, taps in axes
         )
-        return (top, bottom), (left, right)
 
     def _bands(self) -> tuple[Band, ...]:
         """The groups as the depthwise kernels take them."""
@@ -271,43 +273,62 @@ class CompositeConv2d(nn.Module):
             for g, sides in pairs
         )
 
-    def _result_size(self, x: Tensor) -> Pair:
+    def _result_size(self, x: Tensor) -> tuple[int, int]:
         axes = zip(x.shape[-2:], self.padding, self.composite.kernel, self.dilation, self.stride, strict=True)
         height, width = ((n + sum(sides) - step * (k - 1) - 1) // by + 1 for n, sides, k, step, by in axes)
         return height, width
 
     def _crops(self) -> tuple[Sides, ...]:
         """The groups' padding once the input itself has been padded for the enclosing kernel."""
-        (top, bottom), (left, right) = self.padding
-        return tuple(((t - top, b - bottom), (lt - left, r - right)) for (t, b), (lt, r) in self.group_padding)
+        pairs = [zip(own, self.padding, strict=True) for own in self.group_padding]
+        return tuple(tuple((b - before, a - after) for (b, a), (before, after) in axes) for axes in pairs)
 
     def _fusible(self, x: Tensor) -> str | None:
         """Why the fused kernels cannot run the layer on any device; None if they can."""
-        if x.dim() != 4:
+        if x.dim() != self.axes + 2:
             return "an image without its batch"
-        apart = not self._depthwise and (self.channel_groups > 1 or self.dilation != (1, 1))
+        apart = not self._depthwise and (self.channel_groups > 1 or max(self.dilation) > 1)
         if apart or self.padding_mode != "zeros":
             return "channel groups, dilation or padding other than zeros"
         return None
 
     def _check_input(self, x: Tensor) -> None:
-        if x.dim() not in (3, 4) or x.shape[-3] != self.in_channels:
-            expected = f"[N, {self.in_channels}, H, W]"
+        if x.dim() not in (self.axes + 1, self.axes + 2) or x.shape[self._channel_axis] != self.in_channels:
+            expected = f"[N, {self.in_channels}, {'T, ' * (self.axes - 2)}H, W]"
             raise LowRankError(f"a composite layer takes {expected}, not an input of shape {list(x.shape)}.")
-        kernel, sizes = self.composite.kernel, x.shape[-2:]
+        kernel, sizes = self.composite.kernel, x.shape[-self.axes :]
         # A reflection does not repeat the border itself, so it reaches one pixel less than the image.
         room = {"reflect": 1, "circular": 0}.get(self.padding_mode)
         if room is not None and any(max(p) > n - room for p, n in zip(self.padding, sizes, strict=True)):
             raise LowRankError(
-                f"{self.padding_mode} padding of {self.padding} is larger than an input of {sizes[0]}x{sizes[1]}."
+                f"{self.padding_mode} padding of {self.padding} is larger than an input of {_by(sizes)}."
             )
         reach = [step * (size - 1) + 1 for size, step in zip(kernel, self.dilation, strict=True)]
         padded = [size + sum(sides) for size, sides in zip(sizes, self.padding, strict=True)]
         if any(space < span for space, span in zip(padded, reach, strict=True)):
             raise LowRankError(
-                f"filters that span {reach[0]}x{reach[1]} do not fit an input of {sizes[0]}x{sizes[1]} "
-                f"padded to {padded[0]}x{padded[1]}."
+                f"filters that span {_by(reach)} do not fit an input of {_by(sizes)} padded to {_by(padded)}."
             )
+
+
+class CompositeConv3d(CompositeConv2d):
+    """The same over volumes [N, C, T, H, W]: each filter group has a time, a height and a width.
+
+    On a GPU, filters that reach along time alone or within frames alone run by the kernels for images: see
+    `kernels.volumes`. Depthwise groups have two sides alone.
+
+    >>> import torch
+    >>> import lowrank_cnn as lr
+    >>> layer = lr.CompositeConv3d(16, [(3, 1, 1, 8), (1, 3, 1, 8), (1, 1, 3, 8)])
+    >>> layer(torch.zeros(1, 16, 4, 8, 8)).shape
+    torch.Size([1, 24, 4, 8, 8])
+    """
+
+    axes = 3
+
+
+def _by(sizes: Sequence[int]) -> str:
+    return "x".join(map(str, sizes))
 
 
 def mask_weights(holder: nn.Module | list[Tensor]) -> None:
@@ -318,20 +339,21 @@ def mask_weights(holder: nn.Module | list[Tensor]) -> None:
 
 
 def conv_of(in_channels: int, composite: Composite, *, padding: Padding = "same", **options: Any) -> nn.Module:
-    """A composite layer; with a single group, a plain `nn.Conv2d`, which may be depthwise."""
+    """A composite layer; with a single group, a plain `nn.Conv2d` or `nn.Conv3d`, which may be depthwise."""
     if composite.depthwise and len(composite.groups) == 1 and composite.groups[0].taps:
         composite = Composite((FilterGroup(*composite.kernel, composite.filters),))
         options["channel_groups"] = in_channels
-    sides = enclosing_padding(padding, composite.kernel, pair(options.get("dilation", 1), "dilation"))
+    axes = len(composite.kernel)
+    sides = enclosing_padding(padding, composite.kernel, per_axis(options.get("dilation", 1), "dilation", axes))
     if len(composite.groups) > 1 or composite.depthwise or not symmetric(sides) or options.get("shuffle"):
-        return CompositeConv2d(in_channels, composite, padding=sides, **options)
+        kind = CompositeConv3d if axes == 3 else CompositeConv2d
+        return kind(in_channels, composite, padding=sides, **options)
     channel_groups = options.pop("channel_groups", 1)
     options.pop("shuffle", None)
-    _check_channels(in_channels, composite, channel_groups)
-    pads = (sides[0][0], sides[1][0])
-    return nn.Conv2d(
-        in_channels, composite.filters, composite.kernel, padding=pads, groups=channel_groups, **options
-    )
+    _check_channels(in_channels, composite, channel_groups, axes)
+    options |= {"padding": tuple(before for before, _ in sides), "groups": channel_groups}
+    plain: Any = nn.Conv3d if axes == 3 else nn.Conv2d
+    return plain(in_channels, composite.filters, composite.kernel, **options)
 
 
 def weights_of(layer: nn.Module) -> list[nn.Parameter]:
@@ -345,25 +367,25 @@ def dense_weight(weights: Sequence[Tensor], composite: Composite, channel_groups
     like = weights[0] if weights else torch.empty(0)
     # An identity is a filter of a single one.
     whole = [left.pop(0) if group.taps else like.new_ones(group.filters, 1, 1, 1) for group in composite.groups]
-    pairs = zip(composite.groups, whole, strict=True)
-    return interleaved(
-        [placed(weight, kernel, offsets(group, kernel)) for group, weight in pairs], channel_groups, 0
-    )
+    parts = [placed(weight, kernel, offsets(weight.shape[2:], kernel)) for weight in whole]
+    return interleaved(parts, channel_groups, 0)
 
 
-def _check_channels(in_channels: int, composite: Composite, channel_groups: int) -> None:
+def _check_channels(in_channels: int, composite: Composite, channel_groups: int, axes: int) -> None:
     check_number("in_channels", in_channels, least=1, whole=True)
     if not isinstance(channel_groups, int) or channel_groups < 1 or in_channels % channel_groups:
         raise LowRankError(
             f"{counted(in_channels, 'input channel')} cannot be divided into {channel_groups} channel groups."
         )
     for group in composite.groups:
-        if len(group.kernel) != 2 and group.taps:
-            raise LowRankError(f"a composite layer has 2-D filters, not {group}.")
+        if len(group.kernel) != axes and group.taps:
+            raise LowRankError(f"a composite layer has {axes}-D filters, not {group}.")
         if group.depthwise != composite.depthwise:
             raise LowRankError(f"the filters of a composite layer are all depthwise or none is, not {composite}.")
         if group.filters % channel_groups:
             raise LowRankError(f"the filter group {group} does not divide into {channel_groups} channel groups.")
+    if composite.depthwise and axes != 2:
+        raise LowRankError(f"the depthwise filters of a composite layer have two sides, not {composite}.")
     if composite.depthwise and (composite.filters != in_channels or channel_groups > 1):
         has = f"{counted(in_channels, 'input channel')} in {counted(channel_groups, 'channel group')}"
         raise LowRankError(f"depthwise filters are as many as the channels that they see: {composite} has {has}.")

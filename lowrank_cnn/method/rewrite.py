@@ -239,7 +239,7 @@ def _fresh_in(network: nn.Module) -> Fill:
 
     def fill(name: str, conv: nn.Conv2d, layer: nn.Module) -> None:
         if isinstance(layer, FactoredLayer) and not isinstance(conv, nn.Linear):
-            return  # the derivation is for 2-D convs; others keep torch's own initialisation
+            return  # layers of the scheme channel keep torch's own initialisation
         init_(layer, relu=lambda part, _: follows[".".join(filter(None, (name, part)))])
 
     return fill

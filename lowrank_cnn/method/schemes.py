@@ -35,6 +35,7 @@ from lowrank_cnn.kernels.reference import compose
 from lowrank_cnn.method.branches import branched_conv
 from lowrank_cnn.method.chains import (
     FactoredConv2d,
+    FactoredConv3d,
     FactoredLayer,
     factored_layer,
     groups_of,
@@ -53,18 +54,18 @@ from lowrank_cnn.method.factorize import (
     separable_factors,
     spectrum_shares,
 )
-from lowrank_cnn.method.geometry import ConvForm, Padding, enclosing_padding, form_of, pair, recentred
+from lowrank_cnn.method.geometry import ConvForm, Padding, enclosing_padding, form_of, per_axis, recentred
 from lowrank_cnn.method.layers import CompositeConv2d, conv_of, weights_of
-from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
+from lowrank_cnn.method.spec import Composite, FilterGroup, Kernel
 
 NONE = "none"
 """The shape of a filter that `learned` may remove."""
 IDENTITY = "identity"
 """The shape of channels that `bands` passes on as they are."""
-SHAPE = re.compile(r"(k|[1-9]\d{0,4})x(k|[1-9]\d{0,4})")
+SHAPE = re.compile(r"(k|[1-9]\d{0,4})(x(k|[1-9]\d{0,4})){1,2}")
 LARGEST = 10**9
-BOTH = (0, 1)
-"""The axes of a stage that takes the stride, dilation and padding of the conv along height and width."""
+EVERY = (0, 1, 2)
+"""The axes of a stage that takes the stride, dilation and padding of the conv along all of them."""
 SCHEMES: dict[str, Scheme] = {}
 """Every scheme by name, with its defaults."""
 _OPTIONS: dict[str, frozenset[str]] = {}
@@ -78,7 +79,8 @@ class Scheme:
     """How a dense convolution is replaced. Build one with `parse_scheme`.
 
     - `shapes`: the basis filters' shapes, in terms of the dense k_h x k_w ("kx1", "1xk", "kxk", "5x1"), each with
-      its proportion. For `separable` they are the two halves, in order.
+      its proportion. For `separable` and `2+1` they are the two halves, in order. Shapes for volumes have three
+      sides, time first ("kx1x1"); over volumes the shapes kx1 and 1xk of `lr` become a strip along each axis.
     - `m`: the number of basis filters, where something follows them: an integer, a share of d, or None for d.
     - `to`: the filters of the closing 1x1 join as a share of d; None where there is no join.
     - `inputs`: for `exact`, the input channels where these are fewer than the dense layer has.
@@ -138,6 +140,10 @@ class Scheme:
         for shape, proportion in self.shapes:
             if not self.takes_shape(shape):
                 raise LowRankError(f"a filter shape is written like kx1, 1xk, kxk or 5x1, not {shape!r}.")
+            if len({text.count("x") for text, _ in self.shapes if SHAPE.fullmatch(text)}) > 1:
+                raise LowRankError(
+                    f"the shapes of a scheme have as many sides each, unlike {_listed(self.shapes)}."
+                )
             if not 0 < proportion <= LARGEST:
                 raise LowRankError(f"the proportion of {shape} filters must be positive, not {proportion}.")
         for option, field in _FIELDS.items():
@@ -177,8 +183,13 @@ class Scheme:
 
     @property
     def axes(self) -> tuple[tuple[int, ...], ...]:
-        """The axes that each stage runs along (0 vertical, 1 horizontal), where it has the conv's stride."""
-        return BOTH, ()
+        """The axes that each stage runs along, where it has the conv's stride; 0 is a kernel's first side."""
+        return EVERY, ()
+
+    @property
+    def dimensions(self) -> tuple[int, ...]:
+        """The axes of the convs that it takes: 2 for images, 3 for volumes."""
+        return (3,) if any(shape.count("x") == 2 for shape, _ in self.shapes) else (2,)
 
     @property
     def shares(self) -> tuple[Fraction, ...]:
@@ -198,13 +209,15 @@ class Scheme:
         whole = channel_groups > 1 or in_channels % parts or filters % parts or filters // parts < len(self.shapes)
         return replace(self, channel_groups=1) if parts > 1 and whole else self
 
-    def stages(self, kernel: Pair, filters: int, *, channel_groups: int = 1) -> tuple[Composite, ...]:
+    def stages(self, kernel: Kernel, filters: int, *, channel_groups: int = 1) -> tuple[Composite, ...]:
         """The composites that replace a dense conv, in order, with nothing between them."""
+        if len(kernel) not in self.dimensions:
+            raise LowRankError(f"the scheme {self} is not for kernels of {len(kernel)} sides.")
         check_number("the number of filters", filters, least=1, whole=True)
         check_number("channel_groups", channel_groups, least=1, whole=True)
         return self.chain(kernel, filters, channel_groups)
 
-    def chain(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
+    def chain(self, kernel: Kernel, filters: int, channel_groups: int) -> tuple[Composite, ...]:
         """The composites of this kind of scheme."""
         raise NotImplementedError
 
@@ -212,11 +225,14 @@ class Scheme:
         """The reason why it cannot replace a layer of torch; empty if it can."""
         if isinstance(layer, _ConvTransposeNd):
             return "it is transposed: the scheme channel takes it"
-        if not isinstance(layer, nn.Conv2d):
-            return "it is not two-dimensional: the scheme channel takes it"
+        if not isinstance(layer, nn.Conv2d | nn.Conv3d) or len(layer.kernel_size) not in self.dimensions:
+            axes = "two" if 2 in self.dimensions else "three"
+            others = "lr, 2+1 and channel take" if isinstance(layer, nn.Conv3d) else "channel takes"
+            return f"it is not {axes}-dimensional: the scheme{'s' * (others[0] == 'l')} {others} it"
         if min(layer.kernel_size) == 1:
-            return f"its kernel is {layer.kernel_size[0]}x{layer.kernel_size[1]}"
-        return "it is depthwise" if is_depthwise(layer) and not self.takes_depthwise else ""
+            return f"its kernel is {'x'.join(map(str, layer.kernel_size))}"
+        takes = self.takes_depthwise and isinstance(layer, nn.Conv2d)
+        return "it is depthwise" if is_depthwise(layer) and not takes else ""
 
     @property
     def takes_depthwise(self) -> bool:
@@ -225,7 +241,7 @@ class Scheme:
 
     def build(self, layer: nn.Module) -> nn.Module:
         """Build the replacement of a layer; its weights are set later."""
-        form = form_of(layer) if isinstance(layer, nn.Conv2d) else None
+        form = form_of(layer) if isinstance(layer, nn.Conv2d | nn.Conv3d) else None
         if form is None:
             raise LowRankError(f"a {type(layer).__name__} is not a plain convolution to rewrite.")
         return self.build_form(form)
@@ -249,9 +265,9 @@ class Scheme:
 
     def stage_weights(self, layer: nn.Module) -> list[int]:
         """The number of weights of each layer that replaces a layer."""
-        assert isinstance(layer, nn.Conv2d)
+        assert isinstance(layer, nn.Conv2d | nn.Conv3d)
         scheme = self.for_layer(layer.in_channels, layer.out_channels, layer.groups)
-        stages = scheme.stages(layer.kernel_size, layer.out_channels, channel_groups=layer.groups)  # type: ignore[arg-type]
+        stages = scheme.stages(layer.kernel_size, layer.out_channels, channel_groups=layer.groups)
         depths = [layer.in_channels // scheme.channel_groups, *(stage.filters for stage in stages)]
         return [stage.weights(depth // layer.groups) for stage, depth in zip(stages, depths, strict=False)]
 
@@ -264,7 +280,7 @@ class Scheme:
 
         A stage whose stride comes later computes more pixels than the chain gives.
         """
-        assert isinstance(layer, nn.Conv2d)
+        assert isinstance(layer, nn.Conv2d | nn.Conv3d)
         weights, axes = self.stage_weights(layer), self.axes
         later = [[axis for stage in axes[place + 1 :] for axis in stage] for place in range(len(weights))]
         pixels = [prod(layer.stride[axis] for axis in found) for found in later]
@@ -325,20 +341,32 @@ class Basis(Scheme):
 
     @property
     def shares(self) -> tuple[Fraction, ...]:
-        return tuple(Fraction(share) for _, share in self.sides((3, 3)))
+        return tuple(Fraction(share) for _, share in self.sides((3,) * self.dimensions[0]))
 
-    def sides(self, kernel: Pair) -> Sequence[tuple[tuple[int, ...], int | Fraction]]:
-        """The heights and widths of the filters for a dense kernel, each with its proportion."""
+    @property
+    def dimensions(self) -> tuple[int, ...]:
+        return (2, 3) if self.shapes in (_HALVES, _OWN) else super().dimensions
+
+    def sides(self, kernel: Kernel) -> Sequence[tuple[Kernel, int | Fraction]]:
+        """The sides of the filters for a dense kernel, each with its proportion."""
+        if len(kernel) == 3 and self.shapes == _HALVES:
+            return [(tuple(k if axis == own else 1 for axis, k in enumerate(kernel)), 1) for own in EVERY]
+        if self.shapes == _OWN:
+            return [(kernel, 1)]
         return [(() if shape == IDENTITY else resolve_shape(shape, kernel), n) for shape, n in self.shapes]
 
-    def chain(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
-        parts = channel_groups * self.channel_groups
+    def chain(self, kernel: Kernel, filters: int, channel_groups: int) -> tuple[Composite, ...]:
+        parts, sides = channel_groups * self.channel_groups, self.sides(kernel)
         if self.to is None and channel_groups == filters > 1:
-            return (_share_out(self.sides(kernel), filters, 1, depthwise=True),)
+            return (_share_out(sides, filters, 1, depthwise=True),)
+        basis = filters if self.to is None else _units(_scaled(self.m, filters), parts)
+        # Thirds of 64 filters are no multiples of 8, which fast kernels need.
+        thirds = len(kernel) == 3 and self.shapes == _HALVES
+        whole = thirds and basis % (8 * parts) == 0 and basis >= 48 * parts
+        shared = _share_out(sides, basis, 8 * parts if whole else parts)
         if self.to is None:
-            return (_share_out(self.sides(kernel), filters, parts),)
-        basis = _share_out(self.sides(kernel), _units(_scaled(self.m, filters), parts), parts)
-        return basis, Composite((FilterGroup(1, 1, self.out_filters(filters)),))
+            return (shared,)
+        return shared, Composite((FilterGroup(*[1] * len(kernel), self.out_filters(filters)),))
 
     @property
     def takes_depthwise(self) -> bool:
@@ -347,12 +375,18 @@ class Basis(Scheme):
     def obstacle(self, layer: nn.Module) -> str:
         groups = 1 if is_depthwise(layer) else groups_of(layer) if isinstance(layer, _ConvNd) else 1
         few = isinstance(layer, _ConvNd) and layer.out_channels // groups < len(self.shapes)
-        return super().obstacle(layer) or (f"it has too few filters for the scheme {self}" if few else "")
+        if reason := super().obstacle(layer):
+            return reason
+        if not few and self.m is None and isinstance(layer, nn.Conv2d | nn.Conv3d):
+            scheme = self.for_layer(layer.in_channels, layer.out_channels, layer.groups)
+            first, *_ = scheme.stages(layer.kernel_size, layer.out_channels, channel_groups=layer.groups)
+            few = len(first.groups) < len(self.sides(layer.kernel_size))
+        return f"it has too few filters for the scheme {self}" if few else ""
 
     def useful_rank(self, layer: nn.Module) -> int:
-        assert isinstance(layer, nn.Conv2d)
+        assert isinstance(layer, nn.Conv2d | nn.Conv3d)
         depth, filters = layer.in_channels // layer.groups, layer.out_channels // layer.groups
-        sides = self.sides(layer.kernel_size)  # type: ignore[arg-type]
+        sides = self.sides(layer.kernel_size)
         first = _share_out(sides, 1000 * len(sides), 1)
         return max(ceil(min(filters, depth * g.taps) * Fraction(first.filters, g.filters)) for g in first.groups)
 
@@ -369,8 +403,8 @@ class Basis(Scheme):
 
     def factors(self, conv: nn.Module, *, sweeps: int = 30) -> tuple[list[Tensor], Tensor]:
         """The filters and the join nearest to a conv."""
-        assert isinstance(conv, nn.Conv2d)
-        whole = self.stages(conv.kernel_size, conv.out_channels, channel_groups=conv.groups)[0]  # type: ignore[arg-type]
+        assert isinstance(conv, nn.Conv2d | nn.Conv3d)
+        whole = self.stages(conv.kernel_size, conv.out_channels, channel_groups=conv.groups)[0]
         return grouped_factors(_exact(conv), whole, conv.groups, sweeps=sweeps)
 
 
@@ -384,7 +418,7 @@ class Dense(Basis):
             raise LowRankError("the scheme dense takes no shapes: it leaves a convolution as it is.")
         super().check()
 
-    def sides(self, kernel: Pair) -> Sequence[tuple[Pair, int | Fraction]]:
+    def sides(self, kernel: Kernel) -> Sequence[tuple[Kernel, int | Fraction]]:
         return [(kernel, 1)]
 
 
@@ -400,7 +434,7 @@ class Bands(Basis):
     def takes_shape(self, shape: str) -> bool:
         return shape == IDENTITY or super().takes_shape(shape)
 
-    def chain(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
+    def chain(self, kernel: Kernel, filters: int, channel_groups: int) -> tuple[Composite, ...]:
         if channel_groups != filters:
             raise LowRankError(
                 f"the scheme {self} is for depthwise convolutions, which have a filter per channel."
@@ -414,7 +448,7 @@ class Bands(Basis):
         return (bands,)
 
     def obstacle(self, layer: nn.Module) -> str:
-        reason = super().obstacle(layer)
+        reason = Scheme.obstacle(self, layer)
         if reason or not is_depthwise(layer):
             return reason or "it is not depthwise, as bands are"
         if any(side % 2 == 0 for side in layer.kernel_size):  # type: ignore[union-attr]
@@ -479,7 +513,7 @@ class Channel(Basis):
 
 
 class Separable(Scheme):
-    """A strip along one axis, then one along the other (Jaderberg et al. 2014)."""
+    """Filters along one axis, then along the other (Jaderberg et al. 2014), or within frames, then along time."""
 
     parts = ("first", "second")
     weighs_inputs = True
@@ -494,38 +528,35 @@ class Separable(Scheme):
 
     def check(self) -> None:
         super().check()
-        ends = {(shape.startswith("1x"), shape.endswith("x1")) for shape, _ in self.shapes}
-        if len(self.shapes) != 2 or ends != {(True, False), (False, True)}:
-            raise LowRankError("a separable scheme has two shapes, one vertical and one horizontal: 1xk and kx1.")
-
-    @property
-    def horizontal_first(self) -> bool:
-        return self.shapes[0][0].startswith("1x")
+        sides = self.shapes[0][0].count("x") + 1 if self.shapes else 0
+        if len(self.shapes) != 2 or not all(self.axes) or sorted(sum(self.axes, ())) != list(range(sides)):
+            raise LowRankError(
+                "a separable scheme has two shapes along different axes: 1xk and kx1, or 1xkxk and kx1x1."
+            )
 
     @property
     def axes(self) -> tuple[tuple[int, ...], ...]:
-        return ((1,), (0,)) if self.horizontal_first else ((0,), (1,))
+        sides = (enumerate(shape.split("x")) for shape, _ in self.shapes)
+        return tuple(tuple(axis for axis, side in own if side != "1") for own in sides)
 
-    def chain(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
+    def chain(self, kernel: Kernel, filters: int, channel_groups: int) -> tuple[Composite, ...]:
         first, second = (resolve_shape(shape, kernel) for shape, _ in self.shapes)
         m = _units(_scaled(self.m, filters), channel_groups)
         return Composite((FilterGroup(*first, m),)), Composite((FilterGroup(*second, filters),))
 
     def useful_rank(self, layer: nn.Module) -> int:
-        assert isinstance(layer, nn.Conv2d)
+        assert isinstance(layer, nn.Conv2d | nn.Conv3d)
         depth, filters = layer.in_channels // layer.groups, layer.out_channels // layer.groups
-        height, width = layer.kernel_size
-        taps = max(resolve_shape(self.shapes[0][0], (height, width)))
-        return min(depth * taps, filters * (height if self.horizontal_first else width))
+        taps = prod(resolve_shape(self.shapes[0][0], layer.kernel_size))
+        return min(depth * taps, filters * prod(layer.kernel_size[axis] for axis in self.axes[1]))
 
     def spectrum(self, layer: nn.Module) -> Tensor | None:
-        return separable_energy(_exact(layer), horizontal_first=self.horizontal_first, groups=groups_of(layer))
+        return separable_energy(_exact(layer), axes=self.axes[0], groups=groups_of(layer))
 
     def fit(self, name: str, conv: nn.Module, layer: nn.Module, known: Any = None) -> float:
         first, second = layer.children()
-        upright, lying = (second, first) if self.horizontal_first else (first, second)
-        target = centred(_exact(conv), (upright.kernel_size[0], lying.kernel_size[1]))  # type: ignore[index, union-attr]
-        options = {"horizontal_first": self.horizontal_first, "groups": groups_of(conv), "covariance": known}
+        target = centred(_exact(conv), layer.kernel_size)  # type: ignore[arg-type]
+        options = {"axes": self.axes[0], "groups": groups_of(conv), "covariance": known}
         halves = separable_factors(target, outputs_of(first), **options)
         for stage, weight in zip((first, second), halves, strict=True):
             _fill(stage, [weight])
@@ -551,7 +582,7 @@ class CP(Scheme):
     def axes(self) -> tuple[tuple[int, ...], ...]:
         return (), (0,), (1,), ()
 
-    def chain(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
+    def chain(self, kernel: Kernel, filters: int, channel_groups: int) -> tuple[Composite, ...]:
         if channel_groups > 1:
             raise LowRankError("the scheme cp takes convolutions without channel groups.")
         m = _scaled(self.m, filters)
@@ -593,7 +624,7 @@ class Exact(Scheme):
     def out_filters(self, filters: int) -> int:
         return int(sum(number for _, number in self.shapes)) or filters
 
-    def chain(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
+    def chain(self, kernel: Kernel, filters: int, channel_groups: int) -> tuple[Composite, ...]:
         shapes = [(resolve_shape(shape, kernel), int(number)) for shape, number in self.shapes]
         return (Composite(tuple(FilterGroup(*shape, number) for shape, number in shapes or [(kernel, filters)])),)
 
@@ -622,7 +653,7 @@ class Learned(Scheme):
     def takes_shape(self, shape: str) -> bool:
         return shape == NONE or super().takes_shape(shape)
 
-    def chain(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
+    def chain(self, kernel: Kernel, filters: int, channel_groups: int) -> tuple[Composite, ...]:
         raise LowRankError(
             f"shapes are learned in training: use {to_caller('learn_shapes', '`lowrank train --scheme`')}."
         )
@@ -636,8 +667,8 @@ def register_scheme(scheme: Scheme, *options: str) -> Scheme:
     >>> lr.register_scheme(lr.Basis("cross", (("kx1", 1), ("1xk", 1), ("1x1", 2)), to=1.0), "m")  # doctest: +SKIP
     >>> lr.convert(model, "cross(m=0.5)")  # doctest: +SKIP
     """
-    if not re.fullmatch(r"[\w-]+", scheme.name):
-        raise LowRankError(f"the name of a scheme has letters, digits, - and _, not {scheme.name!r}.")
+    if not re.fullmatch(r"[\w+-]+", scheme.name):
+        raise LowRankError(f"the name of a scheme has letters, digits, -, + and _, not {scheme.name!r}.")
     if unknown := set(options) - {"join", *_FIELDS}:
         raise LowRankError(f"a scheme has no option {', '.join(sorted(unknown))}.")
     _OPTIONS[scheme.name], SCHEMES[scheme.name] = frozenset(options), scheme
@@ -650,6 +681,7 @@ _OWN = (("kxk", Fraction(1)),)
 
 register_scheme(Dense("dense"), "branches")
 register_scheme(Separable("separable", tuple(reversed(_HALVES))), "m")
+register_scheme(Separable("2+1", (("1xkxk", Fraction(1)), ("kx1x1", Fraction(1)))), "m")
 register_scheme(Basis("lr", _HALVES), "channel_groups", "branches")
 register_scheme(Basis("lr-join", _HALVES, to=1.0), "m", "channel_groups", "branches")
 register_scheme(Basis("mixture", (*_HALVES, *_OWN)), "m", "join", "channel_groups", "branches")
@@ -681,7 +713,7 @@ def parse_scheme(text: str | Scheme) -> Scheme:
         raise LowRankError(f"a scheme is a string or a Scheme, not {text!r}.")
     if len(text) > _LONGEST:
         raise LowRankError(f"a scheme is a short text; this one has {len(text):,} characters.")
-    match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", text)
+    match = re.fullmatch(r"\s*([\w+-]+)\s*(?:\((.*)\))?\s*", text)
     if not match:
         raise LowRankError(f"cannot read the scheme {text!r}; write name or name(option, option=value).")
     name, inside = match[1], match[2] or ""
@@ -737,10 +769,13 @@ def _shape_text(shape: str, proportion: Fraction) -> str:
     return shape if proportion == 1 else f"{shape}={proportion}"
 
 
-def resolve_shape(shape: str, kernel: Pair) -> Pair:
-    """The height and width of a shape such as kx1, for a dense kernel."""
-    height, width = shape.split("x")
-    return (kernel[0] if height == "k" else int(height)), (kernel[1] if width == "k" else int(width))
+def _listed(shapes: Sequence[tuple[str, Fraction]]) -> str:
+    return " and ".join(shape for shape, _ in shapes)
+
+
+def resolve_shape(shape: str, kernel: Kernel) -> Kernel:
+    """The sides of a shape such as kx1, for a dense kernel."""
+    return tuple(k if side == "k" else int(side) for side, k in zip(shape.split("x"), kernel, strict=True))
 
 
 def _scaled(amount: int | float | None, filters: int) -> int:
@@ -789,6 +824,8 @@ def build_conv(
 ) -> nn.Module:
     """Build the layer, or chain of layers, that replaces a dense conv under a scheme.
 
+    A kernel of three sides, (time, height, width), is for volumes.
+
     A basis takes the stride, padding and dilation of the dense conv and its join none; the halves of a separable
     pair and the strips of a CP form take those of the axis they run along. With bias="last" a chain has a bias in
     its last layer alone, so that it can be merged exactly; a CP form never has another.
@@ -799,9 +836,11 @@ def build_conv(
     >>> layer(torch.zeros(1, 64, 8, 8)).shape[1]
     128
     """
-    scheme, kernel = parse_scheme(scheme).for_layer(in_channels, filters, channel_groups), pair(kernel, "kernel")
+    scheme = parse_scheme(scheme).for_layer(in_channels, filters, channel_groups)
+    sides_of_kernel = 3 if isinstance(kernel, Sequence) and len(kernel) == 3 else 2
+    kernel = per_axis(kernel, "kernel", sides_of_kernel)
     stages = scheme.stages(kernel, filters, channel_groups=channel_groups)
-    stride, dilation = pair(stride, "stride"), pair(dilation, "dilation")
+    stride, dilation = per_axis(stride, "stride", sides_of_kernel), per_axis(dilation, "dilation", sides_of_kernel)
     sides = enclosing_padding(padding, kernel, dilation)
     layers: list[nn.Module] = []
     for place, (stage, axes) in enumerate(zip(stages, scheme.axes, strict=False)):
@@ -820,13 +859,13 @@ def build_conv(
         layers.append(make(in_channels if first else stages[place - 1].filters, stage, **options))
     if len(layers) == 1:
         return layers[0]
-    return FactoredConv2d(OrderedDict(zip(scheme.parts, layers, strict=True)), scheme)
+    kind = FactoredConv3d if len(kernel) == 3 else FactoredConv2d
+    return kind(OrderedDict(zip(scheme.parts, layers, strict=True)), scheme)
 
 
-def _along(axes: Sequence[int], both: tuple[Any, Any], otherwise: Any) -> tuple[Any, Any]:
+def _along(axes: Sequence[int], values: Sequence[Any], otherwise: Any) -> tuple[Any, ...]:
     """The values of these axes; the other axes have another value."""
-    height, width = (value if axis in axes else otherwise for axis, value in enumerate(both))
-    return height, width
+    return tuple(value if axis in axes else otherwise for axis, value in enumerate(values))
 
 
 @dataclass(frozen=True)

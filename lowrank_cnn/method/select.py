@@ -30,7 +30,7 @@ class NothingToConvertError(LowRankError):
     """No convolution of the network can be replaced."""
 
 
-Kernel = int | tuple[int, int]
+Kernel = int | tuple[int, ...]
 Where = str | Kernel | Collection[str | Kernel] | Callable[[str, nn.Conv2d], bool] | None
 """Which convs: by name, prefix or pattern, by kernel, by several of these, or by a function of name and conv."""
 
@@ -150,7 +150,8 @@ def _selector(where: Where, convs: Mapping[str, nn.Module]) -> Callable[[str, _C
         return lambda name, conv: bool(where(name, conv))  # type: ignore[arg-type]
     wanted = _several(where)
     patterns = [item for item in wanted if isinstance(item, str)]
-    kernels = [(item, item) if isinstance(item, int) else item for item in wanted if not isinstance(item, str)]
+    sizes = [item for item in wanted if not isinstance(item, str)]
+    kernels = [own for item in sizes for own in ([(item,) * 2, (item,) * 3] if isinstance(item, int) else [item])]
     for pattern in patterns:
         if not any(_matches(name, pattern) for name in convs):
             raise LowRankError(f"no convolution is called {pattern!r}; {nearest(pattern, convs)}")
@@ -173,7 +174,7 @@ def _several(where: object) -> list[str | Kernel]:
 
 
 def _is_kernel(item: object) -> bool:
-    sides = item if isinstance(item, tuple) and len(item) == 2 else (item,)
+    sides = item if isinstance(item, tuple) and len(item) in (2, 3) else (item,)
     return all(isinstance(side, int) and not isinstance(side, bool) for side in sides)
 
 

@@ -19,7 +19,7 @@ from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.kernels.reference import conv_on_sides, pad_on_sides
 from lowrank_cnn.method.geometry import ConvForm, form_of, offsets, recentred
 from lowrank_cnn.method.schemes import NONE, Learned, Scheme, resolve_shape
-from lowrank_cnn.method.spec import FilterGroup, Pair
+from lowrank_cnn.method.spec import Kernel
 
 
 class ShapedConv2d(nn.Module):
@@ -59,16 +59,17 @@ class ShapedConv2d(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         if self.form.padding_mode != "zeros":
-            x = pad_on_sides(input, self.padding, self.form.padding_mode)
+            x = pad_on_sides(input, list(self.padding), self.form.padding_mode)
             return F.conv2d(x, self.shaped_weight(), self.bias, self.stride, 0, self.form.dilation)
-        return conv_on_sides(input, self.shaped_weight(), self.bias, self.padding, self.stride, self.form.dilation)
+        options = list(self.padding), list(self.stride), list(self.form.dilation)
+        return conv_on_sides(input, self.shaped_weight(), self.bias, *options)
 
     def shaped_weight(self) -> Tensor:
         """The weight with zeros outside the shapes."""
         mask = self.masks[self.choice][:, None] * self.inputs[:, None, None].to(self.masks.dtype)
         return self.weight * mask
 
-    def taps_of(self, filters: Tensor, shape: Pair) -> Tensor:
+    def taps_of(self, filters: Tensor, shape: Kernel) -> Tensor:
         """The weights of some filters, cut to a shape."""
         taps = self.weight.detach()[filters] * self.masks[self.starts.index(shape)]
         return taps[:, :, *self._window(shape)]
@@ -96,14 +97,14 @@ class ShapedConv2d(nn.Module):
         shapes = ", ".join(f"{h}x{w}" for h, w in self.shapes)
         return f"{self.in_channels}, {self.out_channels}, shapes=({shapes}), stride={self.stride}"
 
-    def _mask(self, shape: Pair) -> Tensor:
+    def _mask(self, shape: Kernel) -> Tensor:
         mask = torch.zeros(self.kernel_size)
         mask[self._window(shape)] = 1
         return mask
 
-    def _window(self, shape: Pair) -> tuple[slice, slice]:
+    def _window(self, shape: Kernel) -> tuple[slice, slice]:
         """The rows and columns of the enclosing kernel that a shape covers."""
-        top, left = offsets(FilterGroup(*shape, 1), self.kernel_size)
+        top, left = offsets(shape, self.kernel_size)
         return slice(top, top + shape[0]), slice(left, left + shape[1])
 
 
@@ -135,7 +136,7 @@ def shaped_convs(network: nn.Module) -> dict[str, ShapedConv2d]:
     return {name: m for name, m in network.named_modules() if isinstance(m, ShapedConv2d)}
 
 
-def shapes_of(scheme: Scheme, kernel: Pair) -> tuple[Pair, ...]:
+def shapes_of(scheme: Scheme, kernel: Kernel) -> tuple[Kernel, ...]:
     """The shapes that a `learned` scheme offers the filters of a kernel, each once, in its order."""
     return tuple(dict.fromkeys(resolve_shape(shape, kernel) for shape, _ in scheme.shapes if shape != NONE))
 
@@ -160,7 +161,7 @@ def shaped_layer(layer: nn.Module, scheme: Scheme) -> nn.Module:
     return ShapedConv2d(form, scheme)
 
 
-def exact_scheme(groups: list[tuple[Pair, int]], inputs: int | None = None) -> Scheme:
+def exact_scheme(groups: list[tuple[Kernel, int]], inputs: int | None = None) -> Scheme:
     """The scheme of filters that are counted by shape."""
     shapes = tuple((f"{h}x{w}", Fraction(count)) for (h, w), count in groups)
     return Scheme("exact", shapes, inputs=inputs)

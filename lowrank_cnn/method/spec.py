@@ -13,6 +13,8 @@ from math import prod
 from lowrank_cnn.core.errors import LowRankError
 
 Pair = tuple[int, int]
+Kernel = tuple[int, ...]
+"""Sides of a filter: (height, width), or (time, height, width) over volumes."""
 
 
 @dataclass(frozen=True, init=False)
@@ -78,6 +80,8 @@ class Composite:
     def __post_init__(self) -> None:
         if not self.groups:
             raise LowRankError("a composite needs at least one filter group.")
+        if len({len(group.kernel) for group in self.groups if group.kernel}) > 1:
+            raise LowRankError(f"the filters of a composite have as many sides each, unlike {self}.")
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.groups))
@@ -97,9 +101,10 @@ class Composite:
         return sum(group.filters for group in self.groups)
 
     @property
-    def kernel(self) -> Pair:
-        """The smallest 2-D kernel that encloses every group."""
-        return max(g.height for g in self.groups), max(g.width for g in self.groups)
+    def kernel(self) -> Kernel:
+        """The smallest kernel that encloses every group."""
+        kernels = [group.kernel for group in self.groups if group.kernel] or [(1, 1)]
+        return tuple(map(max, zip(*kernels, strict=True)))
 
     @property
     def depthwise(self) -> bool:
@@ -108,7 +113,7 @@ class Composite:
 
     @property
     def fan_out(self) -> int:
-        """Outgoing connections of one input value: the sum of h_i * w_i * d_i over the groups."""
+        """Outgoing connections of one input value: the sum of taps_i * d_i over the groups."""
         return sum(group.taps * (1 if group.depthwise else group.filters) for group in self.groups)
 
     def weights(self, in_channels: int) -> int:

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowrank_cnn.core.compare import mapped, tensors_of, unchanged
 from lowrank_cnn.core.errors import LowRankError, LowRankWarning, check_number, explained, nearest
-from lowrank_cnn.core.modules import InputSize, arguments, checked_size, is_example
+from lowrank_cnn.core.modules import InputSize, arguments, checked_size, computes_as, is_example
 from lowrank_cnn.core.notes import AsDict, forget, note, notes
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.method.branches import BranchedConv2d
@@ -99,7 +99,14 @@ def resized(layer: nn.Module, x: Tensor, channels: Callable[[int], int]) -> nn.M
     names = ("stride", "padding", "dilation", "padding_mode")
     names += ("output_padding",) if isinstance(layer, TRANSPOSED) else ()
     options: dict[str, Any] = {name: getattr(layer, name) for name in names}
-    return type(layer)(arriving, leaving, layer.kernel_size, groups=groups, bias=layer.bias is not None, **options)  # type: ignore[arg-type]
+    options |= {"groups": groups, "bias": layer.bias is not None}
+    plain: Any = next(kind for kind in CONVS if isinstance(layer, kind))
+    try:
+        return type(layer)(arriving, leaving, layer.kernel_size, **options)  # type: ignore[arg-type]
+    except TypeError:  # a subclass that is made by other arguments, as those of torchvision's video networks
+        if not computes_as(layer, plain):
+            raise
+        return plain(arriving, leaving, layer.kernel_size, **options)
 
 
 def take_hooks(new: nn.Module, old: nn.Module, copied: dict[int, Any]) -> None:

@@ -102,9 +102,9 @@ def test_sides_are_cropped_and_padded(sides, mode):
     x, weight, ((top, bottom), (left, right)) = torch.randn(2, 3, 9, 8), torch.randn(3, 3, 3, 3), sides
     cropped = F.pad(x, [min(left, 0), min(right, 0), min(top, 0), min(bottom, 0)])
     expected = F.pad(cropped, [max(left, 0), max(right, 0), max(top, 0), max(bottom, 0)], mode=mode)
-    assert torch.equal(pad_on_sides(x, sides, mode), expected)
+    assert torch.equal(pad_on_sides(x, list(sides), mode), expected)
     if mode == "constant":
-        found = conv_on_sides(x, weight, None, sides, (1, 1))
+        found = conv_on_sides(x, weight, None, list(sides), [1, 1], [1, 1])
         assert torch.allclose(found, F.conv2d(expected, weight), atol=1e-5)
 
 

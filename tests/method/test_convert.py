@@ -500,11 +500,10 @@ def test_layers_around_convs_pass_through_untouched():
         }
     )
     new = convert(net, "lr")
-    assert [row.name for row in notes(new).conversion.changed] == ["conv"]
+    assert [row.name for row in notes(new).conversion.changed] == ["conv", "volume"]
     assert {row.name: row.reason for row in notes(new).conversion.kept} == {
         "up": "it is transposed: the scheme channel takes it",
         "line": "it is not two-dimensional: the scheme channel takes it",
-        "volume": "it is not two-dimensional: the scheme channel takes it",
         "patches": "it projects patches: name it to convert it",
         "row": "its kernel is 1x5",
     }

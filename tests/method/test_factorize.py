@@ -29,7 +29,7 @@ def weight(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def test_no_other_pair_of_the_same_rank_is_nearer():
     dense = weight(6, 4, 3, 3)
-    best = separable_factors(dense, 3, horizontal_first=True)
+    best = separable_factors(dense, 3, axes=(1,))
     kept = kept_energy(dense, compose(*best))
     first, second = (factor.clone().requires_grad_() for factor in best)
     loss = (compose(first, second) - dense).square().sum()

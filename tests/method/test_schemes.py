@@ -34,6 +34,8 @@ def schemes(draw: st.DrawFn) -> Scheme:
     if name == "separable":
         halves = draw(st.permutations((("kx1", Fraction(1)), ("1x5", Fraction(2)))))
         return Scheme(name, tuple(halves), draw(AMOUNTS))
+    if name == "2+1":
+        return Scheme(name, draw(st.permutations(SCHEMES[name].shapes)), draw(AMOUNTS))
     if name in ("exact", "learned"):
         mix = draw(st.dictionaries(SHAPES, st.integers(1, 99), min_size=1))
         number = draw(st.integers(1, 99))
@@ -78,7 +80,7 @@ def test_no_filter_is_lost(scheme: Scheme, filters: int, kernel: tuple[int, int]
         return
     parts = scheme.channel_groups
     filters *= parts
-    stages = scheme.stages(kernel, filters)
+    stages = scheme.stages(kernel if 2 in scheme.dimensions else (3, *kernel), filters)
     assert all(group.filters % parts == 0 for group in stages[0].groups)
     assert stages[-1].filters == scheme.out_filters(filters)
     if len(stages) in (2, 4):
@@ -149,7 +151,7 @@ def test_a_scheme_made_by_hand_is_checked():
         ("mixture(kx1, m=8)", "need a join"),
         ("lr(kx1", "cannot read the scheme"),
         ("lr(kx1, kx1)", "given twice"),
-        ("separable(kxk, 1xk)", "one vertical and one horizontal"),
+        ("separable(kxk, 1xk)", "two shapes along different axes"),
         ("dense(kx1)", "takes no shapes"),
         ("embed(to=0)", "must be a number above 0"),
         ("channel(kx1)", "takes m alone"),
@@ -163,7 +165,7 @@ def test_a_scheme_made_by_hand_is_checked():
         ("separable(channel_groups=2)", "takes m and shapes, not channel_groups"),
         ("mixture(kx1, m=4)", "need a join"),
         ("cp(kx1)", "takes m alone"),
-        ("separable(1xk, 1x5)", "one vertical and one horizontal"),
+        ("separable(1xk, 1x5)", "two shapes along different axes"),
         (None, "a string or a Scheme"),
         ("mixture(to=0.5)", "takes branches, channel_groups, join, m"),
     ],
