@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import timm
+import timm  # pyright: ignore[reportMissingImports]
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchvision.models import video
+from torchvision.models import video  # pyright: ignore[reportMissingImports]
 
 import lowrank_cnn as lr
 from benchmarks.common import run_command

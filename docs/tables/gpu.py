@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tables.form import markdown, record, source
+from tables.form import NOT_MEASURED, markdown, record, source
 
 BATCH = 256
 SIZES = "224x224 (NiN 30x30)"

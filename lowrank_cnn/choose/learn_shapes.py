@@ -50,7 +50,7 @@ from lowrank_cnn.method.shaped_layers import (
     shaped_convs,
     shaped_layer,
 )
-from lowrank_cnn.method.spec import Pair
+from lowrank_cnn.method.spec import Kernel
 from lowrank_cnn.train.distributed import generator_states, made_by_first, resolve_device, restore_generators
 from lowrank_cnn.train.fit import fit, recipe_for
 from lowrank_cnn.train.inputs import augmentation, image_size, open_for
@@ -333,7 +333,7 @@ def _deployed(network: nn.Module, image: Tensor) -> Callable[[], object]:
     return lambda: fast(image)
 
 
-def _layer_run(layer: ShapedConv2d, counts: Mapping[Pair, int], x: Tensor) -> Callable[[], object]:
+def _layer_run(layer: ShapedConv2d, counts: Mapping[Kernel, int], x: Tensor) -> Callable[[], object]:
     """A layer with these filters, to be timed: on a GPU inside a CUDA graph, where launches take no time."""
     conv = in_channels_last(exact_scheme([*counts.items()]).build_form(layer.form).eval()).to(x)
     return captured(lambda: conv(x)).replay if x.is_cuda else lambda: conv(x)
