@@ -100,13 +100,13 @@ def resized(layer: nn.Module, x: Tensor, channels: Callable[[int], int]) -> nn.M
     names += ("output_padding",) if isinstance(layer, TRANSPOSED) else ()
     options: dict[str, Any] = {name: getattr(layer, name) for name in names}
     options |= {"groups": groups, "bias": layer.bias is not None}
-    plain: Any = next(kind for kind in CONVS if isinstance(layer, kind))
-    try:
-        return type(layer)(arriving, leaving, layer.kernel_size, **options)  # type: ignore[arg-type]
-    except TypeError:  # a subclass that is made by other arguments, as those of torchvision's video networks
-        if not computes_as(layer, plain):
-            raise
-        return plain(arriving, leaving, layer.kernel_size, **options)
+    kind: Any = next(kind for kind in CONVS if isinstance(layer, kind))
+    return kind(arriving, leaving, layer.kernel_size, **options)
+
+
+def _computes_conv(layer: nn.Module) -> bool:
+    """Whether a layer is a conv of torch's by another name, as in torchvision's video networks."""
+    return any(isinstance(layer, kind) and computes_as(layer, kind) for kind in CONVS)
 
 
 def take_hooks(new: nn.Module, old: nn.Module, copied: dict[int, Any]) -> None:
@@ -449,7 +449,8 @@ class _Thinning:
         pending = {
             layer: PendingLayer(copy.deepcopy(layer), channels(layer))
             for layer in self.blank.modules()
-            if (type(layer) in LAYERS and not _computed(layer)) or isinstance(layer, NORMS)
+            if ((type(layer) in LAYERS or _computes_conv(layer)) and not _computed(layer))
+            or isinstance(layer, NORMS)
         }
         new = copy.deepcopy(self.blank, {id(old): stand_in for old, stand_in in pending.items()}).eval()
         fixed = "the network cannot be made thinner, its forward expects fixed widths"
