@@ -90,7 +90,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "records": records.records,
     "speed-verdicts": gpu_models.speed_verdicts,
     "strips": engines.strips,
-    "tensor-fits": decompose.tensor_fits,
     "tiny-imagenet": tiny_imagenet.tiny_imagenet,
     "train-speed": gpu.train_speed,
     "training-profile": profile.training_profile,
