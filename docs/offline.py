@@ -1,6 +1,6 @@
 """A hook of mkdocs: the page for addresses that do not exist works from the disk, as all others do.
 
-Mkdocs makes it for a server's root. All pages are in one folder, so the names that they use are right in it as well.
+Mkdocs makes it for a server's root. All pages are in one folder, and find each other there by name.
 """
 
 from __future__ import annotations
