@@ -86,6 +86,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "loaders": pipeline.loaders,
     "memory": memory.memory,
     "networks": networks.networks,
+    "nin-compared": cifar10.nin_compared,
     "recipes": reference.recipes,
     "records": records.records,
     "speed-verdicts": gpu_models.speed_verdicts,
