@@ -144,8 +144,9 @@ def test_pages_open_from_the_disk_and_nothing_on_them_is_cut_off(site: Path, bro
     page.goto((site / "index.html").as_uri())
     page.locator("input.md-search__input").press_sequentially("torchrun")
     page.locator(".md-search-result__link", has_text="Many GPUs").first.wait_for(timeout=300_000)
-    page.locator("input.md-search__input").fill("what is a scheme")
-    page.locator(".md-search-result__item:first-child", has_text="Choose a scheme").wait_for()
+    page.locator("input.md-search__input").fill("")
+    page.locator("input.md-search__input").press_sequentially("what is a scheme")
+    page.locator(".md-search-result__item:first-child", has_text="Choose a scheme").wait_for(timeout=300_000)
     assert complaints == []
     assert [address for address in requests if not address.startswith(("file:", "data:", "about:"))] == []
     context.close()
