@@ -18,13 +18,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"ten-minutes.md": "ten_minutes.ipynb", "paper-claims.md": "paper_claims.ipynb"}
 _CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_OUTPUT = re.compile(r"^```text\n.*?^```$\n*", re.MULTILINE | re.DOTALL)
+"""What a page shows of outputs: a notebook has its own."""
 _LINK = re.compile(r"\[([^\]]+)\]\((?!http)([\w-]+\.md[^)]*)\)")
 
 
 def cells(page: str) -> list[dict[str, Any]]:
     """The cells of a page, without outputs."""
     found: list[dict[str, Any]] = []
-    for place, text in enumerate(_CODE.split(page)):
+    for place, text in enumerate(_CODE.split(_OUTPUT.sub("", page))):
         text = text.strip()
         if not text:
             continue

@@ -8,7 +8,29 @@ from typing import Any
 
 from tables.form import RESULTS, markdown, source
 
+from lowrank_cnn.choose.frontier import RECORD, load_frontier
+
 ONCE = "Mean ± standard deviation over seeds; 50,000 images to train on, the test set used once, at the end."
+
+
+def nin_compared() -> str:
+    """NiN, dense, thin and low-rank: accuracy and time, and how sure the gain over the thin one is."""
+    place = f"frontier/cifar10-nin/{RECORD}"
+    found = load_frontier(RESULTS / place)
+    judged = next(one for one in found.answers if (one["question"], one["design"]) == ("better", "lr"))
+    rows, batch = list[list[object]](), 0
+    for title, name in (("dense", "dense"), ("thin", judged["control"]), ("low-rank, `lr`", "lr")):
+        row = found.row(name)
+        assert row is not None
+        assert row.timing is not None
+        batch, top1 = row.timing.batch, 100 * mean(run.correct for run in row.runs) / found.images
+        rows.append([title, f"{row.macs / 1e6:.0f} M", f"{top1:.1f}%", f"{found.ms(row):.2f} ms", len(row.runs)])
+    note = (
+        f"\n`lr` over thin: {judged['gap']:+.1f} points (95%: {judged['low']:+.1f} to {judged['high']:+.1f}). "
+        f"A batch of {batch} images in {found.about['precision']}, each network in its fastest form.\n"
+    )
+    columns = ["network", "MACs", "top-1", "time", "runs"]
+    return markdown(columns, rows) + note + source(place, *found.environments)
 
 
 def cifar10_paper() -> str:

@@ -32,14 +32,15 @@ def decompose(found: JsonRecord) -> str:
 
 @from_record("decompose_aware.json")
 def decompose_aware(found: JsonRecord) -> str:
-    """The error of a decomposed network by weights alone, and with a few images: a row per way."""
+    """The error of a decomposed network by weights alone, and with a few images."""
     shares = list(dict.fromkeys(row["share"] for row in found["rows"] if row["way"] != "dense"))
     lines = {(row["network"], row["way"], row["share"]): row for row in found["rows"]}
     rows: list[list[object]] = []
-    for network, way in dict.fromkeys((network, way) for network, way, _ in lines if way != "dense"):
-        own = [lines[network, way, share] for share in shares]
-        rows.append([f"`{network}`", way, *(f"{row['error']:.3f} ({row['top1']:.1%})" for row in own)])
-    columns = ["network", "way", *(f"at {share:g} of the MACs" for share in shares)]
+    for network in dict.fromkeys(network for network, *_ in lines):
+        for way, title in (("weights", "weights"), ("both", "weights and images")):
+            own = [lines[network, way, share] for share in shares]
+            rows.append([f"`{network}`", title, *(f"{row['error']:.3f} ({row['top1']:.1%})" for row in own)])
+    columns = ["network", "<by", *(f"at {share:g} of the MACs" for share in shares)]
     dense = " and ".join(f"{r['top1']:.1%} (`{r['network']}`)" for r in found["rows"] if r["way"] == "dense")
     note = (
         f"\nRelative squared error of the outputs, and top-1 without fine-tuning, on {found['test']:,} test "
@@ -49,26 +50,9 @@ def decompose_aware(found: JsonRecord) -> str:
     return markdown(columns, rows) + note + source("decompose_aware.json", found["environment"])
 
 
-def _loss(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
-
-
 def _accuracy(line: dict[str, Any] | None) -> str:
     """Accuracy on the test set if it was used, else on the held-out images."""
     if line is None:
         return ""
     value, spread = (line["test"], line["test_stdev"]) if "test" in line else (line["top1"], line["stdev"])
     return f"{100 * value:.2f}" + ("%" if spread is None else f" ± {100 * spread:.2f}%")
-
-
-@from_record("tensor_fits.json")
-def tensor_fits(found: JsonRecord) -> str:
-    """The error of each low-rank form on trained filters at equal MACs."""
-    forms = ("separable", "channel", "tucker2", "cp")
-    rows: list[list[object]] = [
-        [f"`{row['layer']}`", f"{row['share']:g}", *(_loss(row[form]) for form in forms)] for row in found["rows"]
-    ]
-    columns = ["layer", "of its MACs", "`separable`", "`channel`", "Tucker-2", "CP"]
-    note = f"\nShare of the squared weight that is lost, in `{found['network']}` trained on CIFAR-10; "
-    note += f"tensorly {found['environment']['tensorly']}. Empty: not fitted.\n"
-    return markdown(columns, rows) + note + source("tensor_fits.json", found["environment"])

@@ -9,30 +9,30 @@ from tables.form import JsonRecord, from_record, markdown, source
 KINDS = {"upscaled": "smooth", "mosaic": "textured", "shrunk": "textured, shrunk"}
 
 
+SHOWN = "Pillow", "simplejpeg"
+"""The decoders that training uses; the record has others, and ways to scale and crop."""
+REMOVED = "decoded by the GPU"
+"""A way that the library no longer has."""
+
+
 @from_record("input_pipeline.json")
 def input_pipeline(found: JsonRecord) -> str:
-    """Images per second and core, by decoder and by way to frame, for each processor."""
+    """Images per second and core, decoded and by a worker, for each processor."""
     return "\n".join(_pipeline(machine) for machine in found["machines"])
 
 
 def _pipeline(machine: dict[str, Any]) -> str:
     kinds, setting = machine["rows"], machine["setting"]
     rows: list[list[object]] = []
-    for part, title in (("decode", "decoded"), ("frame", "framed")):
-        for name in kinds["mosaic"][part]:
-            rates = [_rate(kinds[kind][part].get(name)) for kind in KINDS]
-            rows.append([title, name, *rates])
-    rows.append(["read and framed", "a worker", *(_rate(kinds[kind]["worker"]) for kind in KINDS)])
-    columns = ["images/s per core", "<by", *(f"{title}, {_kilo(kinds[kind])}" for kind, title in KINDS.items())]
-    libraries = ", ".join(f"{library} {version}" for library, version in setting["libraries"].items())
+    for name in SHOWN:
+        if name in kinds["mosaic"]["decode"]:
+            rows.append([f"decoded by {name}", *(_rate(kinds[kind]["decode"].get(name)) for kind in KINDS)])
+    rows.append(["read and framed by a worker", *(_rate(kinds[kind]["worker"]) for kind in KINDS)])
+    columns = ["<images/s per core", *(f"{title}, {_kilo(kinds[kind])}" for kind, title in KINDS.items())]
     note = (
         f"\nMedian and range of {setting['repeats']} rounds over {setting['photographs']} JPEGs of "
-        f"{setting['size'][0]}x{setting['size'][1]}, one core's own time; shrunk to a shorter side of 256.\n"
-        f"Framed: decoded, scaled to a shorter side of 256, cropped to 224, mirrored. {libraries}.\n"
+        f"{setting['size'][0]}x{setting['size'][1]}; shrunk to a shorter side of 256.\n"
     )
-    if loader := kinds["mosaic"]["loader"]:
-        by_workers = "; ".join(f"{workers} workers {rate:,.0f}" for workers, rate in loader.items())
-        note += f"The whole loader, textured, images/s: {by_workers}.\n"
     for network, share in machine["idle"].items():
         rate = f"{machine['train_rates'][network]:,.0f}"
         note += f"A GPU that trains `{network}` at {rate} images/s waits {share:.0%} of the time.\n"
@@ -59,6 +59,8 @@ def _loader_table(machine: dict[str, Any]) -> str:
     setting, trained = machine["setting"], machine["step_images_per_second"]
     rows = []
     for name, row in machine["rows"].items():
+        if name == REMOVED:
+            continue
         idle = [f"{row['trained_per_second']:,.0f}", f"{row['idle']:.0%}"] if trained else []
         rows.append([name, _rate(row), f"{row['seconds_before']:.1f}", *idle])
     columns = ["<the set is kept", "images/s", "s before the first epoch"]
@@ -71,6 +73,4 @@ def _loader_table(machine: dict[str, Any]) -> str:
     )
     if trained:
         note += f"With data already on the GPU, `{setting['network']}` trains at {trained:,.0f} images/s.\n"
-    for name, reason in machine["not_measured"].items():
-        note += f"Not measured: {name} ({reason.rstrip('.')}).\n"
     return markdown(columns, rows) + note + source("loaders.json", machine["environment"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Container, Iterable
+from itertools import chain
 from typing import Any
 
 from tables.form import markdown
@@ -11,39 +13,47 @@ from tables.form import markdown
 from lowrank_cnn.cli.app import COMMANDS, load_command
 from lowrank_cnn.train import RECIPES
 
-_LEFT = ("model", "models")
+SHARED = 3
+"""An option of so many commands is described once, above them."""
 
 
 def commands() -> str:
-    """Every command by panel: what it does, examples, arguments and options."""
-    parts, panel = [], ""
-    for name, entry in COMMANDS.items():
-        if entry.panel != panel:
-            panel = entry.panel
+    """What is common to many commands, then each one by panel: what it does, examples, its own options."""
+    every = {name: load_command(name) for name in COMMANDS}
+    shared = _shared(every.values())
+    parts, panel = ["Many commands have these:\n\n", *map(_item, shared.values())], ""
+    for name, command in every.items():
+        if COMMANDS[name].panel != panel:
+            panel = COMMANDS[name].panel
             parts.append(f"\n## {panel}\n")
-        parts.append(_command(name))
-    return "".join(parts).lstrip("\n")
+        parts.append(_command(name, command, shared))
+    return "".join(parts)
 
 
-def _command(name: str) -> str:
-    command: Any = load_command(name)
+def _shared(commands: Iterable[Any]) -> dict[str, Any]:
+    """The options of many commands, by meaning, the most frequent first; a name has only one shared meaning."""
+    found: dict[str, list[Any]] = {}
+    for parameter in chain.from_iterable(command.params for command in commands):
+        found.setdefault(parameter.help, []).append(parameter)
+    frequent = [same for same in sorted(found.values(), key=len, reverse=True) if len(same) >= SHARED]
+    by_name = {one.name: one for one, *_ in reversed(frequent) if one.name != "help"}
+    return {one.help: one for one in reversed(by_name.values())}
+
+
+def _command(name: str, command: Any, shared: Container[str]) -> str:
     summary, _, rest = inspect.cleandoc(command.help or "").partition("\n\n")
     text, _, examples = rest.partition("Examples:")
     shown = "\n".join(line.strip() for line in re.sub(r" \\\n +", " ", examples).splitlines() if line.strip())
     about = " ".join(f"{summary} {text}".split())
-    rows = [_row(parameter) for parameter in command.params if parameter.name != "help"]
-    table = markdown(["option", "<default", "<meaning"], rows)
-    return f"\n### lowrank {name}\n{_escaped(about)}\n\n```sh\n{shown}\n```\n\n{table}"
+    own = [one for one in command.params if one.name != "help" and one.help not in shared]
+    items = "".join(["\n", *map(_item, own)]) if own else ""
+    return f"\n### lowrank {name}\n{_escaped(about)}\n\n```sh\n{shown}\n```\n{items}"
 
 
-def _row(parameter: Any) -> list[object]:
+def _item(parameter: Any) -> str:
     names = [*parameter.opts, *parameter.secondary_opts]
-    argument = not names[0].startswith("-")
-    shown = f"`{names[0].upper()}`" if argument else ", ".join(f"`{name}`" for name in names)
-    default = parameter.default
-    empty = default is None or default is False or callable(default) or default in ((), [])
-    stated = "required" if parameter.required else "" if empty else f"`{default}`"
-    return [shown, stated, _escaped(parameter.help)]
+    shown = ", ".join(f"`{name}`" if name.startswith("-") else f"`{name.upper()}`" for name in names)
+    return f"- {shown}: {_escaped(parameter.help)}\n"
 
 
 def _escaped(text: str) -> str:

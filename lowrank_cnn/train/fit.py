@@ -99,22 +99,34 @@ def fit(
     >>> record.result["top1"]  # doctest: +SKIP
     0.925
 
+    What is trained:
+
     - `data`: what `open_data` gives, or a path that it takes; or a Dataset or DataLoader of your own whose items
       are (image, target), or a pair of them to train and test on. Your own data is taken as it is: the recipe's
       preprocessing and crops are not applied. A DataLoader's batch size replaces the recipe's. In the place of the
       image, a tuple or a dictionary of tensors holds the inputs of a network that takes several.
       `data` may be a `data.holdout(...)`, for a search that never sees the test set.
+    - `loss`: a function of the outputs and targets of a batch in place of cross-entropy, for any other task.
+    - `teacher`: a trained network whose answers count beside the labels (`distill_weight` of the recipe).
+
+    How it is trained:
+
     - `recipe`: a name or a `Recipe`, used as it is. Without one, the number of training images chooses batch size,
       epochs and learning rate for the recipe `modern` (`defaults_for`), and a line says which.
-    - `loss`: a function of the outputs and targets of a batch in place of cross-entropy, for any other task.
-    - `callbacks`: functions called after each epoch with its figures and the network; True ends the run.
-    - `teacher`: a trained network whose answers count beside the labels (`distill_weight` of the recipe).
+    - `epochs`, `batch_size`, `lr`: the fields of the recipe that are changed most.
+    - `settings`: any other field of the recipe (`momentum=0.8`, `precision="bf16"`, `quantize="int8"`), and rare
+      settings of the run (`compile=False`, `workers=8`, `deterministic=True`): `RunSettings` lists them.
+    - `seed`: of the order of the data, augmentation and dropout.
+    - `device`: "cpu", "cuda", "cuda:1" or "mps"; "auto" takes a GPU if there is one.
+
+    Where it is kept and shown:
+
     - `out`: the directory of the run, for checkpoints, recipe and record; `resume=True` goes on from there, or
       starts a run if there is none yet. One process at a time can use it.
     - `log`: where the figures of every epoch are sent: "tensorboard", "csv", "wandb", "mlflow", "trackio", or
       several of them.
-    - `settings`: any other field of the recipe (`momentum=0.8`, `precision="bf16"`, `quantize="int8"`), and rare
-      settings of the run (`compile=False`, `workers=8`, `deterministic=True`): `RunSettings` lists them.
+    - `callbacks`: functions called after each epoch with its figures and the network; True ends the run.
+    - `progress`: show a moving line, or the epochs.
 
     `quantize="int8"` trains with rounded inputs and weights, for a network that loses accuracy when `lr.quantize`
     rounds it after training. Start from trained weights, with a low rate. The result is that of the rounded
