@@ -563,4 +563,5 @@ def _data_identity(data: Fields) -> str:
     Parts held out of one set are one data set: each seed of `compare` holds out others.
     """
     classes = zlib.crc32(repr([str(name) for name in data.list("classes")]).encode())
-    return data.text("held_out_of") or data.text("digest") or f"{classes} {data.whole('train')} {data.whole('test')}"
+    known = data.text("held_out_of") or data.text("digest")
+    return known or f"{classes} {data.whole('train')} {data.whole('test')}"
