@@ -403,6 +403,7 @@ class Comparing(TimedDesigns):
         """Train a network, test it where it will run, and write its answers into the record."""
         design, began = self.designs[row.name], time.monotonic()
         few, folder = self.data.holdout(self._held, seed), self.folder(row, seed)
+        few = replace(few, details={**few.details, "held_out_of": self.data.digest})  # one set to the page
         record = self._fit(design, few, epochs=epochs, rate=row.rate, seed=seed, out=folder, told=told)
         trained = self.trained(row, seed)
         target = self.target

@@ -547,6 +547,8 @@ def data_name(data: Fields) -> str:
     A part of a known set gets a name of its own: its accuracies cannot be compared with published ones.
     """
     name, sizes = data.text("name") or "unnamed data", (data.whole("train"), data.whole("test"))
+    if data.text("held_out_of"):
+        return f"{name}, images held out"
     if tuple(data.list("classes")) == CIFAR10_CLASSES and sizes == _WHOLE["CIFAR-10"]:
         return "cifar10"
     full = _WHOLE.get(data_label(name))
@@ -556,6 +558,10 @@ def data_name(data: Fields) -> str:
 
 
 def _data_identity(data: Fields) -> str:
-    """An identity of the images that does not depend on their name: a digest, or classes and image counts."""
+    """An identity of the images that does not depend on their name: a digest, or classes and image counts.
+
+    Parts held out of one set are one data set: each seed of `compare` holds out others.
+    """
     classes = zlib.crc32(repr([str(name) for name in data.list("classes")]).encode())
-    return data.text("digest") or f"{classes} {data.whole('train')} {data.whole('test')}"
+    known = data.text("held_out_of") or data.text("digest")
+    return known or f"{classes} {data.whole('train')} {data.whole('test')}"

@@ -129,8 +129,9 @@ OWN = {
     "epochs": "for another number of epochs",
     "drop_epochs": "with drops of the learning rate at other epochs",
     "dropout": "with another share of dropout",
+    "lr": "at another learning rate",
 }
-"""What networks trained in the same way may still have of their own: a smaller one needs less dropout."""
+"""What networks trained in the same way may still have of their own: `compare` tries rates for each."""
 
 
 def twin_id(built: NetworkId) -> NetworkId:

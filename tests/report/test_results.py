@@ -96,7 +96,8 @@ def test_a_twin_that_was_not_trained_has_the_cost_that_the_record_states():
         ({"epochs": 9}, {"epochs": 5}, ("for another number of epochs",)),
         ({"dropout": 0.5}, {"dropout": 0.2}, ("with another share of dropout",)),
         ({"evaluate_every": 5}, {"evaluate_every": 9}, ()),
-        ({"lr": 0.1}, {"lr": 0.2}, None),
+        ({"lr": 0.1}, {"lr": 0.2}, ("at another learning rate",)),
+        ({"momentum": 0.5}, {"momentum": 0.9}, None),
     ],
 )
 def test_a_twin_trained_otherwise_is_told_or_no_twin(dense: dict, ours: dict, otherwise: tuple | None):
@@ -194,6 +195,7 @@ def test_the_fastest_runtime_counts_and_batches_must_agree():
     [
         ([{"digest": "a1"}, {"digest": "b2"}], ["photos (set 1)", "photos (set 2)"]),
         ([{"digest": "a1"}, {"digest": "a1"}], ["photos"]),
+        ([{"digest": name, "held_out_of": "c3"} for name in ("a1", "b2")], ["photos, images held out"]),
         ([{"train": 10}, {"train": 20}], ["photos (10 images)", "photos (20 images)"]),
         (
             [{"classes": [name], "train": 10} for name in "ab"],
