@@ -1,8 +1,9 @@
-"""Options mean the same in all commands, and exist if a text names them."""
+"""Options mean the same in all commands, exist if a text names them, and are those of the commands' functions."""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -11,12 +12,41 @@ from pathlib import Path
 from typing import Annotated
 
 import click
+import pytest
 import typer
 from typer.testing import CliRunner
 
 import lowrank_cnn as lr
 from lowrank_cnn.cli.app import COMMANDS, load_command
 from lowrank_cnn.cli.options import SourceOptions, grouped
+
+SOURCE = {"--input", "--pretrained", "--width", "--norm", "--into", "--scheme", "--stride", "--classes"}
+"""Which network, and of which size."""
+AROUND = {"--help", "-h", "--json", "-o", "--out", "--device", "--threads", "--batch"}
+"""Where a command runs and what it prints: in Python, tensors and results do that."""
+IN_PYTHON_ALONE = {"convert": {"init"}, "plan": {"candidates"}}
+"""Functions, which no command line can hold."""
+ALIKE = {
+    "convert": (lr.convert, {"where": {"--where", "--stage"}, "input_size": {"--input"}}),
+    "decompose": (
+        lr.decompose,
+        {"where": {"--where", "--stage"}, "input_size": {"--input"}, "evaluate": {"--by"}},
+    ),
+    "count": (lr.count, {"input_size": {"--input", "--example"}}),
+    "plan": (lr.plan, {"example_input": {"--input", "--batch", "--example"}}),
+    "optimize": (lr.optimize, {"example_input": {"--input", "--batch", "--example"}}),
+    "export": (
+        lr.export,
+        {"path": {"--out"}, "input_size": {"--input"}, "example_input": {"--example"}},
+    ),
+}
+"""For each command its function, and the options for parameters that go by other names."""
+FROM_OTHERS = {
+    "plan": {"--compile", "--budget", "--twin", "--no-twin", "--engine"},  # of `optimize` and `advise`
+    "optimize": {"--overwrite"},  # of `export`
+    "export": {"--merge", "--merge-chains"},  # of `merge`
+}
+"""Options that stand for parameters of other functions which the command calls."""
 
 
 @dataclass(frozen=True)
@@ -116,3 +146,16 @@ def test_every_option_that_is_named_exists() -> None:
         known = OWN.get(path.stem, ALL) if path.parent.name == "cli" else ALL
         found |= {f"{path}:{line}": names for line, text in texts(path) if (names := unknown_options(text, known))}
     assert found == {}
+
+
+@pytest.mark.parametrize("command", ALIKE)
+def test_a_command_and_its_function_take_the_same_options(command: str) -> None:
+    function, other_names = ALIKE[command]
+    options, covered = {name for name in OPTIONS[command] if name.startswith("-")}, set()
+    for name in inspect.signature(function).parameters:
+        if name in ("model", "say") or name in IN_PYTHON_ALONE.get(command, ()):
+            continue
+        expected = other_names.get(name, {f"--{name.replace('_', '-')}"})
+        assert expected <= options, f"lowrank {command} has no option for {name}"
+        covered |= expected | {f"--no-{name}"}
+    assert options - covered - SOURCE - AROUND - FROM_OTHERS.get(command, set()) == set()
