@@ -109,8 +109,6 @@ def export_command(
 
     if to not in (None, PRETRAINED) and target_of(to).strips:
         graph = replace(graph, strips=True)
-    if graph.strips and graph.precision == "int8":
-        raise LowRankError("compiled strips are for fp32 and fp16: give --precision int8 or --strips.")
     path = _place(path, out, to, model)
     source, inputs = named.find(model, example)
     source = source.converted(scheme) if scheme else source
@@ -119,7 +117,7 @@ def export_command(
         folder = export_source(source, network, path, inputs, to=to).path
         return print_json({"path": folder}) if as_json else console.print(f" {folder} is for lr.from_pretrained.")
     if graph.precision == "int8":
-        return _export_int8(source, network, path, graph.calibrate, inputs, overwrite=overwrite, as_json=as_json)
+        return _export_int8(source, network, path, graph, inputs, overwrite=overwrite, as_json=as_json)
     written = export_source(source, network, path, inputs, overwrite=overwrite, **graph.for_export())
     macs = {"before": lr.count(source.network, inputs).macs, "after": lr.count(network, inputs).macs}
     rows = notes(network).merging
@@ -164,7 +162,7 @@ def _export_int8(
     source: Source,
     network: torch.nn.Module,
     path: Path,
-    calibrate: str | None,
+    graph: GraphOptions,
     size: Any,
     *,
     overwrite: bool,
@@ -176,23 +174,22 @@ def _export_int8(
     from lowrank_cnn.cli.source import find_example
     from lowrank_cnn.core.modules import is_example
 
-    if calibrate is None:
-        raise LowRankError("int8 needs images to set the ranges of activations: give --calibrate DATA.")
     if is_example(size):
         raise LowRankError("int8 is for networks of one image: give --input in place of --example.")
-    if ".py:" in calibrate:
-        images = find_example(calibrate, option="--calibrate")
+    model: Any = network if source.trained is None else replace(source.trained, network=network)
+    images: Any = graph.calibrate
+    if images and ".py:" in images:
+        model, images = network, find_example(images, option="--calibrate")
         if not isinstance(images, torch.Tensor):
             kind = type(images).__name__
-            raise LowRankError(f"{calibrate} must give images as a tensor [N, C, H, W], not {kind}.")
-        found = lr.quantize(network, images, path, input_size=size, overwrite=overwrite)
-    elif source.trained is not None:
-        found = lr.quantize(replace(source.trained, network=network), calibrate, path, overwrite=overwrite)
-    else:
+            raise LowRankError(f"{graph.calibrate} must give images as a tensor [N, C, H, W], not {kind}.")
+    elif images and source.trained is None:
         raise LowRankError(
             "int8 with a data set is for a trained network (a run, an exported file, --pretrained): for others "
             "give --calibrate path.py:function, which gives prepared images."
         )
+    how: dict[str, Any] = {**graph.for_export(), "overwrite": overwrite}
+    found: Any = lr.export(model, path, calibrate=images, input_size=None if model is not network else size, **how)
     if as_json:
         return print_json(found.to_dict())
     console.print(f" {found.path}: {si(found.bytes)}B.")
