@@ -29,13 +29,13 @@ IMAGES = {"cifar10": "CIFAR-10", "tiny-imagenet-100": "Tiny-ImageNet"}
 KINDS = (DENSE_NAME, LOW_RANK, THIN)
 NOTE = """
 <details>
-<summary>256 images on an {gpu}; {least} to {most} runs. Verdicts again:
+<summary>256 images, bf16, one {gpu}; {epochs} epochs, {least} to {most} runs. Verdict: low-rank against thin, by
 <code>lowrank frontier {family} --out benchmarks/results/frontier/{folder}</code></summary>
 
-Beside that folder are {others} for the other rows. {epochs} epochs; torch {torch}, bf16, each network in its
-fastest form. Thin has fewer or smaller filters, and is the strongest such rival of about the same speed.
-Undecided: the difference may be chance. Not tuned: all networks trained at one learning rate, so there is no
-verdict. Lines in the picture are 95% intervals over runs and test images, and the 7% by which times repeat.
+Beside that folder are {others} for the other rows. torch {torch}, each network in its fastest form. Thin has fewer
+or smaller filters, and is the strongest such rival of about the same speed. Undecided: the difference may be
+chance. Not tuned: all networks trained at one learning rate, so there is no verdict. In the picture below, lines are
+95% intervals over runs and test images, and the 7% by which times repeat.
 </details>
 """
 
