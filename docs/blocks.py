@@ -69,7 +69,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "full-run": full_run.full_run,
     "gpu-layers": gpu.gpu_layers,
     "gpu-models": gpu_models.gpu_models,
-    "gpu-ratios": gpu.gpu_ratios,
     "gpu-small": gpu.gpu_small,
     "gpu-speed": gpu.gpu_speed,
     "gpu-training": gpu.gpu_training,
