@@ -53,7 +53,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "commands": reference.commands,
     "cpu-engines": engines.cpu_engines,
     "cpu-verdicts": engines.speed_verdicts,
-    "cpu-layout": cpu.cpu_layout,
     "cpu-speed": cpu.cpu_speed,
     "decompose": decompose.decompose,
     "decompose-aware": decompose.decompose_aware,
