@@ -12,18 +12,22 @@ _PRECISIONS = ("fp32", "fp16", "int8")
 _ALIKE = 0.98
 """Times that differ by less than this share of the longer one count as equal."""
 _WAYS = ("dense", "thin", "low-rank")
+_THREADS = 2
+"""The verdicts have the ratios on one thread as well."""
 
 
 @from_record("cpu_engines.json")
 def cpu_engines(found: JsonRecord) -> str:
-    """For every network and precision: the fastest engine of the dense, the thin and the low-rank network."""
+    """On two threads, for every network and precision: the fastest engine of dense, thin and low rank."""
     rows: list[list[object]] = []
     for family, threads, precision, best in _compared(found["rows"]):
+        if threads != _THREADS:
+            continue
         cells = [_cell(best[way]) for way in _WAYS]
         ms = {way: row["ms"] for way, row in best.items()}
         ratios = f"**{ms['low-rank'] / ms['dense']:.2f}**", f"{ms['low-rank'] / ms['thin']:.2f}"
-        rows.append([f"`{family}`", precision, threads, *cells, *ratios])
-    columns = ["network", "precision", "threads", "dense ms", "thin ms", "low-rank ms", "of dense", "of thin"]
+        rows.append([f"`{family}`", precision, *cells, *ratios])
+    columns = ["network", "<precision", "dense ms", "thin ms", "low-rank ms", "of dense", "of thin"]
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return markdown(columns, rows) + f"\n{versions}.\n" + source("cpu_engines.json", found["environment"])
 
@@ -48,8 +52,6 @@ def int8_accuracy(found: JsonRecord) -> str:
         [
             f"`{row['network']}`",
             _training(row["trained"]),
-            row["engine"],
-            f"{row['n']:,}",
             f"{row['before']:.2%}",
             f"{row['after']:.2%}",
             _points(row),
@@ -57,8 +59,11 @@ def int8_accuracy(found: JsonRecord) -> str:
         ]
         for row in found["rows"]
     ]
-    columns = ["network", "<trained", "<engine", "images", "float32", "int8", "points lost (95%)", "<in float"]
-    return markdown(columns, rows) + source("int8_accuracy.json", found["environment"])
+    columns = ["network", "<trained", "float32", "int8", "points lost (95%)", "<in float"]
+    images = ", ".join(dict.fromkeys(f"{row['n']:,}" for row in found["rows"]))
+    engines = ", ".join(dict.fromkeys(row["engine"] for row in found["rows"]))
+    note = f"\nOn {images} test images, by {engines}.\n"
+    return markdown(columns, rows) + note + source("int8_accuracy.json", found["environment"])
 
 
 _MORE_TRAINING = {"none": "none", "float": "float32", "int8": 'int8 (`quantize="int8"`)'}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tables.form import NOT_MEASURED, markdown, record, source
+from tables.form import markdown, record, source
 
 BATCH = 256
 SIZES = "224x224 (NiN 30x30)"
-COLUMNS = ["network", "MAC ratio", "time ratio", "with our kernels", "ms", "fastest dense ms", "TFLOP/s", "floor"]
+COLUMNS = ["network", "MAC ratio", "time ratio", "with our kernels", "ms", "fastest dense ms"]
 
 Run = dict[str, Any]
 Row = dict[str, Any]
@@ -57,32 +57,6 @@ def gpu_small() -> str:
     return _networks("inference", 1)
 
 
-def gpu_ratios() -> str:
-    """Inference and training beside each other: ratios alone."""
-    modes = [
-        {row["network"]: (run, row) for run, row in newest(mode, BATCH)} for mode in ("inference", "training")
-    ]
-    shown = {name: found for mode in modes for name, found in mode.items()}
-    rows: list[list[object]] = []
-    for name, (_, row) in sorted(shown.items(), key=_place):
-        ratios = [_ratio(*mode[name]) if name in mode else NOT_MEASURED for mode in modes]
-        rows.append([f"`{name}`", f"{row['mac_ratio']:.3f}", *ratios])
-    used = [run for mode in modes for run, _ in mode.values()]
-    note = f"\nTime over that of the fastest dense network without our kernels; bf16, batch {BATCH}, {SIZES}.\n"
-    note += "Medians of 21 replays of a graph, ours and dense in one run; in brackets the best-case and\n"
-    note += "worst-case ratio.\n"
-    return markdown(["network", "MAC ratio", "inference", "training"], rows) + note + _source(used)
-
-
-def _ratio(run: Run, row: Row) -> str:
-    """The ratio, and its best and worst case by the spread of both sides."""
-    setting = f"{row['mode']}|{row['batch']}"
-    ours = run["ways"][f"{row['network']}|{setting}|{row['way']}"]
-    dense = run["ways"][f"{row['dense']}|{setting}|{row['dense_way']}"]
-    low, high = ours["least"] / dense["most"], ours["most"] / dense["least"]
-    return f"**{row['ratio']:.3f}** ({low:.3f} to {high:.3f})"
-
-
 def newest(mode: str, batch: int) -> list[tuple[Run, Row]]:
     """For each network the row of the newest run that has it, with that run: ratios never mix two runs."""
     found: dict[str, tuple[Run, Row]] = {}
@@ -106,20 +80,17 @@ def _networks(mode: str, batch: int) -> str:
         )
         own = f"{row['tricks_ratio']:.3f}" if "tricks_ratio" in row else ""
         cells = [f"`{row['network']}`", f"{row['mac_ratio']:.3f}", f"**{row['ratio']:.3f}**", own, ours]
-        rows.append([*cells, f"{dense} {row['dense_way']}", f"{row['tflops']:.0f}", _ms(row["floor_ms"])])
+        rows.append([*cells, f"{dense} {row['dense_way']}"])
     return markdown(COLUMNS, rows) + _note(mode, batch, found) + _source([run for run, _ in found])
 
 
 def _note(mode: str, batch: int, found: list[tuple[Run, Row]]) -> str:
-    """How it was measured, what bounds the floors, and which rivals are missing."""
+    """How it was measured, and which rivals are missing."""
     what = "Inference" if mode == "inference" else "Training steps (forward, backward, SGD)"
-    limits = [run["limits"] for run, _ in found]
-    tflops, bandwidth = (
-        _span([limit[key] for limit in limits], digits) for key, digits in (("tflops", 0), ("tb_per_s", 2))
-    )
-    replays = _span([run["ways"][_key(row, row["network"], row["way"])]["repeats"] for run, row in found], 0)
+    repeats = [run["ways"][_key(row, row["network"], row["way"])]["repeats"] for run, row in found]
+    replays = " to ".join(dict.fromkeys(map(str, (min(repeats), max(repeats)))))
     text = f"\n{what}, bf16, batch {batch}, {SIZES}; medians (least to most) of {replays} replays of a graph,\n"
-    text += f"ours and dense in one run. Floors: {tflops} TFLOP/s and {bandwidth} TB/s."
+    text += "ours and dense in one run."
     missing = dict.fromkeys(f"`{row['dense']}` with {way}" for run, row in found for way in _missing(run, row))
     text += f" Not measured: {', '.join(missing)}." if missing else ""
     notes = dict.fromkeys(run["note"] for run, _ in found if "note" in run)
@@ -131,11 +102,6 @@ def _missing(run: Run, row: Row) -> list[str]:
     place = _key(row, row["dense"], "")
     late = [name for name in run["undone"] if name.startswith(place) and name not in run["ways"]]
     return [name.removeprefix(place) for name in late]
-
-
-def _span(values: list[float], digits: int) -> str:
-    ends = dict.fromkeys(f"{value:.{digits}f}" for value in (min(values), max(values)))
-    return " to ".join(ends)
 
 
 def _source(runs: list[Run]) -> str:

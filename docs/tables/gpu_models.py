@@ -21,10 +21,10 @@ REPEATS = 0.07
 """Times of one network differ by up to this share between processes: a smaller difference decides nothing."""
 
 NOTE = """Milliseconds, 224x224, bf16; in brackets the ratio to dense by the compiler. Thin: the dense network of
-about the same MACs, its channels in multiples of 16 or of 64, whichever was faster. Compiler: torch.compile with
+about the same MACs, its channels in multiples of 16 or 64, whichever was faster. Compiler: torch.compile with
 freezing as a CUDA graph. Ours: `lr.optimize` or `lr.fit`, which use the faster of our kernels and the
-compiler's. One process per row; inference: medians of calls in turns; training: steps of the fastest epoch of
-three. Of several runs, the one with the strongest rivals.
+compiler's. Inference: medians of calls in turns; training: steps of the fastest epoch of three. Of several
+runs, the one with the strongest rivals.
 """
 
 

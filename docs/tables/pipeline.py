@@ -6,7 +6,7 @@ from typing import Any
 
 from tables.form import JsonRecord, from_record, markdown, source
 
-KINDS = {"upscaled": "smooth", "mosaic": "textured", "shrunk": "textured, shrunk"}
+KINDS = {"mosaic": "full size", "shrunk": "shrunk"}
 
 
 SHOWN = "Pillow", "simplejpeg"
@@ -33,9 +33,6 @@ def _pipeline(machine: dict[str, Any]) -> str:
         f"\nMedian and range of {setting['repeats']} rounds over {setting['photographs']} JPEGs of "
         f"{setting['size'][0]}x{setting['size'][1]}; shrunk to a shorter side of 256.\n"
     )
-    for network, share in machine["idle"].items():
-        rate = f"{machine['train_rates'][network]:,.0f}"
-        note += f"A GPU that trains `{network}` at {rate} images/s waits {share:.0%} of the time.\n"
     return markdown(columns, rows) + note + source("input_pipeline.json", machine["environment"])
 
 
@@ -52,25 +49,31 @@ def _kilo(kind: dict[str, Any]) -> str:
 @from_record("loaders.json")
 def loaders(found: JsonRecord) -> str:
     """Images per second for each way to store a set, for each machine, and how long a GPU waits."""
-    return "\n".join(_loader_table(machine) for machine in found["machines"])
+    machines: dict[str, list[dict[str, Any]]] = {}
+    for run in found["machines"]:
+        known = run["environment"]
+        machines.setdefault(known["gpu"] or known["cpu"], []).append(run)
+    return "\n".join(map(_loader_table, machines.values()))
 
 
-def _loader_table(machine: dict[str, Any]) -> str:
-    setting, trained = machine["setting"], machine["step_images_per_second"]
+def _loader_table(runs: list[dict[str, Any]]) -> str:
+    """All runs on one machine."""
+    setting, trains = runs[0]["setting"], [run["step_images_per_second"] for run in runs]
+    on_gpu = None not in trains
     rows = []
-    for name, row in machine["rows"].items():
-        if name == REMOVED:
-            continue
-        idle = [f"{row['trained_per_second']:,.0f}", f"{row['idle']:.0%}"] if trained else []
+    for name, row in ((name, row) for run in runs for name, row in run["rows"].items() if name != REMOVED):
+        idle = [f"{row['trained_per_second']:,.0f}", f"{row['idle']:.0%}"] if on_gpu else []
         rows.append([name, _rate(row), f"{row['seconds_before']:.1f}", *idle])
     columns = ["<the set is kept", "images/s", "s before the first epoch"]
-    columns += ["trained on, images/s", "the GPU waits"] if trained else []
+    columns += ["trained on, images/s", "the GPU waits"] if on_gpu else []
     width, height = setting["size"]
+    epochs = " or ".join(dict.fromkeys(str(run["setting"]["repeats"]) for run in runs))
     note = (
-        f"\nMedian and range of {setting['repeats']} epochs of {setting['images']:,} JPEGs of {width}x{height} "
+        f"\nMedian and range of {epochs} epochs of {setting['images']:,} JPEGs of {width}x{height} "
         f"({setting['bytes'] / 1e3:.0f} kB) by {setting['workers']} workers: crops of {setting['crop']} from a "
         f"shorter side of {setting['side']}.\n"
     )
-    if trained:
-        note += f"With data already on the GPU, `{setting['network']}` trains at {trained:,.0f} images/s.\n"
-    return markdown(columns, rows) + note + source("loaders.json", machine["environment"])
+    if on_gpu:
+        rates = " or ".join(f"{rate:,.0f}" for rate in trains)
+        note += f"With data already on the GPU, `{setting['network']}` trains at {rates} images/s.\n"
+    return markdown(columns, rows) + note + source("loaders.json", *(run["environment"] for run in runs))
