@@ -25,19 +25,17 @@ BATCH = 256
 IMAGES = {"ilsvrc": 1_281_167, "places": 2_448_873}
 """Training images."""
 CLASSES = {"ilsvrc": 1000, "places": 205}
-GPUS = (1, 8, 64)
+GPUS = (1, 8)
 CORES = 16
 """Cores that decode for each device."""
-NODE = 8
-"""Devices of one machine."""
-WITHIN, BETWEEN = 300e9, 40e9
-"""Bytes per second that an exchange moves per device: within a machine of such GPUs, and between several."""
+LINK = 300e9
+"""Bytes per second that an exchange moves per device within a machine of such GPUs."""
 BYTES_PER_GRADIENT = 4
 
 
 @from_record("input_pipeline.json")
 def full_run(found: JsonRecord) -> str:
-    """Hours of a full run on 1, 8 and 64 GPUs, part by part."""
+    """Hours of a full run on 1 and 8 GPUs, part by part."""
     machine = _beside_a_gpu(found["machines"])
     speed = record("gpu_speed.json")
     decode = {kind: machine["rows"][kind]["worker"]["images_per_second"] for kind in ("mosaic", "shrunk")}
@@ -47,11 +45,10 @@ def full_run(found: JsonRecord) -> str:
             rows += _hours(experiment, network, train_rate(speed, experiment, network), decode)
     columns = ["run", "<network", "GPUs", "hours", "<bound by", "hours, shrunk", "<bound by"]
     speeds = f"{decode['mosaic']:,.0f} images/s each, {decode['shrunk']:,.0f} of shrunk ones"
-    links = f"{WITHIN / 1e9:.0f} GB/s within {NODE} GPUs, {BETWEEN / 1e9:.0f} GB/s beyond"
     note = (
         "\nAll epochs of the recipe; *shrunk*: from images stored small.\n"
         f"{CORES} cores decode for each GPU: {machine['environment']['cpu']}, {speeds}.\n"
-        f"Gradients are exchanged at {links}: stated, not measured.\n{_stated(speed)}\n"
+        f"Gradients are exchanged at {LINK / 1e9:.0f} GB/s: stated, not measured.\n{_stated(speed)}\n"
     )
     return markdown(columns, rows) + note + source("input_pipeline.json", machine["environment"])
 
@@ -81,9 +78,9 @@ def _hours(experiment: str, network: str, rate: float | None, decode: dict[str, 
     gradients = BYTES_PER_GRADIENT * sum(parameter.numel() for parameter in net.parameters())
     steps = recipe.epochs * (round(IMAGES[experiment] * (1 - recipe.holdout)) // recipe.batch_size)
     for gpus in GPUS:
-        share, link = recipe.batch_size / gpus, WITHIN if gpus <= NODE else BETWEEN
+        share = recipe.batch_size / gpus
         # In a ring of devices each passes on all but its own part of the gradients, twice.
-        times = {"compute": share / (rate or math.inf), "exchange": 2 * (gpus - 1) / gpus * gradients / link}
+        times = {"compute": share / (rate or math.inf), "exchange": 2 * (gpus - 1) / gpus * gradients / LINK}
         times |= {kind: share / (decode[kind] * CORES) for kind in ("mosaic", "shrunk")}
         hours = {name: steps * seconds / 3600 for name, seconds in times.items()}
         ends: list[str] = []
