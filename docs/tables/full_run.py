@@ -104,5 +104,5 @@ def _stated(speed: dict[str, Any]) -> str:
     gpus = dict.fromkeys(run["environment"]["gpu"] for run in speed["runs"])
     return (
         f"Compute: images/s at a batch of {BATCH} of one {', '.join(gpus)} "
-        f"(`benchmarks/results/gpu_speed.json`): {known}. Small shares run less efficiently."
+        f"(`benchmarks/results/gpu_speed.json`): {known}."
     )
