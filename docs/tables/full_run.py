@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -39,10 +40,11 @@ def full_run(found: JsonRecord) -> str:
     machine = _beside_a_gpu(found["machines"])
     speed = record("gpu_speed.json")
     decode = {kind: machine["rows"][kind]["worker"]["images_per_second"] for kind in ("mosaic", "shrunk")}
-    rows: list[list[object]] = []
-    for experiment in IMAGES:
-        for network in FULL:
-            rows += _hours(experiment, network, train_rate(speed, experiment, network), decode)
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for experiment, network in product(IMAGES, FULL):
+        for row in _hours(experiment, network, train_rate(speed, experiment, network), decode):
+            alike.setdefault((experiment, *row), []).append(f"`{network}`")
+    rows = [[experiment, ", ".join(networks), *row] for (experiment, *row), networks in alike.items()]
     columns = ["run", "<network", "GPUs", "hours", "<bound by", "hours, shrunk", "<bound by"]
     speeds = f"{decode['mosaic']:,.0f} images/s each, {decode['shrunk']:,.0f} of shrunk ones"
     note = (
@@ -69,7 +71,9 @@ def _step_times(run: dict[str, Any], network: str) -> list[float]:
     return [way["ms"] for name, way in run["ways"].items() if name.startswith(start) and "ms" in way]
 
 
-def _hours(experiment: str, network: str, rate: float | None, decode: dict[str, float]) -> Iterator[list[object]]:
+def _hours(
+    experiment: str, network: str, rate: float | None, decode: dict[str, float]
+) -> Iterator[tuple[object, ...]]:
     """At most: all epochs of the paper's recipe, on the images that are not held out."""
     part = EXPERIMENTS[experiment]["paper"]
     recipe = get_recipe(str(part.own.get(network, {}).get("recipe", part.recipe)))
@@ -89,7 +93,7 @@ def _hours(experiment: str, network: str, rate: float | None, decode: dict[str, 
             ends += [f"**{_long(hours[bound])}**", "decode" if bound == kind else bound]
         if not rate:
             ends = [NOT_MEASURED, "", NOT_MEASURED, ""]
-        yield [experiment, f"`{network}`", gpus, *ends]
+        yield gpus, *ends
 
 
 def _long(hours: float) -> str:

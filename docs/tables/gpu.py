@@ -188,8 +188,8 @@ def _compiled(runs: list[Run]) -> str:
         alone, compiled = ways["CUDA graph"], ways["CUDA graph, compiled"]
         how = "" if "device_share" in compiled else ", its steps not recorded as a graph"
         told[whose] = (
-            f"Compiled, `{whose[0]}` by `{whose[1]}` trains {compiled['images_per_second']:,.0f} images/s{how} "
-            f"(uncompiled\nin the same run: {alone['images_per_second']:,.0f})."
+            f"Compiled `{whose[0]}` by `{whose[1]}`: {compiled['images_per_second']:,.0f} images/s{how} "
+            f"(uncompiled in the same run: {alone['images_per_second']:,.0f})."
         )
     return "".join(f"\n{text}\n" for text in told.values())
 

@@ -168,7 +168,7 @@ def test_a_full_run_is_bound_by_its_slowest_part(blocks: ModuleType, put: Put):
     assert (bound, bound_shrunk) == ("decode", "compute")
     for unmeasured in (
         "| ilsvrc | `vgg11-gmp-lr` | 1 | not measured yet |",
-        "| places | `vgg11-gmp` | 8 | not measured yet |",
+        "| places | `vgg11-gmp`, `vgg11-gmp-lr` | 8 | not measured yet |",
     ):
         assert unmeasured in text
     assert "`vgg11-gmp` on ilsvrc 4,000" in text
