@@ -13,27 +13,30 @@ def decompose(found: JsonRecord) -> str:
     dense = next(line for line in found["table"] if line["way"] == "dense")
     ways = list(dict.fromkeys((line["way"], line["epochs"]) for line in found["table"] if line["scheme"]))
     lines = {(row["scheme"], row["share"], row["way"], row["epochs"]): row for row in found["table"]}
-    rows: list[list[object]] = [
-        [found["setting"]["network"], "1", f"{dense['params'] / 1e6:.2f} M", _accuracy(dense), *[""] * len(ways)]
-    ]
+    rows: list[list[object]] = []
     for scheme, share in dict.fromkeys((row["scheme"], row["share"]) for row in found["table"] if row["scheme"]):
         made = [lines.get((scheme, share, *way)) for way in ways]
         first = next(row for row in made if row)
         macs, params = f"{first['macs'] / dense['macs']:.3f}", f"{first['params'] / 1e6:.2f} M"
-        rows.append([f"`{scheme}`", macs, params, "", *map(_accuracy, made)])
-    columns = ["", "of the MACs", "parameters", f"dense, {dense['epochs']} epochs"]
+        rows.append([f"`{scheme}`", macs, params, *map(_accuracy, made)])
+    columns = ["scheme", "of the MACs", "parameters"]
     columns += [way if way == "decomposed" else f"{way}, {epochs} epochs" for way, epochs in ways]
     setting = found["setting"]
     images = "the test set" if "test" in dense else f"{setting['held_out']:,} training images held out"
     note = f"\nTop-1 on {images}: mean and standard deviation over {dense['n']} seeds.\n"
-    note += f"Recipe `{setting['recipe']}` of that commit; fine-tuning starts at a rate of {setting['tune_lr']}.\n"
+    note += f"Dense `{setting['network']}`: {dense['params'] / 1e6:.2f} M parameters, {_accuracy(dense)} after "
+    note += (
+        f"{dense['epochs']} epochs.\nRecipe `{setting['recipe']}` of that commit; fine-tuning starts at a rate "
+    )
+    note += f"of {setting['tune_lr']}.\n"
     return markdown(columns, rows) + note + source("decompose.json", found["environment"])
 
 
 @from_record("decompose_aware.json")
 def decompose_aware(found: JsonRecord) -> str:
     """The error of a decomposed network by weights alone, and with a few images."""
-    shares = list(dict.fromkeys(row["share"] for row in found["rows"] if row["way"] != "dense"))
+    every = [row["share"] for row in found["rows"] if row["way"] != "dense"]
+    shares = (max(every), min(every))
     lines = {(row["network"], row["way"], row["share"]): row for row in found["rows"]}
     rows: list[list[object]] = []
     for network in dict.fromkeys(network for network, *_ in lines):

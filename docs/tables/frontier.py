@@ -69,36 +69,22 @@ def _written(one: dict[str, Any], asked: dict[str, Any]) -> str:
 
 
 def fewest_operations() -> str:
-    """The trials, dense or low-rank, that no other of their kind beats in both operations and accuracy.
-
-    Those that were trained on all images have a test accuracy.
-    """
+    """The designs and schedules that were trained on all images."""
     path = form.RESULTS / "fewest_operations.json"
     if not path.exists():
         return NO_RUNS
     found = json.loads(path.read_text())
-    columns = ["design", "epochs", "<optimizer", "PFLOP", "held out %", "test %", "runs", "s a run"]
-    best = [row for row in found["summary"] if not any(_beats(other, row) for other in found["summary"])]
-    more = f"\n{len(found['summary']) - len(best)} more trials are in the record.\n"
+    columns = ["design", "epochs", "PFLOP", "held out %", "test %", "runs", "s a run"]
+    full = [row for row in found["summary"] if row["interval"]]
+    more = f"\n{len(found['summary']) - len(full)} more trials on held-out images are in the record.\n"
     environments = found.get("environments", [found["environment"]])
-    return markdown(columns, [_way(row) for row in best]) + more + source(path.name, *environments)
-
-
-def _beats(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether a way of the same kind is better in one respect and no worse in the other."""
-    mine, theirs = ((row["petaflop"], -row["held_out"]) for row in (one, other))
-    alike = one["way"].startswith("dense") == other["way"].startswith("dense")
-    return alike and mine != theirs and mine[0] <= theirs[0] and mine[1] <= theirs[1]
+    return markdown(columns, [_way(row) for row in full]) + more + source(path.name, *environments)
 
 
 def _way(row: dict[str, Any]) -> list[object]:
-    design, epochs, *settings = row["way"].split()
-    values = dict(setting.split("=") for setting in settings)
-    optimizer = f"{values['optimizer']}, lr {values['lr']}" if values else ""
-    accuracy = "{:.2f} ({:.2f} to {:.2f})".format(*row["interval"]) if row["interval"] else ""
-    seconds = f"{row['seconds']:.2f}" if row["seconds"] else ""
-    known = [f"`{design}`", epochs, optimizer, f"{row['petaflop']:.3f}", f"{row['held_out']:.2f}"]
-    return [*known, accuracy, row["runs"] or "", seconds]
+    design, epochs, *_ = row["way"].split()
+    cost = [f"`{design}`", epochs, f"{row['petaflop']:.3f}", f"{row['held_out']:.2f}"]
+    return [*cost, "{:.2f} ({:.2f} to {:.2f})".format(*row["interval"]), row["runs"], f"{row['seconds']:.2f}"]
 
 
 @form.from_record("tiny_fast.json")
@@ -119,7 +105,9 @@ def _record(found: Frontier) -> Iterator[str]:
     if len(rows) < 2:  # no network to compare with
         return
     yield f"**{found.title}**: {found.images:,} test images, {runs} runs of each\n\n"
-    yield markdown(["design", "MACs", "parameters", "ms", "top-1 %"], [_line(found, row) for row in rows])
+    timed = any(row.timing for row in rows)
+    columns = ["design", "parameters", *(["ms"] if timed else []), "top-1 %"]
+    yield markdown(columns, [_line(found, row, timed) for row in rows])
     yield source(f"{FOLDER}/{found.folder.name}/frontier.json", *found.environments)
 
 
@@ -127,13 +115,13 @@ def _order(row: DesignRow) -> tuple[float, int]:
     return (row.timing.ratio if row.timing else 0.0), row.macs
 
 
-def _line(found: Frontier, row: DesignRow) -> list[object]:
+def _line(found: Frontier, row: DesignRow, timed: bool) -> list[object]:
     from lowrank_cnn.core.numbers import mean_interval
     from lowrank_cnn.core.text import si
 
     mean, low, high = mean_interval([100 * run.correct / found.images for run in row.runs])
-    time = f"{found.ms(row):.3f}" if row.timing else ""
-    return [f"`{row.name}`", si(row.macs), si(row.params), time, f"{mean:.2f} ± {(high - low) / 2:.2f}"]
+    time = [f"{found.ms(row):.3f}" if row.timing else ""] if timed else []
+    return [f"`{row.name}`", si(row.params), *time, f"{mean:.2f} ± {(high - low) / 2:.2f}"]
 
 
 def _judged(found: Frontier) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,33 +26,31 @@ BATCH = 256
 IMAGES = {"ilsvrc": 1_281_167, "places": 2_448_873}
 """Training images."""
 CLASSES = {"ilsvrc": 1000, "places": 205}
-GPUS = (1, 8, 64)
+GPUS = (1, 8)
 CORES = 16
 """Cores that decode for each device."""
-NODE = 8
-"""Devices of one machine."""
-WITHIN, BETWEEN = 300e9, 40e9
-"""Bytes per second that an exchange moves per device: within a machine of such GPUs, and between several."""
+LINK = 300e9
+"""Bytes per second that an exchange moves per device within a machine of such GPUs."""
 BYTES_PER_GRADIENT = 4
 
 
 @from_record("input_pipeline.json")
 def full_run(found: JsonRecord) -> str:
-    """Hours of a full run on 1, 8 and 64 GPUs, part by part."""
+    """Hours of a full run on 1 and 8 GPUs, part by part."""
     machine = _beside_a_gpu(found["machines"])
     speed = record("gpu_speed.json")
     decode = {kind: machine["rows"][kind]["worker"]["images_per_second"] for kind in ("mosaic", "shrunk")}
-    rows: list[list[object]] = []
-    for experiment in IMAGES:
-        for network in FULL:
-            rows += _hours(experiment, network, train_rate(speed, experiment, network), decode)
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for experiment, network in product(IMAGES, FULL):
+        for row in _hours(experiment, network, train_rate(speed, experiment, network), decode):
+            alike.setdefault((experiment, *row), []).append(f"`{network}`")
+    rows = [[experiment, ", ".join(networks), *row] for (experiment, *row), networks in alike.items()]
     columns = ["run", "<network", "GPUs", "hours", "<bound by", "hours, shrunk", "<bound by"]
     speeds = f"{decode['mosaic']:,.0f} images/s each, {decode['shrunk']:,.0f} of shrunk ones"
-    links = f"{WITHIN / 1e9:.0f} GB/s within {NODE} GPUs, {BETWEEN / 1e9:.0f} GB/s beyond"
     note = (
         "\nAll epochs of the recipe; *shrunk*: from images stored small.\n"
         f"{CORES} cores decode for each GPU: {machine['environment']['cpu']}, {speeds}.\n"
-        f"Gradients are exchanged at {links}: stated, not measured.\n{_stated(speed)}\n"
+        f"Gradients are exchanged at {LINK / 1e9:.0f} GB/s: stated, not measured.\n{_stated(speed)}\n"
     )
     return markdown(columns, rows) + note + source("input_pipeline.json", machine["environment"])
 
@@ -72,7 +71,9 @@ def _step_times(run: dict[str, Any], network: str) -> list[float]:
     return [way["ms"] for name, way in run["ways"].items() if name.startswith(start) and "ms" in way]
 
 
-def _hours(experiment: str, network: str, rate: float | None, decode: dict[str, float]) -> Iterator[list[object]]:
+def _hours(
+    experiment: str, network: str, rate: float | None, decode: dict[str, float]
+) -> Iterator[tuple[object, ...]]:
     """At most: all epochs of the paper's recipe, on the images that are not held out."""
     part = EXPERIMENTS[experiment]["paper"]
     recipe = get_recipe(str(part.own.get(network, {}).get("recipe", part.recipe)))
@@ -81,9 +82,9 @@ def _hours(experiment: str, network: str, rate: float | None, decode: dict[str, 
     gradients = BYTES_PER_GRADIENT * sum(parameter.numel() for parameter in net.parameters())
     steps = recipe.epochs * (round(IMAGES[experiment] * (1 - recipe.holdout)) // recipe.batch_size)
     for gpus in GPUS:
-        share, link = recipe.batch_size / gpus, WITHIN if gpus <= NODE else BETWEEN
+        share = recipe.batch_size / gpus
         # In a ring of devices each passes on all but its own part of the gradients, twice.
-        times = {"compute": share / (rate or math.inf), "exchange": 2 * (gpus - 1) / gpus * gradients / link}
+        times = {"compute": share / (rate or math.inf), "exchange": 2 * (gpus - 1) / gpus * gradients / LINK}
         times |= {kind: share / (decode[kind] * CORES) for kind in ("mosaic", "shrunk")}
         hours = {name: steps * seconds / 3600 for name, seconds in times.items()}
         ends: list[str] = []
@@ -92,7 +93,7 @@ def _hours(experiment: str, network: str, rate: float | None, decode: dict[str, 
             ends += [f"**{_long(hours[bound])}**", "decode" if bound == kind else bound]
         if not rate:
             ends = [NOT_MEASURED, "", NOT_MEASURED, ""]
-        yield [experiment, f"`{network}`", gpus, *ends]
+        yield gpus, *ends
 
 
 def _long(hours: float) -> str:
@@ -107,5 +108,5 @@ def _stated(speed: dict[str, Any]) -> str:
     gpus = dict.fromkeys(run["environment"]["gpu"] for run in speed["runs"])
     return (
         f"Compute: images/s at a batch of {BATCH} of one {', '.join(gpus)} "
-        f"(`benchmarks/results/gpu_speed.json`): {known}. Small shares run less efficiently."
+        f"(`benchmarks/results/gpu_speed.json`): {known}."
     )

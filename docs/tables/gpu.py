@@ -126,23 +126,21 @@ def train_speed() -> str:
     setting = newest["setting"]
     note = (
         f"\nAll {setting['images']:,} images, median epoch and range; {setting['workers']} workers feed the plain "
-        "loop.\nThe share is the time of a step, replayed back to back, divided by the time per step in an epoch, "
-        "which\nalso contains everything outside the steps.\n"
+        "loop.\nThe share is the time of a step alone, divided by the time per step in an epoch.\n"
     )
-    columns = ["network", "<recipe", "batch", "<loop", "images/s", "s per epoch", "share of the GPU"]
+    columns = ["network", "<recipe", "batch", "<loop", "images/s", "share of the GPU"]
     table = markdown(columns, [row for measured in newest["rows"] for row in _loops(measured, setting)])
     return table + note + _compiled([newest, *earlier[::-1]]) + source("train_speed.json", newest["environment"])
 
 
 def _loops(measured: Row, setting: Row) -> list[list[object]]:
-    """A network and its recipe: a line for each loop."""
+    """A network and its recipe: a line for each loop with a range over epochs."""
     batch = setting["recipes"][measured["recipe"]]["batch_size"]
     who = [f"`{measured['network']}`", f"`{measured['recipe']}`", batch]
     rows: list[list[object]] = []
-    for way, row in measured["ways"].items():
-        epoch = f"{setting['images'] / row['images_per_second']:.2f}"
+    for way, row in ((way, row) for way, row in measured["ways"].items() if row["epochs"] > 1):
         share = f"{row['device_share']:.1%}" if "device_share" in row else ""
-        rows.append([*who, way, _rate(row), epoch, share])
+        rows.append([*who, way, _rate(row), share])
     return rows
 
 
@@ -156,12 +154,11 @@ def _compiled(runs: list[Run]) -> str:
         alone, compiled = ways["CUDA graph"], ways["CUDA graph, compiled"]
         how = "" if "device_share" in compiled else ", its steps not recorded as a graph"
         told[whose] = (
-            f"Compiled, `{whose[0]}` by `{whose[1]}` trains {compiled['images_per_second']:,.0f} images/s{how} "
-            f"(uncompiled\nin the same run: {alone['images_per_second']:,.0f})."
+            f"Compiled `{whose[0]}` by `{whose[1]}`: {compiled['images_per_second']:,.0f} images/s{how} "
+            f"(uncompiled in the same run: {alone['images_per_second']:,.0f})."
         )
     return "".join(f"\n{text}\n" for text in told.values())
 
 
 def _rate(row: Row) -> str:
-    spread = f" ({row['lowest']:,.0f} to {row['highest']:,.0f})" if row["epochs"] > 1 else ", one epoch"
-    return f"{row['images_per_second']:,.0f}{spread}"
+    return f"{row['images_per_second']:,.0f} ({row['lowest']:,.0f} to {row['highest']:,.0f})"

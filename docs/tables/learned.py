@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from tables import form
-from tables.form import NO_RUNS, chip, markdown, source
+from tables.form import NO_RUNS, markdown, source
 
-from lowrank_cnn.choose.verdict import NO, YES
+from lowrank_cnn.choose.verdict import YES
 from lowrank_cnn.graph.finalize_shapes import LearnedShapes
 from lowrank_cnn.method.schemes import parse_scheme
 from lowrank_cnn.models import create_model
@@ -21,7 +20,7 @@ from lowrank_cnn.report.trade import LEARNED, LOW_RANK, THIN, TradePoint, trade_
 
 
 def learned_shapes() -> str:
-    """For each record with times: the ways by falling accuracy, and whether the target was met."""
+    """For each record with times: the ways by falling accuracy."""
     found = {path.name: json.loads(path.read_text()) for path in sorted(form.RESULTS.glob("learned_shapes*.json"))}
     return "\n".join(_ways(name, one) for name, one in found.items() if one.get("equal_time")) or NO_RUNS
 
@@ -33,19 +32,17 @@ def initialisations() -> str:
 
 
 def _ways(name: str, found: dict[str, Any]) -> str:
-    about, answers = found["about"], found["equal_time"]
+    about = found["about"]
     rows = [row for row in found["rows"] if row.get("phase", "full") == "full" and row["top1"] is not None]
     ways = {way: [row for row in rows if row["way"] == way] for way in dict.fromkeys(row["way"] for row in rows)}
     order = sorted(ways, key=lambda way: -fmean(row["top1"] for row in ways[way]))
-    verdicts = {way: _all(one["verdict"] for one in answers if one["ours"] == way) for way in ways}
-    lines = [[*_line(way, ways[way]), chip(verdicts[way]) if verdicts[way] else ""] for way in order]
+    lines = [_line(way, ways[way]) for way in order]
     title = f"**{about['network']} on {about['data']}, {about['recipe']['epochs']} epochs**\n\n"
-    target = f"<ahead by {answers[0]['margin']:g} at equal time"
-    columns = ["way", "of the MACs", "of the dense time", "top-1 %", "runs", target]
+    columns = ["way", "of the MACs", "of the dense time", "top-1 %", "runs"]
     schemes = {row["way"]: row["scheme"] for row in rows if "scheme" in row}
-    told = "; ".join(f"`{way}`: `{scheme}` in every layer" for way, scheme in schemes.items())
+    told = "; ".join(f"`{way}`: `{scheme}`" for way, scheme in schemes.items())
     known = found.get("environments", [found["environment"]])
-    return f"{title}{markdown(columns, lines)}\n{told}.\n{source(name, *known)}"
+    return f"{title}{markdown(columns, lines)}\nIn every layer: {told}.\n{source(name, *known)}"
 
 
 def _line(way: str, rows: list[dict[str, Any]]) -> list[object]:
@@ -54,12 +51,6 @@ def _line(way: str, rows: list[dict[str, Any]]) -> list[object]:
     ms = next((row["ms"] for row in rows if "ms" in row), None)
     time = "" if ms is None else f"{ms['ours'] / ms['dense']:.2f}"
     return [f"`{way}`", f"{fmean(row['macs'] for row in rows):.3f}", time, accuracy, len(rows)]
-
-
-def _all(verdicts: Iterable[str]) -> str:
-    """Yes if all verdicts are, no if one is, else the first other verdict; nothing without any."""
-    found = list(verdicts)
-    return NO if NO in found else next((one for one in found if one != YES), YES if found else "")
 
 
 def _inits(name: str, found: dict[str, Any]) -> str:

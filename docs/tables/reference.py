@@ -83,8 +83,7 @@ def recipes() -> str:
             recipe.epochs,
             recipe.batch_size,
             f"{recipe.lr:g}",
-            f"{recipe.weight_decay:g}",
         ]
         rows.append([*cells, recipe.schedule, crop, norm, ", ".join(extras)])
-    columns = ["recipe", "epochs", "batch", "lr", "weight decay", "<schedule", "crop", "<norm", "<also"]
+    columns = ["recipe", "epochs", "batch", "lr", "<schedule", "crop", "<norm", "<also"]
     return markdown(columns, rows)
