@@ -34,8 +34,8 @@ NOTE = """
 
 Beside that folder are {others} for the other rows. torch {torch}, each network in its fastest form. Thin has fewer
 or smaller filters, and is the strongest such rival of about the same speed. Undecided: the difference may be
-chance. Not tuned: all networks trained at one learning rate, so there is no verdict. In the picture below, lines are
-95% intervals over runs and test images, and the 7% by which times repeat.
+chance. Not tuned: all networks trained at one learning rate, so there is no verdict. In the picture, lines are 95%
+intervals over runs and test images, and the 7% by which times repeat.
 </details>
 """
 

@@ -25,7 +25,7 @@ from lowrank_cnn.core.modules import InputSize, arguments, checked_size, is_exam
 from lowrank_cnn.core.notes import AsDict
 from lowrank_cnn.core.numbers import pearson
 from lowrank_cnn.core.text import counted
-from lowrank_cnn.deploy.engines.onnx import OnnxRunner, node_macs
+from lowrank_cnn.deploy.engines.onnx import OnnxRunner, node_macs, timed_nodes
 from lowrank_cnn.deploy.engines.request import Call
 from lowrank_cnn.deploy.engines.runner import as_array
 from lowrank_cnn.deploy.engines.targets import Port, open_engine
@@ -131,7 +131,8 @@ class FileRunner:
             if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
                 name = event["name"].removesuffix("_kernel_time").removeprefix("fused ")
                 times[name].append(event["dur"] / 1000)
-        return {name: median(taken[1:]) for name, taken in times.items() if taken[1:]}
+        nodes = timed_nodes(self.path, times)
+        return {nodes[name]: median(taken[1:]) for name, taken in times.items() if taken[1:]}
 
 
 def _random_array(port: Port, size: Sequence[int] | None, batch: int) -> Any:

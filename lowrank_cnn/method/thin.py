@@ -104,9 +104,9 @@ def resized(layer: nn.Module, x: Tensor, channels: Callable[[int], int]) -> nn.M
     return kind(arriving, leaving, layer.kernel_size, **options)
 
 
-def _computes_conv(layer: nn.Module) -> bool:
-    """Whether a layer is a conv of torch's by another name, as in torchvision's video networks."""
-    return any(isinstance(layer, kind) and computes_as(layer, kind) for kind in CONVS)
+def _is_volume_conv(layer: nn.Module) -> bool:
+    """Whether a layer is torch's 3-D conv by another name, as in torchvision's video networks."""
+    return isinstance(layer, nn.Conv3d) and computes_as(layer, nn.Conv3d)
 
 
 def take_hooks(new: nn.Module, old: nn.Module, copied: dict[int, Any]) -> None:
@@ -449,7 +449,7 @@ class _Thinning:
         pending = {
             layer: PendingLayer(copy.deepcopy(layer), channels(layer))
             for layer in self.blank.modules()
-            if ((type(layer) in LAYERS or _computes_conv(layer)) and not _computed(layer))
+            if ((type(layer) in LAYERS or _is_volume_conv(layer)) and not _computed(layer))
             or isinstance(layer, NORMS)
         }
         new = copy.deepcopy(self.blank, {id(old): stand_in for old, stand_in in pending.items()}).eval()

@@ -191,5 +191,5 @@ def test_only_spatial_convs_learn_unless_filters_may_go(scheme, convs, linear):
 
 
 def test_a_network_is_refused_that_has_grouped_convs_alone():
-    with pytest.raises(lr.LowRankError, match="without channel groups"):
+    with pytest.raises(lr.LowRankError, match="it has channel groups"):
         shape_network(nn.Sequential(nn.Conv2d(4, 4, 3, groups=2)), parse_scheme("learned"), (4, 8, 8))

@@ -148,7 +148,14 @@ def averaged(pool: nn.Module) -> nn.Sequential:
         (pooled, "2", 40, ".onnx", 0.05, 0.07),
         (lambda: averaged(nn.AvgPool2d(6)), "2", 1 / 8, ".onnx", 0.05, 0.3),
         (lambda: averaged(GlobalAveragePool()), "2", 1 / 8, ".onnx", 0.05, 0.3),
-        (lambda: averaged(nn.AdaptiveAvgPool2d(1)), "2", 1 / 8, ".xml", 0.05, 0.3),
+        (
+            lambda: averaged(nn.AdaptiveAvgPool2d(1)),
+            "2",
+            1 / 8,
+            ".xml",
+            0.1,
+            0.3,
+        ),  # rounds again on x86
         (lambda: averaged(nn.AdaptiveAvgPool2d(1)), "2", 1 / 8, ".tflite", 0.05, 0.3),
     ],
 )

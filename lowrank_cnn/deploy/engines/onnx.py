@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain, count
 from math import prod
@@ -209,6 +210,27 @@ def node_macs(path: str | Path) -> dict[str, int]:
         elif node.op_type in ("Gemm", "MatMul") and weight:
             found[node.name] = prod(weight)
     return found
+
+
+_BLOCKED = "_nchwc"
+"""On x86, ONNX Runtime keeps channels in blocks. It calls such a conv by the result of what it is fused with."""
+_FUSED = ("Add", "Clip", "HardSigmoid", "LeakyRelu", "Relu", "Sigmoid", "Sum", "Tanh")
+"""Operations that it may fuse into the conv before them."""
+
+
+def timed_nodes(path: str | Path, names: Iterable[str]) -> dict[str, str]:
+    """The node of an .onnx file behind each name of ONNX Runtime's profile."""
+    onnx = require("onnx", extra="onnx", purpose="reading an .onnx file")
+    made = {value: node for node in onnx.load(str(path)).graph.node for value in node.output}
+
+    def source(value: str) -> Any:
+        node = made.get(value)
+        if node is None or node.op_type not in _FUSED:
+            return node
+        return next((found for one in node.input if (found := source(one)) and found.op_type == "Conv"), None)
+
+    nodes = {name: source(name.removesuffix(_BLOCKED)) for name in names if name.endswith(_BLOCKED)}
+    return {name: nodes[name].name if nodes.get(name) else name for name in names}
 
 
 # int8: static quantisation by ONNX Runtime's own tool, weights per channel.
