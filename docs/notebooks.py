@@ -20,7 +20,7 @@ PAGES = {"ten-minutes.md": "ten_minutes.ipynb", "paper-claims.md": "paper_claims
 _CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _OUTPUT = re.compile(r"^```text\n.*?^```$\n*", re.MULTILINE | re.DOTALL)
 """What a page shows of outputs: a notebook has its own."""
-_LINK = re.compile(r"\[([^\]]+)\]\((?!http)([\w-]+\.md[^)]*)\)")
+_LINK = re.compile(r"\[([^\]]+)\]\((?!http)([\w-]+\.md[^)]*|images/[\w.-]+)\)")
 
 
 def cells(page: str) -> list[dict[str, Any]]:
