@@ -114,9 +114,9 @@ class Live(Lines):
         self.shown_at, self.shown_images = now, tally.images
         left = (now - self.began) * (self.total - iteration) / max(iteration - self.start, 1)
         self._draw(
-            f"epoch {ceil_div(iteration, self.per_epoch)}/{self.total // self.per_epoch}  "
+            f"epoch {ceil_div(iteration, self.per_epoch)}/{self.total // self.per_epoch}  {duration(left)} left  "
             f"loss {tally.loss / images:.3f}  accuracy {tally.correct / images:.1%}  "
-            f"lr {rate:.2g}  {speed:,.0f} images/s  {duration(left)} left"
+            f"lr {rate:.2g}  {speed:,.0f} images/s"
         )
 
     def epoch(self, row: Epoch, epochs: int) -> None:
@@ -124,7 +124,10 @@ class Live(Lines):
         super().epoch(row, epochs)
 
     def _draw(self, text: str) -> None:
-        text = text[: shutil.get_terminal_size().columns - 1]
+        columns = shutil.get_terminal_size().columns
+        while len(text) >= columns and "  " in text:  # a narrow terminal shows fewer parts, each whole
+            text = text.rpartition("  ")[0]
+        text = text[: columns - 1]
         print(f"\r{text.ljust(self.width)}", end="" if text else "\r", flush=True)
         self.width = len(text)
 

@@ -36,9 +36,17 @@ def test_the_live_line_names_every_figure_and_the_time_left(capsys):
         live.step(Tally(50.0, 25.0, 100.0, 5, False), 0.05, 15)
         live.epoch(ROW, 10)
     moving, shown = capsys.readouterr().out.split("\r", 3)[1::2]
-    for part in ("epoch 2/10", "loss 0.500", "accuracy 25.0%", "lr 0.05", "images/s  85 s left"):
+    for part in ("epoch 2/10", "loss 0.500", "accuracy 25.0%", "lr 0.05", "images/s", "85 s left"):
         assert part in moving
     assert shown.startswith("epoch 2/10  loss 1.2500  train 50.0%  accuracy 62.50%")
+
+
+def test_a_narrow_terminal_shows_fewer_parts_each_whole(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    live = Live(total=100, per_epoch=10, start=5)
+    live.began -= 10
+    live.step(Tally(50.0, 25.0, 100.0, 5, False), 0.05, 15)
+    assert capsys.readouterr().out.strip() == "epoch 2/10  85 s left  loss 0.500  accuracy 25.0%  lr 0.05"
 
 
 def test_the_line_moves_on_a_terminal_and_in_a_notebook(monkeypatch):
