@@ -27,7 +27,7 @@ from lowrank_cnn.method.chains import outputs_of
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.decompose import decompose
 from lowrank_cnn.method.rewrite import copy_with, is_channels_last
-from lowrank_cnn.method.schemes import is_depthwise, parse_scheme
+from lowrank_cnn.method.schemes import Bands, is_depthwise, parse_scheme
 from lowrank_cnn.method.select import check_values, parameter_uses
 from lowrank_cnn.method.thin import CONVS, narrowed, noted, thin, thin_near
 
@@ -92,7 +92,9 @@ def cheaper(
     if scheme is None:
         assert macs is not None
         return thin_near(network, macs, input_size, prune if pretrained else thin)
-    make = decompose if pretrained and parse_scheme(scheme).mixes else convert
+    parsed = parse_scheme(scheme)
+    fits = parsed.mixes or (isinstance(parsed, Bands) and macs is None)
+    make = decompose if pretrained and fits else convert
     return make(network, scheme, macs=macs, input_size=input_size)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import lowrank_cnn as lr
 from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.method.prune import cheaper
 
 
 def depthwise(*sizes: int) -> lr.FilterGroup:
@@ -183,3 +184,9 @@ def test_bad_bands_are_refused_in_a_sentence(make, says: str):
 def test_convert_says_why_bands_do_not_take_a_layer(conv: nn.Module, says: str):
     with pytest.raises(LowRankError, match=says):
         lr.convert(nn.Sequential(conv), "bands", where="0")
+
+
+def test_trained_filters_begin_as_bands_where_a_command_makes_a_network_cheaper():
+    net = nn.Sequential(nn.Conv2d(16, 16, 7, padding=3, groups=16))
+    new = cheaper(net, scheme="bands", input_size=(16, 12, 12), pretrained=True)
+    torch.testing.assert_close(new[0].weights[0], net[0].weight[10:12, :, 2:5, 2:5])  # behind ten that pass
