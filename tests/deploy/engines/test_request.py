@@ -318,7 +318,7 @@ def test_groups_of_channels_are_right_in_half_precision(conv: nn.Module | str, t
     torch.manual_seed(0)
     scheme, conv = (conv, nn.Conv2d(24, 48, 3, padding=1, groups=3)) if isinstance(conv, str) else ("", conv)
     net = nn.Sequential(nn.Conv2d(3, 24, 1), nn.ReLU(), conv).eval()
-    net = convert(net, scheme, allow_costlier=True).eval() if scheme else net
+    net = convert(net, scheme, where="2", allow_costlier=True).eval() if scheme else net
     assert export(net, tmp_path / "net.onnx", input_size=(3, 12, 12), precision="fp16").error < 0.02
 
 
