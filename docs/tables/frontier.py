@@ -41,7 +41,7 @@ def _records() -> list[Frontier]:
 
 
 def _registered(found: Frontier) -> int:
-    """The runs of each network that were asked for before the runs."""
+    """The number of runs of each network that was registered."""
     from lowrank_cnn.choose.verdict import question_set, read_questions
 
     asked = question_set(found, read_questions())

@@ -18,7 +18,7 @@ SHARED = 3
 
 
 def commands() -> str:
-    """What is common to many commands, then each one by panel: what it does, examples, its own options."""
+    """The options of many commands, then each command: its purpose, examples and own options."""
     every = {name: load_command(name) for name in COMMANDS}
     shared = _shared(every.values())
     parts, panel = ["Many commands have these:\n\n", *map(_item, shared.values())], ""

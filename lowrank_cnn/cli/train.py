@@ -116,7 +116,9 @@ class NetworkOptions:
 class TrainingOptions:
     """The recipe, and what is changed of it."""
 
-    recipe: Annotated[str | None, option("Of `lowrank recipes`; else for the images.", panel=TRAINING)] = None
+    recipe: Annotated[
+        str | None, option("A name (`lowrank recipes`); by default chosen by the images.", panel=TRAINING)
+    ] = None
     epochs: Annotated[int | None, option("Epochs to train at most.", panel=TRAINING)] = None
     batch_size: Annotated[int | None, option("Images per step, over all processes.", panel=TRAINING)] = None
     lr: Annotated[float | None, option("Learning rate at the start.", panel=TRAINING)] = None
