@@ -17,10 +17,11 @@ from lowrank_cnn.deploy.blocks import Epilogue
 from lowrank_cnn.graph.fuse import freeze, fuse
 from lowrank_cnn.kernels import forced, volumes
 from lowrank_cnn.kernels.fused_convs import FusedComposite
-from tests.kernels.helpers import DEVICE, GPU
+from tests.kernels.helpers import DEVICE, GPU, exact_numbers
 from tests.method.test_volumes import network, settled
 from tests.method.test_volumes import volumes as clips
 
+# Tensor cores take float32 in ten bits: tests draw numbers that these hold.
 ROUNDING = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
@@ -47,10 +48,10 @@ def test_flat_filters_equal_torch_in_float64_with_their_gradients(
     dtype: torch.dtype, shapes: list[tuple[int, ...]], options: dict[str, Any], last: bool
 ):
     torch.manual_seed(0)
-    layer = lr.CompositeConv3d(8, [(*shape, 8) for shape in shapes], **options).to(DEVICE, dtype)
-    x = torch.randn(2, 8, 4, 6, 5, device=DEVICE, dtype=dtype)
+    layer = lr.CompositeConv3d(8, [(*shape, 8) for shape in shapes], **options).to(DEVICE).bfloat16().to(dtype)
+    x = exact_numbers(2, 8, 4, 6, 5).to(dtype)
     x = x.contiguous(memory_format=torch.channels_last_3d) if last else x
-    upstream = torch.randn(layer(x).shape, device=DEVICE, dtype=dtype)
+    upstream = exact_numbers(*layer(x).shape).to(dtype)
     with forced("on"):
         assert ": fused" in layer.explain(x)
         assert "torch" not in layer.explain(x)
@@ -75,9 +76,9 @@ def test_consecutive_groups_of_one_view_are_one_launch_over_the_volumes_own_memo
 
 
 def test_other_filters_and_dilation_run_by_torch():
-    x = torch.randn(1, 8, 4, 6, 5, device=DEVICE)
+    x = exact_numbers(1, 8, 4, 6, 5)
     for options in ({"groups": [(3, 3, 1, 8)]}, {"groups": [(3, 1, 1, 8)], "dilation": 2}):
-        layer = lr.CompositeConv3d(8, **options).to(DEVICE)
+        layer = lr.CompositeConv3d(8, **options).to(DEVICE).bfloat16().float()
         with forced("on"):
             assert layer.explain(x).startswith("torch (")
             assert torch.allclose(layer(x), layer.double()(x.double()).float(), atol=1e-5)
@@ -87,14 +88,8 @@ def test_other_filters_and_dilation_run_by_torch():
 @pytest.mark.parametrize("shapes", [[(3, 1, 1)], [(3, 1, 1), (1, 3, 3)]])
 @pytest.mark.parametrize("add_last", [False, True])
 def test_residual_and_activation_follow(shapes: list[tuple[int, ...]], activation: str | None, add_last: bool):
-    x, weights = (
-        torch.randn(2, 8, 4, 6, 5, device=DEVICE),
-        [torch.randn(8, 8, *own, device=DEVICE) for own in shapes],
-    )
-    residual, bias = (
-        torch.randn(2, 8 * len(shapes), 4, 6, 5, device=DEVICE),
-        torch.randn(8 * len(shapes), device=DEVICE),
-    )
+    x, weights = exact_numbers(2, 8, 4, 6, 5), [exact_numbers(8, 8, *own) for own in shapes]
+    residual, bias = exact_numbers(2, 8 * len(shapes), 4, 6, 5), exact_numbers(8 * len(shapes))
     padding = [tuple((k // 2, k // 2) for k in own) for own in shapes]
     how: Any = {"stride": (1, 1, 1), "padding": padding, "activation": activation, "add_last": add_last}
     with forced("on"), torch.no_grad():
@@ -106,9 +101,9 @@ def test_residual_and_activation_follow(shapes: list[tuple[int, ...]], activatio
 
 
 def test_a_block_adds_its_residual_in_the_same_launch():
-    conv = nn.Conv3d(8, 8, (1, 3, 3), (2, 1, 1), (0, 1, 1)).to(DEVICE).requires_grad_(False)
+    conv = nn.Conv3d(8, 8, (1, 3, 3), (2, 1, 1), (0, 1, 1)).to(DEVICE).bfloat16().float().requires_grad_(False)
     block = FusedBlock.of(conv, Epilogue("relu", adds=True))
-    x, residual = torch.randn(2, 8, 4, 6, 5, device=DEVICE), torch.randn(2, 8, 1, 6, 5, device=DEVICE)
+    x, residual = exact_numbers(2, 8, 4, 6, 5), exact_numbers(2, 8, 1, 6, 5)
     assert block is not None
     with forced("on"), mock.patch.object(volumes, "composite_conv2d", wraps=volumes.composite_conv2d) as ran:
         found = block(x, residual)

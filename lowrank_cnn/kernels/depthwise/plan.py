@@ -13,18 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import gcd
 from typing import Any, NamedTuple
 
 from lowrank_cnn.core.numbers import ceil_div
 
 Pair = tuple[int, int]
 WARPS = 4
-VALUES = 4
-PASSED_VALUES = 8
-"""Channels of a thread. Those of a band without taps are only copied: more of them keep more reads under way."""
+VALUES, NARROW_VALUES, PASSED_VALUES = 2, 4, 8
+"""Channels of a thread: with taps, in a band of at most 16 channels, and without taps.
+
+Channels that pass are only copied: more of them keep more reads under way.
+"""
 MANY_TAPS = 25
 """Filters of so many taps go through their rows in a loop: unrolled, 49 taps take half a minute to compile."""
-SPAN, SUMMED_VALUES = 2, 2
+SPAN, SUMMED_VALUES = 4, 2
 """Rows of such filters, and channels of a thread, that a program sums for: each tap and channel is a register."""
 LANES = {64: 1.0, 32: 1.1, 16: 1.25, 8: 1.5}
 """Channels of a program, with what a channel costs."""
@@ -102,7 +105,7 @@ def divided(layer: Layer, *, back: bool = False) -> Division:
     same sectors of memory: by then neither is in the cache.
     """
     size, unit = (layer.input, layer.stride) if back else (layer.output, (1, 1))
-    shares, programs = _shares(layer, size, unit, [VALUES if band.taps else PASSED_VALUES for band in layer.bands])
+    shares, programs = _shares(layer, size, unit, _values(layer))
     step = min(IN_STEP, min(programs))
     slots = [round(step * number / min(programs)) for number in programs]
     return Division(_placed(shares, slots), sum(slots), max(map(ceil_div, programs, slots)))
@@ -128,6 +131,17 @@ def divided_sums(layer: Layer, bias: bool, programs: int) -> Division:
     # Few different numbers of turns, so that a batch of another size seldom needs another kernel.
     own = [_rounded(ceil_div(number, turns)) for number in counts]
     return Division(tuple(map(lambda s, n: s._replace(TURNS=n), placed, own)), sum(parts), turns)
+
+
+def _values(layer: Layer) -> list[int]:
+    """Channels of a thread for each band. What passes is read as wide as its first and last channel allow."""
+    found, first = [], 0
+    for band in layer.bands:
+        passed = max(VALUES, gcd(PASSED_VALUES, first, band.channels, layer.channels))
+        taken = NARROW_VALUES if lanes_of(band.channels) <= 16 else VALUES
+        found.append(taken if band.taps else passed)
+        first += band.channels
+    return found
 
 
 def _rounded(number: int) -> int:

@@ -116,7 +116,7 @@ def sum_band(
         tl.store(sums + TAPS + FIRST + lane, tl.sum(bias, 0), mask=own & (down == 0))
 
 
-PROGRAMS = 12
+PROGRAMS = 6
 """Programs to a multiprocessor."""
 
 
