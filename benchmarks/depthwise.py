@@ -53,7 +53,9 @@ def measure(kind: str, channels: int, side: int, batch: int) -> dict[str, Any]:
     with forced("off"):
         twin, exact = layer.double(), few.detach().double().requires_grad_()
         wanted = (twin(exact), *step(twin, exact, upstream.double()))
-    row["error"] = max(float((a.detach() - b.detach()).norm() / b.detach().norm()) for a, b in zip(found, wanted, strict=True))
+    row["error"] = max(
+        float((a.detach() - b.detach()).norm() / b.detach().norm()) for a, b in zip(found, wanted, strict=True)
+    )
     return row
 
 

@@ -1,11 +1,10 @@
 """Networks with depthwise convs: torch.compile against `optimize` and `fit`, bf16, on one GPU.
 
-    python -m benchmarks.depthwise_networks [--only convnext_tiny] [--warm]
+    python -m benchmarks.depthwise_networks [--only convnext_tiny]
 
 Inference is timed with 256 images and with one, and a training step with 256. The rival is torch.compile with
 frozen weights, and its training step, each recorded as a CUDA graph. Ours are `optimize` as it is, and the step of
-`fit` with `compile=True`. Every network has a process of its own. `--warm` runs all of them at once and keeps
-nothing: the compilers' caches are full after it.
+`fit` with `compile=True`. Every network has a process of its own: all compile at once, and then time in turns.
 """
 
 from __future__ import annotations
@@ -14,11 +13,12 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import timm  # pyright: ignore[reportMissingImports]
 import torch
@@ -27,7 +27,7 @@ from torch.utils.data import TensorDataset
 
 import lowrank_cnn as lr
 from benchmarks.common import parser, run_command, write_record
-from benchmarks.train_speed import keeping_graphs, replay_seconds
+from benchmarks.train_speed import keeping_graphs
 from lowrank_cnn.kernels.cuda_graph import captured
 from lowrank_cnn.train.recipe import Recipe
 
@@ -36,6 +36,14 @@ NETWORKS = (
     "convnextv2_tiny",
 )  # fmt: skip
 BATCH, CLASSES = 256, 1000
+READY = "ready to be timed"
+
+
+class Ready(NamedTuple):
+    """What is compiled and waits to be timed: by name, and what else the record says."""
+
+    runs: dict[str, Callable[[], Any]]
+    about: dict[str, Any]
 
 
 def built(name: str) -> nn.Module:
@@ -45,44 +53,52 @@ def built(name: str) -> nn.Module:
     return lr.convert(network, scheme) if scheme else network
 
 
-def milliseconds(run: Callable[[], Any], repeats: int = 21) -> float:
-    times = []
+def timed(runs: dict[str, Callable[[], Any]], repeats: int = 21) -> dict[str, float]:
+    """Median milliseconds of each, in turns."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(-3, repeats):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        stop.record()
-        stop.synchronize()
-        times += [start.elapsed_time(stop)] if repeat >= 0 else []
-    return round(median(times), 3)
+        for name, run in runs.items():
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            stop.record()
+            stop.synchronize()
+            times[name] += [start.elapsed_time(stop)] if repeat >= 0 else []
+    return {name: round(median(found), 3) for name, found in times.items()}
 
 
 def images(batch: int) -> Tensor:
     return torch.randn(batch, 3, 224, 224, device="cuda").to(memory_format=torch.channels_last)
 
 
-def inference(network: nn.Module, x: Tensor) -> dict[str, Any]:
-    """Milliseconds by the compiler and by `optimize`, and the form that this chose."""
-    return {"torch": compiled_inference(network, x), **optimized_inference(network, x)}
+def inference(network: nn.Module, x: Tensor) -> Ready:
+    """The network by the compiler and by `optimize`, and the form that this chose."""
+    ours, form = optimized_inference(network, x)
+    return Ready({"torch": compiled_inference(network, x), "ours": ours}, {"form": form})
 
 
-def compiled_inference(network: nn.Module, x: Tensor) -> float:
+def compiled_inference(network: nn.Module, x: Tensor) -> Callable[[], Any]:
     with torch.no_grad(), torch._inductor.config.patch(freezing=True):  # type: ignore[attr-defined]
         compiled = torch.compile(network)
-        return milliseconds(captured(lambda: compiled(x)).replay)
+        return captured(lambda: compiled(x)).replay
 
 
-@torch.no_grad()
-def optimized_inference(network: nn.Module, x: Tensor) -> dict[str, Any]:
-    ours = lr.optimize(network, x, cache=False, budget=90)
-    return {"ours": milliseconds(lambda: ours(x)), "form": ours.report.choice}
+def optimized_inference(network: nn.Module, x: Tensor) -> tuple[Callable[[], Any], str]:
+    with torch.no_grad():
+        ours = lr.optimize(network, x, cache=False, budget=90)
+
+    def run() -> None:
+        with torch.no_grad():
+            ours(x)
+
+    return run, ours.report.choice
 
 
 def ready(name: str) -> nn.Module:
     return built(name).cuda().bfloat16().to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
 
 
-def training_by_torch(network: nn.Module, x: Tensor, classes: int = CLASSES) -> float:
+def training_by_torch(network: nn.Module, x: Tensor, classes: int = CLASSES) -> Callable[[], Any]:
     labels = torch.randint(classes, (len(x),), device="cuda")
     optimizer = torch.optim.AdamW(network.parameters(), fused=True, capturable=True)
     compiled = torch.compile(network)
@@ -94,74 +110,104 @@ def training_by_torch(network: nn.Module, x: Tensor, classes: int = CLASSES) -> 
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
 
-    return milliseconds(captured(step).replay)
+    return captured(step).replay
 
 
-def training_by_us(name: str) -> float:
+def training_by_us(name: str) -> Callable[[], Any]:
     some = TensorDataset(torch.randn(2 * BATCH, 3, 224, 224), torch.randint(CLASSES, (2 * BATCH,)))
     recipe = Recipe(epochs=1, batch_size=BATCH, optimizer="adamw", lr=1e-4)
     with keeping_graphs() as kept:
         lr.fit(built(name), (some, some), recipe, compile=True, progress=False, workers=0)
-    return round(1e3 * replay_seconds(kept[0], 30), 3)
+    step = kept[0]  # the graph alone would not keep the weights
+    return lambda: step.graph.replay()
 
 
-def measured(name: str) -> dict[str, Any]:
-    def step() -> dict[str, float]:
+def measured(name: str) -> dict[str, Callable[[], Ready]]:
+    def step() -> Ready:
         network: Any = built(name).cuda().to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
-        return {"torch": training_by_torch(network, images(BATCH)), "ours": training_by_us(name)}
+        return Ready({"torch": training_by_torch(network, images(BATCH)), "ours": training_by_us(name)}, {})
 
-    ways = {
+    return {
         "inference": lambda: inference(ready(name), images(BATCH).bfloat16()),
         "one image": lambda: inference(ready(name), images(1).bfloat16()),
         "step": step,
     }
-    return row_of(name, ways)
 
 
-def row_of(name: str, ways: dict[str, Callable[[], Any]]) -> dict[str, Any]:
-    """The row of a network: one way that fails leaves the others."""
+def row_of(name: str, ways: dict[str, Callable[[], Ready]]) -> dict[str, Any]:
+    """The row of a network: its ways are compiled, and timed when told to. One that fails leaves the others."""
     row: dict[str, Any] = {"network": name}
+    found: dict[str, Ready] = {}
     for what, way in ways.items():
         try:
-            row[what] = way()
+            found[what] = way()
         except Exception as error:
             row[what] = {"error": f"{type(error).__name__}: {error}"[:300]}
-        print(name, what, row[what], flush=True)
         torch._dynamo.reset()
         torch.cuda.empty_cache()
+    print(READY, flush=True)
+    sys.stdin.readline()
+    for what, (runs, about) in found.items():
+        row[what] = timed(runs) | about
+    print(row, file=sys.stderr, flush=True)
     return row
 
 
-def alone(module: str, name: str, limit: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "row.json"
-        command = [sys.executable, "-m", f"benchmarks.{module}", "--one", name, "--out", str(path)]
+class Measuring:
+    """The process of one network. It compiles at once, and times when `times` is called."""
+
+    def __init__(self, module: str, name: str, folder: Path) -> None:
+        self.name, self.path = name, folder / f"{name.replace(' ', '-')}.json"
+        command = [sys.executable, "-m", f"benchmarks.{module}", "--one", name, "--out", str(self.path)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.compiled = threading.Event()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if READY in line:
+                self.compiled.set()
+        self.compiled.set()  # it has ended
+
+    def times(self, deadline: float) -> dict[str, Any]:
+        """The row, once it is compiled; a process that takes longer is stopped."""
+        if not self.compiled.wait(max(0.0, deadline - time.monotonic())):
+            self.process.kill()
+            return {"network": self.name, "error": "not compiled in time"}
         try:
-            subprocess.run(command, timeout=limit, check=True)
-        except subprocess.SubprocessError as error:
-            return {"network": name, "error": str(error)[-200:]}
-        return json.loads(path.read_text())
+            self.process.communicate("go\n", timeout=60)
+        except (OSError, subprocess.TimeoutExpired):
+            self.process.kill()
+        return (
+            json.loads(self.path.read_text()) if self.path.exists() else {"network": self.name, "error": "failed"}
+        )
 
 
 def measure_all(
-    text: str | None, module: str, names: Sequence[str], measure: Callable[[str], dict[str, Any]], **about: Any
+    text: str | None,
+    module: str,
+    names: Sequence[str],
+    ways: Callable[[str], dict[str, Callable[[], Ready]]],
+    finish: Callable[[dict[str, Any]], dict[str, Any]] = lambda row: row,
+    **about: Any,
 ) -> None:
     """The command of a benchmark with a process for each network; `about` goes into the record."""
     arguments = parser(text, f"{module}.json")
     arguments.add_argument("--only", default=",".join(names))
     arguments.add_argument("--one", help="measure this network in this process")
-    arguments.add_argument("--warm", action="store_true")
-    arguments.add_argument("--limit", type=int, default=300, help="seconds of a network")
+    arguments.add_argument("--limit", type=int, default=300, help="seconds to compile")
     options = arguments.parse_args()
     if options.one:
-        options.out.write_text(json.dumps(measure(options.one)))
+        options.out.write_text(json.dumps(finish(row_of(options.one, ways(options.one)))))
         return
-    asked = options.only.split(",")
-    with ThreadPoolExecutor(len(asked) if options.warm else 1) as pool:
-        rows = list(pool.map(lambda name: alone(module, name, options.limit), asked))
-    if not options.warm:
-        kind = module.replace("_", "-")
-        write_record(options.out, kind, by_line="networks", **about, networks=rows)
+    deadline = time.monotonic() + options.limit
+    with tempfile.TemporaryDirectory() as folder:
+        started = [Measuring(module, name, Path(folder)) for name in options.only.split(",")]
+        for one in started:  # nothing is timed while another compiles
+            one.compiled.wait(max(0.0, deadline - time.monotonic()))
+        rows = [one.times(deadline) for one in started]
+    write_record(options.out, module.replace("_", "-"), by_line="networks", **about, networks=rows)
 
 
 def main() -> None:

@@ -1,16 +1,16 @@
 """Networks over volumes: torch.compile against our kernels, bf16, on one GPU.
 
-    python -m benchmarks.volumes [--only r3d_18] [--warm]
+    python -m benchmarks.volumes [--only r3d_18]
 
 r3d_18 by `lr` is timed against the compiled dense network, and r2plus1d_18, unchanged but through our kernels,
 against its own compiled time: inference and a training step, each recorded as a CUDA graph. Ours are `optimize`,
 and the same compiled step over our layers. The compiled rival takes the faster of two memory formats. Every
-network has a process of its own. `--warm` runs all of them at once and keeps nothing: the compilers' caches are
-full after it.
+network has a process of its own: all compile at once, and then time in turns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ from torchvision.models import video  # pyright: ignore[reportMissingImports]
 import lowrank_cnn as lr
 from benchmarks.common import run_command
 from benchmarks.depthwise_networks import (
+    Ready,
     compiled_inference,
     measure_all,
     optimized_inference,
-    row_of,
     training_by_torch,
 )
 from lowrank_cnn.graph.fuse import fuse
@@ -47,40 +47,45 @@ def clips() -> Tensor:
     )
 
 
-def inference(name: str) -> dict[str, Any]:
-    x, row = clips().bfloat16(), {}
+def inference(name: str) -> Ready:
+    x = clips().bfloat16()
+    ours, form = optimized_inference(built(name, ours=True).bfloat16().eval(), x)
+    runs = {"ours": ours}
     for word, layout in FORMATS.items():
         network = built(name).bfloat16().to(memory_format=layout).eval()
-        row[f"torch {word}"] = compiled_inference(network, x.contiguous(memory_format=layout))
+        runs[f"torch {word}"] = compiled_inference(network, x.contiguous(memory_format=layout))
         torch._dynamo.reset()
-    return compared(row | optimized_inference(built(name, ours=True).bfloat16().eval(), x))
+    return Ready(runs, {"form": form})
 
 
-def step(name: str) -> dict[str, Any]:
-    x, row = clips(), {}
+def step(name: str) -> Ready:
+    x, runs = clips(), {}
     for word, layout in FORMATS.items():
         network = built(name).to(memory_format=layout).train()
-        row[f"torch {word}"] = training_by_torch(network, x.contiguous(memory_format=layout), CLASSES)
+        runs[f"torch {word}"] = training_by_torch(network, x.contiguous(memory_format=layout), CLASSES)
         torch._dynamo.reset()
     network: nn.Module = fuse(built(name, ours=True).train())
     with for_graphs():  # kernels are measured before torch traces, which cannot
         with torch.autocast("cuda", torch.bfloat16):
             tune(network, x, training=True)
-        return compared(row | {"ours": training_by_torch(network, x, CLASSES)})
+        return Ready(runs | {"ours": training_by_torch(network, x, CLASSES)}, {})
 
 
 def compared(row: dict[str, Any]) -> dict[str, Any]:
     """The row with the compiler's best time, and ours as a share of it."""
-    best = min(row[f"torch {word}"] for word in FORMATS)
-    return row | {"torch": best, "ratio": round(row["ours"] / best, 3)}
+    for what, times in row.items():
+        if what in ("inference", "step") and "error" not in times:
+            best = min(times[f"torch {word}"] for word in FORMATS)
+            row[what] = times | {"torch": best, "ratio": round(times["ours"] / best, 3)}
+    return row
 
 
-def measured(name: str) -> dict[str, Any]:
-    return row_of(name, {"inference": lambda: inference(name), "step": lambda: step(name)})
+def measured(name: str) -> dict[str, Callable[[], Ready]]:
+    return {"inference": lambda: inference(name), "step": lambda: step(name)}
 
 
 def main() -> None:
-    measure_all(__doc__, "volumes", tuple(NETWORKS), measured, batch=BATCH, frames=FRAMES, side=SIDE)
+    measure_all(__doc__, "volumes", tuple(NETWORKS), measured, compared, batch=BATCH, frames=FRAMES, side=SIDE)
 
 
 if __name__ == "__main__":
