@@ -59,6 +59,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "depth-flow": depth.depth_flow,
     "depthwise": depthwise.layers,
     "depthwise-networks": depthwise.networks,
+    "volumes": depthwise.volumes,
     "foreign": foreign.foreign,
     "foreign-summary": foreign.summary,
     "frontier": frontier.frontier,

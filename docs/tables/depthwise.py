@@ -1,4 +1,7 @@
-"""Depthwise layers and networks on a GPU, by torch and by our kernels. Without a record the page has no table."""
+"""Depthwise layers, and networks of them or over volumes, on a GPU: by torch and by our kernels.
+
+Without a record a page has no table.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,14 @@ from tables.form import ROOT, JsonRecord, from_record, markdown, record, recorde
 
 from lowrank_cnn.report.style import OTHERS
 
-LAYERS, NETWORKS = "depthwise.json", "depthwise_networks.json"
+LAYERS, NETWORKS, VOLUMES = "depthwise.json", "depthwise_networks.json", "volumes.json"
 PICTURE = "images/depthwise.svg"
 KINDS = ("bands", "7x7", "3x3")
 WAYS = ("torch", "ours")
 PASSES = {"forward": "all forward", "both": "and backward"}
 CASES = {"inference": "{batch} images", "one image": "1 image", "step": "step"}
 """What was timed of a network, and its name in the table."""
+VOLUME_NETWORKS = {"r3d_18": "`r3d_18` by `lr`", "r2plus1d_18": "`r2plus1d_18` as it is"}
 
 
 @from_record(LAYERS, without="")
@@ -61,6 +65,25 @@ def networks(found: JsonRecord) -> str:
     return markdown(columns, lines) + note + source(NETWORKS, found["environment"])
 
 
+@from_record(VOLUMES, without="")
+def volumes(found: JsonRecord) -> str:
+    """Milliseconds of networks over volumes: the compiler's faster format of two, ours, and the share."""
+    lines: list[list[object]] = []
+    for row in found["networks"]:
+        cells = [
+            text
+            for case in ("inference", "step")
+            for text in (*_cells(row[case]), f"**{row[case]['ratio']:.2f}**")
+        ]
+        lines.append([VOLUME_NETWORKS[row["network"]], *cells])
+    columns = ["network", *(f"{case}, {what}" for case in ("inference", "step") for what in (*WAYS, "ratio"))]
+    note = (
+        f"\nMilliseconds, bf16, {found['batch']} clips of {found['frames']} x {found['side']} x {found['side']}.\n"
+        "*torch*: the network as it is, by torch.compile in a CUDA graph, in the faster of two memory formats.\n"
+    )
+    return markdown(columns, lines) + note + source(VOLUMES, found["environment"])
+
+
 def draw(path: Path) -> None:
     """Draw bars for each layer; the line is a copy of the map, which no layer can undercut."""
     values = [
@@ -94,11 +117,15 @@ def _chart(kind: str, values: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _over(row: JsonRecord, way: str) -> float:
     """The forward time of a layer over that of a copy of its map."""
-    return row[f"{way} forward"] / row["copy"]
+    return _ms(row, f"{way} forward") / _ms(row, "copy")
 
 
 def _all_blocks(rows: list[JsonRecord], kind: str, time: str) -> float:
-    return sum(row["blocks"] * row[time] for row in rows if row["layer"] == kind)
+    return sum(row["blocks"] * _ms(row, time) for row in rows if row["layer"] == kind)
+
+
+def _ms(row: JsonRecord, time: str) -> float:
+    return row[time]["ms"]
 
 
 def _cells(times: JsonRecord) -> list[str]:

@@ -220,7 +220,9 @@ def _sgd(groups: list[dict[str, Any]], recipe: Recipe) -> torch.optim.SGD:
 
 
 def _adamw(groups: list[dict[str, Any]], recipe: Recipe) -> torch.optim.AdamW:
-    rule = torch.optim.AdamW(groups, betas=(recipe.momentum, recipe.beta2), fused=True)
+    # torch lets a CUDA graph record the step only if it is called capturable, which CPUs do not take.
+    on_gpu = all(parameter.is_cuda for parameter in _parameters(groups))
+    rule = torch.optim.AdamW(groups, betas=(recipe.momentum, recipe.beta2), fused=True, capturable=on_gpu)
     for parameter in _parameters(groups):
         rule.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),

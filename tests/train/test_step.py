@@ -83,12 +83,13 @@ def test_nothing_moves_once_a_gradient_is_not_finite():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
-def test_a_graph_computes_what_the_step_does():
-    results = []
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
+def test_a_graph_computes_what_the_step_does(optimizer: str):
+    results, recipe = [], Recipe(ema=0.9, optimizer=optimizer)
     for graphed in (False, True):
         net = network().insert(3, nn.Dropout(0.5)).cuda()
         net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        step = TrainingStep(net, net, lambda loss: loss.backward(), Recipe(ema=0.9), torch.device("cuda"))
+        step = TrainingStep(net, net, lambda loss: loss.backward(), recipe, torch.device("cuda"))
         images, labels = (t.cuda() for t in batch())
         torch.cuda.manual_seed(3)
         update = GraphedStep(step, images, labels) if graphed else step
