@@ -50,7 +50,6 @@ def open_data(
     image_size: ImageSize = None,
     default_size: ImageSize = None,
     channels: int | None = None,
-    missing: Bad = "refuse",
     resident_bytes: int = RESIDENT_BYTES,
     test: str | Path | None = None,
     val_split: float | None = None,
@@ -77,13 +76,11 @@ def open_data(
     - `channels`: 1 or 3 to read all images as grey or in colour; else grey only where the set is.
     - `bad`: whether images that cannot be decoded and wrong labels are left out and counted, or refused.
     - `limit`: at most this many images of each split, class by class in proportion.
-    - `missing`: whether an absent shard is refused, or counted and done without.
     - `resident_bytes`: splits that take no more than this as uint8, all of one size, are held in memory.
     - `only_test`: for evaluation alone. A set without test images is one to test on, and needs none to train on.
     - `progress`: count the decoded images on standard error.
     """
     check_choice("bad", bad, ("skip", "refuse"))
-    check_choice("missing", missing, ("skip", "refuse"))
     check_number("limit", 1 if limit is None else limit, least=1, whole=True)
     check_number("resident_bytes", resident_bytes, least=0, whole=True)
     check_number("val_seed", val_seed, least=0, whole=True)
@@ -95,13 +92,13 @@ def open_data(
     if test is not None and val_split is not None:
         raise LowRankError("test names images to test on, and val_split a share of the others: give one of them.")
     size, wanted = parse_image_size(image_size), parse_image_size(default_size)
-    found = _find(source, missing)
+    found = _find(source)
     if isinstance(found, Data):
         if test is not None or val_split is not None or class_names is not None:
             raise LowRankError(f"{found.name} has test images and class names of its own: leave such options out.")
         return _fewer_in_memory(found, limit, size, channels)
     if test is not None:
-        found = _tested_elsewhere(found, test, missing)
+        found = _tested_elsewhere(found, test)
     if class_names is not None:  # last: classes are matched by the names of their folders
         found = replace(found, classes=folders.renamed(found.classes, Path(class_names)))
     for text in _ignored_images(found, Path(source if test is None else test), only_test=only_test):
@@ -136,7 +133,7 @@ def fewer(split: Split, limit: int | None) -> Split:
     return split if limit is None else split.subset(stratified(split.labels, limit, seed=0))
 
 
-def _find(source: str | Path, missing: Bad) -> Data | LabelledImages:
+def _find(source: str | Path) -> Data | LabelledImages:
     """The reader of each kind of source is tried in turn."""
     if not isinstance(source, str | Path):
         raise LowRankError(f"data is opened by its name or path, not by {source!r}.")
@@ -147,7 +144,7 @@ def _find(source: str | Path, missing: Bad) -> Data | LabelledImages:
         if small_sets.is_inside(path):
             return small_sets.open_cifar(path)
         if parquet.find_shards(path):
-            return parquet.open_parquet(path, name=path.resolve().name, missing=missing)
+            return parquet.open_parquet(path, name=path.resolve().name)
         return folders.open_images(path)
     if path.is_file() and path.suffix.lower() in (".csv", ".tsv"):
         return folders.open_table(path)
@@ -156,7 +153,7 @@ def _find(source: str | Path, missing: Bad) -> Data | LabelledImages:
     if path.is_file():
         return small_sets.open_cifar(path)
     if isinstance(source, str) and parquet.is_repository(source):
-        return parquet.open_parquet(parquet.download_shards(source), name=source, missing=missing)
+        return parquet.open_parquet(parquet.download_shards(source), name=source)
     raise LowRankError(
         f"there is no data at {source}: give digits, a folder of images (CLASS/* or train/CLASS/*) or of parquet "
         f"shards, a .csv of paths and labels, {small_sets.ARCHIVE}, or a Hub repository as owner/name."
@@ -190,9 +187,9 @@ def _in_channels(split: Split, channels: int) -> ResidentSplit:
     return ResidentSplit(decoded, (channels, *split.size[1:]))
 
 
-def _tested_elsewhere(found: LabelledImages, test: str | Path, missing: Bad) -> LabelledImages:
+def _tested_elsewhere(found: LabelledImages, test: str | Path) -> LabelledImages:
     """Train on one source and test on another, whose classes are matched by name."""
-    other = _find(test, missing)
+    other = _find(test)
     if isinstance(other, Data):
         raise LowRankError(f"{test} cannot be the test set of another: give a folder or a .csv.")
     tested = other.test or other.train

@@ -44,7 +44,6 @@ def folder(tmp_path: Path, write_folder) -> Path:
         *(({"image_size": size}, "an image size is") for size in ((1, 2, 3), 1.5, (4, "8"), 10**9, [], {})),
         ({"image_size": 32}, "1x28x28, which image_size does not change"),
         ({"bad": "maybe"}, "bad must be skip or refuse"),
-        ({"missing": "ignore"}, "missing must be skip or refuse"),
         ({"limit": 0}, "limit must be a whole number of at least 1"),
         ({"limit": "9"}, "limit must be a whole number"),
         ({"channels": 2}, "channels must be 1"),
