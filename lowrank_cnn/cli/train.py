@@ -155,7 +155,7 @@ class RunOptions:
     seed: Annotated[int, option("Seed of weights, data order, dropout.", panel=TRAINING)] = 0
     teacher: Annotated[Path | None, option("A run to distil from, as well as labels.", panel=TRAINING)] = None
     device: Device = "auto"
-    log: Annotated[list[str] | None, option("tensorboard, csv, wandb, mlflow, trackio.", metavar="<name>")] = None
+    log: Annotated[list[str] | None, option("tensorboard, csv, wandb.", metavar="<name>")] = None
 
     def check(self, precision: str, data: str) -> None:
         """Refuse a device that does not exist, a directory in use or of the images, and an unknown logger."""

@@ -123,8 +123,8 @@ def fit(
 
     - `out`: the directory of the run, for checkpoints, recipe and record; `resume=True` goes on from there, or
       starts a run if there is none yet. One process at a time can use it.
-    - `log`: where the figures of every epoch are sent: "tensorboard", "csv", "wandb", "mlflow", "trackio", or
-      several of them.
+    - `log`: where the figures of every epoch are sent: "tensorboard", "csv", "wandb", or several of
+      them.
     - `callbacks`: functions called after each epoch with its figures and the network; True ends the run.
     - `progress`: show a moving line, or the epochs.
 
@@ -246,8 +246,8 @@ def check_request(model: object, recipe: Recipe, how: RunSettings, loss: Any, te
         hint = "give its .network" if hasattr(model, "network") else "create_model makes one from a name"
         raise LowRankError(f"fit trains an nn.Module, not a {type(model).__name__}: {hint}.")
     check_values(model)
-    if recipe.quantize != "none" and (how.compile or how.checkpoint_activations):
-        raise LowRankError("quantize trains layer by layer: leave compile and checkpoint_activations out.")
+    if recipe.quantize != "none" and how.compile:
+        raise LowRankError("quantize trains layer by layer: leave compile out.")
     if recipe.quantize != "none" and recipe.precision == "fp16":
         raise LowRankError("quantize rounds in fp32 or bf16, and fp16 rounds small steps away: set precision.")
     if loss is None:

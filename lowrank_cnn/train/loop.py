@@ -48,7 +48,6 @@ from lowrank_cnn.train.objective import Objective
 from lowrank_cnn.train.optimizers import LevelOff, freeze_parameters, in_evaluation, learning_rate
 from lowrank_cnn.train.progress import Progress
 from lowrank_cnn.train.recipe import Recipe, RunSettings
-from lowrank_cnn.train.recompute import recomputed
 from lowrank_cnn.train.run_folder import Checkpoint, Epoch, Position, Record, RunDirectory, recipe_changes
 from lowrank_cnn.train.step import Tally, TrainingStep, build_update, copy_into, fused_to_train
 
@@ -384,8 +383,8 @@ class Trainer:
 
 
 def running_network(trainer: Trainer, say: Callable[[str], None]) -> nn.Module:
-    """The network in channels_last as it is run: fused if that is possible and faster, recomputed if asked for."""
-    network, recipe, recompute = trainer.network, trainer.recipe, trainer.how.checkpoint_activations
+    """The network in channels_last as it is run: fused if that is possible and faster."""
+    network, recipe = trainer.network, trainer.recipe
     in_channels_last(network)
     if recipe.dropout is not None:
         for module in network.modules():
@@ -397,7 +396,7 @@ def running_network(trainer: Trainer, say: Callable[[str], None]) -> nn.Module:
     # A fused batch norm cannot be frozen, and a fused layer does not round. Launched one by one, fused layers cost
     # the host more than they save the device: graphs alone gain.
     if trainer.graphs and not (repeats or recipe.freeze or in_evaluation(network) or recipe.quantize != "none"):
-        running = fused_to_train(network, checked_size(trainer.inputs.size), say, recompute=recompute)
+        running = fused_to_train(network, checked_size(trainer.inputs.size), say)
     if trainer.fabric.device.type == "cuda":
         torch.backends.cudnn.benchmark = not repeats  # not before: a few images need no search
-    return recomputed(network).train() if recompute and running is network else running
+    return running
