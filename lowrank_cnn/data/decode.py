@@ -192,7 +192,7 @@ class Framing:
         """The window of a decoded image."""
         if self.size:
             image = cover_and_crop(image, *self.size)
-        top, left = self._corner(*scaled(image.height, image.width, self.resize), draws)
+        top, left = self.corner(*scaled(image.height, image.width, self.resize), draws)
         height, width = self.window
         if self.resize and not self.pad:
             image = resize_window(image, self.resize, top, left, height, width)
@@ -203,7 +203,7 @@ class Framing:
             image = image.transpose(_pillow().Transpose.FLIP_LEFT_RIGHT)
         return image
 
-    def _corner(self, height: int, width: int, draws: list[float] | None) -> tuple[int, int]:
+    def corner(self, height: int, width: int, draws: list[float] | None) -> tuple[int, int]:
         """Top and left of the window in the scaled image; negative where padding shows."""
         top, left = height - self.window[0], width - self.window[1]
         if draws is None:

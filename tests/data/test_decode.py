@@ -181,7 +181,7 @@ def plain(data: bytes, framing: Framing, draws: list[float] | None) -> np.ndarra
     whole = np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
     top, left = framing.corner(height, width, draws)
     window = whole[top : top + framing.window[0], left : left + framing.window[1]]
-    return window[:, ::-1] if framing.mirrored(draws) else window
+    return window[:, ::-1] if draws and framing.mirror and draws[2] < 0.5 else window
 
 
 @settings(max_examples=40)
