@@ -275,7 +275,7 @@ class Reading:
             problems=problems,
             what=f"Decoding images {which}" if self.progress else "",
         )
-        return ResidentSplit(decode, size, partial(store.fingerprint, rows), store)
+        return ResidentSplit(decode, size, partial(store.fingerprint, rows))
 
 
 def _both_splits(found: LabelledImages, reading: Reading, share: float | None, seed: int) -> Data:
