@@ -47,7 +47,6 @@ def reproduce_command(
     workers: Workers = 0,
     limit: Limit = None,
     bad: Bad = "skip",
-    weights: Annotated[bool, option("Keep the weights of finished runs.")] = True,
     progress: Annotated[bool, option("Print a line for every epoch.", "--progress")] = False,
     as_json: Json = False,
 ) -> None:
@@ -78,7 +77,7 @@ def reproduce_command(
         print_problems(images, _say)
         how = {"device": device, "workers": workers, "progress": progress and not as_json}
         how |= {"compile": "auto" if compile_ is None else compile_}
-        changes = {"settings": parse_settings(settings or []), "keep_weights": weights}
+        changes = {"settings": parse_settings(settings or [])}
         with continued_by_same_command():
             found = reproduce(experiment, images, out, say=_say, **chosen, **changes, **how)
         # Show all finished runs, but list only missing runs of the selected parts and networks.

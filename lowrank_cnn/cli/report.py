@@ -31,7 +31,7 @@ def report_command(
     """Write one HTML page about training runs and timings.
 
     The page holds tables and charts in one file, and loads nothing from the network. If networks of the paper are
-    among the runs, its tables and the audit are there too.
+    among the runs, its published figures are there too.
 
     Examples:
 

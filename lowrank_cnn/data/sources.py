@@ -65,8 +65,8 @@ def open_data(
     (100, (1, 28, 28))
 
     - `source`: a folder with `CLASS/*`, or with `train/CLASS/*` and `val` or `test`; a .csv with columns path and
-      label; a folder of parquet shards; a Hub repository as `owner/name`; CIFAR-10's binary archive or the folder
-      from it; `digits`. Of a set with both, `test` is tested on, and a warning says that `val` is not used.
+      label; a folder of parquet shards; a Hub repository as `owner/name`; CIFAR-10's binary archive;
+      `digits`. Of a set with both, `test` is tested on, and a warning says that `val` is not used.
     - `test`: another source whose images to test on; its classes are matched by name.
     - `val_split`: the share of each class to test on, where the set has no test images; 0.2 if not given.
       `val_seed` chooses which.

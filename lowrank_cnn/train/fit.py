@@ -60,12 +60,6 @@ from lowrank_cnn.train.trained import Teacher, Trained, held_out_part, make_teac
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-_REPLACED = {
-    "learning_rate": "lr sets the learning rate",
-    "strategy": "processes that torchrun starts train together without it",
-    "tensorboard": 'log="tensorboard" does the same',
-}
-"""Words that `fit` does not take, and what to use instead."""
 FEW_STEPS = 40
 """Shorter runs learn little: batch norm alone needs some thirty steps to know its statistics."""
 SMALL_BATCH = 16
@@ -229,11 +223,9 @@ def recipe_for(data: Any, recipe: Recipe | str, fields: Mapping[str, Any], *, im
 
 
 def sorted_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], RunSettings]:
-    """Fields of the recipe, and settings of the run; unknown words are refused with the one to use instead."""
+    """Fields of the recipe, and settings of the run; unknown words are refused."""
     ours, fields = ({field.name for field in dataclasses.fields(kind)} for kind in (RunSettings, Recipe))
     for name in given:
-        if name in _REPLACED:
-            raise LowRankError(f"fit takes no {name}: {_REPLACED[name]}.")
         if name not in ours | fields:
             raise LowRankError(f"fit takes no {name}: {nearest(name, {*ours, *fields, *_NAMES})}")
     how = {name: value for name, value in given.items() if name in ours and value is not None}

@@ -1,7 +1,7 @@
 """The folder of a run: its record, its checkpoints, and the rules for resuming it. Reading them runs no code.
 
 A record says what was trained, how, on what, and the result: one JSON file for reports, sealed with a checksum.
-Records of older versions have no checksum; they are read all the same, and `Record.sealed` is then False.
+Records of older versions have no checksum; they are read all the same.
 
 A checkpoint is a pair of files. `step-00000120.safetensors` holds the tensors; `step-00000120.json` holds the
 rest, the checksum of the tensors, and its own. The JSON file is written last, so a complete pair was written to
@@ -34,7 +34,6 @@ from lowrank_cnn.core.files import (
     clear_temporaries,
     delete,
     is_regular,
-    is_sealed,
     locked,
     parse_json,
     read_json,
@@ -54,7 +53,7 @@ SCHEMA = 1
 KIND = "training"
 LATER = {"begun_from", "execution"}
 """Fields that older records lack."""
-NOT_WRITTEN = {"right", "sealed"}
+NOT_WRITTEN = {"right"}
 """Fields that the file does not have."""
 STATUSES = ("running", "interrupted", "failed", "finished")
 
@@ -89,7 +88,6 @@ class Record:
     `execution` says how steps ran, compiled or not and as a CUDA graph or not; empty before the first.
     `right` says for each test image, in the order of the set, whether the network classified it correctly;
     None for several processes, for other tasks, and in a record that was read from a file.
-    `sealed` says whether the file that the record was read from had a checksum; it is not written either.
     """
 
     model: dict[str, Any]
@@ -110,7 +108,6 @@ class Record:
     kind: str = KIND
     schema: int = SCHEMA
     right: Tensor | None = field(default=None, compare=False, repr=False)
-    sealed: bool = field(default=True, compare=False)
 
     def __repr__(self) -> str:
         """One line: the run and its result."""
@@ -165,7 +162,7 @@ def _checked(stored: object, path: Path) -> Record:
             raise LowRankError(f"{path} is not the record of a run: its {name} is not of type {kind}.")
     if values["status"] not in STATUSES:
         raise LowRankError(f"{path} has the status {values['status']!r}; known are {', '.join(STATUSES)}.")
-    return Record(**values, sealed=is_sealed(stored))
+    return Record(**values)
 
 
 FORMAT = "lowrank-cnn checkpoint 1"

@@ -334,27 +334,21 @@ def test_damaged_tables(tmp_path: Path, text: bytes, says: str) -> None:
         open_data(tmp_path / "t.csv")
 
 
-@pytest.mark.parametrize("name", ["names.txt", "names.json"])
-def test_class_names_to_show(flat: Path, tmp_path: Path, write_folder, name: str) -> None:
+def test_class_names_to_show(flat: Path, tmp_path: Path, write_folder) -> None:
     (tmp_path / "names.txt").write_text("ant\tthe ant, small\n\ncow, a cow\n")
-    (tmp_path / "names.json").write_text('{"ant": "the ant, small", "cow": "a cow"}')
     write_folder(tmp_path / "other", {"bee/0.png": 1})
-    data = open_data(flat, class_names=tmp_path / name, test=tmp_path / "other")
+    data = open_data(flat, class_names=tmp_path / "names.txt", test=tmp_path / "other")
     assert (data.classes, data.test.labels.tolist()) == (("the ant, small", "bee"), [1])
 
 
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("a.json", "{", "it is not JSON, from line 1 on"),
-        ("a.json", "[" * 10**5, "nested too deeply"),
-        ("a.json", "[1]", "a class and its name in each line"),
         ("a.txt", "alone\n", "a class and its name in each line"),
         ("a.txt", "", "a class and its name in each line"),
         ("a.txt", "ant,x\nbee,x", "two classes the name 'x'"),
         ("a.txt", "cow,x", "names none of the classes, such as 'ant'"),
         ("none.txt", None, "cannot be read"),
-        ("none.json", None, "cannot be read"),
     ],
 )
 def test_files_of_no_class_names(flat: Path, tmp_path: Path, name: str, text: str | None, says: str) -> None:

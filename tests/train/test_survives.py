@@ -128,7 +128,7 @@ def test_a_finished_run_whose_weights_are_all_damaged_is_not_called_done(driver,
         path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(LowRankError, match=r"every checkpoint .* is damaged, and none can be used: train anew"):
         driver.train(tmp_path, epochs=1, resume=True)
-    for path in tmp_path.glob("step-*"):  # as `lowrank reproduce --no-weights` does, once a run has finished
+    for path in tmp_path.glob("step-*"):  # to save space, once a run has finished
         path.unlink()
     assert driver.train(tmp_path, epochs=1, resume=True)[1].status == "finished"
 
@@ -219,7 +219,7 @@ def test_a_damaged_record_does_not_block_a_run_whose_checkpoints_are_whole(drive
 
 def test_a_damaged_record_is_kept_aside_before_a_run_starts_anew(driver, tmp_path):
     driver.train(tmp_path, epochs=1)
-    for path in tmp_path.glob("step-*"):  # as `lowrank reproduce --no-weights` does
+    for path in tmp_path.glob("step-*"):  # to save space
         path.unlink()
     for path in tmp_path.glob("best-*"):
         path.unlink()
