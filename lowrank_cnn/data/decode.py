@@ -141,22 +141,12 @@ def _upright(image: Image) -> Image:
 def _convert(image: Image, channels: int) -> Image:
     mode = "L" if channels == 1 else "RGB"
     if image.mode == "F":
-        image = _from_floats(image)
+        raise BadImageError("float pixels, of no known range: save the image with 8 or 16 bits")
     if image.mode in _DEEP:
         image = image.point(lambda value: value * (1 / 256)).convert("L")
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image if image.mode == mode else image.convert(mode)
-
-
-def _from_floats(image: Image) -> Image:
-    """Floats from 0 to 1 are scaled to bytes, and those from 0 to 255 rounded; others have no known range."""
-    numpy = require("numpy", extra="data", purpose="decoding images")
-    values = numpy.asarray(image)
-    low, high = float(values.min()), float(values.max())
-    if not (low >= 0 and high <= 255):  # nor where one is not a number
-        raise BadImageError(f"float pixels from {low:g} to {high:g}: save the image with 8 or 16 bits")
-    return _pillow().fromarray((values * (255 if high <= 1 else 1)).round().astype("uint8"))
 
 
 def _reason(error: Exception) -> str:

@@ -35,6 +35,8 @@ from lowrank_cnn.data.workers import decode_rows
 RESIDENT_BYTES = 2**31
 VAL_SPLIT = 0.2
 """The share of images to test on where a set comes without test images."""
+VAL_SEED = 0
+"""Every opening of a set holds out the same images."""
 LARGE_SIDE = 256
 """Images whose shorter side is longer than this are resized to the network's own size by default."""
 _LARGEST_SIDE = 2**14
@@ -53,7 +55,6 @@ def open_data(
     resident_bytes: int = RESIDENT_BYTES,
     test: str | Path | None = None,
     val_split: float | None = None,
-    val_seed: int = 0,
     class_names: str | Path | None = None,
     only_test: bool = False,
     progress: bool = True,
@@ -69,7 +70,6 @@ def open_data(
       `digits`. Of a set with both, `test` is tested on, and a warning says that `val` is not used.
     - `test`: another source whose images to test on; its classes are matched by name.
     - `val_split`: the share of each class to test on, where the set has no test images; 0.2 if not given.
-      `val_seed` chooses which.
     - `class_names`: a file with the names to show for classes, a class folder and its name in each line.
     - `image_size`: bring every image to this square, or height and width ("48x64"): scaled to cover it, then its
       centre. `default_size` does so only where images are large or differ in size.
@@ -83,7 +83,6 @@ def open_data(
     check_choice("bad", bad, ("skip", "refuse"))
     check_number("limit", 1 if limit is None else limit, least=1, whole=True)
     check_number("resident_bytes", resident_bytes, least=0, whole=True)
-    check_number("val_seed", val_seed, least=0, whole=True)
     check_number("val_split", VAL_SPLIT if val_split is None else val_split, above=0, below=1)
     if channels not in (None, 1, 3):
         raise LowRankError(f"channels must be 1 (grey) or 3 (colour), not {channels!r}.")
@@ -106,7 +105,7 @@ def open_data(
     reading = Reading(bad, limit, size, wanted, channels, resident_bytes, progress)
     if only_test:
         return _only_tested(found, reading)
-    return _both_splits(found, reading, val_split, val_seed)
+    return _both_splits(found, reading, val_split)
 
 
 def parse_image_size(value: object) -> tuple[int, int] | None:
@@ -278,7 +277,7 @@ class Reading:
         return ResidentSplit(decode, size, partial(store.fingerprint, rows))
 
 
-def _both_splits(found: LabelledImages, reading: Reading, share: float | None, seed: int) -> Data:
+def _both_splits(found: LabelledImages, reading: Reading, share: float | None) -> Data:
     """Both splits of a set; the training images decide whether it is grey, and of which size."""
     name, train, test, problems = found.name, found.train, found.test, found.problems
     if train is None:
@@ -293,14 +292,14 @@ def _both_splits(found: LabelledImages, reading: Reading, share: float | None, s
     if test is None:
         share = share or VAL_SPLIT
         limit = {} if reading.limit is None else {"limit": reading.limit}
-        details["val_split"] = {"share": share, "seed": seed, **limit}
+        details["val_split"] = {"share": share, "seed": VAL_SEED, **limit}
         number = round(share * len(train_rows))
         if not 0 < number < len(train_rows):
             raise LowRankError(
                 f"{name} has no test images, and {share:g} of its {counted(len(train_rows), 'image')} leaves none "
                 f"to train or test on: set another share ({option('val_split', 0.5)})."
             )
-        rest, chosen = split_off(train.labels[train_rows], number, seed=seed)
+        rest, chosen = split_off(train.labels[train_rows], number, seed=VAL_SEED)
         test, train_rows, test_rows = train, train_rows[rest], train_rows[chosen]
         untrained = set(train.labels[test_rows].tolist()) - set(train.labels[train_rows].tolist())
         problems["train"].add_all(("untrained class", found.classes[label]) for label in sorted(untrained))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -33,7 +32,6 @@ from lowrank_cnn.report.results import (
     is_twin,
     kind_of,
     of_paper,
-    twin_id,
     twin_known,
 )
 
@@ -286,22 +284,12 @@ def render(records: Records, answer: str = "") -> str:
         answer=answer,
         cards=cards(results),
         networks=summary_table(results),
-        untimed=timing_command(results),
+        timed=any(result.timings for result in results),
         paper=paper,
         machines=environment_table(records, here),
         skipped=records.skipped,
         data=_chart_data(records, results, paper=paper),
     )
-
-
-def timing_command(results: Sequence[NetworkResult]) -> str:
-    """The command that times the networks of these runs, if none of them was timed."""
-    folders = dict.fromkeys(str(Path(result.runs[0].path).parent) for result in results if result.runs)
-    if not folders or any(result.timings for result in results):
-        return ""
-    into = dict.fromkeys(r.network.base or r.network.name for r in results if not twin_id(r.network).ours)
-    own = ["--into", next(iter(into))] if into else []
-    return f"{shlex.join(['lowrank', 'time', *folders, *own, '--json'])} > times.json"
 
 
 def _chart_data(records: Records, results: Sequence[NetworkResult], *, paper: bool) -> dict[str, Any]:

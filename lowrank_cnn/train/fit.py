@@ -268,9 +268,6 @@ def remarks(model: nn.Module, recipe: Recipe, inputs: Inputs, device: torch.devi
     if recipe.drop_epochs and recipe.epochs <= max(recipe.drop_epochs):
         drops = " and ".join(map(str, recipe.drop_epochs))
         yield f"The learning rate is divided after {drops} epochs; this run has {recipe.epochs}."
-    if recipe.schedule in ("cosine", "poly") and (recipe.drop_epochs or recipe.levels):
-        dividing = "drop_epochs" if recipe.drop_epochs else "levels"
-        yield f"The schedule {recipe.schedule} ends at zero by itself; {dividing} divides the rate on top."
     size = notes(model).input_size
     with unchanged(model):
         why = why_fixed(model, size) if has_learned(model) and size else ""

@@ -122,19 +122,9 @@ def test_a_jpeg_may_come_smaller_but_not_too_small(photo) -> None:
     assert decode_image(data, channels=3).size == (240, 160)
 
 
-@pytest.mark.parametrize("scale", [1.0, 1 / 255])
-def test_tiffs_of_floats_are_no_black_images(scale: float) -> None:
-    values = np.tile(np.arange(16, dtype=np.float32) * 17 * scale, (16, 1))
-    image = decode_image(encoded(Image.fromarray(values), "TIFF"), channels=3)
-    assert np.array_equal(np.asarray(image)[0, :, 0], np.arange(16) * 17)
-
-
-@pytest.mark.parametrize("value", [-1.0, 256.0, float("nan"), float("inf")])
-def test_floats_of_no_known_range_are_bad_images(value: float) -> None:
-    values = np.zeros((8, 8), np.float32)
-    values[4, 4] = value
-    with pytest.raises(BadImageError, match=r"float pixels from .* 8 or 16 bits"):
-        decode_image(encoded(Image.fromarray(values), "TIFF"), channels=1)
+def test_floats_of_no_known_range_are_bad_images() -> None:
+    with pytest.raises(BadImageError, match=r"float pixels, .* 8 or 16 bits"):
+        decode_image(encoded(Image.fromarray(np.zeros((8, 8), np.float32)), "TIFF"), channels=1)
 
 
 def turned(how: int, format: str = "JPEG") -> bytes:

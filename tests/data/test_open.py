@@ -50,7 +50,6 @@ def folder(tmp_path: Path, write_folder) -> Path:
         ({"channels": "3"}, "channels must be 1"),
         ({"val_split": 1.0}, "val_split must be a number above 0 and below 1, not 1.0"),
         ({"val_split": "0.2"}, "val_split must be a number"),
-        ({"val_seed": -1}, "val_seed must be"),
         ({"test": 3}, "test must be of type str or .*Path"),
         ({"class_names": 3}, "class_names must be of type"),
         ({"val_split": 0.5}, "test images and class names of its own"),
@@ -114,8 +113,7 @@ def test_a_flat_folder_is_divided_class_by_class(flat: Path) -> None:
     assert data.test.labels.bincount().tolist() == [2, 1]
     assert data.details == {"val_split": {"share": 0.2, "seed": 0}}
     assert str(data.train.problems) == "1 empty class folder (photos/notes)"
-    again, other = open_data(flat, val_split=0.2), open_data(flat, val_seed=1)
-    assert again.digest == data.digest != other.digest
+    assert open_data(flat, val_split=0.2).digest == data.digest != open_data(flat, val_split=0.3).digest
     half = open_data(flat, val_split=0.4, resident_bytes=0)
     assert (len(half.train), len(half.test)) == (9, 6)
     assert sorted(half.train.rows.tolist() + half.test.rows.tolist()) == list(range(15))
