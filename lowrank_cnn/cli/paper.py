@@ -43,7 +43,6 @@ def reproduce_command(
     seeds: Annotated[int | None, option("Runs of each network; by default as in the experiment.", min=1)] = None,
     settings: Settings = None,
     device: Device = "auto",
-    compile_: Annotated[bool | None, option("Train through torch.compile.", "--compile/--no-compile")] = None,
     workers: Workers = 0,
     limit: Limit = None,
     bad: Bad = "skip",
@@ -76,7 +75,6 @@ def reproduce_command(
         images = open_data(data, limit=limit, bad=bad)
         print_problems(images, _say)
         how = {"device": device, "workers": workers, "progress": progress and not as_json}
-        how |= {"compile": "auto" if compile_ is None else compile_}
         changes = {"settings": parse_settings(settings or [])}
         with continued_by_same_command():
             found = reproduce(experiment, images, out, say=_say, **chosen, **changes, **how)

@@ -262,7 +262,6 @@ def test_showing_progress_draws_no_random_numbers_from_the_run(driver, tmp_path,
     [
         ({"precision": "bf16"}, "bf16 trains many times slower than fp32 on most CPUs"),
         ({"drop_epochs": (5, 9)}, "after 5 and 9 epochs; this run has 1"),
-        ({"schedule": "cosine", "levels": 2, "holdout": 0.2}, "levels divides the rate on top"),
         (
             {"batch_size": 40},
             "This run has 2 steps, 2 batches of 40 images in an epoch: a smaller batch_size",
