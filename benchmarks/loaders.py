@@ -7,7 +7,6 @@ photographs (amplitude falls as 1/frequency). They lie in class folders, a few o
 sees crops of 160 pixels from a shorter side of 183. The ways are:
 
 - full size: the JPEGs are read, decoded and scaled in every epoch;
-- shrunk once: the same from JPEGs that `lowrank shrink` stored with a shorter side of 183;
 - held as bytes: all images are decoded before the first epoch and stay on the device, one byte for each value;
 - held as floats: the same, preprocessed once, which takes two or four times as much memory.
 
@@ -38,7 +37,6 @@ from benchmarks.common import parser, rates, write_record
 from lowrank_cnn.core.environment import environment
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Augment, Loader, Split, Standardize, StreamedLoader, make_loader, open_data, resident
-from lowrank_cnn.data.shrink import shrink
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.step import TrainingStep, build_update, fused_to_train
@@ -97,24 +95,19 @@ def loader_of(split: Split, arguments: argparse.Namespace, *, resize: int | None
     )
 
 
-def ways(full: Path, shrunk: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Loader]]]:
+def ways(full: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Loader]]]:
     """Each way with the function that makes its loader; making it is what happens before the first epoch."""
 
-    def streamed(folder: Path) -> Loader:
-        split = open_data(folder, resident_bytes=0, progress=False).train
+    def streamed() -> Loader:
+        split = open_data(full, resident_bytes=0, progress=False).train
         return loader_of(split, arguments, resize=SIDE, workers=arguments.workers)
-
-    def shrunk_once() -> Loader:
-        shrink(full, shrunk, side=SIDE, workers=arguments.workers, per_shard=1024)
-        return streamed(shrunk)
 
     def held(most_prepared: float) -> Loader:
         with mock.patch.object(resident, "MOST_PREPARED_BYTES", most_prepared):
             split = open_data(full, image_size=SIDE, resident_bytes=2**40, progress=False).train
             return loader_of(split, arguments)
 
-    yield "full size", lambda: streamed(full)
-    yield "shrunk once", shrunk_once
+    yield "full size", streamed
     yield "held as bytes", lambda: held(0)
     yield "held as floats", lambda: held(float("inf"))
 
@@ -186,12 +179,12 @@ def alone_rate(update: Step, images: Tensor, labels: Tensor, seconds: float) -> 
     return count * len(images) / min(steps_take(count) for _ in range(3))
 
 
-def measure(full: Path, shrunk: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure(full: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The record after each way, so an interrupted run keeps its results."""
     update, alone = training_step(arguments) if arguments.network else (None, None)
     print(f"{arguments.network} alone: {alone} images/s", flush=True)
     rows, refused = {}, {}
-    for name, make in ways(full, shrunk, arguments):
+    for name, make in ways(full, arguments):
         if arguments.ways and name not in arguments.ways:
             continue
         try:
@@ -238,7 +231,7 @@ def main() -> None:
     arguments = parse()
     before = json.loads(arguments.out.read_text())["machines"] if arguments.out.exists() else []
     with tempfile.TemporaryDirectory() as folder:
-        full, shrunk = Path(folder, "full"), Path(folder, "shrunk")
+        full = Path(folder)
         mean = make_photographs(full, arguments.images, arguments.photographs)
         setting = {
             "size": [WIDTH, HEIGHT],
@@ -248,7 +241,7 @@ def main() -> None:
             "network": arguments.network,
         }
         setting |= {name: getattr(arguments, name) for name in ("images", "batch", "repeats", "workers", "device")}
-        for measured in measure(full, shrunk, arguments):
+        for measured in measure(full, arguments):
             machine: dict[str, Any] = {"setting": setting, **measured, "environment": environment()}
             others = [one for one in before if hardware(one) != hardware(machine)]
             write_record(arguments.out, "loaders", machines=[*others, machine], environment=machine["environment"])

@@ -1,4 +1,4 @@
-"""Memory of a training step, by network and batch size, with and without activation checkpointing.
+"""Memory of a training step, by network and batch size.
 
     python -m benchmarks.memory [--part kept peaks] [--networks ...] [--images 224 56] [--batches 64 256] \
         [--out benchmarks/results/memory.json]
@@ -26,12 +26,12 @@ from lowrank_cnn.kernels.autotune.choice import prepare
 from lowrank_cnn.kernels.device import for_graphs
 from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.recompute import recomputed
 from lowrank_cnn.train.step import TrainingStep, fused_to_train
 
 STEPS = 2
 """Steps whose peak is recorded, after two more in which libraries choose their algorithms."""
-WAYS = {"all maps kept": False, "stages computed again": True}
+WAY = "all maps kept"
+"""The record also has rows of a way that the library no longer has."""
 PARTS = ("kept", "peaks")
 
 Row = dict[str, Any]
@@ -45,20 +45,13 @@ def network(name: str, image: int, device: torch.device, norm: str | None) -> nn
     return net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def placed(net: nn.Module, image: int, again: bool) -> nn.Module:
-    """As `fit` runs it on this device."""
-    on_gpu = next(net.parameters()).is_cuda
-    runs = fused_to_train(net, (3, image, image)) if on_gpu else net
-    return recomputed(runs).train() if again else runs
-
-
 def batch_of(n: int, image: int, device: torch.device) -> tuple[Tensor, Tensor]:
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
     images = torch.randn(n, 3, image, image, device=device, dtype=kind)
     return images.contiguous(memory_format=torch.channels_last), torch.arange(n, device=device) % 1000
 
 
-def kept_per_image(forward: nn.Module, net: nn.Module, image: int) -> int:
+def kept_per_image(net: nn.Module, image: int) -> int:
     """Bytes of the distinct tensors that a forward pass keeps for an image, weights apart."""
     own = {parameter.untyped_storage().data_ptr() for parameter in net.parameters()}
     found: dict[int, Tensor] = {}
@@ -70,7 +63,7 @@ def kept_per_image(forward: nn.Module, net: nn.Module, image: int) -> int:
 
     images, _ = batch_of(2, image, torch.device("cpu"))
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        forward(images)
+        net(images)
     # The statistics of batch norm do not grow with the batch.
     maps = [tensor for tensor in found.values() if tensor.shape[:1] == (2,)]
     return sum(tensor.untyped_storage().nbytes() for tensor in maps) // 2
@@ -100,24 +93,20 @@ def peak(net: nn.Module, forward: nn.Module, batch: int, image: int, device: tor
 
 
 def measure_kept(name: str, image: int, norm: str | None) -> Iterator[Row]:
-    """A row for each way, on a CPU."""
+    """On a CPU, where layers are not fused."""
     net = network(name, image, torch.device("cpu"), norm)
-    weights = sum(4 * parameter.numel() for parameter in net.parameters())
-    for way, again in WAYS.items():
-        kept = kept_per_image(placed(net, image, again), net, image)
-        yield {"network": name, "image": image, "way": way, "weight_bytes": weights, "kept_bytes_per_image": kept}
+    weights, kept = sum(4 * parameter.numel() for parameter in net.parameters()), kept_per_image(net, image)
+    yield {"network": name, "image": image, "way": WAY, "weight_bytes": weights, "kept_bytes_per_image": kept}
 
 
 def measure_peaks(name: str, image: int, norm: str | None, batches: list[int]) -> Iterator[Row]:
-    """A row for each way and batch size, on a GPU."""
+    """A row for each batch size, on a GPU and fused as `fit` does."""
     device = torch.device("cuda")
-    for way, again in WAYS.items():
-        net = network(name, image, device, norm)
-        forward = placed(net, image, again)
-        for batch in batches:
-            row = {"network": name, "image": image, "way": way, "batch": batch}
-            yield row | attempt(net, forward, batch, image, device)
-        del net, forward
+    net = network(name, image, device, norm)
+    forward = fused_to_train(net, (3, image, image))
+    for batch in batches:
+        row = {"network": name, "image": image, "way": WAY, "batch": batch}
+        yield row | attempt(net, forward, batch, image, device)
 
 
 def attempt(net: nn.Module, forward: nn.Module, batch: int, image: int, device: torch.device) -> Row:

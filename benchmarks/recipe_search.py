@@ -83,10 +83,9 @@ def main() -> None:
     made.add_argument("--start", choices=STARTS, default="settled", help="How the class maps begin.")
     made.add_argument("--compile", action="store_true")
     made.add_argument("--limit", type=int)
-    made.add_argument("--missing", choices=("refuse", "skip"), default="refuse", help="Shards that are missing.")
     made.add_argument("--budget", type=float, default=1e9, help="Start nothing new after this many seconds.")
     arguments = made.parse_args()
-    data = open_data(arguments.data, limit=arguments.limit, missing=arguments.missing)
+    data = open_data(arguments.data, limit=arguments.limit)
     data = data.holdout(HELD_OUT if not arguments.limit else 100, 0)
     rows, began = [], time.monotonic()
     for settings in arguments.tries or [""]:

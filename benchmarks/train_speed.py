@@ -153,7 +153,7 @@ def main() -> None:
     made.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1))
     made.add_argument("--limit", type=int, default=None)
     arguments = made.parse_args()
-    data = open_data(arguments.data, limit=arguments.limit, missing="skip")
+    data = open_data(arguments.data, limit=arguments.limit)
     recipes = {name: get_recipe(name, holdout=0, levels=0, evaluate_every=10**6) for name in arguments.recipes}
     settings = {name: recipe.to_dict() for name, recipe in recipes.items()}
     setting = {"recipes": settings, "images": len(data.train), "workers": arguments.workers}

@@ -6,13 +6,11 @@ from typing import Any
 
 from tables.form import JsonRecord, from_record, markdown, source
 
-KINDS = {"mosaic": "full size", "shrunk": "shrunk"}
-
-
-SHOWN = "Pillow", "simplejpeg"
-"""The decoders that training uses; the record has others, and ways to scale and crop."""
-REMOVED = "decoded by the GPU"
-"""A way that the library no longer has."""
+KINDS = {"mosaic": "full size", "shrunk": "scaled once"}
+DECODER = "Pillow"
+"""That of training; the record has others, and ways to scale and crop."""
+REMOVED = ("decoded by the GPU", "shrunk once")
+"""Ways that the library no longer has."""
 
 
 @from_record("input_pipeline.json")
@@ -23,22 +21,21 @@ def input_pipeline(found: JsonRecord) -> str:
 
 def _pipeline(machine: dict[str, Any]) -> str:
     kinds, setting = machine["rows"], machine["setting"]
-    rows: list[list[object]] = []
-    for name in SHOWN:
-        if name in kinds["mosaic"]["decode"]:
-            rows.append([f"decoded by {name}", *(_rate(kinds[kind]["decode"].get(name)) for kind in KINDS)])
-    rows.append(["read and framed by a worker", *(_rate(kinds[kind]["worker"]) for kind in KINDS)])
+    rows = [
+        [f"decoded by {DECODER}", *(_rate(kinds[kind]["decode"][DECODER]) for kind in KINDS)],
+        ["read and framed by a worker", *(_rate(kinds[kind]["worker"]) for kind in KINDS)],
+    ]
     columns = ["<images/s per core", *(f"{title}, {_kilo(kinds[kind])}" for kind, title in KINDS.items())]
     note = (
         f"\nMedian and range of {setting['repeats']} rounds over {setting['photographs']} JPEGs of "
-        f"{setting['size'][0]}x{setting['size'][1]}; shrunk to a shorter side of 256.\n"
+        f"{setting['size'][0]}x{setting['size'][1]}; scaled to a shorter side of 256.\n"
     )
+    if "simplejpeg" in kinds["shrunk"]["decode"]:
+        note += "The worker decoded scaled ones by simplejpeg, which the library no longer uses.\n"
     return markdown(columns, rows) + note + source("input_pipeline.json", machine["environment"])
 
 
-def _rate(found: dict[str, float] | None) -> str:
-    if not found:
-        return ""
+def _rate(found: dict[str, float]) -> str:
     return f"{found['images_per_second']:,.0f} ({found['lowest']:,.0f} to {found['highest']:,.0f})"
 
 
@@ -61,7 +58,7 @@ def _loader_table(runs: list[dict[str, Any]]) -> str:
     setting, trains = runs[0]["setting"], [run["step_images_per_second"] for run in runs]
     on_gpu = None not in trains
     rows = []
-    for name, row in ((name, row) for run in runs for name, row in run["rows"].items() if name != REMOVED):
+    for name, row in ((name, row) for run in runs for name, row in run["rows"].items() if name not in REMOVED):
         idle = [f"{row['trained_per_second']:,.0f}", f"{row['idle']:.0%}"] if on_gpu else []
         rows.append([name, _rate(row), f"{row['seconds_before']:.1f}", *idle])
     columns = ["<the set is kept", "images/s", "s before the first epoch"]

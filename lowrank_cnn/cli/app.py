@@ -126,7 +126,6 @@ COMMANDS = {
     "evaluate": Entry("evaluate", "Train", "Measure accuracy on test images."),
     "predict": Entry("evaluate", "Train", "Classify image files."),
     "report": Entry("report", "Train", "Write one HTML page about training runs and timings."),
-    "shrink": Entry("data", "Train", "Store large photographs at the size that training needs."),
     "convert": Entry("convert", "Convert", "Rewrite the convolutions of any network with low-rank filters."),
     "decompose": Entry("convert", "Convert", "Approximate trained convolutions by low-rank filters."),
     "thin": Entry("convert", "Convert", "Make a thinner network: fewer channels in every layer."),

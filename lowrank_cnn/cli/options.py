@@ -69,7 +69,6 @@ Settings = Annotated[
 
 ClassNames = Annotated[Path | None, option("Lines of a class folder, a tab, its name.", panel=IMAGES)]
 Bad = Annotated[Literal["skip", "refuse"], option("Skip images that cannot be used, or stop.", panel=IMAGES)]
-Missing = Annotated[Literal["skip", "refuse"], option("Skip a missing shard, or stop.", panel=IMAGES)]
 Limit = Annotated[int | None, option("Use at most this many images of a split.", panel=IMAGES)]
 Size = Annotated[str | None, option("Resize every image to 64x64 (64) or 48x64.", panel=IMAGES)]
 Workers = Annotated[int, option("Processes that decode streamed images.", panel=IMAGES)]

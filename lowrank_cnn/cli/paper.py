@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import lowrank_cnn as lr
-from lowrank_cnn.cli.options import Bad, Device, Json, Limit, Missing, Runs, Settings, Workers, option
+from lowrank_cnn.cli.options import Bad, Device, Json, Limit, Runs, Settings, Workers, option
 from lowrank_cnn.cli.show import (
     console,
     continued_by_same_command,
@@ -43,15 +43,9 @@ def reproduce_command(
     seeds: Annotated[int | None, option("Runs of each network; by default as in the experiment.", min=1)] = None,
     settings: Settings = None,
     device: Device = "auto",
-    compile_: Annotated[bool | None, option("Train through torch.compile.", "--compile/--no-compile")] = None,
-    recompute: Annotated[
-        bool, option("Save memory: recompute activations in the backward pass.", "--checkpoint-activations")
-    ] = False,
     workers: Workers = 0,
     limit: Limit = None,
     bad: Bad = "skip",
-    missing: Missing = "refuse",
-    weights: Annotated[bool, option("Keep the weights of finished runs.")] = True,
     progress: Annotated[bool, option("Print a line for every epoch.", "--progress")] = False,
     as_json: Json = False,
 ) -> None:
@@ -78,11 +72,10 @@ def reproduce_command(
     else:
         if data is None:
             raise LowRankError("training needs images: give --data, or --table to see what is finished.")
-        images = open_data(data, limit=limit, bad=bad, missing=missing)
+        images = open_data(data, limit=limit, bad=bad)
         print_problems(images, _say)
         how = {"device": device, "workers": workers, "progress": progress and not as_json}
-        how |= {"compile": "auto" if compile_ is None else compile_, "checkpoint_activations": recompute}
-        changes = {"settings": parse_settings(settings or []), "keep_weights": weights}
+        changes = {"settings": parse_settings(settings or [])}
         with continued_by_same_command():
             found = reproduce(experiment, images, out, say=_say, **chosen, **changes, **how)
         # Show all finished runs, but list only missing runs of the selected parts and networks.

@@ -31,7 +31,7 @@ def report_command(
     """Write one HTML page about training runs and timings.
 
     The page holds tables and charts in one file, and loads nothing from the network. If networks of the paper are
-    among the runs, its tables and the audit are there too.
+    among the runs, its published figures are there too.
 
     Examples:
 
@@ -81,7 +81,7 @@ def figure_command(
       lowrank figure filters --model nin-c3-lr --pretrained cifar10
       lowrank figure shapes --model runs/own --into model.py:make
     """
-    from lowrank_cnn.report.figures import FIGURES, TRADE_FIGURES, FigureOptions, draw_figure
+    from lowrank_cnn.report.figures import FIGURES, TRADE_FIGURES, draw_figure
     from lowrank_cnn.report.records import read_records, require_records
 
     if name is None:
@@ -99,7 +99,7 @@ def figure_command(
         networks = _networks(named, pretrained, into, seed, twin=kind.twin)
     elif pretrained:
         raise LowRankError(f"the figure {name} takes no model and no weights.")
-    draw_figure(name, followed(place), FigureOptions(records, networks, seed))
+    draw_figure(name, followed(place), records=records, networks=networks, seed=seed)
     if as_json:
         return print_json({"figure": name, "file": str(place)})
     if not printed:

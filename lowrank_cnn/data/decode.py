@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import base64
-import importlib
 import io
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -144,7 +141,7 @@ def _upright(image: Image) -> Image:
 def _convert(image: Image, channels: int) -> Image:
     mode = "L" if channels == 1 else "RGB"
     if image.mode == "F":
-        image = _from_floats(image)
+        raise BadImageError("float pixels, of no known range: save the image with 8 or 16 bits")
     if image.mode in _DEEP:
         image = image.point(lambda value: value * (1 / 256)).convert("L")
     if image.mode == "P" and "transparency" in image.info:
@@ -152,22 +149,9 @@ def _convert(image: Image, channels: int) -> Image:
     return image if image.mode == mode else image.convert(mode)
 
 
-def _from_floats(image: Image) -> Image:
-    """Floats from 0 to 1 are scaled to bytes, and those from 0 to 255 rounded; others have no known range."""
-    numpy = require("numpy", extra="data", purpose="decoding images")
-    values = numpy.asarray(image)
-    low, high = float(values.min()), float(values.max())
-    if not (low >= 0 and high <= 255):  # nor where one is not a number
-        raise BadImageError(f"float pixels from {low:g} to {high:g}: save the image with 8 or 16 bits")
-    return _pillow().fromarray((values * (255 if high <= 1 else 1)).round().astype("uint8"))
-
-
 def _reason(error: Exception) -> str:
     text = first_line(error)
     return "not a known image format" if text.startswith("cannot identify") else text
-
-
-_JPEG_START, _EXIF = b"\xff\xd8\xff", b"Exif\0\0"
 
 
 @dataclass(frozen=True)
@@ -205,7 +189,7 @@ class Framing:
         else:
             image = scale_shorter(image, self.resize) if self.resize else image
             image = crop_at(image, top, left, height, width, fill=self.fill)
-        if self.mirrored(draws):
+        if draws and self.mirror and draws[2] < 0.5:
             image = image.transpose(_pillow().Transpose.FLIP_LEFT_RIGHT)
         return image
 
@@ -217,53 +201,10 @@ class Framing:
         pad = self.pad
         return int(draws[0] * (top + 2 * pad + 1)) - pad, int(draws[1] * (left + 2 * pad + 1)) - pad
 
-    def mirrored(self, draws: list[float] | None) -> bool:
-        return bool(draws) and self.mirror and draws[2] < 0.5
-
 
 def frame_image(data: bytes, framing: Framing, channels: int, draws: list[float] | None) -> bytes:
-    """The window of an encoded image as bytes [h, w, C].
-
-    Pillow decodes, and scales only the part that the window shows. A colour JPEG that is stored at the right scale
-    already, as `lowrank shrink` writes them, is decoded by simplejpeg if that is installed: the same pixels, a
-    third faster (`benchmarks/input_pipeline.py`).
-    """
-    if channels == 3 and (window := _cut_by_simplejpeg(data, framing, draws)) is not None:
-        return window
+    """The window of an encoded image as bytes [h, w, C]; only the part that it shows is scaled."""
     return framing(decode_image(data, channels=channels, at_least=framing.at_least), draws).tobytes()
-
-
-def _cut_by_simplejpeg(data: bytes, framing: Framing, draws: list[float] | None) -> bytes | None:
-    """The window of a JPEG that has the right scale; None for others, and if simplejpeg is missing or fails.
-
-    Pillow decodes JPEGs with EXIF data, which may say that the image has to be turned.
-
-    To mirror the window, all bytes of a row are reversed, so the colours are decoded in reverse order.
-    """
-    jpeg = _simplejpeg()
-    if jpeg is None or framing.pad or not data.startswith(_JPEG_START) or _EXIF in data:
-        return None
-    mirrored = framing.mirrored(draws)
-    try:
-        height, width, space, _ = jpeg.decode_jpeg_header(data)
-        right_scale = scaled(height, width, framing.resize) == (height, width)
-        if space in ("CMYK", "YCCK") or framing.size not in (None, (height, width)) or not right_scale:
-            return None
-        pixels = jpeg.decode_jpeg(data, "BGR" if mirrored else "RGB")
-    except ValueError:  # Pillow decodes more, and says what is wrong with the rest
-        return None
-    top, left = framing.corner(height, width, draws)
-    rows = pixels.reshape(height, 3 * width)
-    window = rows[top : top + framing.window[0], 3 * left : 3 * (left + framing.window[1])]
-    return (window[:, ::-1] if mirrored else window).tobytes()
-
-
-@cache
-def _simplejpeg() -> ModuleType | None:
-    try:
-        return importlib.import_module("simplejpeg")
-    except ImportError:
-        return None
 
 
 SIDE = 96

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.core.errors import LowRankError, nearest
-from lowrank_cnn.core.files import UnreadableError, is_regular, read_json, read_regular, read_text
+from lowrank_cnn.core.files import is_regular, read_regular, read_text
 from lowrank_cnn.data.decode import BadImageError
 from lowrank_cnn.data.store import ImageStore, LabelledImages, no_problems
 from lowrank_cnn.data.types import Problems
@@ -32,9 +32,6 @@ class FolderStore(ImageStore):
             return read_image(self.paths[row])
         except OSError as error:
             raise BadImageError(error.strerror or "unreadable") from error
-
-    def file_of(self, row: int) -> int:
-        return row
 
     def where(self, row: int) -> str:
         return os.path.relpath(self.paths[row], self.root.parent)
@@ -235,17 +232,10 @@ def _store(folder: Path, rows: Sequence[TableRow], classes: Sequence[str], probl
 
 
 def read_class_names(path: Path) -> dict[str, str]:
-    """Names to show for classes: a JSON object, or lines of class and name parted by a tab or comma."""
-    if path.suffix.lower() == ".json":
-        try:
-            found = read_json(path, most=_MOST_BYTES)
-        except UnreadableError as error:
-            raise LowRankError(f"{path} cannot be used, it should map class folders to names: {error}.") from error
-        pairs = list(found.items()) if isinstance(found, dict) else []
-    else:
-        lines = [line for line in _text(path).splitlines() if line.strip()]
-        pairs = [line.split("\t" if "\t" in line else ",", 1) for line in lines]
-    if not pairs or not all(len(pair) == 2 and all(isinstance(part, str) for part in pair) for pair in pairs):
+    """Names to show for classes: lines of class and name parted by a tab or comma."""
+    lines = [line for line in _text(path).splitlines() if line.strip()]
+    pairs = [line.split("\t" if "\t" in line else ",", 1) for line in lines]
+    if not pairs or any(len(pair) < 2 for pair in pairs):
         raise LowRankError(f"{path} is to hold a class and its name in each line, parted by a tab or a comma.")
     return {folder.strip(): name.strip() for folder, name in pairs}
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import re
-import threading
-import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -24,7 +20,6 @@ from lowrank_cnn.core.files import UnreadableError, is_regular, parse_json, regu
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.data.decode import BadImageError
 from lowrank_cnn.data.store import NO_LABEL, ImageStore, LabelledImages, no_problems
-from lowrank_cnn.data.types import Bad, Problems
 
 MOST_ROWS = 3 * 10**7
 """Images of one split: twice those of ImageNet-21k."""
@@ -43,7 +38,7 @@ _BATCH_ROWS = 2**16
 _NAMED = 5
 
 
-def open_parquet(folder: Path, *, name: str, missing: Bad) -> LabelledImages:
+def open_parquet(folder: Path, *, name: str) -> LabelledImages:
     """The images of the shards in a folder. Test shards may number their classes in another order."""
     shards, problems = find_shards(folder), no_problems()
     # `test` first, unless its labels are withheld, that is, all negative.
@@ -52,7 +47,7 @@ def open_parquet(folder: Path, *, name: str, missing: Bad) -> LabelledImages:
     names: list[str] = []
     for split, files in (("train", shards.get("train")), ("test", shards[tested[0]] if tested else None)):
         if files:
-            stores[split], named = open_shards(files, missing=missing, problems=problems[split])
+            stores[split], named = open_shards(files)
             if names and named and named != names:
                 stores[split] = stores[split].with_classes(named, names, problems[split])
             names = names or named
@@ -94,9 +89,6 @@ class ParquetStore(ImageStore):
         if not data:
             raise BadImageError("no bytes")
         return data
-
-    def file_of(self, row: int) -> int:
-        return self.groups[self._find(row)[0]].shard
 
     def where(self, row: int) -> str:
         index, offset = self._find(row)
@@ -164,13 +156,11 @@ def absent_shards(files: Sequence[Path]) -> list[str]:
     return [f"{matches[0]['split']}-{part:0{width}d}-of-{counts[0]}.parquet" for part in absent]
 
 
-def open_shards(files: Sequence[Path], *, missing: Bad, problems: Problems) -> tuple[ParquetStore, list[str]]:
+def open_shards(files: Sequence[Path]) -> tuple[ParquetStore, list[str]]:
     """The store over these shards, and the class names that their schema gives ([] where it gives none)."""
-    absent = absent_shards(files)
-    if absent and missing == "refuse":
+    if absent := absent_shards(files):
         more = f" and {len(absent) - _NAMED:,} more" if len(absent) > _NAMED else ""
         raise LowRankError(f"{files[0].parent} lacks the shard {', '.join(absent[:_NAMED])}{more}.")
-    problems.add_all(("missing shard", name) for name in absent)
     groups: list[RowGroup] = []
     labels: list[Tensor] = []
     image, names = "", []
@@ -292,17 +282,9 @@ def read_binaries(path: str | Path, name: str, group: int) -> Any:
     return column.field("bytes") if hasattr(column, "field") else column
 
 
-STALL_SECONDS = 60.0
-"""A download that receives nothing for this long is stopped; its total time is not limited."""
-ATTEMPTS = 2
-_LOOK_SECONDS = 0.5
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 # ILSVRC's test images come without labels: 13 GB that nothing here could use.
 _WANTED = {"ILSVRC/imagenet-1k": ("data/train-*.parquet", "data/validation-*.parquet")}
-
-
-class StalledError(Exception):
-    """The server accepted the connection and then sent nothing."""
 
 
 def is_repository(source: str) -> bool:
@@ -313,25 +295,13 @@ def is_repository(source: str) -> bool:
 def download_shards(repository: str) -> Path:
     """The local folder of the set's shards, downloaded where they are not cached yet.
 
-    Its progress is shown by huggingface_hub. A mistyped local path is not looked up on the Hub. A download whose
-    server falls silent is tried again; at last the copy that a run before has cached is taken.
+    Its progress is shown by huggingface_hub. A mistyped local path is not looked up on the Hub.
     """
     _check_not_local(repository)
     hub = require("huggingface_hub", extra="data", purpose="fetching a set from the Hub")
-    cache = Path(hub.constants.HF_HUB_CACHE) / f"datasets--{repository.replace('/', '--')}"
     wanted = list(_WANTED.get(repository, ("*.parquet",)))
-
-    def download(**options: Any) -> str:
-        return hub.snapshot_download(repository, repo_type="dataset", allow_patterns=wanted, **options)
-
     try:
-        for _ in range(ATTEMPTS):
-            with suppress(StalledError):
-                return Path(_watched(download, cache))
-        try:
-            return Path(download(local_files_only=True))
-        except Exception as error:
-            raise StalledError(f"the server has sent nothing for {STALL_SECONDS:g} s") from error
+        return Path(hub.snapshot_download(repository, repo_type="dataset", allow_patterns=wanted))
     except Exception as error:  # network, permission, disk and unknown names have no common ancestor
         raise LowRankError(
             f"{repository} is no local folder and cannot be fetched from the Hub ({first_line(error)}): "
@@ -349,35 +319,3 @@ def _check_not_local(source: str) -> None:
     raise LowRankError(
         f"there is no folder {source}; {there} A set of the Hub is not looked up by the name of a local folder."
     )
-
-
-def _watched(download: Callable[[], str], cache: Path) -> str:
-    """Run a download in a thread, for as long as the files in the cache grow.
-
-    Time-outs of the library's own do not cover all of its requests.
-    """
-    done: Future[str] = Future()
-
-    def work() -> None:
-        try:
-            done.set_result(download())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    size, since = _size(cache), time.monotonic()
-    while not wait([done], _LOOK_SECONDS).done:
-        if (now := _size(cache)) != size:
-            size, since = now, time.monotonic()
-        if time.monotonic() - since > STALL_SECONDS:
-            raise StalledError
-    return done.result()
-
-
-def _size(folder: Path) -> int:
-    """Bytes of all files in a folder, those that are still growing too."""
-    total = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):  # renamed meanwhile
-            total += path.lstat().st_size
-    return total

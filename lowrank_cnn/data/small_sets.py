@@ -1,4 +1,4 @@
-"""CIFAR-10 from its official binary archive or the folder extracted from it, never pickled; and `digits`."""
+"""CIFAR-10 from its official binary archive, never unpacked or pickled; and `digits`."""
 
 from __future__ import annotations
 
@@ -6,95 +6,55 @@ import gzip
 import hashlib
 import importlib.util
 import tarfile
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lowrank_cnn.core.errors import LowRankError, missing_extra
-from lowrank_cnn.core.files import open_regular, read_regular
+from lowrank_cnn.core.files import open_regular
 from lowrank_cnn.data.resident import ResidentSplit
 from lowrank_cnn.data.types import Data, split_off
 
 ARCHIVE = "cifar-10-binary.tar.gz"
 ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-# Sums of the SHA-256 of all records, which tell the images and labels of a split in whatever order.
-CONTENT = {
-    "train": "d17523651dcffdf1be45e6671e5077f61b15cbf5376a64e556c870e6fb6066d3",
-    "test": "ab21d127e2bbf4b95f1588dcadf3c8502b8fedb328dd5315bc7fa51b5ab965c0",
-}
-
 _FOLDER = "cifar-10-batches-bin"
 _FILES = {
     "train": tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
     "test": ("test_batch.bin",),
 }
-_NAMES = _FILES["train"] + _FILES["test"]
-_PICKLED = ("cifar-10-python.tar.gz", "cifar-10-batches-py", "data_batch_1")
+_OTHERS = ("cifar-10-python.tar.gz", "cifar-10-batches-py", "data_batch_1", _FOLDER, "data_batch_1.bin")
 _RECORD = 1 + 3 * 32 * 32
-_LARGEST_FILE = 10_000 * _RECORD
 
 
-def open_cifar(path: Path, *, content_sums: Mapping[str, str] = CONTENT, md5: str = ARCHIVE_MD5) -> Data:
-    """The set from its archive, from the folder extracted from it, or from a folder that holds either.
-
-    The archive is checked by its MD5 and never unpacked to disk; extracted files are checked by their content.
-    """
-    place = path if path.is_file() else _place(path)
-    if place is None or path.name == _PICKLED[0]:
-        raise LowRankError(f"{path} is the pickled CIFAR-10, which is not read: get {ARCHIVE} instead.")
+def open_cifar(path: Path, *, md5: str = ARCHIVE_MD5) -> Data:
+    """The set from its archive, which is checked by its MD5 and never unpacked to disk; or from its folder."""
+    place = path / ARCHIVE if path.is_dir() else path
+    if not place.is_file() or path.name in _OTHERS:
+        raise LowRankError(f"{path} is CIFAR-10 pickled or unpacked, which is not read: get {ARCHIVE} instead.")
     try:
-        content = _from_archive(place, md5) if place.is_file() else _from_folder(place, content_sums)
+        with open_regular(place) as file:
+            found = hashlib.file_digest(file, "md5").hexdigest()
+            if found != md5:
+                raise LowRankError(f"{place} is not CIFAR-10's {ARCHIVE}: its MD5 is {found} instead of {md5}.")
+            file.seek(0)
+            with tarfile.open(fileobj=file, mode="r:gz") as archive:
+                content = {
+                    split: b"".join(_member(archive, name) for name in names) for split, names in _FILES.items()
+                }
     except OSError as error:
         raise LowRankError(f"{place} cannot be read ({error.strerror or error}).") from error
-    splits = {split: b"".join(content[name] for name in names) for split, names in _FILES.items()}
-    return Data("cifar10", CLASSES, _split(place, splits["train"]), _split(place, splits["test"]))
-
-
-def _from_archive(path: Path, md5: str) -> dict[str, bytes]:
-    with open_regular(path) as file:
-        found = hashlib.file_digest(file, "md5").hexdigest()
-        if found != md5:
-            raise LowRankError(f"{path} is not CIFAR-10's {ARCHIVE}: its MD5 is {found} instead of {md5}.")
-        file.seek(0)
-        with tarfile.open(fileobj=file, mode="r:gz") as archive:
-            return {name: _member(archive, f"{_FOLDER}/{name}") for name in _NAMES}
-
-
-def _from_folder(folder: Path, content_sums: Mapping[str, str]) -> dict[str, bytes]:
-    if absent := [name for name in _NAMES if not (folder / name).is_file()]:
-        raise LowRankError(f"{folder} lacks {', '.join(absent)} of CIFAR-10.")
-    content = {name: read_regular(folder / name, most=_LARGEST_FILE) for name in _NAMES}
-    for split, names in _FILES.items():
-        if content_sum(content[name] for name in names) != content_sums[split]:
-            raise LowRankError(f"the {split} files in {folder} do not hold the images of CIFAR-10, or not all.")
-    return content
+    return Data("cifar10", CLASSES, _split(place, content["train"]), _split(place, content["test"]))
 
 
 def is_inside(path: Path) -> bool:
-    """Whether the folder looks like CIFAR-10, in its binary or its pickled form."""
-    return _place(path) is not None or any((path / name).exists() for name in _PICKLED)
-
-
-def content_sum(files: Iterable[bytes]) -> str:
-    """The sum of the digests of all records: it does not depend on their order."""
-    total = 0
-    for data in files:
-        for first in range(0, len(data), _RECORD):
-            total += int.from_bytes(hashlib.sha256(data[first : first + _RECORD]).digest(), "big")
-    return f"{total % 2**256:064x}"
-
-
-def _place(path: Path) -> Path | None:
-    """The folder of binary files, or the archive, in a folder."""
-    if (path / _NAMES[0]).is_file():
-        return path
-    return next((path / name for name in (_FOLDER, ARCHIVE) if (path / name).exists()), None)
+    """Whether the folder looks like CIFAR-10, in its archive, unpacked or pickled."""
+    return any((path / name).exists() for name in (ARCHIVE, *_OTHERS))
 
 
 def _member(archive: tarfile.TarFile, name: str) -> bytes:
+    name = f"{_FOLDER}/{name}"
     file = archive.extractfile(name) if name in archive.getnames() else None
     if file is None:
         raise LowRankError(f"{ARCHIVE} lacks {name}.")

@@ -35,6 +35,8 @@ from lowrank_cnn.data.workers import decode_rows
 RESIDENT_BYTES = 2**31
 VAL_SPLIT = 0.2
 """The share of images to test on where a set comes without test images."""
+VAL_SEED = 0
+"""Every opening of a set holds out the same images."""
 LARGE_SIDE = 256
 """Images whose shorter side is longer than this are resized to the network's own size by default."""
 _LARGEST_SIDE = 2**14
@@ -50,11 +52,9 @@ def open_data(
     image_size: ImageSize = None,
     default_size: ImageSize = None,
     channels: int | None = None,
-    missing: Bad = "refuse",
     resident_bytes: int = RESIDENT_BYTES,
     test: str | Path | None = None,
     val_split: float | None = None,
-    val_seed: int = 0,
     class_names: str | Path | None = None,
     only_test: bool = False,
     progress: bool = True,
@@ -66,27 +66,23 @@ def open_data(
     (100, (1, 28, 28))
 
     - `source`: a folder with `CLASS/*`, or with `train/CLASS/*` and `val` or `test`; a .csv with columns path and
-      label; a folder of parquet shards; a Hub repository as `owner/name`; CIFAR-10's binary archive or the folder
-      from it; `digits`. Of a set with both, `test` is tested on, and a warning says that `val` is not used.
+      label; a folder of parquet shards; a Hub repository as `owner/name`; CIFAR-10's binary archive;
+      `digits`. Of a set with both, `test` is tested on, and a warning says that `val` is not used.
     - `test`: another source whose images to test on; its classes are matched by name.
     - `val_split`: the share of each class to test on, where the set has no test images; 0.2 if not given.
-      `val_seed` chooses which.
     - `class_names`: a file with the names to show for classes, a class folder and its name in each line.
     - `image_size`: bring every image to this square, or height and width ("48x64"): scaled to cover it, then its
       centre. `default_size` does so only where images are large or differ in size.
     - `channels`: 1 or 3 to read all images as grey or in colour; else grey only where the set is.
     - `bad`: whether images that cannot be decoded and wrong labels are left out and counted, or refused.
     - `limit`: at most this many images of each split, class by class in proportion.
-    - `missing`: whether an absent shard is refused, or counted and done without.
     - `resident_bytes`: splits that take no more than this as uint8, all of one size, are held in memory.
     - `only_test`: for evaluation alone. A set without test images is one to test on, and needs none to train on.
     - `progress`: count the decoded images on standard error.
     """
     check_choice("bad", bad, ("skip", "refuse"))
-    check_choice("missing", missing, ("skip", "refuse"))
     check_number("limit", 1 if limit is None else limit, least=1, whole=True)
     check_number("resident_bytes", resident_bytes, least=0, whole=True)
-    check_number("val_seed", val_seed, least=0, whole=True)
     check_number("val_split", VAL_SPLIT if val_split is None else val_split, above=0, below=1)
     if channels not in (None, 1, 3):
         raise LowRankError(f"channels must be 1 (grey) or 3 (colour), not {channels!r}.")
@@ -95,13 +91,13 @@ def open_data(
     if test is not None and val_split is not None:
         raise LowRankError("test names images to test on, and val_split a share of the others: give one of them.")
     size, wanted = parse_image_size(image_size), parse_image_size(default_size)
-    found = _find(source, missing)
+    found = _find(source)
     if isinstance(found, Data):
         if test is not None or val_split is not None or class_names is not None:
             raise LowRankError(f"{found.name} has test images and class names of its own: leave such options out.")
         return _fewer_in_memory(found, limit, size, channels)
     if test is not None:
-        found = _tested_elsewhere(found, test, missing)
+        found = _tested_elsewhere(found, test)
     if class_names is not None:  # last: classes are matched by the names of their folders
         found = replace(found, classes=folders.renamed(found.classes, Path(class_names)))
     for text in _ignored_images(found, Path(source if test is None else test), only_test=only_test):
@@ -109,7 +105,7 @@ def open_data(
     reading = Reading(bad, limit, size, wanted, channels, resident_bytes, progress)
     if only_test:
         return _only_tested(found, reading)
-    return _both_splits(found, reading, val_split, val_seed)
+    return _both_splits(found, reading, val_split)
 
 
 def parse_image_size(value: object) -> tuple[int, int] | None:
@@ -136,7 +132,7 @@ def fewer(split: Split, limit: int | None) -> Split:
     return split if limit is None else split.subset(stratified(split.labels, limit, seed=0))
 
 
-def _find(source: str | Path, missing: Bad) -> Data | LabelledImages:
+def _find(source: str | Path) -> Data | LabelledImages:
     """The reader of each kind of source is tried in turn."""
     if not isinstance(source, str | Path):
         raise LowRankError(f"data is opened by its name or path, not by {source!r}.")
@@ -147,7 +143,7 @@ def _find(source: str | Path, missing: Bad) -> Data | LabelledImages:
         if small_sets.is_inside(path):
             return small_sets.open_cifar(path)
         if parquet.find_shards(path):
-            return parquet.open_parquet(path, name=path.resolve().name, missing=missing)
+            return parquet.open_parquet(path, name=path.resolve().name)
         return folders.open_images(path)
     if path.is_file() and path.suffix.lower() in (".csv", ".tsv"):
         return folders.open_table(path)
@@ -156,7 +152,7 @@ def _find(source: str | Path, missing: Bad) -> Data | LabelledImages:
     if path.is_file():
         return small_sets.open_cifar(path)
     if isinstance(source, str) and parquet.is_repository(source):
-        return parquet.open_parquet(parquet.download_shards(source), name=source, missing=missing)
+        return parquet.open_parquet(parquet.download_shards(source), name=source)
     raise LowRankError(
         f"there is no data at {source}: give digits, a folder of images (CLASS/* or train/CLASS/*) or of parquet "
         f"shards, a .csv of paths and labels, {small_sets.ARCHIVE}, or a Hub repository as owner/name."
@@ -190,9 +186,9 @@ def _in_channels(split: Split, channels: int) -> ResidentSplit:
     return ResidentSplit(decoded, (channels, *split.size[1:]))
 
 
-def _tested_elsewhere(found: LabelledImages, test: str | Path, missing: Bad) -> LabelledImages:
+def _tested_elsewhere(found: LabelledImages, test: str | Path) -> LabelledImages:
     """Train on one source and test on another, whose classes are matched by name."""
-    other = _find(test, missing)
+    other = _find(test)
     if isinstance(other, Data):
         raise LowRankError(f"{test} cannot be the test set of another: give a folder or a .csv.")
     tested = other.test or other.train
@@ -278,10 +274,10 @@ class Reading:
             problems=problems,
             what=f"Decoding images {which}" if self.progress else "",
         )
-        return ResidentSplit(decode, size, partial(store.fingerprint, rows), store)
+        return ResidentSplit(decode, size, partial(store.fingerprint, rows))
 
 
-def _both_splits(found: LabelledImages, reading: Reading, share: float | None, seed: int) -> Data:
+def _both_splits(found: LabelledImages, reading: Reading, share: float | None) -> Data:
     """Both splits of a set; the training images decide whether it is grey, and of which size."""
     name, train, test, problems = found.name, found.train, found.test, found.problems
     if train is None:
@@ -296,14 +292,14 @@ def _both_splits(found: LabelledImages, reading: Reading, share: float | None, s
     if test is None:
         share = share or VAL_SPLIT
         limit = {} if reading.limit is None else {"limit": reading.limit}
-        details["val_split"] = {"share": share, "seed": seed, **limit}
+        details["val_split"] = {"share": share, "seed": VAL_SEED, **limit}
         number = round(share * len(train_rows))
         if not 0 < number < len(train_rows):
             raise LowRankError(
                 f"{name} has no test images, and {share:g} of its {counted(len(train_rows), 'image')} leaves none "
                 f"to train or test on: set another share ({option('val_split', 0.5)})."
             )
-        rest, chosen = split_off(train.labels[train_rows], number, seed=seed)
+        rest, chosen = split_off(train.labels[train_rows], number, seed=VAL_SEED)
         test, train_rows, test_rows = train, train_rows[rest], train_rows[chosen]
         untrained = set(train.labels[test_rows].tolist()) - set(train.labels[train_rows].tolist())
         problems["train"].add_all(("untrained class", found.classes[label]) for label in sorted(untrained))

@@ -114,11 +114,6 @@ def unsurveyed() -> KernelSettings:
     return KernelSettings({_survey: None})
 
 
-def as_now() -> KernelSettings:
-    """A block with the present settings, for autograd's threads, which do not inherit context variables."""
-    return KernelSettings({variable: variable.get() for variable in (_forced, _tuning, _recording)})
-
-
 def is_tuning() -> bool:
     return _tuning.get()
 

@@ -371,15 +371,14 @@ def reproduce(
     networks: tuple[str, ...] = (),
     seeds: int | None = None,
     settings: Mapping[str, object] | None = None,
-    keep_weights: bool = True,
     say: Callable[[str], None] = print,
     **how: Any,
 ) -> ExperimentTable:
     """Train all of an experiment, or the parts and networks named, and write `table.json` into `out`.
 
-    settings change the recipe and the network of every run; keep_weights=False deletes the checkpoints of a run
-    once it has finished; how goes to `fit` (device, compile, progress, ...). The table covers everything in `out`.
-    If the loss of a run is not finite, this is printed, and the others continue.
+    settings change the recipe and the network of every run; how goes to `fit` (device, compile, progress, ...).
+    The table covers everything in `out`. If the loss of a run is not finite, this is printed, and the others
+    continue.
     """
     out, known = Path(out), parts_of(experiment)
     if len(data.classes) != CLASSES.get(experiment, len(data.classes)):
@@ -396,7 +395,7 @@ def reproduce(
                     say(f"{line.part}: {line.network} {line.variant} {told}")
                     torch.manual_seed(seed)
                     network = build(line.network, recipe, options, data)
-                    record = _train(network, data, recipe, directory, keep_weights, seed=seed, **how)
+                    record = _train(network, data, recipe, directory, seed=seed, **how)
                     say(f"  top-1 {100 * record.result['top1']:.2f}% in {record.result['seconds']:.0f} s")
             except HeldError:  # another process runs it
                 continue
@@ -433,15 +432,13 @@ def build(network: str, recipe: Recipe, options: Mapping[str, object], data: Dat
     return create_model(network, num_classes=len(data.classes), in_channels=channels, **chosen)
 
 
-def _train(
-    network: torch.nn.Module, data: Data, recipe: Recipe, directory: Path, keep_weights: bool, **how: Any
-) -> Record:
+def _train(network: torch.nn.Module, data: Data, recipe: Recipe, directory: Path, **how: Any) -> Record:
     """Finish a run. A recipe that evaluates on the test set does so only at the end."""
     if not recipe.holdout:
         recipe = replace(recipe, evaluate_every=max(1, recipe.epochs))
     record = fit(network, data, recipe, out=directory, resume=RunDirectory(directory).holds_run(), **how)
     if first_process():
-        _write_network(record, directory) if keep_weights else _delete_weights(directory)
+        _write_network(record, directory)
     return record
 
 
@@ -460,11 +457,3 @@ def _write_network(record: Record, directory: Path) -> None:
     if not (directory / NETWORK).exists() and any(directory.glob("step-*.json")):
         metrics = {name: record.result[name] for name in ("top1", "top5")}
         save_pretrained(load_checkpoint(directory).network, directory / NETWORK, metrics=metrics)
-
-
-def _delete_weights(directory: Path) -> None:
-    """Delete the manifests first: without them, remaining files no longer count as a checkpoint."""
-    for suffix in ("json", "safetensors"):
-        for kind in ("step", "best"):
-            for path in directory.glob(f"{kind}-*.{suffix}"):
-                path.unlink()

@@ -46,17 +46,8 @@ from lowrank_cnn.report.results import comparable, gather
 from lowrank_cnn.report.style import GRID, Spec, check_format, filled, save_charts, template
 from lowrank_cnn.report.trade import AUGMENTED, TradePoint, our_point, published_point, trade_chart, trade_spec
 
-
-@dataclass(frozen=True)
-class FigureOptions:
-    """The input of a figure: records of runs, or networks, each with its title.
-
-    `seed` is that of the random images that a receptive field is averaged over.
-    """
-
-    records: Records | None = None
-    networks: Sequence[tuple[str, nn.Module]] = ()
-    seed: int = 0
+Titled = Sequence[tuple[str, nn.Module]]
+"""Networks, each with its title."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +75,11 @@ TRADE_FIGURES = {
 }
 
 
-def trade_figure(options: FigureOptions, figure: TradeFigure) -> list[Spec]:
+def trade_figure(figure: TradeFigure, *, records: Records | None) -> list[Spec]:
     """The published points with ours on the same data, then a chart for each other data set of ours."""
     published = [published_point(row) for row in rows() if row.table in figure.tables]
     home = published[0].data
-    ours = _ours(figure, options)
+    ours = _ours(figure, records)
     charts = {home: [*published, *ours.pop(home, [])]} | ours
     specs = []
     for data, points in charts.items():
@@ -106,10 +97,10 @@ def _told_apart(points: Sequence[TradePoint]) -> list[TradePoint]:
     return [replace(p, label=f"{p.label}, augmented") if t else p for p, t in zip(points, twice, strict=True)]
 
 
-def _ours(figure: TradeFigure, options: FigureOptions) -> dict[str, list[TradePoint]]:
+def _ours(figure: TradeFigure, records: Records | None) -> dict[str, list[TradePoint]]:
     """Our networks of the figure's family, by data set; where several recipes trained them, labels name theirs."""
     found: dict[str, list[TradePoint]] = defaultdict(list)
-    for result in comparable(gather(options.records)) if options.records else []:
+    for result in comparable(gather(records)) if records else []:
         if result.network.name.startswith(figure.family) and getattr(result, figure.error) is not None:
             found[data_label(result.data)].append(our_point(result))
     for data, points in found.items():
@@ -120,21 +111,21 @@ def _ours(figure: TradeFigure, options: FigureOptions) -> dict[str, list[TradePo
     return dict(found)
 
 
-def curves_figure(options: FigureOptions) -> list[Spec]:
+def curves_figure(*, records: Records | None) -> list[Spec]:
     """A chart for each data set and recipe."""
-    if options.records is None:
+    if records is None:
         raise LowRankError("the figure curves is of runs: give their folder (--runs runs).")
-    curves = training_curves(gather(options.records))
+    curves = training_curves(gather(records))
     if not curves:
         raise LowRankError("no run among these has an epoch to show.")
     panels = groupby(curves, key=lambda curve: (curve["recipe"], curve["data"]))
     return [curves_spec(f"{recipe} on {data}", list(panel)) for (recipe, data), panel in panels]
 
 
-def timings_figure(options: FigureOptions) -> list[Spec]:
+def timings_figure(*, records: Records | None) -> list[Spec]:
     """The paper's layer timings, then those of the records."""
-    charts = layer_charts(options.records.timings if options.records else [])
-    if options.records is not None and len(charts) == 1:
+    charts = layer_charts(records.timings if records else [])
+    if records is not None and len(charts) == 1:
         raise LowRankError(
             "no record among these has times of layers: make one (`lowrank time NET --json > runs/time.json`), or "
             "leave --runs out for the paper's times alone."
@@ -151,9 +142,9 @@ SHAPE_COLOURS = {
 """Columns (kx1) green, rows (1xk) orange, points (1x1) grey and all others blue, from the smallest up."""
 
 
-def shapes_figure(options: FigureOptions) -> list[Spec]:
+def shapes_figure(*, networks: Titled) -> list[Spec]:
     """The shapes of a network's filters, layer by layer: of a run that learned them, say."""
-    return [shapes_spec(f"Filters of {label}", network) for label, network in options.networks]
+    return [shapes_spec(f"Filters of {label}", network) for label, network in networks]
 
 
 def shapes_spec(title: str, network: nn.Module) -> Spec:
@@ -242,9 +233,9 @@ WIDTH = 660
 """Pixels that a figure of several panels is wide, roughly."""
 
 
-def filters_figure(options: FigureOptions) -> list[Spec]:
+def filters_figure(*, networks: Titled) -> list[Spec]:
     """A mosaic per group of the first conv, and one of the filters that the join makes of them."""
-    [(label, network)] = options.networks
+    [(label, network)] = networks
     banks, panels = first_filters(network), []
     for letter, (kind, weight) in zip("abcdef", banks, strict=False):
         shown, some = min(len(weight), MOST_FILTERS), counted(len(weight), "filter")
@@ -281,9 +272,9 @@ CYCLE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """After Okabe and Ito: distinct to readers with any of the common colour deficiencies."""
 
 
-def spectra_figure(options: FigureOptions) -> list[Spec]:
+def spectra_figure(*, networks: Titled) -> list[Spec]:
     """Left, in space: how much of a k x k kernel one column times one row holds. Right, over the channels."""
-    [(label, network)] = options.networks
+    [(label, network)] = networks
     found = dense_filters(network)
     layers = dict(zip(short_names(list(found)), found.values(), strict=True))
     random = {name: torch.randn(w.shape, generator=torch.Generator().manual_seed(0)) for name, w in layers.items()}
@@ -328,7 +319,7 @@ TAPS = {
 _BARE = {"grid": False, "labels": False, "ticks": False, "domain": False}
 
 
-def connections_figure(_options: FigureOptions) -> list[Spec]:
+def connections_figure() -> list[Spec]:
     """A column per layer: the pixels that one output sees, and below it the map of all connections."""
     pixels, columns = SIDE * SIDE, []
     layers = {"fully connected": torch.arange(1, pixels * pixels + 1).reshape(pixels, pixels)}
@@ -373,12 +364,12 @@ def connection_matrix(height: int, width: int) -> Tensor:
 SHARE = 0.9
 
 
-def receptive_field_figure(options: FigureOptions) -> list[Spec]:
-    """Effective receptive fields of the networks, side by side."""
+def receptive_field_figure(*, networks: Titled, seed: int) -> list[Spec]:
+    """Effective receptive fields of the networks side by side, averaged over random images of this seed."""
     panels = []
     scale = filled(template("gradient"), {"{colours}": CIVIDIS})  # invisible points, for the legend that they have
-    for label, network in options.networks:
-        field = receptive_field(network, seed=options.seed)
+    for label, network in networks:
+        field = receptive_field(network, seed=seed)
         held = f"{pixels_holding(SHARE, field):,} of {field.numel():,} pixels hold {SHARE:.0%}"
         axes = [{"title": title, "grid": False, "tickCount": 4} for title in ("pixels across", "pixels down")]
         axes[1]["title"] = None if panels else "pixels down"
@@ -398,7 +389,7 @@ class FigureKind:
     """
 
     shows: str
-    chart: Callable[[FigureOptions], list[Spec]]
+    chart: Callable[..., list[Spec]]
     runs: bool = False
     network: str = ""
     twin: bool = False
@@ -410,7 +401,7 @@ class FigureKind:
 
 FIGURES = {
     **{
-        name: FigureKind(f"{figure.title}, error against cost", partial(trade_figure, figure=figure), runs=True)
+        name: FigureKind(f"{figure.title}, error against cost", partial(trade_figure, figure), runs=True)
         for name, figure in TRADE_FIGURES.items()
     },
     "timings": FigureKind("MACs beside time, layer by layer", timings_figure, runs=True),
@@ -429,20 +420,25 @@ FIGURES = {
 }
 
 
-def draw_figure(name: str, out: str | Path, options: FigureOptions | None = None) -> Path:
-    """Draw a figure into a file whose name says the format: svg, pdf or png.
+def draw_figure(
+    name: str, out: str | Path, *, records: Records | None = None, networks: Titled = (), seed: int = 0
+) -> Path:
+    """Draw a figure of runs, or of networks with their titles, into a file whose name says the format.
+
+    The formats are svg, pdf and png. `seed` is that of the random images of a receptive field.
 
     Example:
         >>> draw_figure("vgg", "vgg.svg")  # doctest: +SKIP
-        >>> draw_figure("filters", "f.svg", FigureOptions(networks=[("mine", network)]))  # doctest: +SKIP
+        >>> draw_figure("filters", "f.svg", networks=[("mine", network)])  # doctest: +SKIP
     """
     check_choice("figure", name, FIGURES)
-    kind, options, out = FIGURES[name], options or FigureOptions(), Path(out)
-    if options.records is not None and not kind.runs:
+    kind, out = FIGURES[name], Path(out)
+    if records is not None and not kind.runs:
         raise LowRankError(f"the figure {name} takes no runs.")
-    if options.networks and not kind.network:
+    if networks and not kind.network:
         raise LowRankError(f"the figure {name} takes no model and no weights.")
-    if kind.network and not options.networks:
-        raise LowRankError(f"the figure {name} is of a network: give FigureOptions(networks=[(title, network)]).")
+    if kind.network and not networks:
+        raise LowRankError(f"the figure {name} is of a network: give networks=[(title, network)].")
     check_format(out)
-    return save_charts(kind.chart(options), out)
+    given: dict[str, Any] = {"records": records} if kind.runs else {"networks": networks} if kind.network else {}
+    return save_charts(kind.chart(**given, **({"seed": seed} if kind.twin else {})), out)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -15,7 +14,6 @@ from lowrank_cnn.core.environment import environment
 from lowrank_cnn.core.errors import LowRankError, require
 from lowrank_cnn.core.files import write_atomically
 from lowrank_cnn.core.text import DASH, TIMES, counted, duration, percent, points, ratio, si
-from lowrank_cnn.paper import audit as audits
 from lowrank_cnn.paper.claims import COMPARABLE
 from lowrank_cnn.report import charts, style, trade
 from lowrank_cnn.report.records import (
@@ -29,14 +27,11 @@ from lowrank_cnn.report.records import (
 )
 from lowrank_cnn.report.results import (
     NetworkResult,
-    accuracies,
     comparable,
     gather,
     is_twin,
     kind_of,
-    layer_times,
     of_paper,
-    twin_id,
     twin_known,
 )
 
@@ -115,16 +110,6 @@ def certainty(gap: float, reach: float | None) -> tuple[str, str]:
     return "not significant", "quiet"
 
 
-VERDICT_COLOURS = {
-    audits.CONTRADICTED: "bad",
-    audits.UNREPRODUCIBLE: "warn",
-    audits.MISSED: "warn",
-    audits.UNDECIDED: "quiet",
-    audits.UNTESTED: "quiet",
-    audits.REPRODUCED: "good",
-}
-
-
 @dataclass(frozen=True)
 class TableCell:
     """A cell: its text, its sort key (None sorts last), a second line in small print, and a list to open."""
@@ -160,7 +145,7 @@ _HELP = {
     "parameters": _OF_TWIN,
     "CPU ms/image": f"at the best batch; {_OF_TWIN}",
     "GPU ms/image": f"at the best batch; {_OF_TWIN}",
-    "training": "wall-clock time of a run that had the device to itself",
+    "training": "wall-clock time of a run",
 }
 
 
@@ -188,7 +173,7 @@ def _summary_row(result: NetworkResult) -> dict[str, TableCell]:
         "parameters": _count(result.params, _ratio(result, "params")),
         "CPU ms/image": _time(result, CPU),
         "GPU ms/image": _time(result, GPU),
-        "training": _training(result),
+        "training": TableCell(DASH if result.seconds is None else duration(result.seconds), result.seconds),
     }
 
 
@@ -196,10 +181,7 @@ def runs_in_words(result: NetworkResult) -> str:
     """The number of runs and of seeds; unfinished runs count only if none has finished."""
     runs, seeds = len(result.scored), result.seeds
     count = counted(runs, "run") if result.finished else f"{runs} unfinished"
-    words = [count if seeds in (0, runs) else f"{count} of {counted(seeds, 'seed')}"]
-    unsealed = sum(not run.sealed for run in result.scored)
-    words += [f"{unsealed} unsealed" if unsealed < runs else "unsealed"] if unsealed else []
-    return ", ".join(words)
+    return count if seeds in (0, runs) else f"{count} of {counted(seeds, 'seed')}"
 
 
 def _named_runs(result: NetworkResult) -> Iterator[str]:
@@ -207,8 +189,7 @@ def _named_runs(result: NetworkResult) -> Iterator[str]:
     for run in result.runs:
         seed = "" if run.seed is None else f", seed {run.seed}"
         state = "" if run.finished else f", {run.status}"
-        seal = "" if run.sealed else ", unsealed"
-        yield f"{run.path}{seed}: {percent(run.top1)}{state}{seal}"
+        yield f"{run.path}{seed}: {percent(run.top1)}{state}"
 
 
 def _to_twin(result: NetworkResult) -> str:
@@ -231,38 +212,8 @@ def _time(result: NetworkResult, device: str) -> TableCell:
     return TableCell(f"{timing.ms_per_image:.3g}", timing.ms_per_image, small)
 
 
-def _training(result: NetworkResult) -> TableCell:
-    """Times of runs that shared their device cannot be compared, and are not sorted by."""
-    shown = DASH if result.seconds is None else duration(result.seconds)
-    return TableCell(shown, None, "shared device") if result.shared else TableCell(shown, result.seconds)
-
-
 def _ratio(result: NetworkResult, name: str) -> str:
     return ratio(result.ratios[name]) if name in result.ratios else ""
-
-
-def audit_table(findings: Sequence[audits.Finding]) -> PageTable:
-    """Every finding, disagreements first."""
-    order = audits.VERDICTS.index
-    found = [
-        {
-            "verdict": TableCell(finding.verdict, order(finding.verdict)),
-            "subject": TableCell(finding.subject, finding.subject),
-            "quantity": TableCell(finding.quantity, finding.quantity),
-            "published": TableCell(finding.published, _sorted_by(finding.published)),
-            "computed here": TableCell(finding.computed, _sorted_by(finding.computed)),
-            "note": TableCell(finding.note, finding.note or None),
-            "table": TableCell(finding.table, finding.table),
-        }
-        for finding in sorted(findings, key=lambda finding: order(finding.verdict))
-    ]
-    return PageTable("audit", "Audit", found, ["verdict", "subject", "quantity", "note", "table"])
-
-
-def _sorted_by(shown: str) -> float | str | None:
-    """Counts are sorted as numbers, whatever separates their digits."""
-    plain = shown.replace(",", "").removesuffix("%")
-    return float(plain) if plain.replace(".", "", 1).isdigit() else shown or None
 
 
 def environment_table(records: Records, here: Mapping[str, Any]) -> PageTable:
@@ -322,7 +273,6 @@ def write_page(records: Records, out: str | Path, *, answer: str = "") -> Path:
 def render(records: Records, answer: str = "") -> str:
     """The page as text; an `answer` stands first, and what is before its colon is the title."""
     results, here, paper = gather(records), environment(), of_paper(records.runs)
-    findings = audits.audit(accuracies(records.runs), layer_times(records.timings)) if paper else []
     css, script = _asset("page.css"), "\n".join(map(_asset, SCRIPTS))
     return _template().render(
         policy=_policy(css, script),
@@ -330,29 +280,16 @@ def render(records: Records, answer: str = "") -> str:
         script=script,
         made=f"{str(here['date'])[:16].replace('T', ' ')} UTC by lowrank-cnn {here['lowrank_cnn']}",
         found=found_in(records),
-        unsealed=sum(not run.sealed for run in records.runs),
         headline=answer.partition(":")[0] or headline(results),
         answer=answer,
         cards=cards(results),
         networks=summary_table(results),
-        untimed=timing_command(results),
-        findings=len(findings),
-        verdicts=[(verdict, n, VERDICT_COLOURS[verdict]) for verdict, n in audits.summary(findings).items()],
-        audit=audit_table(findings),
+        timed=any(result.timings for result in results),
+        paper=paper,
         machines=environment_table(records, here),
         skipped=records.skipped,
         data=_chart_data(records, results, paper=paper),
     )
-
-
-def timing_command(results: Sequence[NetworkResult]) -> str:
-    """The command that times the networks of these runs, if none of them was timed."""
-    folders = dict.fromkeys(str(Path(result.runs[0].path).parent) for result in results if result.runs)
-    if not folders or any(result.timings for result in results):
-        return ""
-    into = dict.fromkeys(r.network.base or r.network.name for r in results if not twin_id(r.network).ours)
-    own = ["--into", next(iter(into))] if into else []
-    return f"{shlex.join(['lowrank', 'time', *folders, *own, '--json'])} > times.json"
 
 
 def _chart_data(records: Records, results: Sequence[NetworkResult], *, paper: bool) -> dict[str, Any]:

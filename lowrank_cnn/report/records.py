@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lowrank_cnn.choose.frontier import KIND
 from lowrank_cnn.core.errors import LowRankError, check_number, check_type
-from lowrank_cnn.core.files import is_sealed, read_json, unsealed
+from lowrank_cnn.core.files import read_json, unsealed
 from lowrank_cnn.core.text import printable
 from lowrank_cnn.data.small_sets import CLASSES as CIFAR10_CLASSES
 from lowrank_cnn.deploy.timing import LayerTime
@@ -98,8 +98,6 @@ class Run:
     `images` identifies the images: the digest of the data where the record has one. `settings` are the fields of
     the recipe, and the norm and the initialisation of the network. `n` is the number of test images. `dense` is
     the cost of the dense network that it stands for; None if unknown.
-    `shared` says whether another run used the same kind of device at the same time. `sealed` says whether the
-    record has a checksum: older records have none, and an edited one loses it.
     """
 
     path: str
@@ -120,9 +118,7 @@ class Run:
     n: int | None = None
     dense: Mapping[str, int] | None = field(hash=False, default=None)
     environment: Mapping[str, Any] = field(hash=False, default_factory=dict)
-    shared: bool = False
     details: AnswerDetails | None = field(compare=False, default=None)
-    sealed: bool = True
 
     @property
     def finished(self) -> bool:
@@ -241,7 +237,7 @@ class Fields:
 
 
 def read_training(values: Fields, path: str) -> Iterator[Run]:
-    """The run of a record; a record without a checksum gives an unsealed run."""
+    """The run of a record."""
     model, recipe, data, result = map(values.object, ("model", "recipe", "data", "result"))
     config = model.object("config") if "conversion" in model else model
     history = tuple(map(_epoch, values.objects("history")))
@@ -269,7 +265,6 @@ def read_training(values: Fields, path: str) -> Iterator[Run]:
         dense=result.object("dense").costs() or None,
         environment=values.environment(),
         details=read_details(result.object("details").values),
-        sealed=is_sealed(values.values),
     )
 
 

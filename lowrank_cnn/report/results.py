@@ -6,9 +6,8 @@ import contextlib
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -95,11 +94,6 @@ class NetworkResult:
     @property
     def seconds(self) -> float | None:
         return mean([run.seconds for run in self.scored if run.seconds is not None])
-
-    @property
-    def shared(self) -> bool:
-        """Whether a run shared its device with another, which makes its time incomparable."""
-        return any(run.shared for run in self.scored)
 
     @property
     def macs(self) -> int | None:
@@ -249,7 +243,7 @@ _ALWAYS = ("begun_from",)
 
 def gather(records: Records) -> list[NetworkResult]:
     """The entries of all records, each compared with its dense twin."""
-    runs = _in_order(_name_data_apart(_mark_shared(records.runs)))
+    runs = _in_order(_name_data_apart(records.runs))
     timings: dict[str, list[TimedNetwork]] = defaultdict(list)
     for timing in records.timings:
         timings[_network_name(timing)].append(timing)
@@ -283,29 +277,6 @@ def _name_data_apart(runs: Sequence[Run]) -> list[Run]:
     apart = {data: sets for data, sets in known.items() if len(sets) > 1}
     told = {(data, key): f"{data} ({words})" for data, sets in apart.items() for key, words in sets.items()}
     return [replace(run, data=told.get((run.data, run.images), run.data)) for run in runs]
-
-
-def _mark_shared(runs: Sequence[Run]) -> list[Run]:
-    """Mark runs that overlap in time on the same hardware: side by side, each takes longer than alone."""
-    marked = list(runs)
-    last: dict[str, tuple[float, int]] = {}
-    for begin, end, hardware, i in sorted(_spans(runs)):
-        before, j = last.get(hardware, (-1.0, i))
-        if begin < before:
-            marked[i], marked[j] = (replace(marked[k], shared=True) for k in (i, j))
-        last[hardware] = max((end, i), (before, j))
-    return marked
-
-
-def _spans(runs: Sequence[Run]) -> Iterator[tuple[float, float, str, int]]:
-    """When each run began and ended, and on what; runs that do not say so are left out."""
-    for i, run in enumerate(runs):
-        try:
-            begin = datetime.fromisoformat(str(run.environment.get("date"))).timestamp()
-        except (ValueError, OverflowError, OSError):
-            continue
-        hardware = " ".join(str(run.environment.get(name)) for name in ("gpu", "cpu", "cores"))
-        yield begin, begin + (run.seconds or 0.0), hardware, i
 
 
 def comparable(entries: Sequence[NetworkResult]) -> list[NetworkResult]:

@@ -405,7 +405,7 @@ def held_out_images(trained: Trained, source: str | Path, **options: Any) -> Dat
     split = trained.held_out["val_split"]
     known = {"image_size": trained.size_option, "channels": trained.channels, "limit": split.get("limit")}
     try:
-        data = open_data(source, **known, val_split=split["share"], val_seed=split["seed"], **options)
+        data = open_data(source, **known, val_split=split["share"], **options)
     except LowRankError:  # such as a set that has test images
         return None
     return data if data.digest == trained.held_out["digest"] else None

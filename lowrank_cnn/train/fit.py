@@ -60,12 +60,6 @@ from lowrank_cnn.train.trained import Teacher, Trained, held_out_part, make_teac
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-_REPLACED = {
-    "learning_rate": "lr sets the learning rate",
-    "strategy": "processes that torchrun starts train together without it",
-    "tensorboard": 'log="tensorboard" does the same',
-}
-"""Words that `fit` does not take, and what to use instead."""
 FEW_STEPS = 40
 """Shorter runs learn little: batch norm alone needs some thirty steps to know its statistics."""
 SMALL_BATCH = 16
@@ -123,8 +117,8 @@ def fit(
 
     - `out`: the directory of the run, for checkpoints, recipe and record; `resume=True` goes on from there, or
       starts a run if there is none yet. One process at a time can use it.
-    - `log`: where the figures of every epoch are sent: "tensorboard", "csv", "wandb", "mlflow", "trackio", or
-      several of them.
+    - `log`: where the figures of every epoch are sent: "tensorboard", "csv", "wandb", or several of
+      them.
     - `callbacks`: functions called after each epoch with its figures and the network; True ends the run.
     - `progress`: show a moving line, or the epochs.
 
@@ -152,7 +146,7 @@ def fit(
     ):
         if directory and resume and (done := directory.finished(recipe, identity, show.say)):
             return done
-        saved = directory.start(data, identity, show.say, resume=resume) if directory else None
+        saved = directory.start(identity, show.say, resume=resume) if directory else None
         keep_threads(saved.state["conditions"] if saved else {})
         seed_generators(seed, fabric.global_rank)
         model.to(fabric.device)
@@ -229,11 +223,9 @@ def recipe_for(data: Any, recipe: Recipe | str, fields: Mapping[str, Any], *, im
 
 
 def sorted_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], RunSettings]:
-    """Fields of the recipe, and settings of the run; unknown words are refused with the one to use instead."""
+    """Fields of the recipe, and settings of the run; unknown words are refused."""
     ours, fields = ({field.name for field in dataclasses.fields(kind)} for kind in (RunSettings, Recipe))
     for name in given:
-        if name in _REPLACED:
-            raise LowRankError(f"fit takes no {name}: {_REPLACED[name]}.")
         if name not in ours | fields:
             raise LowRankError(f"fit takes no {name}: {nearest(name, {*ours, *fields, *_NAMES})}")
     how = {name: value for name, value in given.items() if name in ours and value is not None}
@@ -246,8 +238,8 @@ def check_request(model: object, recipe: Recipe, how: RunSettings, loss: Any, te
         hint = "give its .network" if hasattr(model, "network") else "create_model makes one from a name"
         raise LowRankError(f"fit trains an nn.Module, not a {type(model).__name__}: {hint}.")
     check_values(model)
-    if recipe.quantize != "none" and (how.compile or how.checkpoint_activations):
-        raise LowRankError("quantize trains layer by layer: leave compile and checkpoint_activations out.")
+    if recipe.quantize != "none" and how.compile:
+        raise LowRankError("quantize trains layer by layer: leave compile out.")
     if recipe.quantize != "none" and recipe.precision == "fp16":
         raise LowRankError("quantize rounds in fp32 or bf16, and fp16 rounds small steps away: set precision.")
     if loss is None:
@@ -276,9 +268,6 @@ def remarks(model: nn.Module, recipe: Recipe, inputs: Inputs, device: torch.devi
     if recipe.drop_epochs and recipe.epochs <= max(recipe.drop_epochs):
         drops = " and ".join(map(str, recipe.drop_epochs))
         yield f"The learning rate is divided after {drops} epochs; this run has {recipe.epochs}."
-    if recipe.schedule in ("cosine", "poly") and (recipe.drop_epochs or recipe.levels):
-        dividing = "drop_epochs" if recipe.drop_epochs else "levels"
-        yield f"The schedule {recipe.schedule} ends at zero by itself; {dividing} divides the rate on top."
     size = notes(model).input_size
     with unchanged(model):
         why = why_fixed(model, size) if has_learned(model) and size else ""

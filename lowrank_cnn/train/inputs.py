@@ -10,7 +10,6 @@ from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +51,6 @@ if TYPE_CHECKING:
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-_FITTED: WeakKeyDictionary[Split, dict[tuple[object, ...], Preprocess]] = WeakKeyDictionary()
-"""Statistics of the splits in use, so that short runs on one set do not compute them again."""
 EVALUATION_PIXELS = 2**20
 """Size of an evaluation batch: large enough to fill a device, small enough for any."""
 HOLDOUT_SEED = 0
@@ -199,11 +196,7 @@ def preprocessing(split: Split, recipe: Recipe, device: torch.device | str = "cp
     """The preprocessing of a recipe, fitted to a training split; none for the user's own data."""
     if isinstance(split, DatasetSplit):
         return AsGiven()
-    known = _FITTED.setdefault(split, {})
-    key = (recipe.preprocess, recipe.zca_epsilon, str(device))
-    if key not in known:
-        known[key] = fit_preprocess(recipe.preprocess, split, device=device, epsilon=recipe.zca_epsilon)
-    return known[key]
+    return fit_preprocess(recipe.preprocess, split, device=device, epsilon=recipe.zca_epsilon)
 
 
 def evaluation_batch(split: Split, augment: Augment, world: int = 1) -> int:

@@ -7,9 +7,8 @@ run it (`step`).
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,20 +34,16 @@ from lowrank_cnn.train.evaluate import Evaluation, LossEvaluation, averaged_view
 from lowrank_cnn.train.failure import (
     Interrupted,
     NotFiniteError,
-    StoppedWithin,
     StopRequest,
     all_finite,
     first_not_finite,
     resume_hint,
-    stopping_within,
-    undone_if_stopped,
 )
 from lowrank_cnn.train.inputs import Inputs
 from lowrank_cnn.train.objective import Objective
 from lowrank_cnn.train.optimizers import LevelOff, freeze_parameters, in_evaluation, learning_rate
 from lowrank_cnn.train.progress import Progress
 from lowrank_cnn.train.recipe import Recipe, RunSettings
-from lowrank_cnn.train.recompute import recomputed
 from lowrank_cnn.train.run_folder import Checkpoint, Epoch, Position, Record, RunDirectory, recipe_changes
 from lowrank_cnn.train.step import Tally, TrainingStep, build_update, copy_into, fused_to_train
 
@@ -127,7 +122,7 @@ class Trainer:
 
     def run(self) -> Evaluation | LossEvaluation:
         """Train to the end of the run, then evaluate the network on the test set."""
-        with StopRequest().listening() as stop, self._stoppable(stop):
+        with StopRequest().listening() as stop:
             if not self.iteration:
                 self.save()
             while not self.position.done(self.recipe.epochs):
@@ -148,9 +143,7 @@ class Trainer:
         for images, targets in self.inputs.batches(self.position.epoch, self.position.batch):
             self.step.prepare(self._rate(self.iteration), self.iteration, epochs=self.iteration / self.per_epoch)
             self.update = self.update or self._build_update(images, targets)
-            on_cpu = self.fabric.device.type == "cpu"
-            with undone_if_stopped(self.network, self.step.sums) if on_cpu else contextlib.nullcontext():
-                self.update(images, targets)
+            self.update(images, targets)
             self.position.batch += 1
             self._look_around(stop)
 
@@ -274,19 +267,6 @@ class Trainer:
             hint = f"The state {told} is saved: go on with {option('resume', True)} and a smaller {option('lr')}."
         raise NotFiniteError(f"the loss is not finite at {place}; the first thing that is not: {where}. {hint}")
 
-    @contextlib.contextmanager
-    def _stoppable(self, stop: StopRequest) -> Iterator[None]:
-        """Let a request to stop interrupt a step, where one can take long: in one process on a CPU."""
-        if self.fabric.device.type != "cpu" or self.fabric.world_size > 1:
-            yield
-            return
-        try:
-            with stopping_within(self.network, stop):
-                yield
-        except StoppedWithin as stopped:
-            self.save()
-            raise Interrupted(self._stop_message()) from stopped
-
     def _stop_message(self) -> str:
         """The position of a run that was asked to stop, and how to resume it."""
         where = f"Stopped in epoch {self.position.epoch + 1}, after batch {self.position.batch}"
@@ -315,12 +295,7 @@ class Trainer:
                 best = Checkpoint(weights | preprocess | self.step.ranges, state)
                 at = self._steps(Position(self.position.best_epoch))
                 self.directory.save(best, at, kind="best", keep=1)
-            splits = {"train": self.inputs.data.train, "test": self.inputs.data.test}
-            # By these, a resumed run knows whether images were changed since.
-            images = {
-                f"images.{name}.{key}": t for name, split in splits.items() for key, t in split.contents().items()
-            }
-            self.directory.save(Checkpoint(tensors | preprocess | images, state), self.iteration)
+            self.directory.save(Checkpoint(tensors | preprocess, state), self.iteration)
             self.directory.write_record(self.record)
         self.unsaved_best = {}
         self.saved = replace(self.position)
@@ -362,10 +337,8 @@ class Trainer:
         say(f"Resuming in epoch {self.position.epoch + 1}, after batch {self.position.batch}.")
 
     def _share_findings(self) -> None:
-        """Tell every process of the bad images that any has found, and of the digests that it has taken."""
+        """Tell every process of the bad images that any has found."""
         for split in (self.inputs.data.train, self.inputs.data.test):
-            if (digests := split.contents().get("digests")) is not None:
-                digests.copy_(torch.stack(gather_tensors(self.fabric, digests)).amax(0))
             for found in gather_objects(self.fabric, split.problems.found):
                 split.problems.add_all(found)
 
@@ -384,8 +357,8 @@ class Trainer:
 
 
 def running_network(trainer: Trainer, say: Callable[[str], None]) -> nn.Module:
-    """The network in channels_last as it is run: fused if that is possible and faster, recomputed if asked for."""
-    network, recipe, recompute = trainer.network, trainer.recipe, trainer.how.checkpoint_activations
+    """The network in channels_last as it is run: fused if that is possible and faster."""
+    network, recipe = trainer.network, trainer.recipe
     in_channels_last(network)
     if recipe.dropout is not None:
         for module in network.modules():
@@ -397,7 +370,7 @@ def running_network(trainer: Trainer, say: Callable[[str], None]) -> nn.Module:
     # A fused batch norm cannot be frozen, and a fused layer does not round. Launched one by one, fused layers cost
     # the host more than they save the device: graphs alone gain.
     if trainer.graphs and not (repeats or recipe.freeze or in_evaluation(network) or recipe.quantize != "none"):
-        running = fused_to_train(network, checked_size(trainer.inputs.size), say, recompute=recompute)
+        running = fused_to_train(network, checked_size(trainer.inputs.size), say)
     if trainer.fabric.device.type == "cuda":
         torch.backends.cudnn.benchmark = not repeats  # not before: a few images need no search
-    return recomputed(network).train() if recompute and running is network else running
+    return running

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowrank_cnn.core.errors import LowRankError, check_choice, first_line, option, require
-from lowrank_cnn.core.files import below, read_json, replacing, write_json
+from lowrank_cnn.core.files import below, read_text, replacing, write_atomically
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.progress import moves
 from lowrank_cnn.core.text import duration, printable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 REFRESH_SECONDS = 0.5
 PROJECT = "lowrank-cnn"
-IDENTITIES = ".loggers"
+WANDB_RUN = ".wandb-run"
 _SHOWN = ("lr", "train_loss", "train_accuracy", "accuracy", "images_per_second")
 _RESULT = ("top1", "top5", "loss", "macs", "params", "seconds")
 
@@ -150,16 +150,14 @@ def showing(show: Progress, trainer: Trainer, names: Sequence[str]) -> Iterator[
 class Logger:
     """Receives figures by name with the number of an epoch; `close` gets whether the run failed.
 
-    A client is imported when its logger is used. A resumed run continues the run of the client, whose `identity`
-    is kept in `.loggers` beside the record.
+    A client is imported when its logger is used.
     """
 
     log: Callable[[dict[str, float], int], object]
     close: Callable[[bool], object] = lambda failed: None
-    identity: str | None = None
 
 
-def _tensorboard(record: Record, folder: Path | None, identity: str | None) -> Logger:
+def _tensorboard(record: Record, folder: Path | None) -> Logger:
     """Scalars in the folder `tensorboard` of the run: `tensorboard --logdir runs` shows them."""
     tensorboard = require("torch.utils.tensorboard", extra="train", purpose="writing TensorBoard scalars")
     place = below(_needed(folder), _needed(folder) / "tensorboard")
@@ -172,7 +170,7 @@ def _tensorboard(record: Record, folder: Path | None, identity: str | None) -> L
     return Logger(log, lambda failed: writer.close())
 
 
-def _csv(record: Record, folder: Path | None, identity: str | None) -> Logger:
+def _csv(record: Record, folder: Path | None) -> Logger:
     """The history as `history.csv` in the run's directory, whole after every epoch."""
     path = _needed(folder) / "history.csv"
 
@@ -185,49 +183,32 @@ def _csv(record: Record, folder: Path | None, identity: str | None) -> Logger:
     return Logger(log)
 
 
-def _wandb(record: Record, folder: Path | None, identity: str | None) -> Logger:
-    """A run of Weights & Biases. `WANDB_PROJECT`, `WANDB_MODE=offline` and its other variables work."""
+def _wandb(record: Record, folder: Path | None) -> Logger:
+    """A run of Weights & Biases. `WANDB_PROJECT`, `WANDB_MODE=offline` and its other variables work.
+
+    A resumed run goes on with the run there, whose number is kept beside the record.
+    """
     wandb: Any = require("wandb", extra="wandb", purpose=option("log", "wandb"))
+    kept = folder / WANDB_RUN if folder else None
     options = {"dir": str(folder)} if folder else {}
     options |= {} if os.environ.get("WANDB_PROJECT") else {"project": PROJECT}
-    options |= {"id": identity, "resume": "allow"} if identity else {}
-    run = wandb.init(config=_about(record), name=_name(record, folder), **options)
+    if kept and record.history:
+        with contextlib.suppress(OSError, UnicodeDecodeError):  # without its number, a new run begins there
+            options |= {"id": read_text(kept, most=100), "resume": "allow"}
+    about = {name: getattr(record, name) for name in ("model", "data", "recipe", "seed")}
+    name = folder.name if folder else str(record.model["name"])
+    run = wandb.init(config=about, name=name, **options)
+    if kept:
+        write_atomically(kept, run.id.encode(), parents=False)
     return Logger(
-        lambda values, epoch: run.log(values, step=epoch),
-        lambda failed: run.finish(exit_code=int(failed)),
-        run.id,
+        lambda values, epoch: run.log(values, step=epoch), lambda failed: run.finish(exit_code=int(failed))
     )
 
 
-def _mlflow(record: Record, folder: Path | None, identity: str | None) -> Logger:
-    """A run of MLflow, at `MLFLOW_TRACKING_URI` or in the folder `mlruns`."""
-    mlflow: Any = require("mlflow", extra="mlflow", purpose=option("log", "mlflow"))
-    if not identity:
-        mlflow.set_experiment(PROJECT)
-    run = mlflow.start_run(run_id=identity, run_name=_name(record, folder))
-    if not identity:
-        mlflow.log_params({name: str(value)[:500] for name, value in _flat(_about(record)).items()})
-    return Logger(
-        lambda values, epoch: mlflow.log_metrics(values, step=epoch),
-        lambda failed: mlflow.end_run("FAILED" if failed else "FINISHED"),
-        run.info.run_id,
-    )
-
-
-def _trackio(record: Record, folder: Path | None, identity: str | None) -> Logger:
-    """A run of Trackio, on this machine: `trackio show` opens the page."""
-    trackio: Any = require("trackio", extra="trackio", purpose=option("log", "trackio"))
-    name, resumed = identity or _name(record, folder), {"resume": "must"} if identity else {}
-    trackio.init(project=PROJECT, name=name, config=_flat(_about(record)), **resumed)
-    return Logger(lambda values, epoch: trackio.log(values, step=epoch), lambda failed: trackio.finish(), name)
-
-
-LOGGERS: dict[str, Callable[[Record, Path | None, str | None], Logger]] = {
+LOGGERS: dict[str, Callable[[Record, Path | None], Logger]] = {
     "tensorboard": _tensorboard,
     "csv": _csv,
     "wandb": _wandb,
-    "mlflow": _mlflow,
-    "trackio": _trackio,
 }
 
 
@@ -239,22 +220,14 @@ def check_loggers(names: Sequence[str]) -> None:
 
 def start_loggers(names: Sequence[str], record: Record, folder: Path | None) -> dict[str, Logger]:
     """The loggers of these names; one sentence if a client refuses: no login, no server, no store."""
-    place = folder / IDENTITIES if folder else None
-    known: dict[str, Any] = {}
-    if place and record.history:
-        with contextlib.suppress(LowRankError):  # without identities, loggers begin new runs
-            known = dict(read_json(place))
     loggers: dict[str, Logger] = {}
     for name in dict.fromkeys(names):
         try:
-            loggers[name] = LOGGERS[name](record, folder, known.get(name))
+            loggers[name] = LOGGERS[name](record, folder)
         except LowRankError:
             raise
         except Exception as error:
             raise LowRankError(f"{option('log', name)} could not start: {first_line(error):.200}") from error
-    identities = {name: logger.identity for name, logger in loggers.items() if logger.identity}
-    if place and identities:
-        write_json(place, {**known, **identities}, parents=False)
     return loggers
 
 
@@ -262,21 +235,3 @@ def _needed(folder: Path | None) -> Path:
     if folder is None:
         raise LowRankError(f"TensorBoard and CSV files are written beside the run: give {option('out')}.")
     return folder
-
-
-def _name(record: Record, folder: Path | None) -> str:
-    return folder.name if folder else str(record.model["name"])
-
-
-def _about(record: Record) -> dict[str, Any]:
-    """The network, data, recipe and seed of a run."""
-    data = {key: record.data[key] for key in ("name", "train", "test") if key in record.data}
-    return {"model": record.model, "data": data, "recipe": record.recipe, "seed": record.seed}
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one, with points in its names."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return found

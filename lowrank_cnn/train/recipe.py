@@ -69,7 +69,6 @@ class RunSettings(Checked):
     - `compile`: true trains through torch.compile. By default a resumed run does what it did before, and a new one
       does not: without it, `fit` was faster in every record.
     - `cuda_graphs`: false launches the kernels of a step one by one.
-    - `checkpoint_activations`: saves memory; stages are computed again in the backward pass.
     - `checkpoint_every`: seconds between checkpoints.
     - `deterministic`: the same bits whenever the run is repeated or resumed, on the CPU or on one GPU.
     """
@@ -77,13 +76,8 @@ class RunSettings(Checked):
     workers: int = within(0)
     compile: bool | None = None
     cuda_graphs: bool = True
-    checkpoint_activations: bool = False
     checkpoint_every: float = within(30.0)
     deterministic: bool = False
-
-    def conflicts(self) -> list[tuple[object, str]]:
-        recomputing = "compile and checkpoint_activations exclude each other: torch traces no such stages."
-        return [(self.compile and self.checkpoint_activations, recomputing)]
 
 
 @dataclass(frozen=True)

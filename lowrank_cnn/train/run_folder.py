@@ -1,7 +1,7 @@
 """The folder of a run: its record, its checkpoints, and the rules for resuming it. Reading them runs no code.
 
 A record says what was trained, how, on what, and the result: one JSON file for reports, sealed with a checksum.
-Records of older versions have no checksum; they are read all the same, and `Record.sealed` is then False.
+Records of older versions have no checksum; they are read all the same.
 
 A checkpoint is a pair of files. `step-00000120.safetensors` holds the tensors; `step-00000120.json` holds the
 rest, the checksum of the tensors, and its own. The JSON file is written last, so a complete pair was written to
@@ -34,7 +34,6 @@ from lowrank_cnn.core.files import (
     clear_temporaries,
     delete,
     is_regular,
-    is_sealed,
     locked,
     parse_json,
     read_json,
@@ -47,7 +46,6 @@ from lowrank_cnn.core.files import (
 )
 from lowrank_cnn.core.numbers import accuracy
 from lowrank_cnn.core.text import counted, duration, html_table, si
-from lowrank_cnn.data import Data
 from lowrank_cnn.models.build import entry_description
 from lowrank_cnn.train.recipe import Recipe, differences, in_words
 
@@ -55,7 +53,7 @@ SCHEMA = 1
 KIND = "training"
 LATER = {"begun_from", "execution"}
 """Fields that older records lack."""
-NOT_WRITTEN = {"right", "sealed"}
+NOT_WRITTEN = {"right"}
 """Fields that the file does not have."""
 STATUSES = ("running", "interrupted", "failed", "finished")
 
@@ -90,7 +88,6 @@ class Record:
     `execution` says how steps ran, compiled or not and as a CUDA graph or not; empty before the first.
     `right` says for each test image, in the order of the set, whether the network classified it correctly;
     None for several processes, for other tasks, and in a record that was read from a file.
-    `sealed` says whether the file that the record was read from had a checksum; it is not written either.
     """
 
     model: dict[str, Any]
@@ -111,7 +108,6 @@ class Record:
     kind: str = KIND
     schema: int = SCHEMA
     right: Tensor | None = field(default=None, compare=False, repr=False)
-    sealed: bool = field(default=True, compare=False)
 
     def __repr__(self) -> str:
         """One line: the run and its result."""
@@ -166,7 +162,7 @@ def _checked(stored: object, path: Path) -> Record:
             raise LowRankError(f"{path} is not the record of a run: its {name} is not of type {kind}.")
     if values["status"] not in STATUSES:
         raise LowRankError(f"{path} has the status {values['status']!r}; known are {', '.join(STATUSES)}.")
-    return Record(**values, sealed=is_sealed(stored))
+    return Record(**values)
 
 
 FORMAT = "lowrank-cnn checkpoint 1"
@@ -349,9 +345,7 @@ class RunDirectory:
         say(f"The run in {self.path} has finished{fewer}: nothing is left to do.")
         return record
 
-    def start(
-        self, data: Data, about: Mapping[str, Any], say: Callable[[str], None], *, resume: bool
-    ) -> Checkpoint | None:
+    def start(self, about: Mapping[str, Any], say: Callable[[str], None], *, resume: bool) -> Checkpoint | None:
         """The newest whole checkpoint to resume from; None for a new run, which must not lie over another."""
         if not resume:
             self.check_free()
@@ -359,7 +353,6 @@ class RunDirectory:
         checkpoint = self.latest(lambda damage: say(f"{damage} The one before it is used."))
         if checkpoint:
             check_same_run(checkpoint.state, about)
-            check_same_images(data, checkpoint, say)
             return checkpoint
         if _status(self.path) == "finished":  # a new run would overwrite the record
             raise LowRankError(
@@ -451,30 +444,12 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         return
     what, (then, offered) = next(iter(differing.items()))  # what follows may follow from it
     if what == IMAGES:
-        raise _other_images(before["data"]["name"], "their names, sizes or contents have changed")
+        raise LowRankError(
+            f"the images of {before['data']['name']} are not those that this run was started with: their names, "
+            "sizes or contents have changed. Bring the old ones back, or start a new run in another "
+            f"{option('out')}."
+        )
     raise _other_run(f"the {what} {_short(then)}", _short(offered))
-
-
-def check_same_images(data: Data, checkpoint: Checkpoint, say: Callable[[str], None]) -> None:
-    """Refuse to go on with images of other contents; say so if nobody can tell whether they are others."""
-    for name, split in (("train", data.train), ("test", data.test)):
-        before = checkpoint.part(f"images.{name}")
-        changed, unknown = split.changed(before) if before else ([], 0)
-        if changed:
-            more = f" and {len(changed) - 1:,} more" if len(changed) > 1 else ""
-            raise _other_images(data.name, f"the contents of {changed[0]}{more} differ")
-        if unknown:
-            say(
-                f"The time or size of {counted(unknown, 'image file')} of {data.name} has changed, and this run "
-                "was stopped before it had read all images: it cannot tell whether the contents are the same."
-            )
-
-
-def _other_images(name: str, why: str) -> LowRankError:
-    return LowRankError(
-        f"the images of {name} are not those that this run was started with: {why}. Bring the old ones back, or "
-        f"start a new run in another {option('out')}."
-    )
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

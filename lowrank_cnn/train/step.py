@@ -29,7 +29,6 @@ from lowrank_cnn.train.int8 import range_states
 from lowrank_cnn.train.objective import Objective, hits
 from lowrank_cnn.train.optimizers import Optimizer, look_ahead
 from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.recompute import recomputed
 
 _SCALE, _INT8 = "scale.", "int8."
 
@@ -293,18 +292,14 @@ IMAGES = 4
 """Images of the comparison. Fewer would make a batch norm give plus and minus one on its last, smallest maps."""
 
 
-def fused_to_train(
-    network: nn.Module, size: Sequence[int], say: Callable[[str], None] = print, *, recompute: bool = False
-) -> nn.Module:
+def fused_to_train(network: nn.Module, size: Sequence[int], say: Callable[[str], None] = print) -> nn.Module:
     """A copy that shares all parameters and runs its layers fused, or the network itself.
 
-    With `recompute`, each stage of the copy is fused by itself and computed again in the backward pass. A forward
-    may ask a layer for an attribute that its fused form lacks, or depend on its class. Both networks therefore run
-    on the same random images first: results and gradients must agree.
+    A forward may ask a layer for an attribute that its fused form lacks, or depend on its class. Both networks
+    therefore run on the same random images first: results and gradients must agree.
     """
     try:
-        own = shared_copy(network).train()
-        twin = recomputed(own, within=fuse) if recompute else fuse(own, say=say)
+        twin = fuse(shared_copy(network).train(), say=say)
         apart = _difference(network, twin, size)
     except Exception as error:  # a user's forward may fail in any way
         say(f"Layers are not fused: {first_line(error)}")

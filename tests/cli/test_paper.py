@@ -55,7 +55,7 @@ RUN = ("reproduce", "cifar10", "--data", "digits", "--limit", "64", "--part", "m
 
 def test_shares_of_an_experiment_and_their_table(lowrank, tmp_path):
     for network in ("nin", "nin-c3-lr"):
-        done = lowrank(*RUN, "--network", network, "--seeds", 2, "--out", tmp_path, "--no-weights")
+        done = lowrank(*RUN, "--network", network, "--seeds", 2, "--out", tmp_path)
         assert done.exit_code == 0, done.output
     assert f"The report: {tmp_path / 'report.html'}" in done.output.replace("\n", "")
     assert "nin-c3-lr" in (tmp_path / "report.html").read_text()

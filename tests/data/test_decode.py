@@ -6,7 +6,6 @@ import base64
 import io
 import struct
 import zlib
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from lowrank_cnn.data import decode as module
 from lowrank_cnn.data.augment import scaled
 from lowrank_cnn.data.decode import (
     SIDE,
@@ -124,19 +122,9 @@ def test_a_jpeg_may_come_smaller_but_not_too_small(photo) -> None:
     assert decode_image(data, channels=3).size == (240, 160)
 
 
-@pytest.mark.parametrize("scale", [1.0, 1 / 255])
-def test_tiffs_of_floats_are_no_black_images(scale: float) -> None:
-    values = np.tile(np.arange(16, dtype=np.float32) * 17 * scale, (16, 1))
-    image = decode_image(encoded(Image.fromarray(values), "TIFF"), channels=3)
-    assert np.array_equal(np.asarray(image)[0, :, 0], np.arange(16) * 17)
-
-
-@pytest.mark.parametrize("value", [-1.0, 256.0, float("nan"), float("inf")])
-def test_floats_of_no_known_range_are_bad_images(value: float) -> None:
-    values = np.zeros((8, 8), np.float32)
-    values[4, 4] = value
-    with pytest.raises(BadImageError, match=r"float pixels from .* 8 or 16 bits"):
-        decode_image(encoded(Image.fromarray(values), "TIFF"), channels=1)
+def test_floats_of_no_known_range_are_bad_images() -> None:
+    with pytest.raises(BadImageError, match=r"float pixels, .* 8 or 16 bits"):
+        decode_image(encoded(Image.fromarray(np.zeros((8, 8), np.float32)), "TIFF"), channels=1)
 
 
 def turned(how: int, format: str = "JPEG") -> bytes:
@@ -183,7 +171,7 @@ def plain(data: bytes, framing: Framing, draws: list[float] | None) -> np.ndarra
     whole = np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
     top, left = framing.corner(height, width, draws)
     window = whole[top : top + framing.window[0], left : left + framing.window[1]]
-    return window[:, ::-1] if framing.mirrored(draws) else window
+    return window[:, ::-1] if draws and framing.mirror and draws[2] < 0.5 else window
 
 
 @settings(max_examples=40)
@@ -219,63 +207,6 @@ def test_padding_has_the_colour_of_the_fill(photo) -> None:
     window = np.frombuffer(frame_image(photo(0), padded, 3, [0.0, 0.0, 0.9]), np.uint8).reshape(14, 14, 3)
     assert (window[:2] == [1, 2, 3]).all()
     assert not (window[2:, 2:] == [1, 2, 3]).all()
-
-
-@pytest.fixture
-def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The order of the colours of each image that simplejpeg has decoded."""
-    simplejpeg, orders = pytest.importorskip("simplejpeg"), []
-
-    def decode_jpeg(data: bytes, order: str) -> np.ndarray:
-        pixels = simplejpeg.decode_jpeg(data, order)
-        orders.append(order)
-        return pixels
-
-    noted = SimpleNamespace(decode_jpeg=decode_jpeg, decode_jpeg_header=simplejpeg.decode_jpeg_header)
-    monkeypatch.setattr(module, "_simplejpeg", lambda: noted)
-    return orders
-
-
-def framed_by_pillow(data: bytes, framing: Framing, channels: int, draws: list[float] | None) -> bytes:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_simplejpeg", lambda: None)
-        return frame_image(data, framing, channels, draws)
-
-
-@pytest.mark.parametrize("draws", [None, [0.3, 0.9, 0.9], [0.3, 0.9, 0.2]])
-@pytest.mark.parametrize("size", [(16, 20), (41, 16), (16, 16)])
-def test_a_jpeg_of_the_right_scale_is_cut_out(
-    decoded: list[str], size: tuple[int, int], draws: list[float] | None
-) -> None:
-    for mode in ("RGB", "L"):
-        data = smooth(*size, "JPEG", mode)
-        assert frame_image(data, FRAMING, 3, draws) == framed_by_pillow(data, FRAMING, 3, draws)
-    assert decoded == ["BGR" if draws and draws[2] < 0.5 else "RGB"] * 2
-
-
-def test_what_simplejpeg_cannot_do_is_framed_by_pillow(decoded: list[str]) -> None:
-    right = Framing((14, 14), (16, 20), None, 0, False, (0, 0, 0))
-    padded = Framing((14, 14), None, 16, 2, False, (0, 0, 0))
-    for data, framing, channels in (
-        (smooth(16, 20, "JPEG", "CMYK"), FRAMING, 3),
-        (smooth(16, 20, "PNG"), FRAMING, 3),
-        (smooth(17, 20, "JPEG"), FRAMING, 3),
-        (smooth(16, 20, "JPEG"), FRAMING, 1),
-        (smooth(16, 20, "JPEG"), padded, 3),
-        (smooth(16, 21, "JPEG"), right, 3),
-    ):
-        assert frame_image(data, framing, channels, None) == framed_by_pillow(data, framing, channels, None)
-    assert decoded == []
-    assert frame_image(smooth(16, 20, "JPEG"), right, 3, None)
-    assert decoded == ["RGB"]
-
-
-def test_pillow_says_what_is_wrong_with_a_jpeg(decoded: list[str]) -> None:
-    whole = smooth(16, 20, "JPEG")
-    for data, reason in ((whole[:-60], "truncated"), (whole[:3], "not a known image format")):
-        with pytest.raises(BadImageError, match=reason):
-            frame_image(data, FRAMING, 3, None)
-    assert decoded == []
 
 
 def opened(uri: str) -> Image.Image:

@@ -1,17 +1,12 @@
 from __future__ import annotations
 
-import socket
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import open_data
-from lowrank_cnn.data import parquet as hub
 from lowrank_cnn.data.parquet import is_repository
 
 
@@ -65,53 +60,6 @@ def test_offline_without_a_cached_copy(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(LowRankError, match=r"cannot be fetched from the Hub \(.+\): check its name, the network"):
         open_data("nobody/nothing")
-
-
-@pytest.fixture
-def silent_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    """A server that accepts connections and never answers, in place of the Hub."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
-        real = huggingface_hub.snapshot_download
-
-        def elsewhere(*arguments: str, **options: object) -> str:
-            return real(*arguments, **options, endpoint=endpoint, cache_dir=tmp_path)  # pyright: ignore
-
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", elsewhere)
-        monkeypatch.setattr(hub, "STALL_SECONDS", 0.2)
-        monkeypatch.setattr(hub, "_LOOK_SECONDS", 0.05)
-        yield endpoint
-
-
-def test_a_server_that_never_answers_is_given_up(silent_server: str) -> None:
-    with pytest.raises(LowRankError, match=r"from the Hub \(the server has sent nothing for 0.2 s"):
-        open_data("nobody/nothing")
-
-
-def test_a_slow_download_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    now, looked, size_of = [0.0], threading.Event(), hub._size
-
-    def look(folder: Path) -> int:
-        size = size_of(folder)
-        looked.set()
-        return size
-
-    monkeypatch.setattr(hub, "_LOOK_SECONDS", 0.001)
-    monkeypatch.setattr(hub, "_size", look)
-    monkeypatch.setattr(hub, "time", SimpleNamespace(monotonic=lambda: now[0]))
-
-    def slow() -> str:
-        for number in range(5):
-            (tmp_path / str(number)).write_bytes(b"some bytes")
-            for _ in range(2):  # the first look may have begun before the file was there
-                looked.clear()
-                assert looked.wait(600)
-            now[0] += 0.9 * hub.STALL_SECONDS
-        return "folder"
-
-    assert hub._watched(slow, tmp_path) == "folder"
 
 
 def test_a_mistyped_local_path_is_not_looked_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -44,14 +44,12 @@ def folder(tmp_path: Path, write_folder) -> Path:
         *(({"image_size": size}, "an image size is") for size in ((1, 2, 3), 1.5, (4, "8"), 10**9, [], {})),
         ({"image_size": 32}, "1x28x28, which image_size does not change"),
         ({"bad": "maybe"}, "bad must be skip or refuse"),
-        ({"missing": "ignore"}, "missing must be skip or refuse"),
         ({"limit": 0}, "limit must be a whole number of at least 1"),
         ({"limit": "9"}, "limit must be a whole number"),
         ({"channels": 2}, "channels must be 1"),
         ({"channels": "3"}, "channels must be 1"),
         ({"val_split": 1.0}, "val_split must be a number above 0 and below 1, not 1.0"),
         ({"val_split": "0.2"}, "val_split must be a number"),
-        ({"val_seed": -1}, "val_seed must be"),
         ({"test": 3}, "test must be of type str or .*Path"),
         ({"class_names": 3}, "class_names must be of type"),
         ({"val_split": 0.5}, "test images and class names of its own"),
@@ -115,8 +113,7 @@ def test_a_flat_folder_is_divided_class_by_class(flat: Path) -> None:
     assert data.test.labels.bincount().tolist() == [2, 1]
     assert data.details == {"val_split": {"share": 0.2, "seed": 0}}
     assert str(data.train.problems) == "1 empty class folder (photos/notes)"
-    again, other = open_data(flat, val_split=0.2), open_data(flat, val_seed=1)
-    assert again.digest == data.digest != other.digest
+    assert open_data(flat, val_split=0.2).digest == data.digest != open_data(flat, val_split=0.3).digest
     half = open_data(flat, val_split=0.4, resident_bytes=0)
     assert (len(half.train), len(half.test)) == (9, 6)
     assert sorted(half.train.rows.tolist() + half.test.rows.tolist()) == list(range(15))
@@ -335,27 +332,21 @@ def test_damaged_tables(tmp_path: Path, text: bytes, says: str) -> None:
         open_data(tmp_path / "t.csv")
 
 
-@pytest.mark.parametrize("name", ["names.txt", "names.json"])
-def test_class_names_to_show(flat: Path, tmp_path: Path, write_folder, name: str) -> None:
+def test_class_names_to_show(flat: Path, tmp_path: Path, write_folder) -> None:
     (tmp_path / "names.txt").write_text("ant\tthe ant, small\n\ncow, a cow\n")
-    (tmp_path / "names.json").write_text('{"ant": "the ant, small", "cow": "a cow"}')
     write_folder(tmp_path / "other", {"bee/0.png": 1})
-    data = open_data(flat, class_names=tmp_path / name, test=tmp_path / "other")
+    data = open_data(flat, class_names=tmp_path / "names.txt", test=tmp_path / "other")
     assert (data.classes, data.test.labels.tolist()) == (("the ant, small", "bee"), [1])
 
 
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("a.json", "{", "it is not JSON, from line 1 on"),
-        ("a.json", "[" * 10**5, "nested too deeply"),
-        ("a.json", "[1]", "a class and its name in each line"),
         ("a.txt", "alone\n", "a class and its name in each line"),
         ("a.txt", "", "a class and its name in each line"),
         ("a.txt", "ant,x\nbee,x", "two classes the name 'x'"),
         ("a.txt", "cow,x", "names none of the classes, such as 'ant'"),
         ("none.txt", None, "cannot be read"),
-        ("none.json", None, "cannot be read"),
     ],
 )
 def test_files_of_no_class_names(flat: Path, tmp_path: Path, name: str, text: str | None, says: str) -> None:

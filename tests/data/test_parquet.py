@@ -87,9 +87,6 @@ def test_a_missing_shard_is_named(shards: Path) -> None:
     (shards / "train-00001-of-00003.parquet").unlink()
     with pytest.raises(LowRankError, match=r"lacks the shard train-00001-of-00003\.parquet"):
         open_data(shards)
-    data = open_data(shards, missing="skip")
-    assert len(data.train) == 28
-    assert data.train.problems.examples == {"missing shard": ["train-00001-of-00003.parquet"]}
 
 
 SHARDS = [f"train-0000{n}-of-00003" for n in range(3)]

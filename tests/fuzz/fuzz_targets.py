@@ -126,7 +126,7 @@ def program(place: Path, draw: random.Random) -> None:
 def shards(place: Path, draw: random.Random) -> None:
     """Parquet shards: damaged, or of odd values, types and names."""
     inputs.write_shards(place, draw)
-    data = lr.open_data(place, limit=draw.choice((None, 1, 10)), missing=draw.choice(("skip", "refuse")))
+    data = lr.open_data(place, limit=draw.choice((None, 1, 10)))
     inputs.look_at(data)
 
 
@@ -134,16 +134,6 @@ def folder(place: Path, draw: random.Random) -> None:
     """A folder of images: damaged, of odd names, FIFOs, links to devices."""
     inputs.write_folder(place, draw)
     inputs.look_at(lr.open_data(place, limit=10))
-
-
-def binaries(place: Path, draw: random.Random) -> None:
-    """CIFAR-10's files, cut, empty or of other bytes."""
-    place = place / "cifar-10-batches-bin"
-    place.mkdir()
-    for number in range(1, 6):
-        (place / f"data_batch_{number}.bin").write_bytes(draw.randbytes(draw.choice((0, 1, 3073, 5000))))
-    (place / "test_batch.bin").write_bytes(draw.randbytes(3073))
-    lr.open_data(place.parent)
 
 
 def source(place: Path, draw: random.Random) -> None:
@@ -257,7 +247,7 @@ TARGETS: dict[str, Callable[[Path, random.Random], None]] = {
     target.__name__: target
     for target in (
         record, report, checkpoint, resumed, times, network_file, onnx_file, program, shards, folder,
-        binaries, source, scheme, model, counted, recipe, path, links, devices,
+        source, scheme, model, counted, recipe, path, links, devices,
     )
 }  # fmt: skip
 """Every reader by its name."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 import weakref
 from unittest.mock import Mock
 
@@ -16,7 +15,7 @@ from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.graph.fuse import fuse
 from lowrank_cnn.graph.fused_between import kernels_take
 from lowrank_cnn.kernels import cuda_graph as module
-from lowrank_cnn.kernels import device, for_graphs, forced, torch_compile
+from lowrank_cnn.kernels import device, forced, torch_compile
 from lowrank_cnn.kernels.cuda_graph import captured, recorded
 from lowrank_cnn.kernels.device import survey, surveying
 from tests.kernels.helpers import DEVICE, channels_last
@@ -172,22 +171,6 @@ def test_a_survey_collects_and_is_ignored_by_what_torch_compile_traces(monkeypat
         assert not device.takes(*asked)
     assert noted == [1]
     assert not torch_compile.exporting()
-
-
-def test_another_thread_can_take_the_settings_along(monkeypatch):
-    monkeypatch.delenv("LOWRANK_KERNELS", raising=False)
-    found = []
-
-    def run(settings):
-        found.append((device.mode(), device.is_for_graphs()))
-        with settings:
-            found.append((device.mode(), device.is_for_graphs()))
-
-    with forced("off"), for_graphs():
-        thread = threading.Thread(target=run, args=(device.as_now(),))
-        thread.start()
-        thread.join()
-    assert found == [("auto", False), ("off", True)]
 
 
 def test_kernels_run_where_they_are_wanted():

@@ -25,9 +25,9 @@ NEVER = -1
 many = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without it")
 
 
-def alone(source: Path, out: Path, *, experiment: str = "ilsvrc", networks=(LR,), missing="refuse", **options):
+def alone(source: Path, out: Path, *, experiment: str = "ilsvrc", networks=(LR,), **options):
     options = {"settings": SMALL, "device": "cpu", "progress": False, "say": lambda line: None, **options}
-    return reproduce(experiment, open_data(source, missing=missing), out, networks=networks, **options)
+    return reproduce(experiment, open_data(source), out, networks=networks, **options)
 
 
 def weights(out: Path, network: str = LR) -> dict[str, torch.Tensor]:
@@ -83,13 +83,10 @@ def test_the_full_runs_follow_the_papers_recipe():
     assert (googlenet.schedule, googlenet.power, googlenet.aux_weight) == ("poly", 0.5, 0.3)
 
 
-def test_a_missing_shard_is_refused_or_counted(hub, tmp_path):
+def test_a_missing_shard_is_refused(hub, tmp_path):
     (hub / "data" / "train-00002-of-00004.parquet").unlink()
     with pytest.raises(LowRankError, match=r"lacks the shard train-00002-of-00004\.parquet"):
         alone(hub, tmp_path / "out")
-    alone(hub, tmp_path / "out", missing="skip", settings={**SMALL, "epochs": 1})
-    data = load_record(tmp_path / "out" / "paper" / f"{LR}-seed1").data
-    assert (data["train"], data["problems"]["train"]) == (45, {"missing shard": 1})
 
 
 def test_a_corrupt_image_and_an_empty_class_are_counted(folders, tmp_path):
@@ -130,17 +127,16 @@ def test_two_processes_train_the_miniature_to_the_result_of_one(folders, program
 @many
 @pytest.mark.nightly
 def test_a_process_that_died_is_started_again_and_all_go_on(hub, program, tmp_path):
-    """On shards of which one is missing and another holds an image that cannot be decoded."""
+    """On shards of which one holds an image that cannot be decoded."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    (hub / "data" / "train-00003-of-00004.parquet").unlink()
     damaged = hub / "data" / "train-00001-of-00004.parquet"
     table = pq.read_table(damaged)
     rows = table.to_pylist()
     rows[4]["image"]["bytes"] = rows[4]["image"]["bytes"][:100]
     pq.write_table(pa.Table.from_pylist(rows, table.schema), damaged, row_group_size=4)
-    command = ("reproduce", "ilsvrc", "--data", hub, "--missing", "skip", "--network", LR, "--device", "cpu")
+    command = ("reproduce", "ilsvrc", "--data", hub, "--network", LR, "--device", "cpu")
     arguments = (*command, "--out", tmp_path / "two", *SETTINGS)
     process = program(11, *arguments, launcher=TWO)
     process.communicate(timeout=600)
@@ -151,5 +147,5 @@ def test_a_process_that_died_is_started_again_and_all_go_on(hub, program, tmp_pa
     process = program(NEVER, *arguments, launcher=TWO)
     _, complaints = process.communicate(timeout=600)
     assert process.returncode == 0, complaints
-    alone(hub, tmp_path / "one", missing="skip")
+    alone(hub, tmp_path / "one")
     assert_same_run(tmp_path / "one", tmp_path / "two")

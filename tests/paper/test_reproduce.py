@@ -118,14 +118,13 @@ def test_equal_compute_gives_the_cheaper_network_more_epochs(digits, tmp_path):
     assert rows[1].epochs * rows[1].macs == pytest.approx(2 * rows[0].macs, rel=0.3)
 
 
-def test_variants_and_text_settings_reach_the_network_and_weights_can_be_left_out(digits, tmp_path):
+def test_variants_and_text_settings_reach_the_network(digits, tmp_path):
     text = {"width": "0.05", "norm": "none", "epochs": "1"}
-    options = {"parts": ("inits",), "settings": text, "keep_weights": False}
+    options = {"parts": ("inits",), "settings": text}
     rows, _ = run(digits, tmp_path, **options)
     assert [row.variant for row in rows] == ["composite", "torch"]
     model = load_record(tmp_path / "inits" / "nin-c3-lr-torch-seed1").model
     assert (model["init"], model["width"], model["norm"]) == ("torch", 0.05, None)
-    assert not list(tmp_path.rglob("*.safetensors"))
     assert run(digits, tmp_path, **options)[0] == rows
 
 

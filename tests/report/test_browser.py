@@ -1,4 +1,4 @@
-"""The page in a real browser: charts, choices, zoom, hover, keys, downloads, print, and what must not happen."""
+"""The page in a real browser: charts, choices, hover, keys, downloads, print, and what must not happen."""
 
 import json
 import shutil
@@ -153,16 +153,6 @@ def shown_tip(page: Any) -> str:
     return tip.inner_text()
 
 
-def drag(page: Any, name: str, start: float, end: float) -> None:
-    plot = chart(page, name).locator(".plot")
-    plot.scroll_into_view_if_needed()
-    box = plot.bounding_box()
-    page.mouse.move(box["x"] + start * box["width"], box["y"] + 120)
-    page.mouse.down()
-    page.mouse.move(box["x"] + end * box["width"], box["y"] + 130, steps=5)
-    page.mouse.up()
-
-
 def test_the_first_screen_says_what_was_gained_at_which_cost_and_how_sure(committed: Any):
     card = committed.locator(".gain").first
     assert card.bounding_box()["y"] < 400
@@ -270,7 +260,7 @@ def test_a_network_has_one_colour_in_all_charts(page: Any, request: pytest.Fixtu
 def test_a_saved_picture_has_the_colours_of_white_pages_and_a_legend(page: Any):
     spec = page.evaluate("""() => {
         const runs = curvesOf(state.trained, state.by);
-        return curvesSpec(runs, looksOf(runs), { measure: "accuracy", smooth: 1, print: true });
+        return curvesSpec(runs, looksOf(runs), { measure: "accuracy", print: true });
     }""")
     assert spec["encoding"]["color"]["scale"]["range"][:2] == [
         kind_colours(kind)["light"] for kind in ("dense", "low-rank")
@@ -322,17 +312,6 @@ def test_networks_can_be_hidden_and_the_address_remembers(browser: Any, page: An
     assert "Mean training loss" in chart(other, "curves").inner_text()
     assert "Multiply-accumulates" in chart(other, "trade").inner_text()
     other.close()
-
-
-def test_dragging_zooms_and_a_button_goes_back(page: Any):
-    drag(page, "curves", 0.5, 0.8)
-    assert "epochs=" in page.url
-    low, high = (float(end) for end in page.url.partition("epochs=")[2].split("&")[0].split("%7E"))
-    assert 20 < low < high < 55
-    chart(page, "curves").get_by_text("All epochs").click()
-    assert "epochs=" not in page.url
-    drag(page, "trade", 0.3, 0.7)
-    assert "zoom=" in page.url
 
 
 def test_tables_and_charts_can_be_downloaded(page: Any):

@@ -26,7 +26,6 @@ from lowrank_cnn.paper.published import rows
 from lowrank_cnn.report import Records
 from lowrank_cnn.report.figures import (
     FIGURES,
-    FigureOptions,
     draw_figure,
     shapes_spec,
 )
@@ -123,15 +122,15 @@ def test_what_cannot_be_drawn_is_refused(arguments: list, says: str, tmp_path: P
 def test_what_python_cannot_draw_is_refused(tmp_path: Path):
     bare = {"kind": "training", "model": {"name": "nin"}}
     for name, out, options, says in (
-        ("vgg", "a.bmp", FigureOptions(), "svg, pdf, png"),
-        ("filters", "a.svg", FigureOptions(), "is of a network"),
-        ("filters", "a.svg", FigureOptions(networks=[("mine", nn.ReLU())]), "ReLU has no convolution"),
-        ("receptive-field", "a.svg", FigureOptions(networks=[("mine", nn.ReLU())]), "ReLU has no convolution"),
-        ("shapes", "a.svg", FigureOptions(networks=[("mine", nn.Conv2d(3, 4, 1))]), "no spatial"),
-        ("curves", "a.svg", FigureOptions(records_of(bare)), "no run"),
+        ("vgg", "a.bmp", {}, "svg, pdf, png"),
+        ("filters", "a.svg", {}, "is of a network"),
+        ("filters", "a.svg", {"networks": [("mine", nn.ReLU())]}, "ReLU has no convolution"),
+        ("receptive-field", "a.svg", {"networks": [("mine", nn.ReLU())]}, "ReLU has no convolution"),
+        ("shapes", "a.svg", {"networks": [("mine", nn.Conv2d(3, 4, 1))]}, "no spatial"),
+        ("curves", "a.svg", {"records": records_of(bare)}, "no run"),
     ):
         with pytest.raises(LowRankError, match=says):
-            draw_figure(name, tmp_path / out, options)
+            draw_figure(name, tmp_path / out, **options)
 
 
 def test_records_join_the_published_points(records: Records, runs: Path, tmp_path: Path, text_of):
@@ -142,8 +141,8 @@ def test_records_join_the_published_points(records: Records, runs: Path, tmp_pat
     ):
         assert words <= text_of(figure(tmp_path / f"{name}.svg", name, "--runs", runs))
     others = [replace(run, recipe="another") for run in records.runs]
-    both = FigureOptions(Records([*records.runs, *others]))
-    text = text_of(draw_figure("nin", tmp_path / "both.svg", both))
+    both = Records([*records.runs, *others])
+    text = text_of(draw_figure("nin", tmp_path / "both.svg", records=both))
     assert {"nin-c3-lr (nin-paper)", "nin-c3-lr (another)", "nin-c3-lr"} <= text
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from record_examples import CONVERTED, RUN, TIMING, records_of, run_of
 
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.core.files import sealed
 from lowrank_cnn.data import ResidentSplit
 from lowrank_cnn.data.small_sets import CLASSES
 from lowrank_cnn.report import read_records
@@ -136,8 +135,6 @@ def test_a_run_is_read():
     assert (run.recipe, run.seed) == ("nin-paper", 3)
     assert (run.top1, run.macs, run.params, run.finished) == (0.9, 1000, 100, True)
     assert [row.accuracy for row in run.history] == [0.4, None]
-    assert not run.sealed
-    assert run_of(sealed(RUN)).sealed
     on_the_way = run_of({**RUN, "result": {}, "status": "interrupted"})
     assert (on_the_way.top1, on_the_way.macs, on_the_way.finished) == (0.4, None, False)
     least = run_of({"kind": "training", "model": {"name": "mine"}})

@@ -78,13 +78,13 @@ def test_a_network_that_fusing_would_change_stays_as_it_is(make):
     assert said[1].startswith("Layers are not fused: ")
 
 
-def whole_run(name: str, monkeypatch: pytest.MonkeyPatch, *, fused: bool, **options) -> tuple[nn.Module, Record]:
+def whole_run(name: str, monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> tuple[nn.Module, Record]:
     """A short run with dropout, batch norm and a moving average, its layers fused as they would be on a GPU."""
 
     def fusing(trainer: Trainer, say) -> nn.Module:
-        recompute, size = trainer.how.checkpoint_activations, checked_size(trainer.inputs.size)
+        size = checked_size(trainer.inputs.size)
         placed = running_network(trainer, say)
-        return fused_to_train(trainer.network, size, pytest.fail, recompute=recompute) if fused else placed
+        return fused_to_train(trainer.network, size, pytest.fail) if fused else placed
 
     draw = torch.Generator().manual_seed(0)
     images = torch.randint(0, 255, (48, 3, 16, 16), generator=draw, dtype=torch.uint8)
@@ -94,20 +94,17 @@ def whole_run(name: str, monkeypatch: pytest.MonkeyPatch, *, fused: bool, **opti
     network = create_model(name, num_classes=4, width=0.1, norm="batch", stride=1)
     with monkeypatch.context() as patch:
         patch.setattr(import_module("lowrank_cnn.train.loop"), "running_network", fusing)
-        record = fit(
-            network, Data("noise", tuple("abcd"), split, split), recipe, progress=False, device="cpu", **options
-        )
+        record = fit(network, Data("noise", tuple("abcd"), split, split), recipe, progress=False, device="cpu")
     return network, record
 
 
-RUNS = [pytest.param(name, {}, marks=pytest.mark.nightly) for name in ("vgg11-gmp-lr-join", "googlenet-lr")]
-RUNS += [("nin-c3-lr", {}), ("nin-c3-lr", {"checkpoint_activations": True})]
+RUNS = [pytest.param(name, marks=pytest.mark.nightly) for name in ("vgg11-gmp-lr-join", "googlenet-lr")]
 
 
-@pytest.mark.parametrize(("name", "options"), RUNS)
-def test_a_run_with_fused_layers_is_the_run_without(name, options, monkeypatch):
+@pytest.mark.parametrize("name", ["nin-c3-lr", *RUNS])
+def test_a_run_with_fused_layers_is_the_run_without(name, monkeypatch):
     plain, one = whole_run(name, monkeypatch, fused=False)
-    fused, other = whole_run(name, monkeypatch, fused=True, **options)
+    fused, other = whole_run(name, monkeypatch, fused=True)
     assert list(plain.state_dict()) == list(fused.state_dict())
     for key, value in plain.state_dict().items():
         torch.testing.assert_close(fused.state_dict()[key], value, rtol=1e-3, atol=1e-4, msg=key)

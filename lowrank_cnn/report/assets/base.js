@@ -20,8 +20,8 @@ function html(name, attributes = {}, ...children) {
 // ---- What is chosen, kept in the address so that a view can be shared.
 
 const DEFAULTS = {
-  data: DATA.trade[0]?.data ?? "", recipe: "", metric: "top1", axis: "", scale: "", zoom: "",
-  trained: DATA.curves[0]?.data ?? "", by: "", measure: "", smooth: "1", loss: "linear", epochs: "", hidden: "",
+  data: DATA.trade[0]?.data ?? "", recipe: "", metric: "top1", axis: "", scale: "",
+  trained: DATA.curves[0]?.data ?? "", by: "", measure: "", loss: "linear", hidden: "",
   layers: DATA.layers[0]?.title ?? "", tested: "", details: "",
 };
 const state = { ...DEFAULTS, ...Object.fromEntries(new URLSearchParams(location.hash.slice(1))) };

@@ -3,26 +3,13 @@
 const curvesOf = (data, recipe) => DATA.curves.filter((run) => run.data === data && run.recipe === recipe);
 const isAccuracy = (measure) => measure !== "train_loss";
 
-// The mean of the last n known values, run by run.
-function smoothed(values, n) {
-  return values.map((value, i) => {
-    if (value === null) return null;
-    const near = values.slice(Math.max(0, i - n + 1), i + 1).filter((v) => v !== null);
-    return near.reduce((sum, v) => sum + v, 0) / near.length;
-  });
-}
-
-function curveRows(runs, measure, n) {
-  return runs.flatMap((run) => {
-    const values = smoothed(run[measure], n);
-    return run.epochs.map((epoch, i) => ({ group: run.group, seed: run.seed, epoch, value: values[i] })).filter((row) => row.value !== null);
-  });
-}
+const curveRows = (runs, measure) => runs.flatMap((run) =>
+  run.epochs.map((epoch, i) => ({ group: run.group, seed: run.seed, epoch, value: run[measure][i] })).filter((row) => row.value !== null));
 
 // Every network's colour and dash: as many as there are networks, also where some are hidden.
 const looksOf = (runs) => Object.fromEntries(runs.map((run) => [run.group, run.look]));
 
-function curvesSpec(runs, looks, { measure, smooth, log, zoom, print }) {
+function curvesSpec(runs, looks, { measure, log, print }) {
   const names = Object.keys(looks);
   const dots = measure === "train_accuracy" && runs.some((run) => run.test !== null) ? ", dots: test images" : "";
   const watched = unique(runs.map((run) => run.watched)).join(", ");
@@ -33,15 +20,13 @@ function curvesSpec(runs, looks, { measure, smooth, log, zoom, print }) {
     "{dashes}": { domain: names, range: names.map((name) => looks[name].dash) },
   });
   if (!print) spec.encoding.color.legend = spec.layer[1].encoding.strokeDash.legend = null;
-  const rows = curveRows(runs, measure, smooth);
+  const rows = curveRows(runs, measure);
   const ends = runs.filter((run) => run.test !== null && isAccuracy(measure))
     .map((run) => ({ group: run.group, seed: run.seed, epoch: run.epochs.at(-1), value: run.test }));
   const alone = (row) => rows.filter((other) => other.group === row.group).length === 1; // one epoch makes no line
   ends.push(...rows.filter(alone));
-  const within = (row) => !zoom || (row.epoch >= zoom[0] && row.epoch <= zoom[1]);
-  if (zoom) spec.encoding.x.scale.domain = zoom;
   spec.layer[1].encoding.y.scale = log ? { type: "log" } : { zero: false, nice: false, padding: 6 }; // dots at the edge stay whole
-  spec.datasets = { curves: rows.filter(within), ends: ends.filter(within) };
+  spec.datasets = { curves: rows, ends };
   return spec;
 }
 
@@ -49,8 +34,7 @@ const defaultMeasure = (runs) => (runs.some((run) => run.accuracy.filter((v) => 
 
 function offerTraining() {
   const box = at("training-choices");
-  const again = () => { choose({ epochs: "" }); offerTraining(); };
-  const others = () => { choose({ measure: "" }); again(); };
+  const others = () => { choose({ measure: "" }); offerTraining(); };
   box.replaceChildren();
   choices(box, "Data", "trained", pairs(unique(DATA.curves.map((run) => run.data))), others);
   choices(box, "Recipe", "by", pairs(unique(DATA.curves.filter((run) => run.data === state.trained).map((run) => run.recipe))), others);
@@ -58,9 +42,8 @@ function offerTraining() {
   const known = Object.keys(DATA.measures).filter((m) => runs.some((run) => run[m].some((v) => v !== null)));
   const names = { accuracy: "watched accuracy", train_accuracy: "training accuracy", train_loss: "training loss" };
   if (!known.includes(state.measure)) state.measure = known.includes(defaultMeasure(runs)) ? defaultMeasure(runs) : known[0];
-  choices(box, "Show", "measure", known.map((m) => [m, names[m]]), again);
-  choices(box, "Smoothing", "smooth", [["1", "none"], ["5", "5 epochs"], ["15", "15 epochs"]], again);
-  choices(box, "Axis", "loss", pairs(["linear", "log"]), again);
+  choices(box, "Show", "measure", known.map((m) => [m, names[m]]), offerTraining);
+  choices(box, "Axis", "loss", pairs(["linear", "log"]), offerTraining);
   return drawTraining();
 }
 
@@ -69,11 +52,10 @@ async function drawTraining() {
   const looks = looksOf(all);
   const hidden = new Set(state.hidden ? state.hidden.split("|") : []);
   const runs = all.filter((run) => !hidden.has(run.group));
-  const options = { measure: state.measure, smooth: Number(state.smooth) || 1, log: state.loss === "log", zoom: range(state.epochs) };
+  const options = { measure: state.measure, log: state.loss === "log" };
   const specify = (print) => curvesSpec(runs, looks, { ...options, print });
   offerSeries(looks, hidden);
   const view = await draw(figureOf("curves"), specify, `${state.trained} ${state.measure}`, specify().datasets.curves);
-  zoomable(figureOf("curves"), view, "epochs", "All epochs", drawTraining);
   addCursor(figureOf("curves"), view, runs);
 }
 

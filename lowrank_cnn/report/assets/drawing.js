@@ -98,39 +98,3 @@ function csv(rows) {
   const names = unique(rows.flatMap((row) => Object.keys(row))).filter((name) => name !== "details" && name !== "spoken");
   return [names.map(quoted), ...rows.map((row) => names.map((name) => quoted(row[name])))].map((line) => line.join(",")).join("\n");
 }
-
-// ---- Zoom: drag over a chart; the range goes into the address.
-
-function zoomable(figure, view, key, reset, redraw) {
-  const box = figure.querySelector(".plot");
-  const [left, top] = view.origin();
-  const area = { width: view.width(), height: view.height() };
-  const inside = (event) => {
-    const outer = box.getBoundingClientRect();
-    return [event.clientX - outer.left - left, event.clientY - outer.top - top];
-  };
-  let from = null;
-  const band = html("div", { class: "band", hidden: "" });
-  box.append(band);
-  box.addEventListener("pointerdown", (event) => { [from] = inside(event); });
-  box.addEventListener("pointermove", (event) => {
-    if (from === null) return;
-    const [to] = inside(event);
-    band.hidden = Math.abs(to - from) < 6;
-    band.style.left = `${left + Math.min(from, to)}px`;
-    band.style.width = `${Math.abs(to - from)}px`;
-    band.style.top = `${top}px`;
-    band.style.height = `${area.height}px`;
-  });
-  box.addEventListener("pointerup", (event) => {
-    if (from === null) return;
-    const ends = [from, inside(event)[0]].map((x) => Math.min(Math.max(x, 0), area.width)).sort((a, b) => a - b);
-    from = null;
-    band.hidden = true;
-    if (ends[1] - ends[0] < 6) return;
-    choose({ [key]: ends.map((x) => view.scale("x").invert(x).toPrecision(4)).join("~") });
-    redraw();
-  });
-  if (state[key]) button(figure.querySelector(".downloads"), reset, () => { choose({ [key]: "" }); redraw(); });
-}
-const range = (text) => { const ends = text.split("~").map(Number); return ends.length === 2 && ends.every(Number.isFinite) ? ends : null; };

@@ -61,10 +61,10 @@ function drawForPrint() {
     box.append(figure);
     makeView({ ...spec, width: 400, height: Math.min(spec.height, PRINTED) }, { container: figure.lastChild, print: true }).run();
   };
-  for (const chart of DATA.trade) add(`${trainedLabel(chart.data, chart.recipe)}: ${chart.y}`, tradeSpec(chart, chart.log ? "log" : "linear", null, true));
+  for (const chart of DATA.trade) add(`${trainedLabel(chart.data, chart.recipe)}: ${chart.y}`, tradeSpec(chart, chart.log ? "log" : "linear", true));
   for (const key of unique(DATA.curves.map((run) => JSON.stringify([run.data, run.recipe])))) {
     const runs = curvesOf(...JSON.parse(key));
-    const options = { measure: defaultMeasure(runs), smooth: 1, log: false, zoom: null, print: true };
+    const options = { measure: defaultMeasure(runs), log: false, print: true };
     add(`${trainedLabel(runs[0].data, runs[0].recipe)}: training`, curvesSpec(runs, looksOf(runs), options));
   }
   for (const trained of unique(DATA.details.map((one) => one.trained))) {
