@@ -33,6 +33,9 @@ class FolderStore(ImageStore):
         except OSError as error:
             raise BadImageError(error.strerror or "unreadable") from error
 
+    def file_of(self, row: int) -> int:
+        return row
+
     def where(self, row: int) -> str:
         return os.path.relpath(self.paths[row], self.root.parent)
 

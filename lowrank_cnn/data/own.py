@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -146,6 +146,13 @@ class DatasetSplit:
         """From the class, the length, and a few items."""
         some = [repr(_summary(self.dataset[index])) for index in evenly_spaced(len(self), _SAMPLED)]
         return fingerprint_of_parts("dataset", type(self.dataset).__name__, str(len(self)), *some)
+
+    def contents(self) -> dict[str, Tensor]:
+        """Nothing: reading all items takes long, and the user's code may change them at random."""
+        return {}
+
+    def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
+        return [], 0
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]

@@ -90,6 +90,9 @@ class ParquetStore(ImageStore):
             raise BadImageError("no bytes")
         return data
 
+    def file_of(self, row: int) -> int:
+        return self.groups[self._find(row)[0]].shard
+
     def where(self, row: int) -> str:
         index, offset = self._find(row)
         group = self.groups[index]

@@ -7,7 +7,7 @@ each crop, which gives the same batches: ILSVRC at 160 pixels is 98 GB as bytes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from math import prod
@@ -31,11 +31,13 @@ from lowrank_cnn.data.augment import (
     send_to_device,
 )
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, to_unit
+from lowrank_cnn.data.store import ImageStore
 from lowrank_cnn.data.types import (
     Decoded,
     Problems,
     Size,
     check_workers,
+    digest_of,
     fingerprint_of_subset,
     fingerprint_of_tensors,
     generator,
@@ -55,6 +57,7 @@ class ResidentSplit:
     decode: Callable[[], Decoded]
     size: Size
     identify: Callable[[], str] | None = None
+    store: ImageStore | None = None
 
     @classmethod
     def of(cls, images: Any, labels: Any, problems: Problems | None = None) -> ResidentSplit:
@@ -82,6 +85,24 @@ class ResidentSplit:
     def fingerprint(self) -> str:
         """From the files if there are any, else from the pixels."""
         return self.identify() if self.identify else fingerprint_of_tensors(self.images, self.labels)
+
+    def contents(self) -> dict[str, Tensor]:
+        _ = self._decoded  # takes the digests of all images
+        if self.store is None:
+            return {"pixels": self._pixels}
+        return self.store.contents()
+
+    def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
+        if "pixels" in before:  # a set that was sent to another process has no files any more
+            return ["some images"] if self.store is None and not before["pixels"].equal(self._pixels) else [], 0
+        if self.store is None:
+            return [], 0
+        return self.store.changed(self.contents()["digests"].nonzero()[:, 0], before)
+
+    @cached_property
+    def _pixels(self) -> Tensor:
+        """One digest of all images, as a tensor of one number."""
+        return torch.tensor([digest_of(self.images.cpu().contiguous().numpy().data)])
 
     @cached_property
     def _decoded(self) -> Decoded:
@@ -124,7 +145,7 @@ class ResidentSplit:
                 lambda place: self.describe(int(index[place])),
             )
 
-        return ResidentSplit(chosen, self.size, lambda: fingerprint_of_subset(self.fingerprint, index))
+        return ResidentSplit(chosen, self.size, lambda: fingerprint_of_subset(self.fingerprint, index), self.store)
 
 
 def _unpickled(images: Any, labels: Any, problems: Problems, fingerprint: str) -> ResidentSplit:

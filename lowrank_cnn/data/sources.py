@@ -274,7 +274,7 @@ class Reading:
             problems=problems,
             what=f"Decoding images {which}" if self.progress else "",
         )
-        return ResidentSplit(decode, size, partial(store.fingerprint, rows))
+        return ResidentSplit(decode, size, partial(store.fingerprint, rows), store)
 
 
 def _both_splits(found: LabelledImages, reading: Reading, share: float | None) -> Data:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError, option
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.data.decode import BadImageError, decode_image, image_header
 from lowrank_cnn.data.types import (
     Problems,
+    digest_of,
+    file_state,
     fingerprint_of_files,
     fingerprint_of_subset,
     places_by_name,
@@ -37,7 +40,11 @@ _RUN = 8
 
 @dataclass
 class ImageStore(ABC):
-    """Numbered rows of encoded images below one folder, with their labels (NO_LABEL if a row has none)."""
+    """Numbered rows of encoded images below one folder, with their labels (NO_LABEL if a row has none).
+
+    It remembers a stamp of each file and a digest of each image that was read, 8 bytes each: a run notices if an
+    image changes while it is in use, or before the run is resumed.
+    """
 
     root: Path
     paths: Sequence[str | Path]
@@ -47,6 +54,10 @@ class ImageStore(ABC):
     @abstractmethod
     def read(self, row: int) -> bytes:
         """The bytes of an image file; raises `BadImageError` if they cannot be read."""
+
+    @abstractmethod
+    def file_of(self, row: int) -> int:
+        """The place in `paths` of the file that holds a row."""
 
     @abstractmethod
     def where(self, row: int) -> str:
@@ -119,6 +130,66 @@ class ImageStore(ABC):
             except BadImageError as error:
                 first = first or f"{self.where(row)}: {error}"
         raise LowRankError(f"none of the {counted(len(rows), 'image')} {which} can be read; the first is {first}.")
+
+    @cached_property
+    def stamps(self) -> Tensor:
+        """The size and time of each file as one number, as they are when they are first asked for."""
+        return torch.tensor([_stamp(path) for path in self.paths], dtype=torch.int64)
+
+    @cached_property
+    def digests(self) -> Tensor:
+        """A digest of each image that was read; 0 for the others."""
+        return torch.zeros(len(self.labels), dtype=torch.int64)
+
+    def contents(self) -> dict[str, Tensor]:
+        """Stamps and digests for a checkpoint."""
+        return {"stamps": self.stamps, "digests": self.digests}
+
+    def read_watched(self, row: int, fresh: dict[int, int]) -> bytes:
+        """Read an image; `fresh` gets its digest if it is read first, or its file was written since."""
+        data, file = self.read(row), self.file_of(row)
+        # The stamp is that after reading: with one before, new contents could pass for old ones.
+        if not self.digests[row] or _stamp(self.paths[file]) != self.stamps[file]:
+            fresh[row] = digest_of(data)
+        return data
+
+    def note(self, fresh: Mapping[int, int]) -> None:
+        """Remember the digests of images that were read; refuses an image that had other contents before."""
+        for row, digest in fresh.items():
+            if digest and self.digests[row] not in (0, digest):
+                raise LowRankError(
+                    f"{self.where(row)} was changed while it was in use: bring the old image back and go on with "
+                    f"{option('resume', True)}, or start a new run."
+                )
+            self.digests[row] = digest or self.digests[row]
+
+    def changed(self, rows: Tensor, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
+        """The images that have other contents than before, and how many cannot be compared.
+
+        Only images whose files have another size or time are compared, by their digests.
+        """
+        digests = before["digests"].tolist()
+        if before["stamps"].shape != self.stamps.shape or len(digests) != len(self.digests):
+            return ["some images"], 0
+        written = (before["stamps"] != self.stamps).tolist()
+        suspects = [row for row in rows.tolist() if written[self.file_of(row)]] if any(written) else []
+        changed = []
+        what = "Comparing images that were written since"
+        for row in counting(suspects, what, len(suspects), lambda _: 1):
+            if digests[row] and self._digest(row) != digests[row]:
+                changed.append(self.where(row))
+        self.digests.copy_(torch.where(self.digests == 0, before["digests"], self.digests))
+        return changed, sum(not digests[row] for row in suspects)
+
+    def _digest(self, row: int) -> int:
+        try:
+            return int(self.digests[row]) or digest_of(self.read(row))
+        except BadImageError:
+            return 0
+
+
+def _stamp(path: str | Path) -> int:
+    return hash(file_state(path))  # of whole numbers, so it is the same in every process
 
 
 def sample_rows(n: int, most: int) -> Tensor:

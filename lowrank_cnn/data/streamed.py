@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -43,6 +43,12 @@ class StreamedSplit:
     @property
     def fingerprint(self) -> str:
         return self.store.fingerprint(self.rows)
+
+    def contents(self) -> dict[str, Tensor]:
+        return self.store.contents()
+
+    def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
+        return self.store.changed(self.rows, before)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -89,6 +95,7 @@ class StreamedLoader(Loader):
         split = self.split
         if isinstance(self.preprocess, Whiten):
             raise LowRankError("whitening needs a set held in memory, and this one is streamed.")
+        _ = split.store.stamps  # of all files, listed here and not by each worker
         size = None if split.size is None else split.size[1:]
         self._framing = frame(size, self.augment, train=self.train, fill=_fill(self.preprocess, split.channels))
 
@@ -100,6 +107,7 @@ class StreamedLoader(Loader):
         for batch in range(start, parts.batches):
             read = list(itertools.islice(loaded, parts.parts))
             for part in read:
+                parts.store.note(part.digests)
                 problems.add_all(part.found)
             rows = [row for part in read for row in part.rows]
             if self.train and len(rows) < self.batch_size // self.world:

@@ -110,6 +110,14 @@ class Split(Protocol):
         """The identity of the images and labels, without decoding an image."""
         ...
 
+    def contents(self) -> dict[str, Tensor]:
+        """For a checkpoint: stamps and digests that tell whether images were changed since; may be empty."""
+        ...
+
+    def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
+        """The images that have other contents than before, and how many cannot be compared."""
+        ...
+
     def __len__(self) -> int: ...
 
     def subset(self, index: Tensor) -> Split:
@@ -280,10 +288,11 @@ def fingerprint_of_parts(*parts: str) -> str:
 def fingerprint_of_files(root: Path, files: Sequence[str | Path]) -> str:
     """From the names below `root`, the sizes, and pieces of some of the files: cheap on a million files.
 
-    A copy of a set in another place, with other dates, has the same fingerprint.
+    A copy of a set in another place, with other dates, has the same fingerprint. As content is only sampled, a
+    resumed run compares digests of the images as well (`ImageStore.changed`).
     """
     names = [os.path.relpath(file, root) for file in files]
-    sizes = [_size(files[index]) for index in evenly_spaced(len(files), MOST_SIZES)]
+    sizes = [file_state(files[index])[0] for index in evenly_spaced(len(files), MOST_SIZES)]
     pieces = [_pieces(files[index]) for index in evenly_spaced(len(files), SAMPLED_FILES)]
     return fingerprint_of_parts("files", "\0".join(names), str(sizes), *pieces)
 
@@ -304,6 +313,11 @@ def hash_of(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.cpu().contiguous().numpy().data).hexdigest()
 
 
+def digest_of(data: Any) -> int:
+    """63 bits of a hash of some bytes, never 0."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1 or 1
+
+
 def evenly_spaced(n: int, most: int) -> Iterable[int]:
     """At most this many positions of 0 to n - 1, the first and the last among them."""
     if n <= most:
@@ -311,12 +325,13 @@ def evenly_spaced(n: int, most: int) -> Iterable[int]:
     return (place * (n - 1) // (most - 1) for place in range(most))
 
 
-def _size(path: str | Path) -> int:
-    """The size of a file; -1 if it cannot be read, which decoding reports."""
+def file_state(path: str | Path) -> tuple[int, int]:
+    """The file's size and time of change; -1 if it cannot be read, which decoding reports."""
     try:
-        return os.stat(path).st_size  # noqa: PTH116  a Path for each of many files takes longer than the look
+        found = os.stat(path)  # noqa: PTH116  a Path for each of a million files takes longer than the look
     except OSError:
-        return -1
+        return -1, -1
+    return found.st_size, found.st_mtime_ns
 
 
 def _pieces(path: str | Path) -> str:

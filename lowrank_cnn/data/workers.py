@@ -31,11 +31,15 @@ Found = list[tuple[str, str]]
 
 
 class BatchPart(NamedTuple):
-    """Images [n, h, w, C], their rows and the problems found."""
+    """Images [n, h, w, C], their rows and the problems found.
+
+    `digests` are those of images that were read for the first time or whose files were written since, by row.
+    """
 
     images: Tensor
     rows: list[int]
     found: Found
+    digests: dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -65,11 +69,12 @@ class EpochParts(Dataset):
     def __getitem__(self, key: tuple[int, int]) -> BatchPart:
         batch, part = key
         found: Found = []
+        fresh: dict[int, int] = {}
         draws = self._draws(batch)
-        made = (self._first_good(batch, number, draws, found) for number in self._numbers(batch, part))
+        made = (self._first_good(batch, number, draws, found, fresh) for number in self._numbers(batch, part))
         images = [image for image in made if image]
         pixels = stack([data for data, _ in images], *self.framing.window, self.channels)
-        return BatchPart(pixels, [row for _, row in images], found)
+        return BatchPart(pixels, [row for _, row in images], found, fresh)
 
     def _numbers(self, batch: int, part: int) -> Iterator[int]:
         """The numbers in the global batch of the images of a part."""
@@ -85,14 +90,15 @@ class EpochParts(Dataset):
         return torch.rand(images, 3, generator=generator(*self.draw, batch), dtype=torch.float64).tolist()
 
     def _first_good(
-        self, batch: int, number: int, draws: list[list[float]] | None, found: Found
+        self, batch: int, number: int, draws: list[list[float]] | None, found: Found, fresh: dict[int, int]
     ) -> tuple[bytes, int] | None:
         """The pixels and the row of the image of this number, or in training of another that can be decoded."""
         lane, place = number // self.per_lane, batch * self.per_lane + number % self.per_lane
         own = draws[number] if draws else None
         for row in self._candidates(lane, place) if draws else [int(self.lanes[lane, place])]:
             try:
-                return self._frame(self.store.read(row), row, own, found), row
+                data = self.store.read_watched(row, fresh)
+                return self._frame(data, row, own, found), row
             except BadImageError as error:
                 found.append((UNDECODABLE, f"{self.store.where(row)}: {error}"))
         return None
@@ -151,6 +157,7 @@ def decode_rows(
     `what` is the title of a progress line; an empty one shows none. Processes decode large sets: Pillow holds the
     interpreter on small images.
     """
+    _ = store.stamps  # of all files, listed here and not by each worker
     framing = Framing(size[1:], size[1:], None, 0, False, ())
     parts = EpochParts(store, rows[None], range(1), _CHUNK, 1, size[0], framing, one_size=not any_size)
     workers = min(_MOST_WORKERS, os.cpu_count() or 1) if len(rows) >= _WORTH_WORKERS else 0
@@ -164,6 +171,7 @@ def decode_rows(
             problems.refuse()
         images[len(kept) : len(kept) + len(part.rows)] = part.images.permute(0, 3, 1, 2)
         kept += part.rows
+        store.note(part.digests)
     if not kept:
         raise LowRankError(f"none of {counted(len(rows), 'image')} can be decoded: {problems}.")
     return Decoded(images[: len(kept)], store.labels[kept], problems, lambda place: store.where(kept[place]))

@@ -18,6 +18,7 @@ from lowrank_cnn.core.environment import is_out_of_memory
 from lowrank_cnn.core.errors import LowRankError, option, to_caller
 from lowrank_cnn.core.modules import call
 from lowrank_cnn.core.text import counted
+from lowrank_cnn.train.distributed import generator_states, restore_generators
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -145,3 +146,42 @@ class StopRequest:
             print(f"\n{told}", file=sys.stderr, flush=True)
         self.received, self.signal = True, number
         signal.signal(signal.SIGINT, self._second)
+
+
+class StoppedWithin(Exception):
+    """A step ended before it changed any weight."""
+
+
+@contextlib.contextmanager
+def undone_if_stopped(network: nn.Module, tally: Tensor) -> Iterator[None]:
+    """Undo a step that is stopped before its update: batch norm statistics, the tally, random generators."""
+    before = [(tensor, tensor.clone()) for tensor in (*network.buffers(), tally)]
+    generators = generator_states(tally.device)
+    try:
+        yield
+    except StoppedWithin:
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
+        restore_generators(generators, tally.device)
+        raise
+
+
+@contextlib.contextmanager
+def stopping_within(network: nn.Module, stop: StopRequest) -> Iterator[None]:
+    """While the block lasts, raise `StoppedWithin` between two layers, forward or backward, once asked to stop."""
+
+    def check(*_: object) -> None:
+        if stop:
+            raise StoppedWithin
+
+    def check_backward(_: nn.Module, __: object, output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(check)
+
+    with contextlib.ExitStack() as hooks:
+        for layer in network.modules():
+            if not list(layer.children()):
+                hooks.enter_context(layer.register_forward_pre_hook(check))
+                hooks.enter_context(layer.register_forward_hook(check_backward))
+        yield

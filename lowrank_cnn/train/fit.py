@@ -146,7 +146,7 @@ def fit(
     ):
         if directory and resume and (done := directory.finished(recipe, identity, show.say)):
             return done
-        saved = directory.start(identity, show.say, resume=resume) if directory else None
+        saved = directory.start(data, identity, show.say, resume=resume) if directory else None
         keep_threads(saved.state["conditions"] if saved else {})
         seed_generators(seed, fabric.global_rank)
         model.to(fabric.device)

@@ -7,8 +7,9 @@ run it (`step`).
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,10 +35,13 @@ from lowrank_cnn.train.evaluate import Evaluation, LossEvaluation, averaged_view
 from lowrank_cnn.train.failure import (
     Interrupted,
     NotFiniteError,
+    StoppedWithin,
     StopRequest,
     all_finite,
     first_not_finite,
     resume_hint,
+    stopping_within,
+    undone_if_stopped,
 )
 from lowrank_cnn.train.inputs import Inputs
 from lowrank_cnn.train.objective import Objective
@@ -122,7 +126,7 @@ class Trainer:
 
     def run(self) -> Evaluation | LossEvaluation:
         """Train to the end of the run, then evaluate the network on the test set."""
-        with StopRequest().listening() as stop:
+        with StopRequest().listening() as stop, self._stoppable(stop):
             if not self.iteration:
                 self.save()
             while not self.position.done(self.recipe.epochs):
@@ -143,7 +147,9 @@ class Trainer:
         for images, targets in self.inputs.batches(self.position.epoch, self.position.batch):
             self.step.prepare(self._rate(self.iteration), self.iteration, epochs=self.iteration / self.per_epoch)
             self.update = self.update or self._build_update(images, targets)
-            self.update(images, targets)
+            on_cpu = self.fabric.device.type == "cpu"
+            with undone_if_stopped(self.network, self.step.sums) if on_cpu else contextlib.nullcontext():
+                self.update(images, targets)
             self.position.batch += 1
             self._look_around(stop)
 
@@ -267,6 +273,19 @@ class Trainer:
             hint = f"The state {told} is saved: go on with {option('resume', True)} and a smaller {option('lr')}."
         raise NotFiniteError(f"the loss is not finite at {place}; the first thing that is not: {where}. {hint}")
 
+    @contextlib.contextmanager
+    def _stoppable(self, stop: StopRequest) -> Iterator[None]:
+        """Let a request to stop interrupt a step, where one can take long: in one process on a CPU."""
+        if self.fabric.device.type != "cpu" or self.fabric.world_size > 1:
+            yield
+            return
+        try:
+            with stopping_within(self.network, stop):
+                yield
+        except StoppedWithin as stopped:
+            self.save()
+            raise Interrupted(self._stop_message()) from stopped
+
     def _stop_message(self) -> str:
         """The position of a run that was asked to stop, and how to resume it."""
         where = f"Stopped in epoch {self.position.epoch + 1}, after batch {self.position.batch}"
@@ -295,7 +314,12 @@ class Trainer:
                 best = Checkpoint(weights | preprocess | self.step.ranges, state)
                 at = self._steps(Position(self.position.best_epoch))
                 self.directory.save(best, at, kind="best", keep=1)
-            self.directory.save(Checkpoint(tensors | preprocess, state), self.iteration)
+            splits = {"train": self.inputs.data.train, "test": self.inputs.data.test}
+            # By these, a resumed run knows whether images were changed since.
+            images = {
+                f"images.{name}.{key}": t for name, split in splits.items() for key, t in split.contents().items()
+            }
+            self.directory.save(Checkpoint(tensors | preprocess | images, state), self.iteration)
             self.directory.write_record(self.record)
         self.unsaved_best = {}
         self.saved = replace(self.position)
@@ -337,8 +361,10 @@ class Trainer:
         say(f"Resuming in epoch {self.position.epoch + 1}, after batch {self.position.batch}.")
 
     def _share_findings(self) -> None:
-        """Tell every process of the bad images that any has found."""
+        """Tell every process of the bad images that any has found, and of the digests that it has taken."""
         for split in (self.inputs.data.train, self.inputs.data.test):
+            if (digests := split.contents().get("digests")) is not None:
+                digests.copy_(torch.stack(gather_tensors(self.fabric, digests)).amax(0))
             for found in gather_objects(self.fabric, split.problems.found):
                 split.problems.add_all(found)
 

@@ -46,6 +46,7 @@ from lowrank_cnn.core.files import (
 )
 from lowrank_cnn.core.numbers import accuracy
 from lowrank_cnn.core.text import counted, duration, html_table, si
+from lowrank_cnn.data import Data
 from lowrank_cnn.models.build import entry_description
 from lowrank_cnn.train.recipe import Recipe, differences, in_words
 
@@ -345,7 +346,9 @@ class RunDirectory:
         say(f"The run in {self.path} has finished{fewer}: nothing is left to do.")
         return record
 
-    def start(self, about: Mapping[str, Any], say: Callable[[str], None], *, resume: bool) -> Checkpoint | None:
+    def start(
+        self, data: Data, about: Mapping[str, Any], say: Callable[[str], None], *, resume: bool
+    ) -> Checkpoint | None:
         """The newest whole checkpoint to resume from; None for a new run, which must not lie over another."""
         if not resume:
             self.check_free()
@@ -353,6 +356,7 @@ class RunDirectory:
         checkpoint = self.latest(lambda damage: say(f"{damage} The one before it is used."))
         if checkpoint:
             check_same_run(checkpoint.state, about)
+            check_same_images(data, checkpoint, say)
             return checkpoint
         if _status(self.path) == "finished":  # a new run would overwrite the record
             raise LowRankError(
@@ -444,12 +448,30 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         return
     what, (then, offered) = next(iter(differing.items()))  # what follows may follow from it
     if what == IMAGES:
-        raise LowRankError(
-            f"the images of {before['data']['name']} are not those that this run was started with: their names, "
-            "sizes or contents have changed. Bring the old ones back, or start a new run in another "
-            f"{option('out')}."
-        )
+        raise _other_images(before["data"]["name"], "their names, sizes or contents have changed")
     raise _other_run(f"the {what} {_short(then)}", _short(offered))
+
+
+def check_same_images(data: Data, checkpoint: Checkpoint, say: Callable[[str], None]) -> None:
+    """Refuse to go on with images of other contents; say so if nobody can tell whether they are others."""
+    for name, split in (("train", data.train), ("test", data.test)):
+        before = checkpoint.part(f"images.{name}")
+        changed, unknown = split.changed(before) if before else ([], 0)
+        if changed:
+            more = f" and {len(changed) - 1:,} more" if len(changed) > 1 else ""
+            raise _other_images(data.name, f"the contents of {changed[0]}{more} differ")
+        if unknown:
+            say(
+                f"The time or size of {counted(unknown, 'image file')} of {data.name} has changed, and this run "
+                "was stopped before it had read all images: it cannot tell whether the contents are the same."
+            )
+
+
+def _other_images(name: str, why: str) -> LowRankError:
+    return LowRankError(
+        f"the images of {name} are not those that this run was started with: {why}. Bring the old ones back, or "
+        f"start a new run in another {option('out')}."
+    )
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

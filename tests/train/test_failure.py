@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.train import NotFiniteError, OutOfMemoryError, load_record
+from lowrank_cnn.train import Interrupted, NotFiniteError, OutOfMemoryError, fit, load_record
 from lowrank_cnn.train.failure import StopRequest, lost_process_as_user_error, oom_as_user_error
+from tests.support import assert_equal_weights
 
 
 def diverge(driver, out, burns_at: int, **options) -> str:
@@ -96,3 +97,47 @@ def test_outside_the_main_thread_nothing_is_listened_to():
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+class Asks(nn.Module):
+    """Asks to stop when it computes for the n-th time, forward or backward."""
+
+    def __init__(self, stop: dict, at: int, *, backward: bool) -> None:
+        super().__init__()
+        self.stop, self.at, self.backward, self.calls = stop, at, backward, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
+        self.calls += 1
+        if self.calls == self.at and self.backward:
+            x.register_hook(lambda gradient: self.ask())
+        elif self.calls == self.at:
+            self.ask()
+        return x
+
+    def ask(self) -> None:
+        self.stop["request"].received = True
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_run_stopped_within_a_step_goes_on_exactly(driver, tmp_path, monkeypatch, backward: bool):
+    stop: dict = {}
+    listening = StopRequest.listening
+    monkeypatch.setattr(StopRequest, "listening", lambda self: stop.update(request=self) or listening(self))
+
+    def network(at: int) -> nn.Module:
+        layers = list(driver.tiny_net(stateful=True).children())
+        return nn.Sequential(*layers[:3], Asks(stop, at, backward=backward), *layers[3:])
+
+    def train(net: nn.Module, out, **more):
+        return fit(
+            net, driver.tiny_data(), driver.STATEFUL, epochs=3, out=out, progress=False, device="cpu", **more
+        )
+
+    whole, stopped = network(0), network(6)  # four times an epoch
+    train(whole, tmp_path / "whole")
+    with pytest.raises(Interrupted, match=r"after batch 1; all is saved"):
+        train(stopped, tmp_path / "stopped")
+    train(again := network(0), tmp_path / "stopped", resume=True)
+    assert_equal_weights(whole, again)

@@ -20,6 +20,7 @@ import lowrank_cnn as lr
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.data import ResidentSplit
+from lowrank_cnn.data.types import SAMPLED_FILES, evenly_spaced
 from lowrank_cnn.train import load_record
 from lowrank_cnn.train.loop import Trainer
 from lowrank_cnn.train.run_folder import check_same_run
@@ -272,12 +273,16 @@ def test_the_record_of_another_run_does_not_finish_this_one(driver, tmp_path, ca
 
 
 def photos(root: Path) -> list[Path]:
-    """Write 80 images to train on, of one file size, and 16 to test on. Return those to train on."""
+    """Write 80 images to train on, of one file size, and 16 to test on. Return those that are not sampled.
+
+    The set's fingerprint samples the contents of the others: only a look at each file tells of these.
+    """
     for number in range(96):
         path = root / ("train" if number < 80 else "val") / "ab"[number % 2] / f"{number:02}.bmp"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8), (number, 2 * number, 9)).save(path)
-    return sorted(root.glob("train/*/*"))
+    files = sorted(root.glob("train/*/*"))
+    return [files[place] for place in set(range(80)) - set(evenly_spaced(80, SAMPLED_FILES))]
 
 
 def swap(files: list[Path]) -> None:
@@ -303,10 +308,31 @@ def test_swapped_images_are_refused_and_copied_ones_are_not(driver, tmp_path, mo
         with pytest.raises(KeyboardInterrupt):
             train(tmp_path / "run")
     swap(files)
-    with pytest.raises(LowRankError, match="their names, sizes or contents have changed"):
+    with pytest.raises(LowRankError, match=r"the contents of train/a/\d\d.bmp and 15 more differ"):
         train(tmp_path / "run", resume=True)
     photos(tmp_path / "photos")
     assert_equal_weights(whole, train(tmp_path / "run", resume=True))
+
+
+def test_an_image_that_changes_during_a_streamed_run_stops_it(driver, tmp_path):
+    photos(tmp_path / "photos")
+    swapping = [lambda *_: swap([tmp_path / "photos/val/a/80.bmp"])]
+    options = {"streamed": True, "workers": 1, "callbacks": swapping}
+    with pytest.raises(LowRankError, match=r"^val/a/80.bmp was changed while it was in use"):
+        train_on_photos(driver, tmp_path / "photos", tmp_path / "run", **options)
+
+
+def test_a_run_killed_before_it_read_an_image_cannot_tell_whether_that_changed(
+    driver, tmp_path, monkeypatch, capsys
+):
+    files = photos(tmp_path / "photos")
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_train_epoch", None)  # the run ends after its first checkpoint
+        with pytest.raises(TypeError):
+            train_on_photos(driver, tmp_path / "photos", tmp_path / "run", streamed=True)
+    swap(files[:1])
+    train_on_photos(driver, tmp_path / "photos", tmp_path / "run", streamed=True, resume=True)
+    assert "of 1 image file of photos has changed" in capsys.readouterr().out
 
 
 def test_a_smaller_learning_rate_is_allowed_and_said(driver, tmp_path, capsys):
