@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lowrank_cnn.models.hub import from_pretrained, push_to_hub, save_pretrained
     from lowrank_cnn.report import write_report
     from lowrank_cnn.train.evaluate import evaluate, predict
+    from lowrank_cnn.train.find_lr import find_lr
     from lowrank_cnn.train.fit import fit
     from lowrank_cnn.train.recipes import get_recipe
     from lowrank_cnn.train.trained import load_pretrained
@@ -72,6 +73,7 @@ _HOMES = {
     "models": ["Network", "create_model", "list_models", "list_pretrained"],
     "models.hub": ["from_pretrained", "push_to_hub", "save_pretrained"],
     "report": ["write_report"],
+    "train.find_lr": ["find_lr"],
     "train.fit": ["fit"],
     "train.recipes": ["get_recipe"],
     "train.evaluate": ["evaluate", "predict"],
@@ -118,6 +120,7 @@ __all__ = [
     "design",
     "evaluate",
     "export",
+    "find_lr",
     "fit",
     "from_pretrained",
     "get_recipe",

@@ -59,6 +59,7 @@ SKIPPED = {
     "compare": "trains",
     "design": "measures",
     "evaluate": "needs a run",
+    "find_lr": "trains",
     "fit": "trains",
     "learn_shapes": "trains",
     "load": "needs a run",

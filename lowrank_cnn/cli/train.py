@@ -33,7 +33,7 @@ from lowrank_cnn.cli.options import (
     option,
 )
 from lowrank_cnn.cli.show import console, print_json, print_problems, print_table
-from lowrank_cnn.core.errors import LowRankError, check_number, first_line, nearest
+from lowrank_cnn.core.errors import LowRankError, MissingExtra, check_number, first_line, nearest
 from lowrank_cnn.core.files import read_text
 from lowrank_cnn.core.numbers import accuracy
 from lowrank_cnn.core.processes import first_process
@@ -122,6 +122,7 @@ class TrainingOptions:
     epochs: Annotated[int | None, option("Epochs to train at most.", panel=TRAINING)] = None
     batch_size: Annotated[int | None, option("Images per step, over all processes.", panel=TRAINING)] = None
     lr: Annotated[float | None, option("Learning rate at the start.", panel=TRAINING)] = None
+    find_lr: Annotated[bool, option("Only test rates and suggest one.", "--find-lr", panel=TRAINING)] = False
     settings: Settings = None
 
     def read(self, file: dict[str, Any]) -> tuple[Recipe, Callable[[int], Recipe], dict[str, Any]]:
@@ -325,10 +326,13 @@ def train_command(
         _print_start(wanted, recipe, source.remark, tuned=wanted is not found and is_weights(model))
         if training.recipe is None:
             console.print(defaults_in_words(recipe, trained_on(wanted, recipe)))
-        if run.out is None:
+        if run.out is None and not training.find_lr:
             console.print("This run is not saved: give --out to keep checkpoints and the record.")
         if teacher and not run.teacher:
             console.print("The network as it was is the teacher (--set distill_weight=0 trains without it).")
+    if training.find_lr:
+        how = {"workers": images.workers, **rare, "seed": run.seed, "device": run.device}
+        return _find_rate(source.network, wanted, recipe, run.out, as_json=as_json, **how)
     if run.out and first_process():
         remember(run.out, network.into or remembered(model) or model)
     told = _problems_of(wanted)
@@ -346,6 +350,25 @@ def train_command(
         named = ["--class-names", str(images.class_names)] if images.class_names else []
         hint = shlex.join(["lowrank", "evaluate", str(run.out), "--data", data, *named])
         console.print(f"The run is in {run.out}: try `{hint}`", soft_wrap=True)
+    return None
+
+
+def _find_rate(network: Any, data: Data, recipe: Recipe, out: Path | None, *, as_json: bool, **how: Any) -> None:
+    """Print the learning rate that a range test suggests, and draw its losses into the directory of the run."""
+    from lowrank_cnn.report.charts import rates_spec
+    from lowrank_cnn.report.style import save_charts
+
+    tested, drawn = lr.find_lr(network, data, recipe, **how), None
+    told = "With --out DIR, DIR/find-lr.svg shows the losses."
+    if out is not None:
+        try:
+            drawn = str(save_charts([rates_spec(tested)], out / "find-lr.svg"))
+            told = f"{drawn} shows the losses."
+        except MissingExtra as missing:
+            told = f"There is no picture: {missing}"
+    if as_json:
+        return print_json({**asdict(tested), "picture": drawn})
+    console.print(f"{tested} {told}", soft_wrap=True)
     return None
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowrank_cnn.core.numbers import ceil_div, pearson
 from lowrank_cnn.core.text import counted, percent, si
@@ -24,6 +24,9 @@ from lowrank_cnn.report.records import (
 )
 from lowrank_cnn.report.results import NetworkResult, kind_of
 from lowrank_cnn.report.style import Look, Spec, filled, kind_colours, network_looks, template
+
+if TYPE_CHECKING:
+    from lowrank_cnn.train.find_lr import RateTest
 
 MOST_EPOCHS = 400
 """Epochs of a run that are shown: of longer ones, every n-th."""
@@ -106,6 +109,15 @@ def curves_spec(title: str, curves: Sequence[dict[str, Any]]) -> Spec:
             min(1.0, max(late) + 0.02),
         ]
     return {**spec, "title": {"text": title, "subtitle": subtitle}, "datasets": {"curves": rows, "ends": ends}}
+
+
+def rates_spec(tested: RateTest) -> Spec:
+    """The loss over the rates of a range test; a dashed line is the suggested rate."""
+    rows = [{"rate": rate, "loss": loss} for rate, loss in zip(tested.rates, tested.losses, strict=True)]
+    suggested = [] if tested.rate is None else [{"rate": tested.rate}]
+    spec: Spec = filled(template("rates"), {"{rates}": rows, "{suggested}": suggested})
+    told = "No rate is suggested" if tested.rate is None else f"Suggested rate: {tested.rate:g}"
+    return {**spec, "title": {"text": "Learning-rate range test", "subtitle": told}}
 
 
 MOST_BARS = 25

@@ -90,7 +90,7 @@ def test_every_picture_of_the_docs_can_be_made_again(tmp_path: Path, text_of):
     named = re.search("^FIGURES := (.*)$", recipe, re.MULTILINE)
     assert named is not None
     drawn = {*named[1].split(), *re.findall(r"docs/images/([\w-]+)\.svg", recipe)}
-    assert pictures - {"strips", "demo"} == drawn - {"depthwise"}  # by hand, a recording; its record is to come
+    assert pictures - {"strips", "demo"} == drawn  # by hand, a recording
     text = text_of(figure(tmp_path / "nin.svg", "nin", "--runs", RESULTS / "cifar10"))
     assert {"dense", "low-rank", "published, baseline"} <= text
     assert [words for words in text if words.startswith("nin-c3-lr, 150 epochs")]
