@@ -15,7 +15,6 @@ from lowrank_cnn.cli.options import (
     Batch,
     Device,
     Json,
-    Latency,
     Limit,
     Macs,
     Model,
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from lowrank_cnn.choose.compare import Comparison
     from lowrank_cnn.choose.design import Advice
 
-_BATCHES, _IMAGES = 4, 32
-"""Batches, and images in each, that `design --data` measures on."""
 Precision = Annotated[str | None, option("fp32, fp16 or bf16; in an engine fp32, fp16 or int8.")]
 
 
@@ -79,9 +76,9 @@ def compare_command(
         from lowrank_cnn.choose.target import Target
 
         place = Target.parse(target, device)
-        how = {"engine": place.engine or "torch", "precision": place.precision or None, "device": place.device}
-        share = {"macs": 0.5 if macs is None else macs, "latency": None}
-        return _print_advice(*_advise(model, named, batch=batch or place.batch, **share, **how), as_json=as_json)
+        how: dict[str, Any] = {"engine": place.engine or "torch", "precision": place.precision or None}
+        how |= {"device": place.device, "macs": 0.5 if macs is None else macs}
+        return _print_advice(*_advise(model, named, batch=batch or place.batch, **how), as_json=as_json)
     from lowrank_cnn.data import open_data
     from lowrank_cnn.train.recipe import parse_settings
 
@@ -175,10 +172,6 @@ def design_command(
     model: Model,
     named: SourceOptions,
     macs: Macs = None,
-    latency: Latency = None,
-    data: Annotated[
-        str | None, option("Training images, to weigh what a trained network would lose as well.")
-    ] = None,
     engine: Annotated[
         str, option("torch, optimize, an engine (onnx, openvino, ncnn, ...), or auto: the fastest.")
     ] = "torch",
@@ -196,20 +189,20 @@ def design_command(
     Examples:
 
       lowrank design vgg11-gmp --macs 0.4
-      lowrank design nin --pretrained cifar10 --latency 0.5 --data photos
+      lowrank design nin --macs 0.5 --engine onnx --precision int8
     """
     from lowrank_cnn.core.clock import torch_threads
 
     with torch_threads(threads):
-        how: dict[str, Any] = {"macs": macs, "latency": latency, "engine": engine, "precision": precision}
-        advice = _advise(model, named, data=data, batch=batch, device=device, **how)
+        how: dict[str, Any] = {"macs": macs, "engine": engine, "precision": precision}
+        advice = _advise(model, named, batch=batch, device=device, **how)
     if not as_json:
         errors.print("This is `lowrank compare` without images: with --data, it trains the networks and compares.")
     return _print_advice(*advice, as_json=as_json)
 
 
 def _advise(
-    model: str, named: SourceOptions, *, batch: int, device: str, data: str | None = None, **how: Any
+    model: str, named: SourceOptions, *, batch: int, device: str, **how: Any
 ) -> tuple[str, list[int], Advice]:
     """The network's name, the shape that was measured, and the advice."""
     from lowrank_cnn.cli.source import random_images
@@ -219,12 +212,7 @@ def _advise(
     place = resolve_device(device)
     network = source.network.eval().to(place)
     example = random_images(network, size, batch, place)
-    batches = None
-    if data is not None:
-        if source.trained is None:
-            raise LowRankError("--data weighs what a trained network would lose: give a run, or --pretrained.")
-        batches = source.images(data, size, batch=_IMAGES, batches=_BATCHES, device=place)
-    return source.name, list(example.shape), lr.design(network, example, data=batches, **how)
+    return source.name, list(example.shape), lr.design(network, example, **how)
 
 
 def _print_advice(name: str, shape: list[int], advice: Advice, *, as_json: bool) -> None:

@@ -6,7 +6,7 @@ import json
 import shlex
 import tomllib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -72,28 +72,24 @@ class NetworkOptions:
         None
     )
     macs: Annotated[float | None, option("Share of the MACs that the scheme keeps: 0.4.", panel=NETWORK)] = None
-    latency: Annotated[float | None, option("Time that scheme learned(...) keeps: 0.5.", panel=NETWORK)] = None
     shapes: Annotated[Path | None, option("Learned shapes.json to train from scratch.", panel=NETWORK)] = None
 
     def training(self) -> tuple[str | None, Callable[..., Record]]:
         """The scheme that the network is built by, and the function that trains it."""
         from lowrank_cnn.method.budget import Budget
 
-        budget = Budget.of(macs=self.macs, latency=self.latency)
+        Budget.of(macs=self.macs)  # refused before images are read
         if self.thin is not None and (self.scheme or self.shapes):
             raise LowRankError("--thin makes dense filters fewer: leave --scheme and --shapes out.")
-        learned = self.scheme if self.scheme is not None and self.scheme.strip().startswith("learned") else None
         if self.shapes is not None and self.scheme is not None:
             raise LowRankError("give --scheme or --shapes, not both: learned shapes are a scheme for every layer.")
-        if learned is None and budget is not None and (self.scheme is None or budget.kind != "macs"):
-            raise LowRankError(
-                f"--{budget.kind} is for learned shapes: add --scheme 'learned(kx1, 1xk, 1x1, kxk)'."
-            )
-        if learned is not None:
-            shapes = lr.parse_scheme(learned)
-            if budget is None:
-                raise LowRankError("learned shapes need a budget: give --macs or --latency, like --macs 0.4.")
-            return None, partial(_learn, shapes=shapes, macs=self.macs, latency=self.latency)
+        if self.macs is not None and self.scheme is None:
+            raise LowRankError("--macs is the share that a scheme keeps: add --scheme, or take --thin.")
+        if self.scheme is not None and self.scheme.strip().startswith("learned"):
+            shapes = lr.parse_scheme(self.scheme)
+            if self.macs is None:
+                raise LowRankError("learned shapes need a budget: give --macs, like --macs 0.4.")
+            return None, partial(_learn, shapes=shapes, macs=self.macs)
         if self.shapes is None:
             return self.scheme, lr.fit
         found = lr.load_shapes(self.shapes)
@@ -449,11 +445,8 @@ def _print_result(record: Record) -> None:
 
 
 def _learn(network: Any, *given: Any, **options: Any) -> Record:
-    """Learn shapes. The result also has the time that was measured, as a share of the dense network's."""
+    """Learn shapes, and print them."""
     found = lr.learn_shapes(network, *given, **options)
     if options.get("progress") and first_process():
-        shares = {"MACs": found.macs, "time": found.time}
-        told = ", ".join(f"{share:.3f} of the {of}" for of, share in shares.items() if share is not None)
-        console.print(f"{found.shapes}\n{told}")
-    timed = {} if found.time is None else {"time": found.time}
-    return replace(found.record, result=found.record.result | timed)
+        console.print(f"{found.shapes}\n{found.macs:.3f} of the MACs")
+    return found.record
