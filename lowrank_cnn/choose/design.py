@@ -27,7 +27,7 @@ from lowrank_cnn.core.numbers import round_up
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.text import text_table
 from lowrank_cnn.deploy.block_forms import has_strips
-from lowrank_cnn.deploy.choose_engine import engine_for, write_to_time
+from lowrank_cnn.deploy.choose_engine import write_to_time
 from lowrank_cnn.deploy.engines.targets import ENGINES as FILE_ENGINES
 from lowrank_cnn.deploy.engines.targets import open_engine
 from lowrank_cnn.deploy.optimize import optimize
@@ -86,7 +86,7 @@ def layer_advice(name: str, ms: Mapping[str, float]) -> LayerAdvice:
 
 
 DENSE = "dense"
-ENGINES = ("torch", "optimize", "auto", *FILE_ENGINES)
+ENGINES = ("torch", "optimize", *FILE_ENGINES)
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -163,8 +163,7 @@ def design(
     - `example`: a batch like those that the network will run on. Its device and dtype are measured.
     - `macs`: the share that is to be left.
     - `engine`: "torch" as it is, "optimize" for the form that `optimize` finds, or an engine of `export`: "onnx",
-      "openvino", "ncnn", "mnn"... "auto" takes the installed engine and precision (fp32 or fp16) that run the
-      network fastest on the CPU.
+      "openvino", "ncnn", "mnn"...
     - `precision`: "fp32", "fp16" or "bf16" in place of the example's dtype; of engines "fp32", "fp16" or "int8",
       for which ranges come from random numbers: they are right for the time alone.
     """
@@ -183,7 +182,7 @@ def design(
     if in_torch:
         example, precision = example.to(_DTYPES.get(str(precision), example.dtype)), None
     placed = _checked(model, example)
-    bench = AdviceBench(_unfrozen(model), example, *engine_for(placed, example, engine, precision), repeats)
+    bench = AdviceBench(_unfrozen(model), example, engine, precision or "fp32", repeats)
     layers = bench.layers(placed)
     return _advice(bench, layers, *bench.forms(layers, budget.share))
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from lowrank_cnn.choose.candidates import (
     DENSE,
-    SHAPES,
     STEP,
     Builder,
     Design,
@@ -51,7 +50,6 @@ class FrontierPlan:
     """The request for `trace_frontier`.
 
     - `designs`: low-rank candidates by name or scheme; `widths`: those of the dense network, 1 always among them.
-    - `widen`: also each candidate at the width where it costs the dense network's MACs, or time.
     - `match`: also dense networks that cost each candidate's MACs, and time.
     - `rates`: factors of the learning rate to try every design with, `tries` seeds each, on held-out images.
     - `batch`: images in a batch to time inference with; 0 times nothing. `repeats`: runs that a median is of.
@@ -64,7 +62,6 @@ class FrontierPlan:
 
     designs: tuple[str, ...] = ()
     widths: tuple[float, ...] = ()
-    widen: tuple[str, ...] = ()
     match: tuple[str, ...] = MATCHES
     seeds: int = 8
     rates: tuple[float, ...] = ()
@@ -78,7 +75,7 @@ class FrontierPlan:
     budget: float = float("inf")
 
     def __post_init__(self) -> None:
-        for name in (*self.widen, *self.match):
+        for name in self.match:
             if name not in MATCHES:
                 raise LowRankError(f"networks are matched by {' or '.join(MATCHES)}, not {name!r}.")
         for name, least in {"seeds": 0, "batch": 0, "tries": 1, "processes": 1}.items():
@@ -89,8 +86,7 @@ class FrontierPlan:
         if self.teacher:
             find_design(self.teacher)
         if not self.batch:  # nothing is timed
-            for name in ("widen", "match"):
-                object.__setattr__(self, name, tuple(by for by in getattr(self, name) if by != "time"))
+            object.__setattr__(self, "match", tuple(by for by in self.match if by != "time"))
 
 
 def width_of_time(measured: dict[float, float], target: float) -> float:
@@ -157,11 +153,8 @@ class Tracer(TimedDesigns):
         candidates = [find_design(text) for text in self.plan.designs]
         self.found.check_batch(self.plan.batch)
         try:
-            for design in (DENSE, *(at_width(DENSE, width) for width in self.plan.widths)):
+            for design in (DENSE, *(at_width(DENSE, width) for width in self.plan.widths), *candidates):
                 self.add(design)
-            for design in candidates:
-                self.add(design)
-                self._widen(design)
             for row in [row for row in self.rows.values() if not row.dense]:
                 self._match(row)
             self._tune()
@@ -172,17 +165,6 @@ class Tracer(TimedDesigns):
     def time(self, design: Design) -> DesignTime:
         self._check_budget()
         return super().time(design)
-
-    def _widen(self, design: Design) -> None:
-        """The design as wide as the dense network allows, by MACs and by time."""
-        dense = self.rows[DENSE.name]
-        if self.plan.widen and design.scheme.startswith(SHAPES):
-            self.say(f"{design.name} has the widths that were learned, and is not widened.")
-            return
-        if "macs" in self.plan.widen:
-            self.add(at_width(design, width_of_macs(self.builder, design, dense.macs), "macs of dense"))
-        if "time" in self.plan.widen and dense.timing and (times := self._times(design)):
-            self.add(at_width(design, width_of_time(times, dense.timing.ratio), "time of dense"))
 
     def _match(self, row: DesignRow) -> None:
         """The thin dense networks that a low-rank one has to beat: of its MACs, and of its time.

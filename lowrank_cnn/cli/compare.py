@@ -25,7 +25,7 @@ from lowrank_cnn.cli.options import (
     grouped,
     option,
 )
-from lowrank_cnn.cli.show import console, continued_by_same_command, errors, print_json, print_table
+from lowrank_cnn.cli.show import console, continued_by_same_command, print_json, print_table
 from lowrank_cnn.core.errors import LowRankError
 
 if TYPE_CHECKING:
@@ -172,9 +172,7 @@ def design_command(
     model: Model,
     named: SourceOptions,
     macs: Macs = None,
-    engine: Annotated[
-        str, option("torch, optimize, an engine (onnx, openvino, ncnn, ...), or auto: the fastest.")
-    ] = "torch",
+    engine: Annotated[str, option("torch, optimize, or an engine (onnx, openvino, ncnn, ...).")] = "torch",
     precision: Precision = None,
     batch: Batch = 1,
     device: Device = "auto",
@@ -196,8 +194,6 @@ def design_command(
     with torch_threads(threads):
         how: dict[str, Any] = {"macs": macs, "engine": engine, "precision": precision}
         advice = _advise(model, named, batch=batch, device=device, **how)
-    if not as_json:
-        errors.print("This is `lowrank compare` without images: with --data, it trains the networks and compares.")
     return _print_advice(*advice, as_json=as_json)
 
 
@@ -223,6 +219,6 @@ def _print_advice(name: str, shape: list[int], advice: Advice, *, as_json: bool)
     print_table("Networks within the budget", *networks)
     console.print(advice.verdict, soft_wrap=True)
     if advice.device == "cpu" and advice.engine == "torch":
-        told = "On a CPU, engines differ, since some have Winograd's algorithm: --engine auto takes the fastest."
+        told = "On a CPU, engines differ, since some have Winograd's algorithm: --engine names another."
         console.print(told, soft_wrap=True)
     return None

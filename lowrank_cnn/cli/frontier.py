@@ -29,9 +29,6 @@ class PlanOptions:
         option("A scheme, or a design (lr-late, strips5, ...); @0.75 sets a width. Repeatable.", "--design"),
     ] = None
     widths: Annotated[list[float] | None, option("A width of the dense network; repeatable.", "--width")] = None
-    widen: Annotated[
-        list[str] | None, option("Also widen designs to the dense network's macs, or time; repeatable.")
-    ] = None
     match: Annotated[
         list[str] | None, option("Add thin dense networks with each design's macs, or time; none for neither.")
     ] = None

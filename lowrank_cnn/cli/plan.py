@@ -118,7 +118,7 @@ def time_command(
     for timing in timings:
         _print_timing(timing)
     if example is None and any(timing.device == "cpu" and timing.twin is not None for timing in timings):
-        _print_cpu_advice(named.words(models[0], scheme=scheme))
+        _print_cpu_advice()
     if len(timings) > 2:
         r = correlation([t.macs for t in timings], [t.total.ms for t in timings])
         console.print(f" Over these networks, MACs and time correlate with r = {r:.3f}.")
@@ -179,7 +179,7 @@ def plan_command(
         share = f", for {macs / held['macs']:.3f} of its MACs" if macs and held["macs"] else ""
         console.print(f" This one takes {held['ms'] / held['twin_ms']:.3f} of its time{share}.")
     if place == "cpu" and how.example is None:
-        _print_cpu_advice(named.words(model, scheme=how.scheme))
+        _print_cpu_advice()
     return None
 
 
@@ -266,11 +266,10 @@ def _print_search(source: Source, inputs: Any, fast: Any, **more: Any) -> None:
     print_json({"environment": environment(), **where, **fast.report.to_dict(), **more})
 
 
-def _print_cpu_advice(network: str) -> None:
+def _print_cpu_advice() -> None:
     """Name the command that measures what torch alone cannot tell: engines, precisions, and the thin rival."""
-    told = " Other engines, in fp16 and int8, may be faster, and so may a thinner dense network. Measure them by"
-    console.print(told)
-    console.print(f"   lowrank plan {network} --engine auto", soft_wrap=True)
+    console.print(" Other engines, in fp16 and int8, may be faster, and so may a thinner dense network.")
+    console.print(" Measure them by `lowrank plan ... --engine auto`.")
 
 
 def _print_timing(timing: Any) -> None:

@@ -63,15 +63,6 @@ def free_routes(model: nn.Module, input_size: Sequence[int]) -> dict[str, Route]
         return {}
 
 
-def why_fixed(model: nn.Module, input_size: Sequence[int]) -> str:
-    """Why no channel of a network is free, where its graph cannot be captured; empty where it can."""
-    try:
-        _Walk.through(model, input_size)
-    except _Uncaptured as error:
-        return str(error)
-    return ""
-
-
 class _Uncaptured(Exception):
     """The graph of a network cannot be captured; the message gives the reason."""
 

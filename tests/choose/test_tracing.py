@@ -106,23 +106,16 @@ def test_designs_are_matched_by_macs(trace, made_up: list):
 @pytest.mark.parametrize(
     ("device", "designs", "matched"),
     [
-        ("cpu", ("lr",), {"time of lr": {"dense@0.71875"}, "time of dense": {"lr@1.40625"}}),
+        ("cpu", ("lr",), {"time of lr": {"dense@0.71875"}}),
         ("cuda", ("lr",), {"time of lr": {"dense-64s@0.71875"}}),
-        # `lr` and `lr-late` have one scheme, and `dense-2x` is dense as well: their times are kept apart.
-        (
-            "cpu",
-            ("lr@2", "lr-late", "dense-2x"),
-            {
-                "time of dense": {"lr@1.40625", "lr-late@1.125", "dense-2x@0.71875"},
-                "time of lr-late": {"dense@0.90625"},
-            },
-        ),
+        # `dense-2x` is dense as well: its time is kept apart from those of `dense`.
+        ("cpu", ("lr@2", "lr-late", "dense-2x"), {"time of lr-late": {"dense@0.90625"}}),
     ],
 )
 def test_designs_are_matched_by_time(trace, made_up: list, monkeypatch, device, designs, matched):
     opened = tracing.open_frontier
     monkeypatch.setattr(tracing, "open_frontier", lambda at, about, n: opened(at, {**about, "device": device}, n))
-    found = trace(FrontierPlan(designs, widen=("time",), match=("time",), seeds=0))
+    found = trace(FrontierPlan(designs, match=("time",), seeds=0))
     for reason, names in matched.items():
         assert {row.name for row in found.rows if row.design["matched"] == reason} == names
 
@@ -143,26 +136,6 @@ def test_times_of_other_batches_are_refused(trace, made_up: list):
     with pytest.raises(LowRankError, match="holds times of batches of 8 images, not 16: say batch=8"):
         trace(FrontierPlan(match=(), seeds=0, batch=16))
     trace(FrontierPlan(match=(), seeds=0, batch=0))
-
-
-def learned(folder: Path, shapes: str) -> str:
-    folder.mkdir(parents=True)
-    (folder / "shapes.json").write_text(f'{{"learned_shapes": {{"features.conv1_1": "exact({shapes})"}}}}')
-    return f"shapes:{folder / 'shapes.json'}"
-
-
-def test_learned_shapes_are_not_widened_and_keep_their_name(trace, made_up: list, tmp_path: Path):
-    first, other = learned(tmp_path / "a/run", "5x1=16, 1x5=32"), learned(tmp_path / "b/run", "3x1=16, 1x3=32")
-    said: list[str] = []
-
-    def names(design: str) -> list[str]:
-        plan = FrontierPlan((design,), widen=("macs", "time"), match=(), seeds=0, base=0.25)
-        return [row.name for row in trace(plan, family="nin", out="out", say=said.append).rows]
-
-    assert names(first) == names(first) == ["dense", "learned-run"]
-    assert "learned-run has the widths that were learned, and is not widened." in said
-    with pytest.raises(LowRankError, match=r"b/run/shapes.json has other shapes than learned-run of this record"):
-        names(other)
 
 
 def test_a_design_with_runs_keeps_its_rate(trace, made_up: list):

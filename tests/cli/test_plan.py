@@ -74,7 +74,7 @@ def test_plan_prints_every_way_and_the_choice(output_of):
     assert fits(text)
     assert "Fastest:" in text
     assert "of its time, for 0.380 of its MACs" in text
-    assert f"lowrank plan nin-c3-lr {' '.join(SMALL)} --engine auto" in text
+    assert "lowrank plan ... --engine auto" in text
     assert torch.get_num_threads() == before
 
 
@@ -92,7 +92,6 @@ def test_plan_takes_a_network_whose_macs_cannot_be_counted(output_of, file):
     options = [f"{file}uncounted", "--scheme", "lr", "--input", "3x8x8", *QUICK]
     text = output_of("plan", *options)
     assert "of its time." in text
-    assert f"lowrank plan {file}uncounted --input 3x8x8 --scheme lr --engine auto" in text
     assert json.loads(output_of("plan", *options, "--json"))["macs"] is None
 
 
