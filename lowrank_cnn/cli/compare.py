@@ -86,6 +86,7 @@ def compare_command(
         raise LowRankError("--macs is for advice without --data: give --at-most or --at-least.")
     times = {"ms": 1.0, "us": 1e-3, "s": 1e3}
     reach = _quantity(at_least, "--at-least", "an accuracy such as 90%", {"%": 0.01})
+    fields: dict[str, Any] = parse_settings(settings or [])
     read: dict[str, Any] = {"bad": bad, "limit": limit, "image_size": image_size}
     given = any(value is not None and value != "skip" for value in read.values())
     folder = out or Path("runs") / f"compare-{re.sub(r'[^A-Za-z0-9.]+', '-', model).strip('-')}"
@@ -103,7 +104,7 @@ def compare_command(
             recipe=recipe,
             pretrained=named.pretrained or False,
             device=device,
-            **parse_settings(settings or []),
+            **fields,
         )
     return print_json(found.to_dict()) if as_json else print_comparison(found)
 

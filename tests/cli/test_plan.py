@@ -39,8 +39,6 @@ def series(): return nn.Sequential(nn.Conv1d(2, 4, 3), nn.ReLU())
 def half(): return nn.Conv2d(3, 4, 3).half()
 def uncounted(): return nn.Sequential(nn.Conv2d(3, 8, 3), Uncounted(8, 8, 1))
 def inputs(): return {"image": torch.randn(2, 3, 8, 8), "word": torch.tensor([1, 4])}
-def one(): return torch.randn(1, 2, 9)
-def two(): return torch.randn(2, 2, 9)
 """
 
 
@@ -167,13 +165,6 @@ def test_the_thin_rival_of_a_narrow_network_has_its_macs():
     assert rival is not None
     assert lr.count(rival, size).macs == pytest.approx(lr.count(network, size).macs, rel=0.2)
     assert thin_like(network, network, size) is None  # a low-rank network is not thinned
-
-
-def test_an_example_of_one_input_names_its_size(output_of, file):
-    named = ("plan", f"{file}series", "--engine", "torchscript", "--json", "--example")
-    assert json.loads(output_of(*named, f"{file}one"))["input"] == [1, 2, 9]
-    with pytest.raises(LowRankError, match="with a batch of 1, or leave --engine out"):
-        output_of(*named, f"{file}two")
 
 
 def test_optimize_writes_what_it_found(output_of, own, two_inputs, tmp_path):
