@@ -10,9 +10,7 @@ the learning rate first, each as often, on held-out training images; then it tra
 - strips: a fixed share of kx1, 1xk and kxk filters in every layer; points: of 1x1 and kxk filters;
 - proximal: shapes learned by `learn_shapes`, the taps outside them shrunk after every epoch; again: those shapes,
   trained from scratch;
-- strips-kxk: as `proximal`, without 1x1 filters;
-- none: as `proximal`, and filters may be removed;
-- latency:0.75: as `proximal`, within a share of the time instead of the MACs. It needs the device to itself.
+- strips-kxk: as `proximal`, without 1x1 filters.
 
 `--data stripes` makes images whose classes differ only along rows, so the right shape is 1xk; `rows` in the record
 is the share of filters that chose it.
@@ -144,7 +142,7 @@ class ShapeBench:
         return self.book.find(way=way, **{name: key[name] for name in same})
 
     def macs_of(self, way: str) -> float:
-        """The share of the dense MACs, or of the dense time, that a way has."""
+        """The share of the dense MACs that a way has."""
         return float(way.partition(":")[2] or self.options.macs)
 
     def dense(self, seed: int) -> nn.Module:
@@ -158,8 +156,7 @@ class ShapeBench:
         data = self.held_out if key["phase"] == TRY else self.data
         recipe = replace(self.recipe, lr=key["rate"] * self.recipe.lr)
         if way in LEARNING:
-            share = {"latency" if way == "latency" else "macs": macs}
-            network, shapes, record = self.learned(seed, data, recipe, **share, **LEARNING[way])
+            network, shapes, record = self.learned(seed, data, recipe, macs, **LEARNING[way])
         else:
             network, shapes = self.built(key)
             record = fit(network, data, recipe, seed=seed, **self.how)
@@ -193,11 +190,11 @@ class ShapeBench:
         return shapes.apply(dense), shapes
 
     def learned(
-        self, seed: int, data: Data, recipe: Recipe, shapes: Sequence[str] = SHAPES, **options: Any
+        self, seed: int, data: Data, recipe: Recipe, macs: float, shapes: Sequence[str] = SHAPES
     ) -> tuple[nn.Module, LearnedShapes, Record]:
         found = learning.learn_shapes(
-            self.dense(seed), data, recipe, shapes=shapes, seed=seed,
-            multiple=self.options.multiple, **options, **self.how,
+            self.dense(seed), data, recipe, macs=macs, shapes=shapes, seed=seed,
+            multiple=self.options.multiple, **self.how,
         )  # fmt: skip
         return found.network, found.shapes, found.record
 

@@ -25,15 +25,16 @@ FIXED = {"strips": ("kx1", "1xk"), "points": ("1x1",)}
 LEARNING: dict[str, dict[str, Any]] = {
     "proximal": {},
     "strips-kxk": {"shapes": ("kx1", "1xk", "kxk")},
-    "none": {"shapes": (*SHAPES, "none")},
-    "latency": {"batch": 256},
 }
 """Options of `learn_shapes` for each learned way."""
-MECHANISMS = ("gates", "loss", "energy", "regrowth")
-"""Mechanisms that lost to `proximal`: records have runs of them, but their code was removed."""
-LEARNED = ("proximal", "again", *MECHANISMS, "strips-kxk", "none", "latency")
+MECHANISMS, TIMED = ("gates", "loss", "energy", "regrowth"), "latency"
+"""Mechanisms that lost to `proximal`, and `proximal` within a share of the time, which lost to fixed strips.
+
+Records have runs of them, but their code was removed.
+"""
+LEARNED = ("proximal", "again", *MECHANISMS, "strips-kxk", TIMED)
 RECORDED = ("dense", "thin", *FIXED, *LEARNED)
-WAYS = tuple(way for way in RECORDED if way not in MECHANISMS)
+WAYS = tuple(way for way in RECORDED if way not in (*MECHANISMS, TIMED))
 _TITLES = {"answers": "At equal MACs", "equal_time": "At equal time", "mechanisms": "Ways to learn shapes"}
 
 Runs = Mapping[str, Sequence[Row]]

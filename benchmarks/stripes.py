@@ -27,6 +27,6 @@ def stripes(count: int, *, side: int = 16, noise: float = 160.0) -> Data:
 
 def rows_share(shapes: LearnedShapes) -> float:
     """The share of filters that are wider than high."""
-    groups = [(shape.split("x"), n) for scheme in shapes.convs.values() for shape, n in scheme.shapes]
+    groups = [(shape.split("x"), n) for scheme in shapes.layers.values() for shape, n in scheme.shapes]
     spatial = [(int(w) > int(h), n) for (h, w), n in groups if (h, w) != ("1", "1")]
     return float(sum(n for wide, n in spatial if wide) / max(1, sum(n for _, n in spatial)))

@@ -12,14 +12,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowrank_cnn.core.errors import LowRankError, LowRankWarning, nearest
-from lowrank_cnn.graph.finalize_shapes import load_shapes
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.count import Count, count
 from lowrank_cnn.method.rewrite import copy_with
@@ -35,8 +33,6 @@ MULTIPLE, COARSE = 16, 64
 """Widths are such that every layer has a multiple of this many filters; in 64s GPUs run dense layers fastest."""
 STEP = 1 / 32
 """Widths that are searched for are multiples of this."""
-SHAPES, LEARNED = "shapes:", "learned"
-"""What stands before the file of learned shapes, in the place of a scheme, and the name of such designs."""
 
 
 @dataclass(frozen=True)
@@ -173,16 +169,11 @@ CANDIDATES: dict[str, Design] = {
 def find_design(text: str) -> Design:
     """A design by the name of a candidate, or by a scheme; `@0.75` behind it sets the width.
 
-    `dense@0.75/conv2=0.5` sets the width of a layer as well. `shapes:RUN/shapes.json` is a network with the shapes
-    that a run has learned.
+    `dense@0.75/conv2=0.5` sets the width of a layer as well.
 
     >>> find_design("lr-late@1.5").width
     1.5
     """
-    if text.startswith(SHAPES):
-        path = Path(text.removeprefix(SHAPES))
-        load_shapes(path)  # refused at once where it cannot be read
-        return Design(f"{LEARNED}-{path.parent.name or path.stem}", text)
     text, *parts = text.split("/")
     name, _, width = text.partition("@")
     found = (CONTROLS | CANDIDATES).get(name)
@@ -265,11 +256,7 @@ class Builder:
                 own |= dict.fromkeys(last_stage(network, self.size), design.last * design.width)
             own |= dict(design.layers)
             network = thin(network, width=design.width, input_size=self.size, multiple=design.multiple, layers=own)
-        if design.scheme.startswith(SHAPES):
-            if design.width != 1:
-                raise LowRankError(f"{design.name} has the widths that were learned, and no others.")
-            network = load_shapes(design.scheme.removeprefix(SHAPES)).apply(network)
-        elif design.scheme != DENSE.scheme:
+        if design.scheme != DENSE.scheme:
             network = convert(network, design.scheme, where=self._where(network, design.where))
         if design.between:
             network = rectified_between(network)

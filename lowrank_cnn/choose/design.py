@@ -2,18 +2,15 @@
 
 Multiply-accumulates do not tell. A 3x3 conv may run by Winograd's algorithm, and strips may not; other kernels run
 strips faster. Every layer is therefore measured in both forms, with the same MACs: strips (kx1 and 1xk), and a
-dense conv with fewer filters. The faster form is advised. With images and targets, the loss of each form counts as
-well. Then whole networks within the budget are measured in turns: low-rank, thinner, and mixed, which has the
-advised form in each layer.
+dense conv with fewer filters. The faster form is advised. Then whole networks within the budget are measured in
+turns: low-rank, thinner, and mixed, which has the advised form in each layer.
 """
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.choose.candidates import LOW_RANK, MIXED, THINNER, build_form
-from lowrank_cnn.choose.learn_shapes import cross_entropy, layer_inputs, shape_network
-from lowrank_cnn.choose.shape_choice import Damage, measure_damage
+from lowrank_cnn.choose.learn_shapes import layer_inputs
 from lowrank_cnn.choose.target import PRECISIONS
 from lowrank_cnn.core.clock import Sample, measure
 from lowrank_cnn.core.compare import copied, unchanged
@@ -31,11 +27,10 @@ from lowrank_cnn.core.numbers import round_up
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.text import text_table
 from lowrank_cnn.deploy.block_forms import has_strips
-from lowrank_cnn.deploy.choose_engine import engine_for, write_to_time
+from lowrank_cnn.deploy.choose_engine import write_to_time
 from lowrank_cnn.deploy.engines.targets import ENGINES as FILE_ENGINES
 from lowrank_cnn.deploy.engines.targets import open_engine
 from lowrank_cnn.deploy.optimize import optimize
-from lowrank_cnn.graph.channels import free_routes
 from lowrank_cnn.method.budget import Budget
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.rewrite import copy_with, in_channels_last
@@ -51,14 +46,12 @@ Table = tuple[Sequence[str], list[tuple[str, ...]]]
 
 @dataclass(frozen=True)
 class LayerAdvice:
-    """One conv: milliseconds dense, as strips, and thinner with as many MACs; what each loses, if measured."""
+    """One conv: milliseconds dense, as strips, and thinner with as many MACs; the form to take, and why."""
 
     name: str
     dense_ms: float
     strips_ms: float
     thin_ms: float
-    strips_lose: float | None
-    thin_loses: float | None
     choice: str
     why: str
 
@@ -83,46 +76,17 @@ def variants_of(conv: nn.Conv2d) -> dict[str, nn.Module]:
     return {"dense": conv, "strips": strips, **thin}
 
 
-def layer_advice(name: str, ms: Mapping[str, float], damage: Mapping[str, Damage] | None) -> LayerAdvice:
-    """The form that is faster with as many MACs or, if damage is known, that loses less in as much time."""
+def layer_advice(name: str, ms: Mapping[str, float]) -> LayerAdvice:
+    """The form that is faster with as many MACs."""
     thin = min(time for form, time in ms.items() if form.startswith("thin"))
     told = f"strips take {ms['strips'] / ms['dense']:.2f} of its time, a thinner conv with as many MACs "
     told += f"{thin / ms['dense']:.2f}"
     faster = LOW_RANK if ms["strips"] < CLEARLY * thin else THINNER
-    row = LayerAdvice(name, ms["dense"], ms["strips"], thin, None, None, faster, told)
-    if damage is None or name not in damage:
-        return row
-    strips, thinner = _losses(damage[name], min(1.0, ms["strips"] / ms["dense"]))
-    choice = LOW_RANK if strips < thinner else THINNER
-    why = f"at the time of strips, strips would lose {strips:.2f} and a thinner conv {thinner:.2f}"
-    return replace(row, strips_lose=strips, thin_loses=thinner, choice=choice, why=why)
-
-
-def _losses(damage: Damage, time: float) -> tuple[float, float]:
-    """The shares lost by strips in all filters, and by removing the filters that matter least, at equal time."""
-    strips = float(damage.shapes.min(1).values.sum()) / damage.whole
-    removed = round((1 - time) * len(damage.removal))
-    return strips, float(damage.removal.sort().values[:removed].sum()) / damage.whole
-
-
-def measured_damage(
-    model: nn.Module,
-    example: Tensor,
-    data: Iterable[tuple[Tensor, Tensor]],
-    loss: Callable[[Any, Any], Tensor] | None = None,
-) -> dict[str, Damage]:
-    """The damage of strips and removals in each layer, on batches of (images, targets)."""
-    batches, size = list(data), tuple(example.shape[1:])
-    if not batches or not all(isinstance(batch, tuple | list) and len(batch) == 2 for batch in batches):
-        raise LowRankError("data has a few batches, each of (images, targets).")
-    shaped = shape_network(model, parse_scheme("learned(kx1, 1xk, none)"), size)
-    with explained("the loss cannot be computed on data"):
-        return measure_damage(shaped, free_routes(shaped, size), batches, loss or cross_entropy)
+    return LayerAdvice(name, ms["dense"], ms["strips"], thin, faster, told)
 
 
 DENSE = "dense"
-ENGINES = ("torch", "optimize", "auto", *FILE_ENGINES)
-_STEPS = 5
+ENGINES = ("torch", "optimize", *FILE_ENGINES)
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -187,32 +151,25 @@ def design(
     example: Tensor,
     *,
     macs: float | None = None,
-    latency: float | None = None,
-    data: Iterable[tuple[Tensor, Tensor]] | None = None,
-    loss: Callable[[Any, Any], Tensor] | None = None,
     engine: str = "torch",
     precision: str | None = None,
     repeats: int = 9,
 ) -> Advice:
-    """Advise how to bring a network to a share of its MACs or time, by what is measured on this machine.
+    """Advise how to bring a network to a share of its MACs, by what is measured on this machine.
 
     >>> advice = design(net, torch.randn(1, 3, 64, 64), macs=0.4)  # doctest: +SKIP
     >>> print(advice)  # doctest: +SKIP
 
     - `example`: a batch like those that the network will run on. Its device and dtype are measured.
-    - `macs` or `latency`: the share that is to be left. By `macs` the fastest form is advised, by `latency` the
-      form that keeps most MACs within the time.
-    - `data`: a few batches of (images, targets), for a trained network: what a form would lose then counts too, by
-      `loss`, a function of outputs and targets (cross-entropy).
+    - `macs`: the share that is to be left.
     - `engine`: "torch" as it is, "optimize" for the form that `optimize` finds, or an engine of `export`: "onnx",
-      "openvino", "ncnn", "mnn"... "auto" takes the installed engine and precision (fp32 or fp16) that run the
-      network fastest on the CPU.
+      "openvino", "ncnn", "mnn"...
     - `precision`: "fp32", "fp16" or "bf16" in place of the example's dtype; of engines "fp32", "fp16" or "int8",
       for which ranges come from random numbers: they are right for the time alone.
     """
-    budget = Budget.of(macs=macs, latency=latency)
+    budget = Budget.of(macs=macs)
     if budget is None or budget.share == 1:
-        raise LowRankError(f"design needs a budget below 1: {option('macs', 0.4)} or {option('latency', 0.5)}.")
+        raise LowRankError(f"design needs a budget below 1: {option('macs', 0.4)}.")
     check_choice("engine", engine, ENGINES)
     if not isinstance(example, Tensor) or example.dim() != 4 or not example.is_floating_point():
         raise LowRankError("the example is a batch of images in floating point, [N, channels, height, width].")
@@ -225,10 +182,9 @@ def design(
     if in_torch:
         example, precision = example.to(_DTYPES.get(str(precision), example.dtype)), None
     placed = _checked(model, example)
-    bench = AdviceBench(_unfrozen(model), example, *engine_for(placed, example, engine, precision), repeats)
-    layers = bench.layers(placed, None if data is None else measured_damage(bench.model, example, data, loss))
-    forms = bench.forms(layers, budget)
-    return _advice(bench, layers, forms, budget)
+    bench = AdviceBench(_unfrozen(model), example, engine, precision or "fp32", repeats)
+    layers = bench.layers(placed)
+    return _advice(bench, layers, *bench.forms(layers, budget.share))
 
 
 def _checked(model: nn.Module, example: Tensor) -> nn.Module:
@@ -287,7 +243,7 @@ class AdviceBench:
         array = example.contiguous().numpy()
         return lambda _: runner(array)
 
-    def layers(self, placed: nn.Module, damage: Mapping[str, Damage] | None) -> tuple[LayerAdvice, ...]:
+    def layers(self, placed: nn.Module) -> tuple[LayerAdvice, ...]:
         """Every spatial conv as it is, as strips, and thinner; `placed` is the network as the example wants it."""
         convs, _ = select(placed, parse_scheme("lr"))
         with torch.no_grad():
@@ -299,80 +255,51 @@ class AdviceBench:
             x = seen[name].contiguous(memory_format=torch.channels_last)
             step(f"{name}, layer {len(found) + 1}")
             times = self.times(variants_of(conv), x)
-            found.append(layer_advice(name, {key: one.ms for key, one in times.items()}, damage))
+            found.append(layer_advice(name, {key: one.ms for key, one in times.items()}))
         return tuple(found)
 
-    def forms(self, layers: tuple[LayerAdvice, ...], budget: Budget) -> dict[str, tuple[MeasuredForm, nn.Module]]:
-        """The forms that reach the budget, measured in turns beside the dense network."""
+    def forms(
+        self, layers: tuple[LayerAdvice, ...], share: float
+    ) -> tuple[dict[str, tuple[MeasuredForm, nn.Module]], str]:
+        """The forms within a share of the MACs, measured in turns beside the dense network.
+
+        Also why the network cannot be made thinner, empty if it can.
+        """
         strips = [row.name for row in layers if row.choice == LOW_RANK]
-        found = {}
+        networks, why = {DENSE: self.model}, ""
         for form in (LOW_RANK, THINNER, MIXED) if 0 < len(strips) < len(layers) else (LOW_RANK, THINNER):
-            build = partial(self._built, form, strips)
-            found[form] = (build if budget.kind == "macs" else partial(self._within_time, build))(budget.share)
-        networks = {name: network for name, network in found.items() if network is not None}
-        if not networks:
-            why = self.why_none(budget.share)
-            told = f"no form of this network reaches {budget.kind}={budget.share:g} here"
-            raise LowRankError(f"{told}: {why}." if why else f"{told}.")
-        networks = {DENSE: self.model, **networks}
+            try:
+                networks[form] = build_form(self.model, self.size, form, share, strips)
+            except LowRankError as error:
+                why = str(error).rstrip(".") if form == THINNER else why
+        if len(networks) == 1:
+            raise LowRankError(f"no form of this network reaches macs={share:g} here: {why}.")
         times, dense, rows = self.times(networks, self.example), count(self.model, self.size), {}
         for name, network in networks.items():
             ours, ms = count(network, self.size), times[name].ms
             shares = ours.macs / dense.macs, ours.params / dense.params
             rows[name] = MeasuredForm(name, *shares, ms, ms / times[DENSE].ms), network
-        return rows
-
-    def _built(self, form: str, strips: Sequence[str], share: float) -> nn.Module | None:
-        with contextlib.suppress(LowRankError):
-            return build_form(self.model, self.size, form, share, strips)
-        return None
-
-    def why_none(self, share: float) -> str:
-        """Why the network cannot be made thinner to a share of the MACs, as all forms have to; empty if it can."""
-        try:
-            build_form(self.model, self.size, THINNER, share)
-        except LowRankError as error:
-            return str(error).rstrip(".")
-        return ""
-
-    def _within_time(self, build: Callable[[float], nn.Module | None], share: float) -> nn.Module | None:
-        """The form with most MACs within a share of the time, by bisection."""
-        low, high, best = 0.0, 1.0, None
-        for _ in range(_STEPS):
-            middle = (low + high) / 2
-            network = build(middle)
-            if network is None:
-                low = middle
-                continue
-            times = self.times({DENSE: self.model, "form": network}, self.example)
-            if times["form"].ms <= share * times[DENSE].ms:
-                low, best = middle, network
-            else:
-                high = middle
-        return best
+        return rows, why
 
 
 def _advice(
     bench: AdviceBench,
     layers: tuple[LayerAdvice, ...],
     forms: Mapping[str, tuple[MeasuredForm, nn.Module]],
-    budget: Budget,
+    why_none: str,
 ) -> Advice:
     """The best form, and why, in one sentence or two."""
     rows = {name: form for name, (form, _) in forms.items() if name != DENSE}
-    key = (lambda f: -f.time) if budget.kind == "macs" else (lambda f: f.macs)
-    inside = [form for form in rows.values() if budget.kind == "macs" or CLEARLY * form.time <= budget.share]
-    best = max(inside or rows.values(), key=key)
+    best = min(rows.values(), key=lambda form: form.time)
     # A thinner network is the simplest of all: another has to be clearly better.
     plain = rows.get(THINNER)
-    if plain is not None and plain in inside and key(best) <= key(plain) + (1 - CLEARLY) * abs(key(plain)):
+    if plain is not None and best.time >= CLEARLY * plain.time:
         best = plain
     if best.time > CLEARLY:
         best = forms[DENSE][0]
     others = "; ".join(f"{f.name} {f.time:.2f} of the time with {f.macs:.2f} of the MACs" for f in rows.values())
-    worse = "low-rank filters are not faster" if budget.kind == "macs" else "low-rank filters keep no more MACs"
     says = {
-        THINNER: f"Make it thinner instead: {worse} here.",
+        THINNER: "Make it thinner instead: low-rank filters are not faster here.",
         LOW_RANK: "Take low-rank filters.",
         MIXED: "Take low-rank filters in the layers listed as such, and make all layers thinner.",
         DENSE: "Leave it as it is: no cheaper form is faster here.",
@@ -380,8 +307,7 @@ def _advice(
     device = torch.cuda.get_device_name(bench.example.device) if bench.example.is_cuda else "cpu"
     kind = str(bench.example.dtype).removeprefix("torch.") if bench.precision == "fp32" else bench.precision
     verdict = f"{says} Measured on {device} in {bench.engine}, {kind}: {others}."
-    verdict += "" if inside else f" Measured once more, none is within {budget.share:g} of the time."
-    if plain is None and (why := bench.why_none(budget.share)):
-        verdict += f" No thinner network was measured: {why}."
+    if plain is None:
+        verdict += f" No thinner network was measured: {why_none}."
     network = forms[best.name][1]
     return Advice(verdict, best.name, network, layers, tuple(f for f, _ in forms.values()), device, bench.engine)

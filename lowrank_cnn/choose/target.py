@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.choose.candidates import DENSE, SHAPES, Builder, Design
+from lowrank_cnn.choose.candidates import DENSE, Builder, Design
 from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier
 from lowrank_cnn.core.clock import Sample, measure
 from lowrank_cnn.core.errors import LowRankError, nearest
@@ -178,17 +178,11 @@ class TimedDesigns:
     def add(self, design: Design) -> DesignTime | None:
         """Count and time a design, and return its time; one that is in the record already stays as it is."""
         row = self.found.row(design.name)
-        if row is None or design.scheme.startswith(SHAPES):
+        if row is None:
             cost = self.builder.count(design)
-            if row is not None and (cost.macs, cost.params) != (row.macs, row.params):
-                raise LowRankError(
-                    f"{design.scheme.removeprefix(SHAPES)} has other shapes than {design.name} of this record: "
-                    "rename its folder, which names it."
-                )
-            if row is None:
-                row = DesignRow(asdict(design), cost.macs, cost.params)
-                self.found.rows.append(row)
-                self.found.save()
+            row = DesignRow(asdict(design), cost.macs, cost.params)
+            self.found.rows.append(row)
+            self.found.save()
         self.designs.setdefault(design.name, design)
         self.rows[design.name] = row
         if self.batch and row.timing is None:

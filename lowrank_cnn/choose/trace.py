@@ -16,7 +16,6 @@ from typing import Any
 
 from lowrank_cnn.choose.candidates import (
     DENSE,
-    SHAPES,
     STEP,
     Builder,
     Design,
@@ -51,12 +50,10 @@ class FrontierPlan:
     """The request for `trace_frontier`.
 
     - `designs`: low-rank candidates by name or scheme; `widths`: those of the dense network, 1 always among them.
-    - `widen`: also each candidate at the width where it costs the dense network's MACs, or time.
     - `match`: also dense networks that cost each candidate's MACs, and time.
     - `rates`: factors of the learning rate to try every design with, `tries` seeds each, on held-out images.
     - `batch`: images in a batch to time inference with; 0 times nothing. `repeats`: runs that a median is of.
     - `base`: the width of the family's own network that counts as 1: below 1 for a miniature.
-    - `teacher`: a design, `dense@1.5` say, that is trained first and that all others then learn from as well.
     - `processes`: trainings at a time on the device. Networks are timed alone, before; how long a training takes
       is recorded only with one process.
     - `budget`: seconds after which nothing new is begun.
@@ -64,7 +61,6 @@ class FrontierPlan:
 
     designs: tuple[str, ...] = ()
     widths: tuple[float, ...] = ()
-    widen: tuple[str, ...] = ()
     match: tuple[str, ...] = MATCHES
     seeds: int = 8
     rates: tuple[float, ...] = ()
@@ -73,12 +69,11 @@ class FrontierPlan:
     compile: bool = True
     repeats: int = 21
     base: float = 1.0
-    teacher: str = ""
     processes: int = 1
     budget: float = float("inf")
 
     def __post_init__(self) -> None:
-        for name in (*self.widen, *self.match):
+        for name in self.match:
             if name not in MATCHES:
                 raise LowRankError(f"networks are matched by {' or '.join(MATCHES)}, not {name!r}.")
         for name, least in {"seeds": 0, "batch": 0, "tries": 1, "processes": 1}.items():
@@ -86,11 +81,8 @@ class FrontierPlan:
         for rate in self.rates:
             check_number("a factor of the learning rate", rate, above=0, below=1000)
         check_budget(self.budget)
-        if self.teacher:
-            find_design(self.teacher)
         if not self.batch:  # nothing is timed
-            for name in ("widen", "match"):
-                object.__setattr__(self, name, tuple(by for by in getattr(self, name) if by != "time"))
+            object.__setattr__(self, "match", tuple(by for by in self.match if by != "time"))
 
 
 def width_of_time(measured: dict[float, float], target: float) -> float:
@@ -129,10 +121,10 @@ def trace_frontier(
     size = image_size(data.test, augmentation(resolved))
     builder = Builder.of_family(kind, size, len(data.classes), resolved.norm, plan.base)
     network = {"name": kind.network, "base": plan.base}
-    about = about_runs(resolved, data, place, teacher=plan.teacher or None, family=family, network=network)
+    about = about_runs(resolved, data, place, family=family, network=network)
     with locked(Path(out)):
         found = open_frontier(Path(out), about, len(data.test))
-        maker = RunMaker(builder, data, resolved, place, plan.teacher, Path(out))
+        maker = RunMaker(builder, data, resolved, place)
         timing = {name: getattr(plan, name) for name in ("batch", "repeats", "compile")}
         with WorkerPool(maker, plan.processes) as pool:
             how: dict[str, Any] = {**timing, "scratch": Path(), "maker": maker, "pool": pool, "plan": plan}
@@ -157,11 +149,8 @@ class Tracer(TimedDesigns):
         candidates = [find_design(text) for text in self.plan.designs]
         self.found.check_batch(self.plan.batch)
         try:
-            for design in (DENSE, *(at_width(DENSE, width) for width in self.plan.widths)):
+            for design in (DENSE, *(at_width(DENSE, width) for width in self.plan.widths), *candidates):
                 self.add(design)
-            for design in candidates:
-                self.add(design)
-                self._widen(design)
             for row in [row for row in self.rows.values() if not row.dense]:
                 self._match(row)
             self._tune()
@@ -172,17 +161,6 @@ class Tracer(TimedDesigns):
     def time(self, design: Design) -> DesignTime:
         self._check_budget()
         return super().time(design)
-
-    def _widen(self, design: Design) -> None:
-        """The design as wide as the dense network allows, by MACs and by time."""
-        dense = self.rows[DENSE.name]
-        if self.plan.widen and design.scheme.startswith(SHAPES):
-            self.say(f"{design.name} has the widths that were learned, and is not widened.")
-            return
-        if "macs" in self.plan.widen:
-            self.add(at_width(design, width_of_macs(self.builder, design, dense.macs), "macs of dense"))
-        if "time" in self.plan.widen and dense.timing and (times := self._times(design)):
-            self.add(at_width(design, width_of_time(times, dense.timing.ratio), "time of dense"))
 
     def _match(self, row: DesignRow) -> None:
         """The thin dense networks that a low-rank one has to beat: of its MACs, and of its time.
@@ -228,11 +206,7 @@ class Tracer(TimedDesigns):
             self.found.save()
 
     def _run_all(self, jobs: list[DesignRun], keep: Callable[[DesignRun, RunOutcome], str]) -> None:
-        """Make runs as long as the time lasts, keep each, and tell how it went; a teacher is trained before."""
-        if jobs and self.plan.teacher:
-            self._check_budget()
-            taught = self.maker.teach(held_out=jobs[0].held_out)
-            self.say(f"The teacher, {self.plan.teacher}: {100 * taught.result['top1']:.2f}%")
+        """Make runs as long as the time lasts, keep each, and tell how it went."""
         walls: list[float] = []
         for job, outcome in self.pool.results(jobs, may_begin=lambda _: not self._spent):
             if isinstance(outcome, LowRankError):

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lowrank_cnn.choose.candidates import LEARNED, base_name
+from lowrank_cnn.choose.candidates import base_name
 from lowrank_cnn.choose.frontier import DENSE_NAME, RECORD, DesignRow, Frontier, load_frontier, shared_settings
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.files import read_json
@@ -159,8 +159,7 @@ def _pairs(
     about = ("family", "data")
     searched = [one for one in questions["searched"] if all(one[what] == asked[what] for what in about)]
     for row in (row for row in found.rows if row.runs and not row.dense):
-        listed = base_name(row.name) in questions["designs"] or row.name.startswith(f"{LEARNED}-")
-        if listed and row.timing and "better_by" in asked:
+        if base_name(row.name) in questions["designs"] and row.timing and "better_by" in asked:
             for question, margin in ((BETTER, asked["better_by"]), (FASTER, -asked["loss"])):
                 if control := control_of(found, row, factors[question]):
                     yield question, margin, row, control

@@ -15,7 +15,6 @@ from lowrank_cnn.cli.options import (
     Batch,
     Device,
     Json,
-    Latency,
     Limit,
     Macs,
     Model,
@@ -26,15 +25,13 @@ from lowrank_cnn.cli.options import (
     grouped,
     option,
 )
-from lowrank_cnn.cli.show import console, continued_by_same_command, errors, print_json, print_table
+from lowrank_cnn.cli.show import console, continued_by_same_command, print_json, print_table
 from lowrank_cnn.core.errors import LowRankError
 
 if TYPE_CHECKING:
     from lowrank_cnn.choose.compare import Comparison
     from lowrank_cnn.choose.design import Advice
 
-_BATCHES, _IMAGES = 4, 32
-"""Batches, and images in each, that `design --data` measures on."""
 Precision = Annotated[str | None, option("fp32, fp16 or bf16; in an engine fp32, fp16 or int8.")]
 
 
@@ -79,9 +76,9 @@ def compare_command(
         from lowrank_cnn.choose.target import Target
 
         place = Target.parse(target, device)
-        how = {"engine": place.engine or "torch", "precision": place.precision or None, "device": place.device}
-        share = {"macs": 0.5 if macs is None else macs, "latency": None}
-        return _print_advice(*_advise(model, named, batch=batch or place.batch, **share, **how), as_json=as_json)
+        how: dict[str, Any] = {"engine": place.engine or "torch", "precision": place.precision or None}
+        how |= {"device": place.device, "macs": 0.5 if macs is None else macs}
+        return _print_advice(*_advise(model, named, batch=batch or place.batch, **how), as_json=as_json)
     from lowrank_cnn.data import open_data
     from lowrank_cnn.train.recipe import parse_settings
 
@@ -89,6 +86,7 @@ def compare_command(
         raise LowRankError("--macs is for advice without --data: give --at-most or --at-least.")
     times = {"ms": 1.0, "us": 1e-3, "s": 1e3}
     reach = _quantity(at_least, "--at-least", "an accuracy such as 90%", {"%": 0.01})
+    fields: dict[str, Any] = parse_settings(settings or [])
     read: dict[str, Any] = {"bad": bad, "limit": limit, "image_size": image_size}
     given = any(value is not None and value != "skip" for value in read.values())
     folder = out or Path("runs") / f"compare-{re.sub(r'[^A-Za-z0-9.]+', '-', model).strip('-')}"
@@ -106,7 +104,7 @@ def compare_command(
             recipe=recipe,
             pretrained=named.pretrained or False,
             device=device,
-            **parse_settings(settings or []),
+            **fields,
         )
     return print_json(found.to_dict()) if as_json else print_comparison(found)
 
@@ -175,13 +173,7 @@ def design_command(
     model: Model,
     named: SourceOptions,
     macs: Macs = None,
-    latency: Latency = None,
-    data: Annotated[
-        str | None, option("Training images, to weigh what a trained network would lose as well.")
-    ] = None,
-    engine: Annotated[
-        str, option("torch, optimize, an engine (onnx, openvino, ncnn, ...), or auto: the fastest.")
-    ] = "torch",
+    engine: Annotated[str, option("torch, optimize, or an engine (onnx, openvino, ncnn, ...).")] = "torch",
     precision: Precision = None,
     batch: Batch = 1,
     device: Device = "auto",
@@ -196,20 +188,18 @@ def design_command(
     Examples:
 
       lowrank design vgg11-gmp --macs 0.4
-      lowrank design nin --pretrained cifar10 --latency 0.5 --data photos
+      lowrank design nin --macs 0.5 --engine onnx --precision int8
     """
     from lowrank_cnn.core.clock import torch_threads
 
     with torch_threads(threads):
-        how: dict[str, Any] = {"macs": macs, "latency": latency, "engine": engine, "precision": precision}
-        advice = _advise(model, named, data=data, batch=batch, device=device, **how)
-    if not as_json:
-        errors.print("This is `lowrank compare` without images: with --data, it trains the networks and compares.")
+        how: dict[str, Any] = {"macs": macs, "engine": engine, "precision": precision}
+        advice = _advise(model, named, batch=batch, device=device, **how)
     return _print_advice(*advice, as_json=as_json)
 
 
 def _advise(
-    model: str, named: SourceOptions, *, batch: int, device: str, data: str | None = None, **how: Any
+    model: str, named: SourceOptions, *, batch: int, device: str, **how: Any
 ) -> tuple[str, list[int], Advice]:
     """The network's name, the shape that was measured, and the advice."""
     from lowrank_cnn.cli.source import random_images
@@ -219,12 +209,7 @@ def _advise(
     place = resolve_device(device)
     network = source.network.eval().to(place)
     example = random_images(network, size, batch, place)
-    batches = None
-    if data is not None:
-        if source.trained is None:
-            raise LowRankError("--data weighs what a trained network would lose: give a run, or --pretrained.")
-        batches = source.images(data, size, batch=_IMAGES, batches=_BATCHES, device=place)
-    return source.name, list(example.shape), lr.design(network, example, data=batches, **how)
+    return source.name, list(example.shape), lr.design(network, example, **how)
 
 
 def _print_advice(name: str, shape: list[int], advice: Advice, *, as_json: bool) -> None:
@@ -235,6 +220,6 @@ def _print_advice(name: str, shape: list[int], advice: Advice, *, as_json: bool)
     print_table("Networks within the budget", *networks)
     console.print(advice.verdict, soft_wrap=True)
     if advice.device == "cpu" and advice.engine == "torch":
-        told = "On a CPU, engines differ, since some have Winograd's algorithm: --engine auto takes the fastest."
+        told = "On a CPU, engines differ, since some have Winograd's algorithm: --engine names another."
         console.print(told, soft_wrap=True)
     return None

@@ -112,7 +112,7 @@ def decompose_command(
         raise LowRankError("--by accuracy is measured on images of a data set: give --images.")
     how: dict[str, Any] = {"energy": energy, "macs": macs, "params": params, "latency": latency}
     if images:
-        ((how["images"], labels),) = source.images(images, size, batch=IMAGES)
+        how["images"], labels = source.images(images, size, IMAGES)
         if by == "accuracy":
             how["evaluate"] = partial(_accuracy, images=how["images"], labels=labels)
     with explain_already_low_rank(source.network):

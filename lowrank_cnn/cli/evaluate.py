@@ -68,9 +68,6 @@ def evaluate_command(
       lowrank evaluate runs/photos --data photos
       lowrank evaluate nin-c3-lr --pretrained cifar10 --data uoft-cs/cifar10
     """
-    import torch
-
-    from lowrank_cnn.cli.source import build_for, is_ours
     from lowrank_cnn.data import open_data
     from lowrank_cnn.data.sources import fewer, parse_image_size
     from lowrank_cnn.train.evaluate import TOP_FIVE, changed_set, evaluate, held_out_images
@@ -80,22 +77,17 @@ def evaluate_command(
     shared = {"bad": bad, "class_names": class_names, "progress": not as_json}
     reading = partial(open_data, data, only_test=True, limit=limit, **shared)
     images = reading(image_size=image_size)
-    if is_ours(model) and not pretrained:
-        errors.print(_guessing(model))
-        torch.manual_seed(0)
-        trained = build_for(images, model).network
+    trained = _trained(model, pretrained, into, best=best, trusted=trusted)
+    same_size = image_size is None or parse_image_size(image_size) == tuple(trained.image[1:])
+    held_out = held_out_images(trained, data, **shared) if same_size else None
+    if held_out:
+        told = counted(len(held_out.test), "image")
+        errors.print(f"The network was trained on {held_out.name}: these are the {told} held out of it.")
+        images = replace(held_out, test=fewer(held_out.test, limit))
     else:
-        trained = _trained(model, pretrained, into, best=best, trusted=trusted)
-        same_size = image_size is None or parse_image_size(image_size) == tuple(trained.image[1:])
-        held_out = held_out_images(trained, data, **shared) if same_size else None
-        if held_out:
-            told = counted(len(held_out.test), "image")
-            errors.print(f"The network was trained on {held_out.name}: these are the {told} held out of it.")
-            images = replace(held_out, test=fewer(held_out.test, limit))
-        else:
-            if told := changed_set(trained, images):
-                errors.print(told)
-            images = _as_in_training(trained, images, reading) if same_size else images
+        if told := changed_set(trained, images):
+            errors.print(told)
+        images = _as_in_training(trained, images, reading) if same_size else images
     result = evaluate(trained, images, device=device, workers=workers, output=output, progress=not as_json)
     assert result.details is not None
     if as_json:
@@ -130,11 +122,8 @@ def predict_command(
       lowrank predict runs/photos holiday.jpg
       lowrank predict nin-c3-lr --pretrained cifar10 holiday.jpg --top 5
     """
-    from lowrank_cnn.cli.source import is_ours
     from lowrank_cnn.train.evaluate import files_below, predict
 
-    if is_ours(model) and not pretrained:
-        raise LowRankError(_guessing(model))
     trained = _trained(model, pretrained, into, trusted=trusted)
     files = [path for image in images for path in (files_below(image) if image.is_dir() else [image])]
     answers = predict(trained, files, top=top, device=device, bad="skip", output=output)
@@ -190,20 +179,11 @@ def _trained(
         return lr.load_pretrained(model, pretrained)
     if Path(model).name == model and not (is_path(model) or Path(model).with_suffix(".json").exists()):
         known = " or ".join(f"{name} --pretrained {data}" for name, data in lr.list_pretrained())
-        raise LowRankError(f"{model} is no trained network: give a run, an exported file, or {known}.")
+        raise LowRankError(f"{model} is no trained network: give a run's directory, an exported file, or {known}.")
     trained = load_checkpoint(model, best=best, network=find_into(into, model), trusted=trusted)
     if words := how_far(model, best=best):
         errors.print(f"These are the weights of {model} {words}, not those of a finished run.")
     return trained
-
-
-def _guessing(name: str) -> str:
-    """The sentence for a network by name alone: it is untrained, and these are places of trained weights."""
-    places = [
-        "a run's directory",
-        *(f"--pretrained {data}" for known, data in lr.list_pretrained() if known == name),
-    ]
-    return f"{name} by name has fresh weights, which can only guess: for trained ones give {' or '.join(places)}."
 
 
 def _as_in_training(trained: Trained, images: Data, reopen: Callable[..., Data]) -> Data:

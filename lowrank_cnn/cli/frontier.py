@@ -29,9 +29,6 @@ class PlanOptions:
         option("A scheme, or a design (lr-late, strips5, ...); @0.75 sets a width. Repeatable.", "--design"),
     ] = None
     widths: Annotated[list[float] | None, option("A width of the dense network; repeatable.", "--width")] = None
-    widen: Annotated[
-        list[str] | None, option("Also widen designs to the dense network's macs, or time; repeatable.")
-    ] = None
     match: Annotated[
         list[str] | None, option("Add thin dense networks with each design's macs, or time; none for neither.")
     ] = None
@@ -45,7 +42,6 @@ class PlanOptions:
     compile: Annotated[bool, option("Let torch.compile compete.", "--compile/--no-compile")] = True
     repeats: Annotated[int, option("Runs per median time.")] = 21
     base: Annotated[float, option("Width of the family's network to call 1; less for a miniature.")] = 1.0
-    teacher: Annotated[str, option("A design that teaches all others (distillation), such as dense@1.5.")] = ""
     processes: Annotated[
         int, option("Trainings at a time on the device; their seconds are then not recorded.")
     ] = 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
@@ -141,10 +140,3 @@ class SourceOptions:
         given = {"pretrained": self.pretrained, "width": self.width, "norm": self.norm}
         source = find_model(model, into=self.into, scheme=scheme, **given)
         return source, find_example(example) if example else source.size(parse_size(self.input_text))
-
-    def words(self, model: str, *, scheme: str | None = None) -> str:
-        """The network and these options, as they are typed in a shell."""
-        given = {"--input": self.input_text, "--scheme": scheme, "--pretrained": self.pretrained}
-        given |= {"--width": self.width, "--norm": self.norm, "--into": self.into}
-        options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
-        return shlex.join([model, *options])

@@ -10,7 +10,6 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,18 +60,16 @@ class Source:
             raise _not_a_size("x".join(map(str, asked)))
         return asked or known
 
-    def images(
-        self, data: str, size: Size, *, batch: int, batches: int = 1, device: str = "cpu"
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Batches of training images with their labels, preprocessed as in training, or standardised."""
+    def images(self, data: str, size: Size, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Training images with their labels, preprocessed as in training, or standardised."""
         from lowrank_cnn.data import Augment, fit_preprocess, make_loader, open_data
 
         asked = (self.trained.size_option if self.trained else None) or size[1]
-        found = open_data(data, limit=batch * batches, image_size=asked, channels=size[0], progress=False)
+        found = open_data(data, limit=count, image_size=asked, channels=size[0], progress=False)
         preprocess = self.trained.preprocess if self.trained else fit_preprocess("standardize", found.train)
         how: dict[str, Any] = {"augment": self.trained.augment if self.trained else Augment(), "train": False}
-        loader = make_loader(found.train, preprocess=preprocess, batch_size=batch, seed=0, device=device, **how)
-        return list(islice(loader.epoch(0), batches))
+        loader = make_loader(found.train, preprocess=preprocess, batch_size=count, seed=0, device="cpu", **how)
+        return next(iter(loader.epoch(0)))
 
     def converted(self, scheme: str) -> Source:
         """The network with its convs rewritten, their weights fresh."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.core.clock import Sample, measure
-from lowrank_cnn.core.errors import LowRankError, first_line, option, to_caller
+from lowrank_cnn.core.errors import LowRankError, first_line, to_caller
 from lowrank_cnn.core.files import as_path
 from lowrank_cnn.core.processes import apart
 from lowrank_cnn.core.progress import progress, step
@@ -158,21 +158,6 @@ def time_engines(
     return EngineTimes(
         {run.name: times[run] for run in ours}, failed, path, {run.name: times[run] for run in theirs}
     )
-
-
-def engine_for(
-    model: nn.Module, example: torch.Tensor, engine: str, precision: str | None = None
-) -> tuple[str, str]:
-    """The engine and precision to use: fp32 if none is named; for "auto" the fastest, in fp32 or fp16."""
-    if engine != "auto":
-        return engine, precision or "fp32"
-    if example.is_cuda:
-        raise LowRankError(f"{option('engine', 'auto')} is for the CPU: give an example there, or an engine.")
-    precisions = ("fp32", "fp16") if precision is None else (precision,)
-    threads = torch.get_num_threads()
-    found = time_engines(model, tuple(example.shape[1:]), precisions=precisions, threads=threads)
-    name, _, fastest = found.fastest.partition(", ")
-    return name, fastest
 
 
 def _write(model: nn.Module | Trained, run: EngineRun, image: torch.Tensor, place: Path) -> Path | None:

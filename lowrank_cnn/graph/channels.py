@@ -1,8 +1,8 @@
-"""Find the convs whose output channels may be reordered or removed, from the network's graph.
+"""Find the convs whose output channels may be reordered, from the network's graph.
 
 The channels of a conv are free if everything on their way treats each channel by itself (a batch norm,
-activations, pooling, dropout, flattening) until convs and linear layers read them. Then the filters can be sorted
-or removed, if the norms and the reading layers follow. The order of channels is fixed if they meet others in a
+activations, pooling, dropout, flattening) until convs and linear layers read them. Then the filters can be sorted,
+if the norms and the reading layers follow. The order of channels is fixed if they meet others in a
 sum, a concatenation or a product, or reach the network's output.
 
 Functions are not looked up in a list. Each is tried on random channels, on the same channels permuted, and with
@@ -24,7 +24,7 @@ from lowrank_cnn.core.modules import is_part_of
 from lowrank_cnn.graph.capture import NetworkGraph, capture, layer_kind
 from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.method.select import parameter_uses
-from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d
+from lowrank_cnn.method.shaped_layers import ShapedConv2d
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 
@@ -61,15 +61,6 @@ def free_routes(model: nn.Module, input_size: Sequence[int]) -> dict[str, Route]
         return {name: route for name, route in walk.routes().items() if trained.get(name) == route}
     except _Uncaptured:
         return {}
-
-
-def why_fixed(model: nn.Module, input_size: Sequence[int]) -> str:
-    """Why no channel of a network is free, where its graph cannot be captured; empty where it can."""
-    try:
-        _Walk.through(model, input_size)
-    except _Uncaptured as error:
-        return str(error)
-    return ""
 
 
 class _Uncaptured(Exception):
@@ -120,7 +111,7 @@ class _Walk:
         """Whether a layer does not run."""
         called = self.captured.called()
         return any(
-            (isinstance(module, ShapedConv2d | GatedLinear) or layer_kind(module) is not None)
+            (isinstance(module, ShapedConv2d) or layer_kind(module) is not None)
             and not any(is_part_of(name, one) for one in called)
             for name, module in self.captured.root.named_modules()
         )
@@ -201,5 +192,4 @@ def _is_conv(module: nn.Module | None) -> bool:
 
 
 def _reads_channels(module: nn.Module | None, value: Tensor) -> bool:
-    linear = isinstance(module, GatedLinear) or layer_kind(module) == "linear"
-    return (linear and value.dim() == 2) or (_is_conv(module) and value.dim() == 4)
+    return (layer_kind(module) == "linear" and value.dim() == 2) or (_is_conv(module) and value.dim() == 4)

@@ -1,8 +1,8 @@
 """Turn a network that has learned the shapes of its filters into one of plain convs and composites.
 
-Filters are sorted by shape, removed ones are left out, and norms and reading layers follow. If the order of
-channels is fixed, filters were chosen in sorted runs already. No masks are left; the result is compared with the
-masked network in float64, as a whole.
+Filters are sorted by shape, and norms and reading layers follow. If the order of channels is fixed, filters were
+chosen in sorted runs already. No masks are left; the result is compared with the masked network in float64, as a
+whole.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lowrank_cnn.method.rewrite import (
     rewrite,
 )
 from lowrank_cnn.method.schemes import Exact, Scheme, parse_scheme
-from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, exact_scheme, shaped_convs
+from lowrank_cnn.method.shaped_layers import ShapedConv2d, exact_scheme, shaped_convs
 from lowrank_cnn.method.spec import Pair
 
 _TOLERANCE = 1e-9
@@ -44,21 +44,14 @@ _TOLERANCE = 1e-9
 class LearnedShapes:
     """The filters that each layer of a network ended with, by name, as `exact` schemes.
 
-    Layers without shapes (a norm, a linear layer) are listed where they have fewer inputs than before.
-
     >>> shapes = lr.load_shapes("shapes.json")  # doctest: +SKIP
     """
 
     layers: Mapping[str, Scheme]
 
     def __str__(self) -> str:
-        rows = [(name, ", ".join(f"{n} {s}" for s, n in scheme.shapes)) for name, scheme in self.convs.items()]
+        rows = [(name, ", ".join(f"{n} {s}" for s, n in scheme.shapes)) for name, scheme in self.layers.items()]
         return text_table(("layer", "filters"), rows)
-
-    @property
-    def convs(self) -> dict[str, Scheme]:
-        """The layers with shapes."""
-        return {name: scheme for name, scheme in self.layers.items() if scheme.shapes}
 
     @classmethod
     def of(cls, model: nn.Module) -> LearnedShapes:
@@ -112,17 +105,15 @@ def finalize_shapes(network: nn.Module, input_size: InputSize | None = None) -> 
     size = notes(network).input_size if input_size is None else checked_size(input_size)
     if size is None:
         raise LowRankError("give the size of the images (channels, height, width) that the network takes.")
-    layers = _plain_layers(network, free_routes(network, size))
-    new = copy_with(network, {network.get_submodule(name): layer for name, (layer, _) in layers.items()})
+    convs, layers = shaped_convs(network), _plain_layers(network, free_routes(network, size))
+    new = copy_with(network, {network.get_submodule(name): layer for name, layer in layers.items()})
     dense = {change.name: change for change in changes_of(network)}
     changes = [row for row in changes_of(network) if not row.scheme.startswith("learned")]
-    for name, (layer, scheme) in layers.items():
-        old, same = network.get_submodule(name), Scheme("exact")
-        if isinstance(old, ShapedConv2d):
-            same = exact_scheme([(old.form.kernel, old.out_channels)])
-        if scheme == same:  # it has the filters and inputs of the dense layer
+    for name, conv in convs.items():
+        scheme = exact_scheme(_groups(conv))
+        if scheme == exact_scheme([(conv.form.kernel, conv.out_channels)]):  # the filters of the dense layer
             continue
-        change = change_of(name, old, layer, scheme)
+        change = change_of(name, conv, layers[name], scheme)
         before = dense.get(name, change)  # the layer that learned had a larger kernel than the dense one
         changes.append(replace(change, before=before.before, params_before=before.params_before))
     kept = notes(network).conversion
@@ -135,60 +126,56 @@ def finalize_shapes(network: nn.Module, input_size: InputSize | None = None) -> 
     return new
 
 
-def _plain_layers(network: nn.Module, routes: Mapping[str, Route]) -> dict[str, tuple[nn.Module, Scheme]]:
-    """The layers that change, each with its scheme."""
+def _plain_layers(network: nn.Module, routes: Mapping[str, Route]) -> dict[str, nn.Module]:
+    """The layers that change, by name."""
     convs = shaped_convs(network)
     orders = {name: _order(layer, free=name in routes) for name, layer in convs.items()}
-    arriving = {  # the features that each reader is left with, in their new order
+    arriving = {  # the features of each reader, in their new order
         reader.name: (orders[name][:, None] * reader.block + torch.arange(reader.block)).flatten()
         for name, route in routes.items()
         if name in orders
         for reader in route.readers
     }
-    found = {}
+    found: dict[str, nn.Module] = {}
     for name, layer in convs.items():
         found[name] = _plain_conv(layer, orders[name], arriving.get(name))
         for norm in routes[name].norms if name in routes else ():
-            found[norm] = _picked(network.get_submodule(norm), orders[name], dim=0)
+            found[norm] = _reordered(network.get_submodule(norm), orders[name], dim=0)
     others = {name: features for name, features in arriving.items() if name not in convs}
-    return found | {name: _picked(network.get_submodule(name), of, dim=1) for name, of in others.items()}
+    return found | {name: _reordered(network.get_submodule(name), of, dim=1) for name, of in others.items()}
 
 
 def _order(layer: ShapedConv2d, *, free: bool) -> Tensor:
-    """The filters that stay, sorted by shape."""
-    choice, kept = layer.choice.cpu(), layer.kept.cpu()
-    if not free and not (bool(kept.all()) and bool((choice.diff() >= 0).all())):
+    """The filters sorted by shape."""
+    choice = layer.choice.cpu()
+    if not free and not bool((choice.diff() >= 0).all()):
         raise LowRankError("a layer whose channels are added to others has filters that are not sorted by shape.")
-    order = torch.argsort(choice, stable=True)
-    return order[kept[order]]
+    return torch.argsort(choice, stable=True)
 
 
-def _plain_conv(layer: ShapedConv2d, order: Tensor, arriving: Tensor | None) -> tuple[nn.Module, Scheme]:
+def _groups(layer: ShapedConv2d) -> list[tuple[Pair, int]]:
+    """The number of filters of each shape."""
+    chosen = layer.choice.tolist()
+    return [(layer.starts[shape], chosen.count(shape)) for shape in sorted(set(chosen))]
+
+
+def _plain_conv(layer: ShapedConv2d, order: Tensor, arriving: Tensor | None) -> nn.Module:
     """A plain conv or composite, with the filters in their order and the inputs in theirs."""
-    chosen = layer.choice.cpu()[order].tolist()
-    groups: list[tuple[Pair, int]] = [(layer.starts[s], chosen.count(s)) for s in dict.fromkeys(chosen)]
+    groups = _groups(layer)
     inputs = arriving if arriving is not None else torch.arange(layer.in_channels)
-    scheme = exact_scheme(groups, len(inputs) if len(inputs) < layer.in_channels else None)
-    new = laid_out_as(layer, scheme.build_form(layer.form)).train(layer.training)
+    new = laid_out_as(layer, exact_scheme(groups).build_form(layer.form)).train(layer.training)
     parts = order.split([count for _, count in groups])
     for target, (shape, _), filters in zip(weights_of(new), groups, parts, strict=True):
         target.copy_(layer.taps_of(filters, shape)[:, inputs])
     if layer.bias is not None:
         new.bias.copy_(layer.bias[order])  # type: ignore[operator, union-attr]
-    return frozen_like(layer, new), scheme
+    return frozen_like(layer, new)
 
 
-def _picked(layer: nn.Module, places: Tensor, *, dim: int) -> tuple[nn.Module, Scheme]:
-    """A norm, conv or linear layer with some of its channels, in another order; its outputs stay as they are."""
-    size: int = layer.weight.shape[1] if dim else layer.num_features  # type: ignore[assignment, index, union-attr]
-    narrower = Scheme("exact", inputs=len(places) if len(places) < size else None)
-    plain = layer
-    if isinstance(layer, GatedLinear):
-        plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-    new = narrower.build(plain) if narrower.inputs or plain is not layer else copy.deepcopy(layer)
-    state = {key: tensor for key, tensor in layer.state_dict().items() if key != "inputs"}
-    for key, tensor in state.items():
+def _reordered(layer: nn.Module, places: Tensor, *, dim: int) -> nn.Module:
+    """A norm, conv or linear layer with its channels in another order; its outputs stay as they are."""
+    new = copy.deepcopy(layer)
+    for key, tensor in new.state_dict().items():
         if tensor.dim() and not (dim and key == "bias"):
-            state[key] = tensor.index_select(dim, places.to(tensor.device))
-    new.load_state_dict(state, assign=True)
-    return frozen_like(layer, new).train(layer.training), narrower
+            tensor.copy_(tensor.index_select(dim, places.to(tensor.device)))
+    return frozen_like(layer, new).train(layer.training)

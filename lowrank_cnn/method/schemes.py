@@ -58,8 +58,6 @@ from lowrank_cnn.method.geometry import ConvForm, Padding, enclosing_padding, fo
 from lowrank_cnn.method.layers import CompositeConv2d, conv_of, weights_of
 from lowrank_cnn.method.spec import Composite, FilterGroup, Kernel
 
-NONE = "none"
-"""The shape of a filter that `learned` may remove."""
 IDENTITY = "identity"
 """The shape of channels that `bands` passes on as they are."""
 SHAPE = re.compile(r"(k|[1-9]\d{0,4})(x(k|[1-9]\d{0,4})){1,2}")
@@ -70,8 +68,8 @@ SCHEMES: dict[str, Scheme] = {}
 """Every scheme by name, with its defaults."""
 _OPTIONS: dict[str, frozenset[str]] = {}
 """What a scheme takes in brackets besides shapes, by name."""
-_FIELDS = {name: name for name in ("m", "to", "in", "multiple", "channel_groups", "branches")} | {"in": "inputs"}
-"""The options in a scheme's text, in its order, and the fields that they set; `join` sets `to`."""
+_FIELDS = ("m", "to", "multiple", "channel_groups", "branches")
+"""The options in a scheme's text, in its order, which are fields; `join` sets `to`."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,6 @@ class Scheme:
       sides, time first ("kx1x1"); over volumes the shapes kx1 and 1xk of `lr` become a strip along each axis.
     - `m`: the number of basis filters, where something follows them: an integer, a share of d, or None for d.
     - `to`: the filters of the closing 1x1 join as a share of d; None where there is no join.
-    - `inputs`: for `exact`, the input channels where these are fewer than the dense layer has.
     - `multiple`: for `learned`, the number of filters of each shape is a multiple of this.
     - `channel_groups`: each basis filter sees one of this many parts of the input channels. A join then mixes the
       parts; without one, the outputs of the parts are shuffled, so that the next layer mixes them.
@@ -99,7 +96,6 @@ class Scheme:
     shapes: tuple[tuple[str, Fraction], ...] = ()
     m: int | float | None = None
     to: float | None = None
-    inputs: int | None = None
     multiple: int | None = None
     channel_groups: int = 1
     branches: bool = False
@@ -120,9 +116,7 @@ class Scheme:
     """Under a budget, layers take this scheme unless the own one fits them better."""
 
     # `Scheme("lr", ...)` is of the kind that has this name. Named parameters: help() shows those of `__new__`.
-    def __new__(
-        cls, name="", shapes=(), m=None, to=None, inputs=None, multiple=None, channel_groups=1, branches=False
-    ):  # fmt: skip
+    def __new__(cls, name="", shapes=(), m=None, to=None, multiple=None, channel_groups=1, branches=False):
         return object.__new__(type(SCHEMES[name]) if cls is Scheme and name in SCHEMES else cls)
 
     def __post_init__(self) -> None:
@@ -146,9 +140,9 @@ class Scheme:
                 )
             if not 0 < proportion <= LARGEST:
                 raise LowRankError(f"the proportion of {shape} filters must be positive, not {proportion}.")
-        for option, field in _FIELDS.items():
-            if option != "branches" and (value := getattr(self, field)) is not None:
-                check_number(f"{option} in the scheme {self.name}", value, above=0, most=LARGEST)
+        for field in _FIELDS:
+            if field != "branches" and (value := getattr(self, field)) is not None:
+                check_number(f"{field} in the scheme {self.name}", value, above=0, most=LARGEST)
         options = _OPTIONS.get(self.name, frozenset({"to", "branches"}))
         if self.branches and "branches" not in options:
             able = [name for name, taken in _OPTIONS.items() if "branches" in taken]
@@ -168,10 +162,10 @@ class Scheme:
     def __str__(self) -> str:
         default = SCHEMES.get(self.name, type(self))
         items = [] if self.shapes == default.shapes else [_shape_text(*item) for item in self.shapes]
-        for option, field in _FIELDS.items():
+        for field in _FIELDS:
             if (value := getattr(self, field)) != getattr(default, field):
-                joins = option == "to" and "join" in _OPTIONS.get(self.name, ())
-                items.append("join" if joins else option if value is True else f"{option}={value}")
+                joins = field == "to" and "join" in _OPTIONS.get(self.name, ())
+                items.append("join" if joins else field if value is True else f"{field}={value}")
         return self.name + (f"({', '.join(items)})" if items else "")
 
     # What it builds.
@@ -249,7 +243,7 @@ class Scheme:
     def build_form(self, form: ConvForm) -> nn.Module:
         """Build the replacement of a conv of this form."""
         return build_conv(
-            self.inputs or form.in_channels,
+            form.in_channels,
             form.out_channels,
             form.kernel,
             self,
@@ -611,7 +605,7 @@ class CP(Scheme):
 
 
 class Exact(Scheme):
-    """Filters of one layer, counted by shape, and its input channels: what learning shapes ends with."""
+    """Filters of one layer, counted by shape: what learning shapes ends with."""
 
     one_layer = True
 
@@ -628,30 +622,9 @@ class Exact(Scheme):
         shapes = [(resolve_shape(shape, kernel), int(number)) for shape, number in self.shapes]
         return (Composite(tuple(FilterGroup(*shape, number) for shape, number in shapes or [(kernel, filters)])),)
 
-    def build(self, layer: nn.Module) -> nn.Module:
-        """A conv, linear layer or batch norm of the counted filters and inputs."""
-        if isinstance(layer, nn.Linear):
-            return nn.Linear(self.inputs or layer.in_features, layer.out_features, bias=layer.bias is not None)
-        if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
-            options = {"eps": layer.eps, "momentum": layer.momentum, "affine": layer.affine}
-            kept = {**options, "track_running_stats": layer.track_running_stats}
-            return type(layer)(self.inputs or layer.num_features, **kept)
-        form = form_of(layer) if isinstance(layer, nn.Conv2d) else None
-        if form is None or form.groups != 1:
-            raise LowRankError(f"the scheme {self} is for a plain conv, linear layer or batch norm.")
-        return self.build_form(form)
-
 
 class Learned(Scheme):
-    """Filters that choose among these shapes while they train; `none` lets them be removed."""
-
-    def check(self) -> None:
-        super().check()
-        if all(shape == NONE for shape, _ in self.shapes):
-            raise LowRankError(f"the scheme {self.name} needs shapes, such as {self.name}(kx1, 1xk, kxk).")
-
-    def takes_shape(self, shape: str) -> bool:
-        return shape == NONE or super().takes_shape(shape)
+    """Filters that choose among these shapes while they train."""
 
     def chain(self, kernel: Kernel, filters: int, channel_groups: int) -> tuple[Composite, ...]:
         raise LowRankError(
@@ -691,7 +664,7 @@ register_scheme(
 register_scheme(Channel("channel", _OWN, to=1.0), "m")
 register_scheme(CP("cp"), "m")
 register_scheme(Basis("embed", _HALVES, to=0.5), "m", "to")
-register_scheme(Exact("exact"), "in")
+register_scheme(Exact("exact"))
 register_scheme(Learned("learned", _EVERY, multiple=8), "multiple")
 
 _NUMBER = re.compile(r"[+-]?\d{0,20}(\.\d{0,20})?(e[+-]?\d{1,2})?|\d{1,20}/\d{1,20}", re.IGNORECASE)
@@ -721,7 +694,7 @@ def parse_scheme(text: str | Scheme) -> Scheme:
     options: dict[str, str] = {}
     for item in filter(None, (part.strip() for part in inside.split(","))):
         key, _, value = (part.strip() for part in item.partition("="))
-        target = shapes if SHAPE.fullmatch(key) or key in (NONE, IDENTITY) else options
+        target = shapes if SHAPE.fullmatch(key) or key == IDENTITY else options
         if key in target:
             raise LowRankError(f"{key} is given twice in the scheme {text!r}.")
         target[key] = value
@@ -739,7 +712,7 @@ def _build(name: str, shapes: Mapping[str, str], options: Mapping[str, str]) -> 
     if shapes:
         found["shapes"] = tuple((shape, _fraction(value or "1")) for shape, value in shapes.items())
     values = {key: _value(key, given) for key, given in options.items()}
-    found |= {_FIELDS[key]: value for key, value in values.items() if key != "join"}
+    found |= {key: value for key, value in values.items() if key != "join"}
     return replace(default, **found, **({"to": 1.0} if values.get("join") else {}))
 
 

@@ -148,7 +148,7 @@ def shapes_figure(*, networks: Titled) -> list[Spec]:
 
 
 def shapes_spec(title: str, network: nn.Module) -> Spec:
-    """A bar for each layer and shape, with its share of the dense layer's filters; removed filters have none."""
+    """A bar for each layer and shape, with its share of the layer's filters."""
     layers, bars = filter_shapes(network), []
     for layer, label in zip(layers, short_names([layer.layer for layer in layers]), strict=True):
         for place, (shape, n) in enumerate(layer.filters):

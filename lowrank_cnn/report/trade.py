@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lowrank_cnn.choose.candidates import SHAPES
 from lowrank_cnn.choose.frontier import DesignRow, Frontier, in_words
 from lowrank_cnn.choose.frontier import kind_of as design_kind
 from lowrank_cnn.core.errors import LowRankError
@@ -289,7 +288,6 @@ def _point(found: Frontier, row: DesignRow) -> TradePoint:
     mean, _, high = mean_interval([run.correct / found.images for run in row.runs])
     values = {"top1": mean, "macs": float(row.macs), "params": float(row.params)}
     values |= {} if (ms := found.ms(row)) is None else {"batch": ms}
-    kind = LEARNED if row.design["scheme"].startswith(SHAPES) else design_kind(row)
     alike = [other for other in found.rows if in_words(other) == in_words(row)]
     label = in_words(row) if len(alike) == 1 else row.name
-    return TradePoint(label, kind, "", "frontier", values, {"top1": high - mean}, n=found.images)
+    return TradePoint(label, design_kind(row), "", "frontier", values, {"top1": high - mean}, n=found.images)

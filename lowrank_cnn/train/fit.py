@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowrank_cnn.core.compare import unchanged
 from lowrank_cnn.core.errors import LowRankError, nearest, option, setting
 from lowrank_cnn.core.notes import note, notes
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.data import Data
 from lowrank_cnn.data.own import for_classes, loader_batch
 from lowrank_cnn.data.preprocess import AsGiven
-from lowrank_cnn.graph.channels import why_fixed
-from lowrank_cnn.graph.finalize_shapes import finalize_shapes, has_learned
+from lowrank_cnn.graph.finalize_shapes import finalize_shapes
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.select import check_values
 from lowrank_cnn.models.build import dense_cost, run_entry
@@ -268,11 +266,6 @@ def remarks(model: nn.Module, recipe: Recipe, inputs: Inputs, device: torch.devi
     if recipe.drop_epochs and recipe.epochs <= max(recipe.drop_epochs):
         drops = " and ".join(map(str, recipe.drop_epochs))
         yield f"The learning rate is divided after {drops} epochs; this run has {recipe.epochs}."
-    size = notes(model).input_size
-    with unchanged(model):
-        why = why_fixed(model, size) if has_learned(model) and size else ""
-    if why:
-        yield f"Filters keep their order, so that each shape gets one run of them, because {why}."
     if begun := notes(model).begun_from:
         yield f"The network begins with trained weights ({begun}); images are prepared anew, for these data."
     if "tested_on" in inputs.data.details:

@@ -1,4 +1,4 @@
-"""A frontier of two designs with made-up answers, small images to train on, and a clock that counts."""
+"""A frontier of two designs with made-up answers, and small images to train on."""
 
 from __future__ import annotations
 
@@ -8,18 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowrank_cnn.choose import learn_shapes as learning
 from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, RateTry, pack
 from lowrank_cnn.data import Data, ResidentSplit
-from tests.choose.driver import counted_times
 
 IMAGES = 1003
-
-
-@pytest.fixture(autouse=True)
-def counting_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Learned shapes count products: measured times differ from run to run."""
-    monkeypatch.setattr(learning, "measure", counted_times)
 
 
 @pytest.fixture

@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from lowrank_cnn.choose import learn_shapes as learning
 from lowrank_cnn.choose.learn_shapes import Learned, learn_shapes
-from lowrank_cnn.core.clock import Key, Sample, measure
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.train import Recipe
 
 SHORT = Recipe(name="short", batch_size=16, epochs=3, lr=0.05, mirror=False)
-
-
-def counted_times(
-    runs: Mapping[Key, Callable[[], object]], *, cuda: bool = False, **how: Any
-) -> dict[Key, Sample]:
-    """As `measure`, with a time that is the number of products; CUDA graphs, which show none, are timed."""
-    if cuda:
-        return measure(runs, cuda=True, **how)
-    times = {}
-    for name, run in runs.items():
-        with FlopCounterMode(display=False) as products:
-            run()
-        ms = products.get_total_flops() / 1000
-        times[name] = Sample(ms, ms, ms, 3)
-    return times
 
 
 def noise(n: int = 80) -> Data:
@@ -50,14 +30,12 @@ def net() -> nn.Sequential:
     return nn.Sequential(*conv, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4))
 
 
-def learn(out: Path, budget: str) -> Learned:
-    """Learn shapes within a budget such as "macs=0.6", or go on with a run in `out`."""
-    kind, _, share = budget.partition("=")
-    how = {"progress": False, "device": "cpu", "shapes": ("kx1", "1xk", "kxk", "none"), "multiple": 1}
-    return learn_shapes(net(), noise(), SHORT, out=out, resume=True, **{kind: float(share)}, **how)
+def learn(out: Path) -> Learned:
+    """Learn shapes, or go on with a run in `out`."""
+    how = {"progress": False, "device": "cpu", "shapes": ("kx1", "1xk", "kxk"), "multiple": 1}
+    return learn_shapes(net(), noise(), SHORT, macs=0.6, out=out, resume=True, **how)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    learning.measure = counted_times
-    learn(Path(sys.argv[1]), sys.argv[2])
+    learn(Path(sys.argv[1]))

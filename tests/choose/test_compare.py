@@ -12,7 +12,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import lowrank_cnn as lr
-from lowrank_cnn.choose import answer, runs
+from lowrank_cnn.choose import runs
 from lowrank_cnn.choose import target as targets
 from lowrank_cnn.choose.frontier import load_frontier
 from lowrank_cnn.choose.target import Target
@@ -21,7 +21,7 @@ from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Data
 from lowrank_cnn.train.trained import carried_by, load_checkpoint
 
-comparing = import_module("lowrank_cnn.choose.comparing")
+answer, comparing = (import_module(f"lowrank_cnn.choose.{name}") for name in ("compare", "comparing"))
 QUICK = {"epochs": 1, "batch_size": 16, "minutes": 60}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lowrank_cnn as lr
-from lowrank_cnn.choose import learn_shapes as learning
-from lowrank_cnn.choose.learn_shapes import COSTS, Learned, ShapeRun, time_costs
+from lowrank_cnn.choose.learn_shapes import ASKED, Learned, ShapeRun
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.graph.finalize_shapes import has_learned
 from lowrank_cnn.method.layers import CompositeConv2d
@@ -27,7 +25,7 @@ from tests.support import assert_equal_weights
 
 RECIPE = Recipe(name="stripes", batch_size=16, epochs=10, lr=0.1, mirror=False, weight_decay=0.01)
 OWN = Recipe(name="own", batch_size=8, epochs=3, lr=0.05, mirror=False)
-ALL = ("kx1", "1xk", "1x1", "kxk", "none")
+ALL = ("kx1", "1xk", "1x1", "kxk")
 QUIET = {"progress": False, "device": "cpu"}
 
 
@@ -64,9 +62,8 @@ def net() -> nn.Sequential:
 
 
 def learn(model: nn.Module | None = None, **options: Any) -> Learned:
-    """A short run; without a budget of its own within 0.6 of the MACs."""
-    budget = {} if {"macs", "latency"} & options.keys() else {"macs": 0.6}
-    how = {"data": stripes(n=24), "recipe": OWN, "shapes": ALL, "multiple": 4, **QUIET, **budget, **options}
+    """A short run within 0.6 of the MACs."""
+    how = {"data": stripes(n=24), "recipe": OWN, "shapes": ALL, "multiple": 4, "macs": 0.6, **QUIET, **options}
     return lr.learn_shapes(net() if model is None else model, **how)
 
 
@@ -152,7 +149,7 @@ def test_a_resumed_run_learns_the_same_bits(tmp_path):
 
 @pytest.mark.parametrize(("batch", "images"), [(16, 16), (512, 128)])
 def test_damage_is_measured_on_batches_of_at_most_128_images(batch: int, images: int):
-    given: list[Any] = [net(), (1, 12, 12), None, {}, replace(RECIPE, batch_size=batch), stripes(n=1100)]
+    given: list[Any] = [{}, None, 0.5, replace(RECIPE, batch_size=batch), stripes(n=1100)]
     batches = list(ShapeRun(*given, loss=nn.functional.cross_entropy).sample(1, net()))
     assert [len(targets) for _, targets in batches] == 8 * [images]
 
@@ -164,79 +161,18 @@ def test_accuracy_ends_no_run_before_shapes_are_final():
     assert len(found.record.history) == 5  # the first after epoch 3 is the best so far, the next ends the run
 
 
-def test_time_is_a_budget_too_and_times_are_measured_once(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    model, timed = net(), []
-    monkeypatch.setattr(learning, "time_costs", lambda *given: (timed.append(given), time_costs(*given))[1])
-    how = {"latency": 0.95, "shapes": ALL[:-1], "epochs": 2, "out": tmp_path}
-    found = learn(model, **how)
-    assert found.time is not None
-    assert found.time <= 0.95
-    assert found.macs < 1
-    assert timed[0][2].shape == (1, 1, 12, 12)  # a CPU is timed with one image
-    assert learn(model, resume=True, **how).shapes == found.shapes
-    assert len(timed) == 1
-    kept = json.loads((tmp_path / COSTS).read_text())
-    for text, words in (
-        ("{", "holds no costs of shapes: remove it"),
-        ('{"asked": {}, "costs": 3}', "holds no costs of shapes: remove it"),
-        (json.dumps({**kept, "asked": {**kept["asked"], "latency": 0.5}}), "with latency=0.5, not latency=0.95"),
-        (json.dumps({**kept, "asked": {**kept["asked"], "by": "gates"}}), "with by=gates, not by=proximal"),
-        (json.dumps({**kept, "costs": {**kept["costs"], "filters": {}}}), "costs of another network"),
-    ):
-        (tmp_path / COSTS).write_text(text)
+def test_a_run_is_resumed_with_the_same_request(tmp_path):
+    how = {"epochs": 2, "out": tmp_path}
+    found = learn(**how)
+    assert learn(resume=True, **how).shapes == found.shapes
+    for options, words in (({"macs": 0.7}, "with macs=0.6, not macs=0.7"), ({"multiple": 2}, "multiple=2")):
         with pytest.raises(lr.LowRankError, match=words):
-            learn(model, resume=True, **how)
-        with pytest.raises(lr.LowRankError, match="already holds a run"):
-            learn(model, **how)
-        assert (tmp_path / COSTS).read_text() == text
-    learn(model, batch=3, **{**how, "latency": 0.9, "out": tmp_path / "new"})
-    assert timed[-1][2].shape == (3, 1, 12, 12)
-
-
-@pytest.mark.parametrize(
-    ("times", "shares"),
-    [
-        ([0.6, 0.52, 0.505], [0.5, 0.5 / 0.6 * 0.5, 0.5 / 0.6 * 0.5 * 0.5 / 0.52]),
-        ([0.9, 0.7, 0.8, 0.75], [0.5, 0.4, 0.32, 0.256, 0.4]),  # none is within the budget: the fastest is taken
-    ],
-)
-def test_the_last_choice_is_made_for_less_if_the_network_takes_longer(tmp_path, monkeypatch, times, shares):
-    asked: list[float] = []
-    measured = iter([*times, 0.5])
-    monkeypatch.setattr(ShapeRun, "time_of", lambda *_: next(measured))
-    monkeypatch.setattr(learning.ShapeChooser, "least", lambda _: 0.0)
-    choose = learning.ShapeChooser.choose
-    monkeypatch.setattr(
-        learning.ShapeChooser, "choose", lambda self, share: (asked.append(share), choose(self, share))
-    )
-    learn(latency=0.5, epochs=2, out=tmp_path)
-    assert asked == pytest.approx(shares)
-    assert json.loads((tmp_path / COSTS).read_text())["last_share"] == asked[-1]
-
-
-def test_a_network_above_its_budget_of_time_says_so(capsys, monkeypatch):
-    monkeypatch.setattr(ShapeRun, "time_of", lambda *_: 0.9)
-    assert learn(latency=0.7, progress=True).time == 0.9
-    said = capsys.readouterr().out
-    assert said.startswith("Every shape in every layer is timed first.")
-    assert "takes 0.90 of the dense network's time; the budget is 0.7" in said
-    monkeypatch.setenv("RANK", "1")  # of several processes the first alone speaks
-    learn(latency=0.7, progress=True)
-    assert "the budget is" not in capsys.readouterr().out
-
-
-def test_timing_draws_no_random_number():
-    budget = learning.Budget("latency", 0.5)
-    run = ShapeRun(net(), (1, 12, 12), budget, {}, OWN, stripes(n=24), nn.functional.cross_entropy, device="cpu")
-    other, state = one_conv(), torch.get_rng_state()
-    assert run.time_of(other) < 1
-    assert torch.equal(state, torch.get_rng_state())
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_is_timed_through_optimize():
-    found = lr.learn_shapes(net(), stripes(n=24), OWN, latency=0.9, batch=8, device="cuda", progress=False)
-    assert found.time == pytest.approx(0.9, rel=0.5)
+            learn(resume=True, **options, **how)
+    with pytest.raises(lr.LowRankError, match="already holds a run"):
+        learn(**how)
+    (tmp_path / ASKED).write_text("{")
+    with pytest.raises(lr.LowRankError, match="is damaged"):
+        learn(resume=True, **how)
 
 
 def test_frozen_layers_keep_their_filters_and_stay_frozen():
@@ -282,24 +218,6 @@ def test_layers_that_share_a_weight_go_on_sharing_it():
     assert found.one.weight is found.two.weight
 
 
-class Branching(nn.Module):
-    """Its way depends on values, so that its graph cannot be captured."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x) if x.sum() > -1e9 else self.net(-x)
-
-
-def test_a_network_that_cannot_be_captured_keeps_the_order_of_its_filters(capsys):
-    found = learn(Branching(), latency=0.95, shapes=ALL[:-1], progress=True)
-    assert "Filters keep their order" in capsys.readouterr().out
-    assert found.macs is None
-    assert found.time is not None
-
-
 class TwoOutputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -340,22 +258,11 @@ class Guided(nn.Module):
         return self.rest(x) + self.head(x) if self.training else self.rest(x)
 
 
-@pytest.mark.parametrize("budget", [{"macs": 0.6}, pytest.param({"latency": 0.999}, marks=pytest.mark.nightly)])
-def test_a_head_that_runs_in_training_alone_keeps_its_filters(budget):
-    found = learn(Guided(), shapes=ALL[:-1], **budget).network
+def test_a_head_that_runs_in_training_alone_keeps_its_filters():
+    found = learn(Guided()).network
     assert type(found.head[0]) is nn.Conv2d
     assert found.head[0].kernel_size == (3, 3)
     assert found.train()(torch.randn(2, 1, 8, 8)).shape == (2, 3)
-
-
-def hooked() -> nn.Module:
-    model = net()
-    model.register_forward_hook(lambda *_: None)
-    return model
-
-
-def normed_in_groups() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Conv2d(8, 3, 12), nn.Flatten())
 
 
 @pytest.mark.parametrize(
@@ -365,27 +272,18 @@ def normed_in_groups() -> nn.Module:
         ({"macs": 2}, "up to 1"),
         ({"macs": float("nan")}, "not nan"),
         ({"macs": None}, "needs a budget"),
-        ({"macs": 0.5, "latency": 0.5}, "one of"),
         ({"macs": 0.001}, "all else cost: ask for more.$"),
-        ({"macs": 0.1, "shapes": ALL[:-1]}, 'ask for more, or let filters go by the shape "none"'),
-        ({"latency": 0.9, "batch": 0}, "whole number of at least 1, not 0"),
-        ({"latency": 0.9, "batch": 2.5}, r"whole number of at least 1, not 2\.5"),
-        ({"shapes": ("none",)}, "needs shapes"),
         ({"shapes": ("kx",)}, "filter shape"),
         ({"shapes": parse_scheme("lr")}, "shapes must be a list"),
         ({"epochs": 1}, "two epochs"),
-        ({"by": "gates"}, "by='gates' is not available: shapes are learned by 'proximal' alone"),
         ({"recipe": changed(OWN, {"freeze": "backbone"})}, "it is frozen"),
         ({"model": net().to("meta")}, "on the meta device"),
         ({"model": "nin"}, "a model is an nn.Module"),
-        ({"model": Branching(), "latency": 0.9}, r'no filters .* forward cannot be traced .* leave "none" out'),
-        ({"model": hooked()}, "because hooks are registered on the network as a whole"),
-        ({"model": normed_in_groups()}, "their channels meet others or reach the output"),
         (
             {"callbacks": (lambda *_: True,), "epochs": 5},
             "ended after epoch 1, and shapes are final after epoch 3",
         ),
-        ({"out": __file__}, r"shape_costs\.json could not be written"),
+        ({"out": __file__}, r"shape_budget\.json could not be written"),
     ],
 )
 def test_impossible_requests_get_one_sentence(options, words):
@@ -403,16 +301,14 @@ def test_a_refused_run_leaves_no_directory(tmp_path: Path):
 
 @pytest.mark.nightly
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without it")
-@pytest.mark.parametrize("budget", ["macs=0.6", "latency=0.9"])
-def test_two_processes_learn_the_same_shapes(program, tmp_path, budget):
+def test_two_processes_learn_the_same_shapes(program, tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    process = program(tmp_path / "two", budget, launcher=launcher)
+    process = program(tmp_path / "two", launcher=launcher)
     _, complaints = process.communicate(timeout=600)
     assert process.returncode == 0, complaints
-    two = driver.learn(tmp_path / "two", budget)  # nothing is left to do: it is read
+    two = driver.learn(tmp_path / "two")  # nothing is left to do: it is read
     assert two.record.processes == 2
-    if budget.startswith("macs"):
-        assert two.macs <= 0.6
+    assert two.macs <= 0.6
     x = torch.randn(2, 1, 8, 8)
     loaded = load_checkpoint(tmp_path / "two", network=driver.net()).network
     assert torch.equal(loaded.eval()(x), two.network.eval()(x))

@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,11 +21,8 @@ from lowrank_cnn.choose.trace import FrontierPlan, Tracer, trace_frontier, width
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Data
 from lowrank_cnn.train import get_recipe
-from tests.support import assert_equal_weights
 
 SMALL = {"batch_size": 32, "epochs": 1, "crop": 12}
-taught: list[Any] = []
-"""The teachers of the runs that were made up."""
 
 
 @pytest.fixture
@@ -44,12 +40,10 @@ def trace(tmp_path: Path, squares: Data) -> Callable[..., Frontier]:
 def made_up(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """Runs and times without any training: what was asked for is listed."""
     done: list[tuple] = []
-    taught.clear()
 
     def train(self: RunMaker, run: DesignRun) -> RunOutcome:
-        data, teacher = self._images_and_teacher(run.held_out)
+        data = self.images(run.held_out)
         done.append((run.design.name, run.seed, run.rate))
-        taught.append(teacher)
         if run.design.name == "separable":
             return RunOutcome(2.0)  # the loss was not finite
         right = torch.arange(len(data.test)) % 4 != (run.seed if run.rate == 1 else 0)
@@ -106,23 +100,16 @@ def test_designs_are_matched_by_macs(trace, made_up: list):
 @pytest.mark.parametrize(
     ("device", "designs", "matched"),
     [
-        ("cpu", ("lr",), {"time of lr": {"dense@0.71875"}, "time of dense": {"lr@1.40625"}}),
+        ("cpu", ("lr",), {"time of lr": {"dense@0.71875"}}),
         ("cuda", ("lr",), {"time of lr": {"dense-64s@0.71875"}}),
-        # `lr` and `lr-late` have one scheme, and `dense-2x` is dense as well: their times are kept apart.
-        (
-            "cpu",
-            ("lr@2", "lr-late", "dense-2x"),
-            {
-                "time of dense": {"lr@1.40625", "lr-late@1.125", "dense-2x@0.71875"},
-                "time of lr-late": {"dense@0.90625"},
-            },
-        ),
+        # `dense-2x` is dense as well: its time is kept apart from those of `dense`.
+        ("cpu", ("lr@2", "lr-late", "dense-2x"), {"time of lr-late": {"dense@0.90625"}}),
     ],
 )
 def test_designs_are_matched_by_time(trace, made_up: list, monkeypatch, device, designs, matched):
     opened = tracing.open_frontier
     monkeypatch.setattr(tracing, "open_frontier", lambda at, about, n: opened(at, {**about, "device": device}, n))
-    found = trace(FrontierPlan(designs, widen=("time",), match=("time",), seeds=0))
+    found = trace(FrontierPlan(designs, match=("time",), seeds=0))
     for reason, names in matched.items():
         assert {row.name for row in found.rows if row.design["matched"] == reason} == names
 
@@ -145,26 +132,6 @@ def test_times_of_other_batches_are_refused(trace, made_up: list):
     trace(FrontierPlan(match=(), seeds=0, batch=0))
 
 
-def learned(folder: Path, shapes: str) -> str:
-    folder.mkdir(parents=True)
-    (folder / "shapes.json").write_text(f'{{"learned_shapes": {{"features.conv1_1": "exact({shapes})"}}}}')
-    return f"shapes:{folder / 'shapes.json'}"
-
-
-def test_learned_shapes_are_not_widened_and_keep_their_name(trace, made_up: list, tmp_path: Path):
-    first, other = learned(tmp_path / "a/run", "5x1=16, 1x5=32"), learned(tmp_path / "b/run", "3x1=16, 1x3=32")
-    said: list[str] = []
-
-    def names(design: str) -> list[str]:
-        plan = FrontierPlan((design,), widen=("macs", "time"), match=(), seeds=0, base=0.25)
-        return [row.name for row in trace(plan, family="nin", out="out", say=said.append).rows]
-
-    assert names(first) == names(first) == ["dense", "learned-run"]
-    assert "learned-run has the widths that were learned, and is not widened." in said
-    with pytest.raises(LowRankError, match=r"b/run/shapes.json has other shapes than learned-run of this record"):
-        names(other)
-
-
 def test_a_design_with_runs_keeps_its_rate(trace, made_up: list):
     trace(FrontierPlan(match=(), seeds=1, batch=0))
     made_up.clear()
@@ -183,19 +150,6 @@ def test_settings_are_tried_alike_on_images_held_out(trace, made_up: list):
     assert [row.rate for row in found.rows] == [best.rate, best.rate]
     assert made_up[8:] == [("dense", 1, best.rate), ("lr", 1, best.rate)]
     assert [one["torch"] for one in found.environments] == [torch.__version__]
-
-
-def test_a_teacher_is_trained_first_and_teaches_dense_networks_too(trace, made_up: list):
-    plan = FrontierPlan(("lr",), match=(), seeds=1, batch=0, base=0.25, teacher="dense@0.5")
-    trace(plan)
-    assert made_up == [("dense", 1, 1.0), ("lr", 1, 1.0)]
-    [network] = {teacher.network for teacher in taught}
-    trace(dataclasses.replace(plan, seeds=2))
-    later = taught[-1].network
-    assert later is not network
-    assert_equal_weights(later, network)  # the teacher of the first runs
-    with pytest.raises(LowRankError, match=r"whose teacher is dense@0\.5, not none"):
-        trace(FrontierPlan(batch=0, base=0.25))
 
 
 def test_a_run_whose_loss_is_not_finite_is_kept_in_mind(trace, made_up: list):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowrank_cnn.choose.candidates import CANDIDATES, FAMILIES, LEARNED
+from lowrank_cnn.choose.candidates import CANDIDATES, FAMILIES
 from lowrank_cnn.choose.frontier import DesignRow, Frontier, RateTry, load_frontier
 from lowrank_cnn.choose.verdict import (
     DIVERGED,
@@ -34,7 +34,7 @@ DENSE = {"dense": (0.93, 1.0, 32), "dense@0.5": (0.9, 0.5, 32)}
 def test_the_questions_name_families_and_designs_that_exist():
     questions = read_questions()
     assert datetime.date.fromisoformat(questions["date"])
-    assert set(questions["designs"]) == {*CANDIDATES, LEARNED}
+    assert set(questions["designs"]) == {*CANDIDATES, "learned"}  # no design any more
     assert {one["family"] for one in questions["sets"]} == set(FAMILIES)
     assert questions["alpha"] == 0.01
 
@@ -167,10 +167,10 @@ def test_each_rival_of_a_search_is_a_question(make_frontier):
 
 
 def test_answers_are_kept_in_the_record(make_frontier):
-    found = make_frontier({"dense": (0.93, 1.0, 4), "lr": (0.88, 0.5, 4), "learned-run7": (0.99, 0.5, 4)})
+    found = make_frontier({"dense": (0.93, 1.0, 4), "lr": (0.88, 0.5, 4)})
     add_answers(found)
     kept = load_frontier(found.folder).answers
-    assert {one["design"] for one in kept} == {"lr", "learned-run7"}  # learned networks by their common name
+    assert {one["design"] for one in kept} == {"lr"}
 
 
 def answers(runs: int, share: float, seed: int, *, noise: float = 0.1) -> torch.Tensor:

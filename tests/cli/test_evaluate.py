@@ -112,16 +112,11 @@ def test_weights_that_were_fitted_are_trained_ones_and_fresh_ones_are_not(lowran
     assert (done.exit_code == 0, told) == (command == "decompose", command == "convert")
 
 
-def test_tables_for_people_have_top5_of_more_than_five_classes(lowrank, output_of, trained, monkeypatch):
+def test_tables_for_people_have_top5_of_more_than_five_classes_alone(output_of, trained):
     shown = output_of("evaluate", trained, *CPU, "--per-class")
     for words in ("top-1", "Each class, the worst first", "calibration"):
         assert words in shown
     assert "top-5" not in shown  # of two classes, every answer is among the first five
-    ten = replace(open_squares(), classes=tuple("abcdefghij"))
-    monkeypatch.setattr("lowrank_cnn.data.open_data", lambda *_, **__: ten)
-    untrained = lowrank("evaluate", "nin", *CPU)
-    assert "top-5" in untrained.stdout
-    assert "fresh weights, which can only guess" in untrained.stderr
 
 
 def test_weights_of_an_unfinished_run_are_told_as_such(lowrank, train_small, trained, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import lowrank_cnn as lr
 from lowrank_cnn.cli.app import COMMANDS, load_command
-from lowrank_cnn.cli.options import SourceOptions, grouped
+from lowrank_cnn.cli.options import grouped
 
 SOURCE = {"--input", "--pretrained", "--width", "--norm", "--into", "--scheme", "--stride", "--classes"}
 """Which network, and of which size."""
@@ -83,12 +83,6 @@ def test_shared_options_have_one_default_and_all_are_explained():
         assert len(set(by_command.values())) == 1, (option, by_command)
     assert {"train", "evaluate", "predict", "time", "plan", "demo", "reproduce", "frontier"} <= set(devices)
     assert set(devices.values()) == {"auto"}
-
-
-def test_a_network_is_named_as_it_is_typed():
-    named = SourceOptions(input_text="3x48x48", width=0.5)
-    typed = named.words("my net.py:make", scheme="mixture(kx1=1, 1xk=1)")
-    assert typed == "'my net.py:make' --input 3x48x48 --scheme 'mixture(kx1=1, 1xk=1)' --width 0.5"
 
 
 PACKAGE = Path(lr.__file__).parent

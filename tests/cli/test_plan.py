@@ -39,8 +39,6 @@ def series(): return nn.Sequential(nn.Conv1d(2, 4, 3), nn.ReLU())
 def half(): return nn.Conv2d(3, 4, 3).half()
 def uncounted(): return nn.Sequential(nn.Conv2d(3, 8, 3), Uncounted(8, 8, 1))
 def inputs(): return {"image": torch.randn(2, 3, 8, 8), "word": torch.tensor([1, 4])}
-def one(): return torch.randn(1, 2, 9)
-def two(): return torch.randn(2, 2, 9)
 """
 
 
@@ -61,10 +59,10 @@ def fits(text: str) -> bool:
     return max(map(len, text.splitlines())) <= 80
 
 
-def test_time_prints_layers_correlations_and_the_twin(output_of):
-    text = output_of("time", "nin", "nin-c3", "nin-c3-lr", "--repeats", "3", *SMALL)
+def test_time_prints_layers_and_the_twin(output_of):
+    text = output_of("time", "nin-c3-lr", "--repeats", "3", *SMALL)
     assert fits(text)
-    for words in ("features.conv1_1", "correlate with r", "Dense twin nin:", "Over these networks"):
+    for words in ("features.conv1_1", "Dense twin nin:"):
         assert words in text
 
 
@@ -74,7 +72,7 @@ def test_plan_prints_every_way_and_the_choice(output_of):
     assert fits(text)
     assert "Fastest:" in text
     assert "of its time, for 0.380 of its MACs" in text
-    assert f"lowrank plan nin-c3-lr {' '.join(SMALL)} --engine auto" in text
+    assert "lowrank plan ... --engine auto" in text
     assert torch.get_num_threads() == before
 
 
@@ -92,7 +90,6 @@ def test_plan_takes_a_network_whose_macs_cannot_be_counted(output_of, file):
     options = [f"{file}uncounted", "--scheme", "lr", "--input", "3x8x8", *QUICK]
     text = output_of("plan", *options)
     assert "of its time." in text
-    assert f"lowrank plan {file}uncounted --input 3x8x8 --scheme lr --engine auto" in text
     assert json.loads(output_of("plan", *options, "--json"))["macs"] is None
 
 
@@ -133,7 +130,7 @@ def test_networks_of_other_inputs_are_timed_and_planned(output_of, file):
     for more, says in (
         (["--batch", "2"], "leave --batch out"),
         (["--input", "3x8x8"], "leave --input out"),
-        (["--engine", "auto"], "let --example give one tensor"),
+        (["--engine", "auto"], "leave --batch and --example out"),
     ):
         with pytest.raises(LowRankError, match=says):
             output_of("plan", *named, *more)
@@ -168,13 +165,6 @@ def test_the_thin_rival_of_a_narrow_network_has_its_macs():
     assert rival is not None
     assert lr.count(rival, size).macs == pytest.approx(lr.count(network, size).macs, rel=0.2)
     assert thin_like(network, network, size) is None  # a low-rank network is not thinned
-
-
-def test_an_example_of_one_input_names_its_size(output_of, file):
-    named = ("plan", f"{file}series", "--engine", "torchscript", "--json", "--example")
-    assert json.loads(output_of(*named, f"{file}one"))["input"] == [1, 2, 9]
-    with pytest.raises(LowRankError, match="with a batch of 1, or leave --engine out"):
-        output_of(*named, f"{file}two")
 
 
 def test_optimize_writes_what_it_found(output_of, own, two_inputs, tmp_path):

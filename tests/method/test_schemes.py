@@ -38,10 +38,8 @@ def schemes(draw: st.DrawFn) -> Scheme:
         return Scheme(name, draw(st.permutations(SCHEMES[name].shapes)), draw(AMOUNTS))
     if name in ("exact", "learned"):
         mix = draw(st.dictionaries(SHAPES, st.integers(1, 99), min_size=1))
-        number = draw(st.integers(1, 99))
-        given = {"inputs": number} if name == "exact" else {"multiple": number}
-        shapes = ((shape, Fraction(count if name == "exact" else 1)) for shape, count in mix.items())
-        return Scheme(name, tuple(shapes), **given)
+        shapes = tuple((shape, Fraction(count if name == "exact" else 1)) for shape, count in mix.items())
+        return Scheme(name, shapes, multiple=draw(st.integers(1, 99)) if name == "learned" else None)
     to = {
         "lr": None,
         "lr-join": 1.0,

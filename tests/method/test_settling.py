@@ -15,7 +15,7 @@ from lowrank_cnn.graph.finalize_shapes import LearnedShapes, finalize_shapes, ha
 from lowrank_cnn.method.schemes import parse_scheme
 from lowrank_cnn.models.build import dense_cost, rebuild, rebuild_options
 
-SCHEMES = ("learned(kx1, 1xk, 1x1, kxk, 5x1, 1x5, multiple=4)", "learned(kx1, 1xk, kxk, none, multiple=4)")
+SCHEMES = ("learned(kx1, 1xk, 1x1, kxk, 5x1, 1x5, multiple=4)", "learned(kx1, 1xk, kxk, multiple=4)")
 NETWORKS = [
     ("nin", 16, "batch", SCHEMES[0]),
     ("vgg11", 32, "batch", SCHEMES[1]),

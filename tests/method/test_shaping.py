@@ -8,7 +8,7 @@ from torch import nn
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.schemes import parse_scheme
-from lowrank_cnn.method.shaped_layers import GatedLinear, ShapedConv2d, shaped_layer
+from lowrank_cnn.method.shaped_layers import ShapedConv2d, shaped_layer
 
 LEARNED = parse_scheme("learned(kx1, 1xk, kxk, 5x1, 1x5)")
 
@@ -45,13 +45,10 @@ def test_taps_outside_the_shapes_shrink_and_all_are_used_again():
     layer = shaped(nn.Conv2d(2, 4, 3, padding=1))
     before = layer.weight.detach().clone()
     layer.choice.copy_(torch.tensor([0, 0, 1, 1]))
-    layer.kept[3] = False
     mask = layer.masks[layer.choice][:, None].expand_as(before).bool()
     layer.shrink_outside(0.25)
-    assert torch.equal(layer.weight[:3][mask[:3]], before[:3][mask[:3]])
-    assert torch.equal(layer.weight[:3][~mask[:3]], 0.75 * before[:3][~mask[:3]])
-    assert torch.equal(layer.weight[3], 0.75 * before[3])
-    assert bool(layer.kept.all())
+    assert torch.equal(layer.weight[mask], before[mask])
+    assert torch.equal(layer.weight[~mask], 0.75 * before[~mask])
     assert {layer.starts[i] for i in layer.choice.tolist()} == {(5, 5)}
 
 
@@ -68,25 +65,11 @@ def test_filters_begin_with_the_taps_of_all_shapes_and_all_of_them_learn():
     ]
 
 
-def test_a_removed_channel_is_ignored():
-    layer, x = shaped(nn.Conv2d(2, 4, 3, padding=1)), torch.randn(1, 2, 5, 5).double()
-    layer.inputs[1] = False
-    other = x.clone()
-    other[:, 1] = 100
-    assert torch.equal(layer(x), layer(other))
-    linear = GatedLinear(4, 2, bias=True)
-    linear.copy_dense(torch.ones(2, 4), torch.zeros(2))
-    linear.inputs[:2] = False
-    assert linear(torch.tensor([[5.0, 5.0, 1.0, 1.0]])).tolist() == [[2.0, 2.0]]
-
-
-def test_exact_layers_have_the_filters_and_inputs_that_are_counted():
-    conv = parse_scheme("exact(3x1=4, 1x3=8, in=6)").build(nn.Conv2d(8, 16, 3, padding=1))
-    assert conv(torch.randn(1, 6, 5, 5)).shape == (1, 12, 5, 5)
-    assert parse_scheme("exact(in=6)").build(nn.BatchNorm2d(8)).num_features == 6
-    assert parse_scheme("exact(in=6)").build(nn.Linear(8, 3)).in_features == 6
-    with pytest.raises(LowRankError, match="plain conv"):
-        parse_scheme("exact(in=6)").build(nn.ReLU())
+def test_exact_layers_have_the_filters_that_are_counted():
+    conv = parse_scheme("exact(3x1=4, 1x3=8)").build(nn.Conv2d(8, 12, 3, padding=1))
+    assert conv(torch.randn(1, 8, 5, 5)).shape == (1, 12, 5, 5)
+    with pytest.raises(LowRankError, match="not a plain conv"):
+        parse_scheme("exact(3x1=4)").build(nn.ReLU())
     with pytest.raises(LowRankError, match="cannot learn"):
         shaped_layer(nn.ReLU(), LEARNED)
     with pytest.raises(LowRankError, match="without channel groups"):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import astuple
 
 import pytest
-import torch
 
 from lowrank_cnn.core.clock import Sample
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.deploy import choose_engine as choosing
-from lowrank_cnn.deploy.choose_engine import EngineTimes, engine_for, time_engines
+from lowrank_cnn.deploy.choose_engine import EngineTimes, time_engines
 from lowrank_cnn.deploy.engines.targets import open_engine
 
 
@@ -85,14 +84,6 @@ def test_the_verdict_names_the_winner():
     assert EngineTimes(times, {}, None).verdict == "Fastest here: ncnn, fp16 (2.00 ms)."
     rival = {"ncnn, fp32": Sample(4.0, 3.9, 4.1, 3)}
     assert EngineTimes(times, {}, None, rival).verdict.endswith("this one takes 0.50 of its time.")
-
-
-def test_auto_takes_the_fastest_engine(tiny, monkeypatch):
-    example = torch.zeros(1, 3, 12, 12)
-    assert engine_for(tiny, example, "onnx") == ("onnx", "fp32")
-    fastest = EngineTimes({"ncnn, fp16": Sample(2.0, 1.9, 2.1, 3)}, {}, None)
-    monkeypatch.setattr(choosing, "time_engines", lambda *_, **__: fastest)
-    assert engine_for(tiny, example, "auto") == ("ncnn", "fp16")
 
 
 def test_engines_that_refuse_are_named(tiny):
