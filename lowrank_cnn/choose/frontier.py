@@ -339,11 +339,13 @@ def open_frontier(folder: Path, about: dict[str, Any], images: int) -> Frontier:
     return found
 
 
-def about_runs(recipe: Recipe, data: Data, device: str, **named: Any) -> dict[str, Any]:
+def about_runs(
+    recipe: Recipe, data: Data, device: str, *, teacher: str | None = None, **named: Any
+) -> dict[str, Any]:
     """What all runs share, for the record: how they train, on what, and what is `named`."""
     images = {"name": data.name, "train": len(data.train), "test": len(data.test), "digest": data.digest}
     how = {"precision": resolve_precision(recipe.precision, device), "device": torch.device(device).type}
-    return {**named, "recipe": recipe.to_dict(), "data": images, **how, "teacher": None}
+    return {**named, "recipe": recipe.to_dict(), "data": images, **how, "teacher": teacher}
 
 
 def shared_settings(about: dict[str, Any]) -> dict[str, Any]:

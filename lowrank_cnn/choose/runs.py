@@ -23,17 +23,20 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from lowrank_cnn.choose.candidates import Builder, Design
+from lowrank_cnn.choose.candidates import Builder, Design, find_design
 from lowrank_cnn.choose.frontier import pack
 from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.files import below
 from lowrank_cnn.data import Data
 from lowrank_cnn.train import fit
 from lowrank_cnn.train.failure import NotFiniteError
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.run_folder import Record
+from lowrank_cnn.train.trained import Trained, load_checkpoint
 
 HELD_OUT = 0.1
 """The share of training images that settings are tried on."""
+TEACHER_SEED = 2000
 
 
 @dataclass(frozen=True)
@@ -63,18 +66,24 @@ class RunOutcome:
 
 @dataclass
 class RunMaker:
-    """Trains designs of one family from scratch, in this process or in another, by one recipe on one device."""
+    """Trains designs of one family from scratch, in this process or in another, by one recipe on one device.
+
+    `teacher` is a design that all others, thin dense ones too, learn from beside the labels; `folder` holds it.
+    """
 
     builder: Builder
     data: Data
     recipe: Recipe
     device: str
-    _held_out: Data | None = field(default=None, init=False)
+    teacher: str = ""
+    folder: Path = Path()
+    _prepared: dict[bool, tuple[Data, Trained | None]] = field(default_factory=dict, init=False)
 
     def __call__(self, run: DesignRun) -> RunOutcome:
         began = time.monotonic()
-        data, how = self.images(run.held_out), {"seed": run.seed, "rate": run.rate, "device": self.device}
+        data, teacher = self._images_and_teacher(run.held_out)
         torch.manual_seed(run.seed)
+        how = {"seed": run.seed, "rate": run.rate, "device": self.device, "teacher": teacher}
         try:
             record = train(self.builder(run.design), data, self.recipe, **how)
         except NotFiniteError:
@@ -89,13 +98,27 @@ class RunMaker:
             train_accuracy=record.history[-1]["train_accuracy"] if record.history else 0.0,
         )
 
-    def images(self, held_out: bool) -> Data:
-        """The images of a run; those of a try test on training images."""
-        if not held_out:
-            return self.data
-        if self._held_out is None:
-            self._held_out = self.data.holdout(round(HELD_OUT * len(self.data.train)), 0)
-        return self._held_out
+    def teach(self, *, held_out: bool) -> Record:
+        """Train the teacher of the runs that follow, on the same images as these; one that is there stays."""
+        torch.manual_seed(TEACHER_SEED)
+        network, out = self.builder(find_design(self.teacher)), self._teacher_in(held_out)
+        how = {"seed": TEACHER_SEED, "device": self.device, "out": out}
+        return train(network, self._images(held_out), self.recipe, **how)
+
+    def _images_and_teacher(self, held_out: bool) -> tuple[Data, Trained | None]:
+        if held_out not in self._prepared:
+            teacher = None
+            if self.teacher:
+                network = self.builder(find_design(self.teacher))
+                teacher = load_checkpoint(self._teacher_in(held_out), network=network)
+            self._prepared[held_out] = self._images(held_out), teacher
+        return self._prepared[held_out]
+
+    def _images(self, held_out: bool) -> Data:
+        return self.data.holdout(round(HELD_OUT * len(self.data.train)), 0) if held_out else self.data
+
+    def _teacher_in(self, held_out: bool) -> Path:
+        return below(self.folder, self.folder / ("teacher-held-out" if held_out else "teacher"))
 
 
 def train(

@@ -54,6 +54,7 @@ class FrontierPlan:
     - `rates`: factors of the learning rate to try every design with, `tries` seeds each, on held-out images.
     - `batch`: images in a batch to time inference with; 0 times nothing. `repeats`: runs that a median is of.
     - `base`: the width of the family's own network that counts as 1: below 1 for a miniature.
+    - `teacher`: a design, `dense@1.5` say, that is trained first and that all others then learn from as well.
     - `processes`: trainings at a time on the device. Networks are timed alone, before; how long a training takes
       is recorded only with one process.
     - `budget`: seconds after which nothing new is begun.
@@ -69,6 +70,7 @@ class FrontierPlan:
     compile: bool = True
     repeats: int = 21
     base: float = 1.0
+    teacher: str = ""
     processes: int = 1
     budget: float = float("inf")
 
@@ -81,6 +83,8 @@ class FrontierPlan:
         for rate in self.rates:
             check_number("a factor of the learning rate", rate, above=0, below=1000)
         check_budget(self.budget)
+        if self.teacher:
+            find_design(self.teacher)
         if not self.batch:  # nothing is timed
             object.__setattr__(self, "match", tuple(by for by in self.match if by != "time"))
 
@@ -121,10 +125,10 @@ def trace_frontier(
     size = image_size(data.test, augmentation(resolved))
     builder = Builder.of_family(kind, size, len(data.classes), resolved.norm, plan.base)
     network = {"name": kind.network, "base": plan.base}
-    about = about_runs(resolved, data, place, family=family, network=network)
+    about = about_runs(resolved, data, place, teacher=plan.teacher or None, family=family, network=network)
     with locked(Path(out)):
         found = open_frontier(Path(out), about, len(data.test))
-        maker = RunMaker(builder, data, resolved, place)
+        maker = RunMaker(builder, data, resolved, place, plan.teacher, Path(out))
         timing = {name: getattr(plan, name) for name in ("batch", "repeats", "compile")}
         with WorkerPool(maker, plan.processes) as pool:
             how: dict[str, Any] = {**timing, "scratch": Path(), "maker": maker, "pool": pool, "plan": plan}
@@ -206,7 +210,11 @@ class Tracer(TimedDesigns):
             self.found.save()
 
     def _run_all(self, jobs: list[DesignRun], keep: Callable[[DesignRun, RunOutcome], str]) -> None:
-        """Make runs as long as the time lasts, keep each, and tell how it went."""
+        """Make runs as long as the time lasts, keep each, and tell how it went; a teacher is trained before."""
+        if jobs and self.plan.teacher:
+            self._check_budget()
+            taught = self.maker.teach(held_out=jobs[0].held_out)
+            self.say(f"The teacher, {self.plan.teacher}: {100 * taught.result['top1']:.2f}%")
         walls: list[float] = []
         for job, outcome in self.pool.results(jobs, may_begin=lambda _: not self._spent):
             if isinstance(outcome, LowRankError):

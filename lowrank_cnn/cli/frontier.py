@@ -42,6 +42,7 @@ class PlanOptions:
     compile: Annotated[bool, option("Let torch.compile compete.", "--compile/--no-compile")] = True
     repeats: Annotated[int, option("Runs per median time.")] = 21
     base: Annotated[float, option("Width of the family's network to call 1; less for a miniature.")] = 1.0
+    teacher: Annotated[str, option("A design that teaches all others (distillation), such as dense@1.5.")] = ""
     processes: Annotated[
         int, option("Trainings at a time on the device; their seconds are then not recorded.")
     ] = 1

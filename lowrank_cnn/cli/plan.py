@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import correlation
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -118,6 +119,9 @@ def time_command(
         _print_timing(timing)
     if example is None and any(timing.device == "cpu" and timing.twin is not None for timing in timings):
         _print_cpu_advice()
+    if len(timings) > 2:
+        r = correlation([t.macs for t in timings], [t.total.ms for t in timings])
+        console.print(f" Over these networks, MACs and time correlate with r = {r:.3f}.")
     return None
 
 
@@ -153,9 +157,9 @@ def plan_command(
 
     source, given = named.find(model, how.example, scheme=how.scheme, batch=how.batch)
     if engine is not None:
-        if how.batch != 1 or how.example is not None:
-            raise LowRankError("--engine times one image at a time: leave --batch and --example out.")
-        return _plan_engines(source, given, engine, out, how.threads, twin=twin, as_json=as_json)
+        if how.batch != 1:
+            raise LowRankError("--engine times one image at a time: leave --batch out.")
+        return _plan_engines(source, _size_of_one(given), engine, out, how.threads, twin=twin, as_json=as_json)
     place, network, inputs = how.place(source.network, given)
     macs, held = _macs(network, inputs), None
     with torch_threads(how.threads):
@@ -215,6 +219,22 @@ def optimize_command(
     return None
 
 
+def _size_of_one(given: Any) -> tuple[int, ...]:
+    """The size of the one input that an engine is timed on: that of --input, or of an example of one tensor."""
+    import torch
+
+    from lowrank_cnn.core.modules import is_example
+
+    if not is_example(given):
+        return given
+    if isinstance(given, torch.Tensor) and given.is_floating_point() and given.dim() > 1 and len(given) == 1:
+        return tuple(given.shape[1:])
+    raise LowRankError(
+        "--engine times one input at a time: let --example give one tensor, in floating point and with a batch of "
+        "1, or leave --engine out."
+    )
+
+
 def _macs(network: nn.Module, inputs: Any) -> int | None:
     """Multiply-accumulates of a whole batch; None for a network that cannot be counted."""
     try:
@@ -264,6 +284,8 @@ def _print_timing(timing: Any) -> None:
     title = f"{timing.name}, {sizes}, {timing.runtime} on {timing.device}{threads}"
     print_table(title, ("layer", "<", "MACs", "ms", "GMAC/s"), rows)
     console.print(f" Median of {counted(timing.total.runs, 'run')}, quartiles {quartiles} ms.")
+    if timing.correlation is not None:
+        console.print(f" Over the layers, MACs and time correlate with r = {timing.correlation:.3f}.")
     if (twin := timing.twin) is not None:
         ms, quartiles = _cells(twin.total)
         console.print(f" Dense twin {twin.name}: {ms} ms, quartiles {quartiles} ms.")

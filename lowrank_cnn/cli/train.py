@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import tomllib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -31,7 +33,8 @@ from lowrank_cnn.cli.options import (
     option,
 )
 from lowrank_cnn.cli.show import console, print_json, print_problems, print_table
-from lowrank_cnn.core.errors import LowRankError, MissingExtra, check_number
+from lowrank_cnn.core.errors import LowRankError, MissingExtra, check_number, first_line, nearest
+from lowrank_cnn.core.files import read_text
 from lowrank_cnn.core.numbers import accuracy
 from lowrank_cnn.core.processes import first_process
 from lowrank_cnn.core.text import counted, first_few, si
@@ -118,11 +121,11 @@ class TrainingOptions:
     find_lr: Annotated[bool, option("Only test rates and suggest one.", "--find-lr", panel=TRAINING)] = False
     settings: Settings = None
 
-    def read(self) -> tuple[Recipe, Callable[[int], Recipe], dict[str, Any]]:
+    def read(self, file: dict[str, Any]) -> tuple[Recipe, Callable[[int], Recipe], dict[str, Any]]:
         """The recipe, how it adapts to the number of images, and the settings that are no part of it.
 
-        Settings include the recipe's norm, if it was set. --set replaces options. A recipe that was named does not
-        adapt.
+        Settings include the recipe's norm, if it was set. Options replace what --config says, and --set replaces
+        both. A recipe that was named does not adapt.
         """
         from lowrank_cnn.train.recipe import RunSettings, changed, parse_settings, read_value
         from lowrank_cnn.train.recipes import suited
@@ -131,7 +134,7 @@ class TrainingOptions:
         typed = parse_settings(self.settings or [])
         if "name" in typed:
             raise LowRankError(f"a recipe is chosen by its name with --recipe {typed['name']}, not with --set.")
-        given = {name: value for name, value in own.items() if value is not None} | typed
+        given = file | {name: value for name, value in own.items() if value is not None} | typed
         run = {field.name: given.pop(field.name) for field in fields(RunSettings) if field.name in given}
         rare = {name: read_value(name, kind, given.pop(name)) for name, kind in RARE.items() if name in given}
         recipe = lr.get_recipe("modern" if self.recipe is None else self.recipe, **given)
@@ -187,6 +190,74 @@ class ImageOptions:
         return partial(open_data, data, resident_bytes=held, progress=progress, **options)
 
 
+# `--config FILE`: options of the command, settings and a recipe from a TOML or JSON file, never code.
+#
+#     model = "nin-c3-lr"
+#     data = "photos"
+#     image-size = 64
+#
+#     [recipe]
+#     name = "modern"
+#     optimizer = "adamw"
+#
+# An option that is typed replaces that of the file. `recipe = "modern"` chooses a recipe as it is.
+
+_MOST_BYTES = 2**20
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The options of a file, and under `recipe` the fields of one."""
+    try:
+        text = read_text(path, most=_MOST_BYTES)
+        found = json.loads(text) if path.suffix.lower() == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise LowRankError(f"{path} cannot be read ({error.strerror}).") from error
+    except (ValueError, RecursionError) as error:  # of either format, and of text that is not UTF-8
+        raise LowRankError(f"{path} is not TOML or JSON: {first_line(error)}.") from error
+    if not isinstance(found, dict) or not isinstance(found.get("recipe", {}), dict | str):
+        raise LowRankError(f"{path} must hold options by name, and a table [recipe] with the fields of a recipe.")
+    return found
+
+
+def _apply(context: typer.Context, path: Path | None) -> dict[str, Any]:
+    """Make the file's options the defaults of the command, and return its settings and fields of the recipe."""
+    values = {} if path is None else read_config(path)
+    recipe = values.pop("recipe", {})
+    settings = {"name": recipe} if isinstance(recipe, str) else dict(recipe)
+    if "name" in settings:  # the recipe that the other fields change, as --recipe says it
+        values["recipe"] = settings.pop("name")
+    options = {}
+    for parameter in context.command.params:
+        options |= {
+            word.lstrip("-").replace("-", "_"): parameter for word in (*parameter.opts, parameter.name or "")
+        }
+    given = {}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if name in options and name != "config":
+            several = getattr(options[name], "multiple", False) and not isinstance(value, list)
+            given[options[name].name] = [value] if several else value
+        elif is_setting(name):
+            settings[name] = value
+        else:
+            raise LowRankError(f"{path} sets {key!r}, which is no option: {nearest(key, options)}")
+    context.default_map = {**(context.default_map or {}), **given}
+    return settings
+
+
+Config = Annotated[
+    Any,
+    option(
+        "TOML or JSON file with these options.",
+        "--config",
+        parser=Path,
+        metavar="<path>",
+        callback=_apply,
+        is_eager=True,
+    ),
+]
+
+
 @grouped
 def train_command(
     model: Annotated[str, typer.Argument(help="Name (`lowrank models`), run, file, or path.py:function.")],
@@ -196,6 +267,7 @@ def train_command(
     training: TrainingOptions,
     run: RunOptions,
     as_json: Json = False,
+    config: Config = None,
 ) -> None:
     """Train a network, from scratch or from trained weights.
 
@@ -220,7 +292,7 @@ def train_command(
     )
     from lowrank_cnn.train.recipes import defaults_in_words
 
-    recipe, adapted, rare = training.read()
+    recipe, adapted, rare = training.read(config)
     scheme, train = network.training()
     pretrained = network.pretrained is not None or is_weights(model)
     cost = network.macs if network.thin is None else network.thin

@@ -84,6 +84,8 @@ def test_designs_are_found_by_name_by_scheme_and_with_a_width():
 def test_a_text_that_is_no_design_is_refused(text: str, sentence: str):
     with pytest.raises(LowRankError, match=sentence):
         find_design(text)
+    with pytest.raises(LowRankError, match=sentence):
+        FrontierPlan(teacher=text)
 
 
 def test_a_width_is_found_at_which_a_design_costs_as_much():

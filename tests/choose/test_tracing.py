@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +22,11 @@ from lowrank_cnn.choose.trace import FrontierPlan, Tracer, trace_frontier, width
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Data
 from lowrank_cnn.train import get_recipe
+from tests.support import assert_equal_weights
 
 SMALL = {"batch_size": 32, "epochs": 1, "crop": 12}
+taught: list[Any] = []
+"""The teachers of the runs that were made up."""
 
 
 @pytest.fixture
@@ -40,10 +44,12 @@ def trace(tmp_path: Path, squares: Data) -> Callable[..., Frontier]:
 def made_up(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """Runs and times without any training: what was asked for is listed."""
     done: list[tuple] = []
+    taught.clear()
 
     def train(self: RunMaker, run: DesignRun) -> RunOutcome:
-        data = self.images(run.held_out)
+        data, teacher = self._images_and_teacher(run.held_out)
         done.append((run.design.name, run.seed, run.rate))
+        taught.append(teacher)
         if run.design.name == "separable":
             return RunOutcome(2.0)  # the loss was not finite
         right = torch.arange(len(data.test)) % 4 != (run.seed if run.rate == 1 else 0)
@@ -150,6 +156,19 @@ def test_settings_are_tried_alike_on_images_held_out(trace, made_up: list):
     assert [row.rate for row in found.rows] == [best.rate, best.rate]
     assert made_up[8:] == [("dense", 1, best.rate), ("lr", 1, best.rate)]
     assert [one["torch"] for one in found.environments] == [torch.__version__]
+
+
+def test_a_teacher_is_trained_first_and_teaches_dense_networks_too(trace, made_up: list):
+    plan = FrontierPlan(("lr",), match=(), seeds=1, batch=0, base=0.25, teacher="dense@0.5")
+    trace(plan)
+    assert made_up == [("dense", 1, 1.0), ("lr", 1, 1.0)]
+    [network] = {teacher.network for teacher in taught}
+    trace(dataclasses.replace(plan, seeds=2))
+    later = taught[-1].network
+    assert later is not network
+    assert_equal_weights(later, network)  # the teacher of the first runs
+    with pytest.raises(LowRankError, match=r"whose teacher is dense@0\.5, not none"):
+        trace(FrontierPlan(batch=0, base=0.25))
 
 
 def test_a_run_whose_loss_is_not_finite_is_kept_in_mind(trace, made_up: list):

@@ -59,10 +59,10 @@ def fits(text: str) -> bool:
     return max(map(len, text.splitlines())) <= 80
 
 
-def test_time_prints_layers_and_the_twin(output_of):
-    text = output_of("time", "nin-c3-lr", "--repeats", "3", *SMALL)
+def test_time_prints_layers_correlations_and_the_twin(output_of):
+    text = output_of("time", "nin", "nin-c3", "nin-c3-lr", "--repeats", "3", *SMALL)
     assert fits(text)
-    for words in ("features.conv1_1", "Dense twin nin:"):
+    for words in ("features.conv1_1", "correlate with r", "Dense twin nin:", "Over these networks"):
         assert words in text
 
 
@@ -130,7 +130,7 @@ def test_networks_of_other_inputs_are_timed_and_planned(output_of, file):
     for more, says in (
         (["--batch", "2"], "leave --batch out"),
         (["--input", "3x8x8"], "leave --input out"),
-        (["--engine", "auto"], "leave --batch and --example out"),
+        (["--engine", "auto"], "let --example give one tensor"),
     ):
         with pytest.raises(LowRankError, match=says):
             output_of("plan", *named, *more)

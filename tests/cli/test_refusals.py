@@ -106,6 +106,7 @@ def refused(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
         ("evaluate nin --data digits --pretrained cifar10 --best", "--best is for runs"),
         (f"evaluate {__file__} --data digits --pretrained cifar10", "is for networks by name"),
         ("evaluate nin --data digits", "or nin --pretrained cifar10 or"),
+        ("train nin --config none.toml", "cannot be read"),
         ("report .", "no record in .; make one first: lowrank train"),
         ("report nowhere", "no file or folder nowhere"),
         ("report -o - --json", "--json"),
@@ -214,6 +215,7 @@ def test_more_memory_than_there_is_is_one_sentence(refused):
     assert "not enough memory" in refused("plan", "nin", "--batch", 10**6, "--input", "3x9999x9999", "--no-twin")
 
 
-def test_shapes_that_are_nested_deeply_are_one_sentence(refused, tmp_path):
+@pytest.mark.parametrize("option", ["--config", "--shapes"])
+def test_options_that_are_nested_deeply_are_one_sentence(refused, tmp_path, option):
     (tmp_path / "deep.json").write_text('{"a":' * 100_000)
-    assert "deep.json" in refused("train", "nin", "--data", "digits", "--shapes", tmp_path / "deep.json")
+    assert "deep.json" in refused("train", "nin", "--data", "digits", option, tmp_path / "deep.json")

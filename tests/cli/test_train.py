@@ -301,8 +301,10 @@ SETTINGS += ("checkpoint-every=60", "hold-gb=8", "channels=1", "bad=refuse", "lr
 
 
 def test_a_setting_is_found_in_the_recipe_the_run_the_network_or_the_images():
-    recipe, _, rare = TrainingOptions("modern", epochs=3, lr=0.02, settings=[*SETTINGS]).read()
-    assert (recipe.epochs, recipe.lr) == (3, 0.1)
+    recipe, _, rare = TrainingOptions("modern", epochs=3, lr=0.02, settings=[*SETTINGS]).read(
+        {"epochs": 9, "batch_size": 32, "cuda_graphs": "true"}
+    )
+    assert (recipe.epochs, recipe.batch_size, recipe.lr) == (3, 32, 0.1)
     assert (recipe.norm, recipe.precision, recipe.quantize) == ("batch", "bf16", "int8")
     assert (rare["stride"], rare["hold_gb"], rare["channels"], rare["bad"]) == (2, 8.0, 1, "refuse")
     assert (rare["norm"], rare["cuda_graphs"], rare["compile"], rare["checkpoint_every"]) == (

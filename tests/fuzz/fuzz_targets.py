@@ -18,6 +18,7 @@ from torch import nn
 
 import lowrank_cnn as lr
 from lowrank_cnn.choose.frontier import Frontier
+from lowrank_cnn.cli.train import read_config
 from lowrank_cnn.core.cache import JsonCache
 from lowrank_cnn.core.files import as_path, below, locked, write_atomically
 from lowrank_cnn.data.folders import read_class_names
@@ -196,6 +197,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "b.png": lambda path: fingerprint_of_files(path.parent, [path]),
     "a.csv": lr.open_data,
     "names.txt": read_class_names,
+    "options.toml": read_config,
     "record.json": load_record,
     "report.json": lambda path: read_records([path.parent]),
     "shapes.json": lr.load_shapes,
