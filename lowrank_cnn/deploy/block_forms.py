@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lowrank_cnn.deploy.blocks import HALVING, Block, BlockAsGiven, Epilogue, pattern_block
 from lowrank_cnn.graph.capture import CaptureError, capture
@@ -144,65 +143,55 @@ def _apart(layer: nn.Module) -> list[nn.Module]:
     return _split(layer) or [layer]
 
 
-# A conv or composite of stride one and equal output size on the CPU, by minimal filtering: four results of three
-# taps for six products, not twelve.
+# Layers of 1x3 and 3x1 filters on the CPU, by compiled code.
 
-Looks = tuple[list[int], list[int]]
-"""How far a filter reads down and to the right of its output pixel."""
-THREE = [-1, 0, 1]
+_AROUND = {(1, 3): ((0, 0), (1, 1)), (3, 1): ((1, 1), (0, 0))}
+"""The padding with which a strip keeps the size of its input."""
 
 
-def weight_parts(layer: nn.Module) -> tuple[list[Tensor], list[Looks]] | None:
-    """Each group's weight and reach; None for a layer of another stride or output size."""
+def _strip_weights(layer: nn.Module) -> list[Tensor]:
+    """The weights of a layer whose filters are all 1x3 or 3x1 and keep the size; empty for any other layer."""
     if isinstance(layer, CompositeConv2d):
-        weights, sides, groups = (
-            list(layer.weights),
-            list(layer.group_padding),
-            max(layer.channel_groups, layer.groups),
-        )
+        weights, sides, groups = list(layer.weights), layer.group_padding, max(layer.channel_groups, layer.groups)
     elif type(layer) is nn.Conv2d:
         weights, groups = [layer.weight], layer.groups
-        sides = [enclosing_padding(layer.padding, layer.kernel_size, layer.dilation)]  # type: ignore[arg-type]
+        sides = (enclosing_padding(layer.padding, layer.kernel_size, layer.dilation),)  # type: ignore[arg-type]
     else:
-        return None
-    if groups > 1 or layer.padding_mode != "zeros" or tuple(layer.stride) != (1, 1):  # type: ignore[arg-type]
-        return None
-    found: list[Looks] = []
-    for weight, both in zip(weights, sides, strict=True):
-        axes = list(zip(weight.shape[2:], both, layer.dilation, strict=True))  # type: ignore[arg-type]
-        rows, columns = ([step * tap - before for tap in range(size)] for size, (before, _), step in axes)
-        if 0 not in rows or 0 not in columns or any(sum(pads) != step * (size - 1) for size, pads, step in axes):
-            return None
-        found.append((rows, columns))
-    return [weight.detach() for weight in weights], found
+        return []
+    plain = groups == 1 and layer.padding_mode == "zeros" and layer.stride == layer.dilation == (1, 1)
+    kept = plain and all(_AROUND.get(tuple(w.shape[2:])) == own for w, own in zip(weights, sides, strict=True))
+    return [weight.detach() for weight in weights] if kept else []
 
 
-class PackedConv2d(nn.Module):
-    """A layer by minimal filtering, with its epilogue, for inference; `pack` lays out the weights once.
+class StripConv2d(nn.Module):
+    """A layer of 1x3 and 3x1 filters by compiled code (`kernels.strips`), with its epilogue, for inference.
 
-    It keeps the layer for exports, and packs again when weights are loaded.
+    It keeps the layer for exports, for inputs of another type, and for machines without the compiled code. The
+    weights are packed once, and again when weights are loaded.
     """
 
     def __init__(self, layer: nn.Module, epilogue: Epilogue | None = None) -> None:
         super().__init__()
         self.layer, self.epilogue = layer, epilogue or Epilogue()
+        self.relu = self.epilogue.activation == "relu" and not self.epilogue.adds
+        self.rest = replace(self.epilogue, activation=None) if self.relu else self.epilogue
+        halves = self.rest.pool is not None and pool_name(self.rest.pool) in HALVING
+        self.pools = halves and not self.rest.adds and self.rest.activation is None
         self.pack()
         self.register_load_state_dict_post_hook(_pack_again)
 
+    @staticmethod
+    def takes(layer: nn.Module) -> bool:
+        weights = _strip_weights(layer)
+        return bool(weights) and weights[0].device.type == "cpu" and available(weights[0].dtype)
+
     def pack(self) -> None:
-        weights, self.looks = weight_parts(self.layer) or ([], [])
-        self.filters = [len(weight) for weight in weights]
+        weights = _strip_weights(self.layer)
+        self.filters, self.across = [len(w) for w in weights], [w.shape[3] == 3 for w in weights]
         bias = self.layer.bias if isinstance(self.layer.bias, Tensor) else weights[0].new_zeros(sum(self.filters))
         self.register_buffer("bias", bias.detach().clone(), persistent=False)
-        for index, (weight, look) in enumerate(zip(weights, self.looks, strict=True)):
-            self.register_buffer(f"packed{index}", self.packed(weight, look), persistent=False)
-
-    def packed(self, weight: Tensor, looks: Looks) -> Tensor:
-        raise NotImplementedError
-
-    @property
-    def weights(self) -> list[Tensor]:
-        return [self.get_buffer(f"packed{index}") for index in range(len(self.filters))]
+        for index, weight in enumerate(weights):
+            self.register_buffer(f"packed{index}", packed_strips(weight), persistent=False)
 
     def plain(self) -> nn.Module:
         """The plain layer with its epilogue, for programs with their own kernels."""
@@ -212,167 +201,18 @@ class PackedConv2d(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if x.dim() == 3:
             return self(x[None], None if residual is None else residual[None])[0]
-        return self.run(x, residual)
-
-    def run(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        raise NotImplementedError
-
-
-def _pack_again(module: nn.Module, _: object) -> None:
-    assert isinstance(module, PackedConv2d)
-    module.pack()
-
-
-# Winograd's F(4, 3) (Winograd 1980; Lavin and Gray 2016) in torch, along one axis: the axis of a kx1 or 1xk group,
-# or the columns of a 3x3 group, whose three rows are summed before the output transform. A group of 1x1 filters is
-# a plain product. Memory is channels-last, so the transforms (six inputs from six neighbours, four results from
-# six products) work on whole rows of channels.
-
-STEP, PRODUCTS = 4, 6
-FEWEST = 32
-"""With fewer channels the input transform takes longer than the saved products."""
-FILTERS = (
-    (1 / 4, 0, 0),
-    (-1 / 6, -1 / 6, -1 / 6),
-    (-1 / 6, 1 / 6, -1 / 6),
-    (1 / 24, 1 / 12, 1 / 6),
-    (1 / 24, -1 / 12, 1 / 6),
-    (0, 0, 1),
-)
-"""Six matrices out of three taps."""
-
-
-class WinogradConv2d(PackedConv2d):
-    """A layer of three taps along an axis."""
-
-    @staticmethod
-    def takes(layer: nn.Module) -> bool:
-        parts = weight_parts(layer)
-        if parts is None or parts[0][0].shape[1] < FEWEST:
-            return False
-        axes = [_axis(looks) for looks in parts[1]]
-        return None not in axes and any(axes)
-
-    def packed(self, weight: Tensor, looks: Looks) -> Tensor:
-        """[rows added, products, channels, filters] of a group, made in float64."""
-        axis = _axis(looks)
-        if not axis:
-            return weight.flatten(1).t().contiguous()[None, None]
-        taps = weight.double().permute(2, 3, 1, 0) if axis == 2 else weight.double().permute(3, 2, 1, 0)
-        made = torch.einsum("pt,rtcf->rpcf", torch.tensor(FILTERS, dtype=torch.float64), taps)
-        return made.to(weight.dtype).contiguous()
-
-    def run(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        pixels = x.permute(0, 2, 3, 1).contiguous()
-        y = pixels.new_empty(*pixels.shape[:3], sum(self.filters))
-        biases = self.get_buffer("bias").split(self.filters)
-        rows = max(len(matrices) for matrices in self.weights)
-        inputs: dict[int, list[Tensor]] = {}
-        groups = zip(self.looks, self.weights, y.split(self.filters, dim=3), biases, strict=True)
-        for looks, matrices, target, bias in groups:
-            axis = _axis(looks)
-            if not axis:
-                torch.add(pixels @ matrices[0, 0], bias, out=target)
-                continue
-            if axis not in inputs:
-                inputs[axis] = _inputs(pixels, axis, rows // 2)
-            products = _products(inputs[axis], matrices, pixels.shape[1] if axis == 2 else None)
-            _write(target, products, bias, axis)
-        return self.epilogue(y.permute(0, 3, 1, 2), residual)
-
-
-def _axis(looks: Looks) -> int | None:
-    """The axis of a group: 1 for rows, 2 for columns, 0 for a 1x1 filter; None for any other group."""
-    rows, columns = looks
-    if columns == THREE and rows in (THREE, [0]):
-        return 2
-    if rows == THREE and columns == [0]:
-        return 1
-    return 0 if rows == columns == [0] else None
-
-
-def _inputs(pixels: Tensor, axis: int, beside: int) -> list[Tensor]:
-    """Six inputs for every four pixels along the axis, with `beside` rows of zeros around where rows add up."""
-    spare = -pixels.shape[axis] % STEP
-    sides = (0, 0, 0, 0, 1, 1 + spare) if axis == 1 else (0, 0, 1, 1 + spare, beside, beside)
-    padded = F.pad(pixels, sides)
-    length = padded.shape[axis] - 2
-    d = [_every(padded, axis, k, k + length - STEP + 1) for k in range(PRODUCTS)]
-    even, odd = d[4] - 4 * d[2], d[3] - 4 * d[1]
-    apart, twice = d[4] - d[2], 2 * (d[3] - d[1])
-    first = torch.add(4 * d[0], d[2], alpha=-5).add_(d[4])
-    last = torch.add(4 * d[1], d[3], alpha=-5).add_(d[5])
-    return [first, even + odd, even - odd, apart + twice, apart - twice, last]
-
-
-def _products(inputs: list[Tensor], matrices: Tensor, height: int | None) -> list[Tensor]:
-    """Six products, summed over the rows of a group with several (`height` rows of results remain)."""
-    rows, _, channels, filters = matrices.shape
-    found = []
-    for index, values in enumerate(inputs):
-        if height is None or values.shape[1] == height:
-            found.append((values.reshape(-1, channels) @ matrices[0, index]).view(*values.shape[:3], filters))
-            continue
-        beside = (values.shape[1] - height) // 2
-        out = values.new_empty(len(values), height, values.shape[2], filters)
-        for n, image in enumerate(values):
-            flat = out[n].view(-1, filters)
-            for row in range(rows):
-                start = beside - rows // 2 + row
-                seen = image[start : start + height].reshape(-1, channels)
-                flat.addmm_(seen, matrices[row, index], beta=1 if row else 0)
-        found.append(out)
-    return found
-
-
-def _write(target: Tensor, products: list[Tensor], bias: Tensor, axis: int) -> None:
-    """Four results out of every six products; those beyond the image are left out."""
-    m0, m1, m2, m3, m4, m5 = products
-    p, q = (m1 + m2).add_(bias), (m1 - m2).add_(bias)
-    r, s = m3 + m4, m3 - m4
-    results = ((m0.add_(p), r, 1), (q, s, 2), (p, r, 4), (m5.add_(q), s, 8))
-    for k, (one, other, scale) in enumerate(results):
-        place = _every(target, axis, k, target.shape[axis])
-        size = place.shape[axis]
-        torch.add(one.narrow(axis, 0, size), other.narrow(axis, 0, size), alpha=scale, out=place)
-
-
-def _every(x: Tensor, axis: int, start: int, stop: int) -> Tensor:
-    """Every fourth slice along an axis."""
-    return x[(slice(None),) * axis + (slice(start, stop, STEP),)]
-
-
-class StripConv2d(PackedConv2d):
-    """A layer of 1x3 and 3x1 filters by compiled code (`kernels.strips`).
-
-    The layer itself runs inputs of another type, and if the compiled code is not installed.
-    """
-
-    def __init__(self, layer: nn.Module, epilogue: Epilogue | None = None) -> None:
-        super().__init__(layer, epilogue)
-        self.relu = self.epilogue.activation == "relu" and not self.epilogue.adds
-        self.rest = replace(self.epilogue, activation=None) if self.relu else self.epilogue
-        halves = self.rest.pool is not None and pool_name(self.rest.pool) in HALVING
-        self.pools = halves and not self.rest.adds and self.rest.activation is None
-
-    @staticmethod
-    def takes(layer: nn.Module) -> bool:
-        parts = weight_parts(layer)
-        if parts is None or not all(sorted(look, key=len) == [[0], THREE] for look in parts[1]):
-            return False
-        return parts[0][0].device.type == "cpu" and available(parts[0][0].dtype)
-
-    def packed(self, weight: Tensor, looks: Looks) -> Tensor:
-        return packed_strips(weight)
-
-    def run(self, x: Tensor, residual: Tensor | None) -> Tensor:
         bias = self.get_buffer("bias")
         if x.dtype != bias.dtype or not available(x.dtype):
             return self.plain()(x, residual)
-        across = [columns == THREE for _, columns in self.looks]
+        weights = [self.get_buffer(f"packed{index}") for index in range(len(self.filters))]
         pool = self.pools and x.shape[2] % 2 == x.shape[3] % 2 == 0
-        y = strips(x, self.weights, bias, self.filters, across, self.relu, pool)
+        y = strips(x, weights, bias, self.filters, self.across, self.relu, pool)
         return y if pool else self.rest(y, residual)
+
+
+def _pack_again(module: nn.Module, _: object) -> None:
+    assert isinstance(module, StripConv2d)
+    module.pack()
 
 
 def has_strips(network: nn.Module) -> bool:
@@ -382,7 +222,7 @@ def has_strips(network: nn.Module) -> bool:
 
 def in_layers(model: nn.Module) -> nn.Module:
     """A copy with plain layers instead of our own CPU kernels, which other programs lack."""
-    ours = (module for module in model.modules() if isinstance(module, PackedConv2d))
+    ours = (module for module in model.modules() if isinstance(module, StripConv2d))
     return copy_with(model, {module: module.plain() for module in ours})
 
 
@@ -416,14 +256,14 @@ def fused(block: Block) -> nn.Module | None:
     return None if _on_cpu(block.layer) else FusedBlock.of(block.layer, block.epilogue)
 
 
-def filtered(block: Block, kind: type[StripConv2d] | type[WinogradConv2d] = WinogradConv2d) -> nn.Module | None:
-    """Rewrite the layers of a chain that a kind supports, and keep the others; None if it supports none."""
+def by_strips(block: Block) -> nn.Module | None:
+    """On the CPU: the layers of a chain that are strips by compiled code; None if there are none."""
     stages = _stages(block.layer)
-    if not _on_cpu(block.layer) or not any(map(kind.takes, stages)):
+    if not any(map(StripConv2d.takes, stages)):
         return None
     *front, last = stages
-    made = [kind(stage) if kind.takes(stage) else stage for stage in front]
-    end = kind if kind.takes(last) else BlockAsGiven
+    made = [StripConv2d(stage) if StripConv2d.takes(stage) else stage for stage in front]
+    end = StripConv2d if StripConv2d.takes(last) else BlockAsGiven
     return Staged(made, end(last, block.epilogue))
 
 
@@ -483,9 +323,7 @@ CANDIDATES: dict[str, Candidate] = {
     "as given": as_given,
     "by group": by_group,
     "merged": merged,
-    "minimal filtering": filtered,
-    "merged, minimal filtering": partial(merged, way=filtered),
-    "compiled strips": partial(filtered, kind=StripConv2d),
+    "compiled strips": by_strips,
     "fused": fused,
     "merged, fused": partial(merged, way=fused),
 }

@@ -18,8 +18,6 @@ from torch import nn
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import note
-from lowrank_cnn.deploy.block_forms import WinogradConv2d
-from lowrank_cnn.deploy.blocks import Epilogue
 from lowrank_cnn.deploy.engines.onnx import node_macs
 from lowrank_cnn.deploy.export import export, load, placing
 from lowrank_cnn.deploy.quantize import quantize
@@ -301,27 +299,6 @@ def described(path, text: str | None):
 def bad(path):
     path.write_bytes(b"not a network")
     return path
-
-
-@pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
-def test_what_a_plan_runs_by_products_of_its_own_is_exported_as_layers(tmp_path, suffix: str):
-    convs = [nn.Conv2d(32, 32, 3, padding=1) for _ in range(2)]
-    first = WinogradConv2d(convs[0], Epilogue("relu"))
-    second = WinogradConv2d(convs[1], Epilogue(pool=nn.MaxPool2d(2)))
-    net = nn.Sequential(first, second).eval()
-    written = export(net, tmp_path / f"net{suffix}", input_size=(32, 8, 8))
-    assert written.error < 1e-4
-    x = torch.randn(3, 32, 8, 8)
-    loaded = load(tmp_path / f"net{suffix}", trusted=True)
-    torch.testing.assert_close(loaded(x), net(x), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_network_of_such_products_alone_keeps_its_precision(tmp_path, dtype: torch.dtype):
-    torch.manual_seed(0)  # with some weights bfloat16 rounds by more than an export may differ
-    net = nn.Sequential(WinogradConv2d(nn.Conv2d(32, 8, 3, padding=1).to(dtype))).eval()
-    export(net, tmp_path / "net.pt2", input_size=(32, 8, 8))
-    assert load(tmp_path / "net.pt2", trusted=True)(torch.zeros(1, 32, 8, 8, dtype=dtype)).dtype == dtype
 
 
 @pytest.mark.parametrize("suffix", [".pt2", ".ts"])
