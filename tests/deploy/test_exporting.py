@@ -18,7 +18,6 @@ from torch import nn
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import note
-from lowrank_cnn.deploy.engines.onnx import node_macs
 from lowrank_cnn.deploy.export import export, load, placing
 from lowrank_cnn.deploy.quantize import quantize
 from lowrank_cnn.graph.merge import merge
@@ -26,6 +25,7 @@ from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.count import count
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.hub import from_pretrained
+from tests.support import node_macs
 
 SIZE = (3, 16, 16)
 
