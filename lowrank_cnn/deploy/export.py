@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from lowrank_cnn.core.compare import unchanged
-from lowrank_cnn.core.errors import LowRankError, names_options, option
+from lowrank_cnn.core.errors import LowRankError, option
 from lowrank_cnn.core.files import as_path, delete, replacing, why_not_written
 from lowrank_cnn.core.notes import AsDict, note, notes
 from lowrank_cnn.core.progress import progress
@@ -67,7 +67,6 @@ class Exported(AsDict):
     error: float | None
 
 
-@names_options(target="to", engine="to", file="path", out="path", size="input_size", example="example_input")
 @unchanged()  # a forward may draw
 @progress("export")
 def export(
