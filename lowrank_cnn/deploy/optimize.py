@@ -40,10 +40,8 @@ from lowrank_cnn.deploy.plan import (
     open_times,
     plan,
 )
-from lowrank_cnn.graph.bands import splits_as_composites
 from lowrank_cnn.graph.capture import layer_kind
 from lowrank_cnn.graph.examples import Example, by_position, in_order
-from lowrank_cnn.graph.fuse import shared_copy
 from lowrank_cnn.graph.merge import merge
 from lowrank_cnn.kernels.autotune.choice import prepare
 from lowrank_cnn.kernels.cuda_graph import Recorded, recorded
@@ -226,8 +224,6 @@ def _stop_compiler() -> None:
 
 FOR_COMPILING = 0.5
 """Compile around our kernels only with this share of the budget left: it takes a third of it."""
-AS_FAST = 1.01
-"""Prefer the fused form up to this multiple of a plan's time: rebuilding a plan takes longer."""
 Planner = Callable[[nn.Module, tuple[Any, ...]], nn.Module]
 
 
@@ -263,12 +259,12 @@ class FormSearch:
             self.attempt(form)
         step(f"{counted(len(self.search.made), 'variant')} in turns")
         times = self.times(repeats)
-        return self.result(best_form({form: sample.ms for form, sample in times.items()}), times)
+        return self.result(min(times, key=lambda form: times[form].ms), times)
 
     def again(self, known: Mapping[str, float], repeats: int = 3) -> Optimized | None:
         """Rebuild the form that was fastest before, without the others; None if it is no longer faster."""
         before = {form: known[name] for name, form in self.forms().items() if name in known}
-        choice = best_form(before) if before else None
+        choice = min(before, key=lambda form: before[form], default=None)
         if choice is None:
             return None
         step(f"{choice}, as measured before")
@@ -353,9 +349,7 @@ class FormSearch:
         return self._folded(chains=False)
 
     def _folded(self, *, chains: bool) -> nn.Module:
-        # On a GPU the kernels run a split as one layer, which also takes the batch norm after it.
-        model = splits_as_composites(shared_copy(self.model)) if self.on_gpu else self.model
-        return merge(model, chains=chains, example_input=self.inputs)
+        return merge(self.model, chains=chains, example_input=self.inputs)
 
     def _on_cpu(self) -> Iterator[Form]:
         """Folded in each memory format; then planned, which takes long, the faster format first; then compiled."""
@@ -388,17 +382,6 @@ class FormSearch:
                 return measure(runs, repeats=repeats, budget=budget, cuda=self.on_gpu, fewest=1)
 
         return self.search.times(clock)
-
-
-def best_form(times: Mapping[Form, float]) -> Form:
-    """The form of the least time; the fused one if a plan is not faster by more than timing noise.
-
-    >>> str(best_form({Form(): 3.0, Form(FUSED, recorded=True): 1.005, Form(PLANNED, recorded=True): 1.0}))
-    'fused, recorded'
-    """
-    best = min(times, key=lambda form: times[form])
-    fused = replace(best, network=FUSED)
-    return fused if best.network == PLANNED and times.get(fused, float("inf")) <= AS_FAST * times[best] else best
 
 
 @torch.no_grad()

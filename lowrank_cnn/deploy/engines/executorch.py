@@ -57,7 +57,7 @@ class ExecuTorchRunner(Runner):
 def write_executorch(path: Path, request: ExportRequest) -> None:
     """Write a .pte file for one image; convs, pools and products go to XNNPACK."""
     if request.ranges:
-        raise LowRankError("ranges found in training go to .onnx, .xml and .tflite, but ExecuTorch sets its own.")
+        raise LowRankError("ranges found in training go to .onnx and .tflite, but ExecuTorch sets its own.")
     example = tuple(request.one_image("executorch").tensors.values())
     apart = replace(request, network=groups_apart(request.network)).positional()
     for parameter in apart.parameters():  # XNNPACK's passes refuse the channels_last weights of a trained network
