@@ -453,7 +453,7 @@ def reoptimize(model: nn.Module, chosen: Mapping[str, Any]) -> Optimized:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise LowRankError("the stored form of the optimised network is damaged: optimise it again.") from error
     check_ready(model, x)
-    planner = partial(apply_ways, ways=ways, neighbours=bool(chosen.get("neighbours")))
+    planner = partial(apply_ways, ways=ways)
     forms = FormSearch(model, (x,), planner)
     form = forms.forms().get(name)
     if form is not None and form != Form():
@@ -483,7 +483,6 @@ def _chosen(best: Optimized, x: Tensor) -> dict[str, Any]:
     return {
         "choice": best.report.choice,
         "ways": found.ways if found else {},
-        "neighbours": found.neighbours if found else False,
         "times": {name: sample.ms for name, sample in best.report.times.items()},
         "input": [*x.shape],
     }

@@ -11,15 +11,19 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lowrank_cnn as lr
-from lowrank_cnn.deploy import block_forms
-from lowrank_cnn.deploy.block_forms import (
+from lowrank_cnn.deploy import blocks
+from lowrank_cnn.deploy.blocks import (
     CANDIDATES,
+    Block,
+    Epilogue,
+    ForCalls,
     FusedBlock,
     StripConv2d,
+    as_network,
     groups_apart,
+    in_blocks,
     in_layers,
 )
-from lowrank_cnn.deploy.blocks import Block, Epilogue, ForCalls, as_network, in_blocks
 from lowrank_cnn.kernels.strips import available
 from lowrank_cnn.method.schemes import build_conv
 from lowrank_cnn.models import create_model
@@ -63,7 +67,7 @@ def test_every_way_gives_what_the_block_gives(scheme: str, options: dict, activa
     block = Block("", layer, Epilogue(activation, pool, adds, adds and last))
     x = torch.randn(2, 4, 12, 11, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(block_forms, "_on_cpu", lambda _: on_cpu)
+        patch.setattr(blocks, "_on_cpu", lambda _: on_cpu)
         residual = torch.randn_like(layer(x))[: 1 if added == "of one pixel" else 2]
         inputs = (x, residual[..., :1, :1] if added == "of one pixel" else residual) if adds else (x,)
         made = {name: way.eval() for name, make in CANDIDATES.items() if (way := make(block)) is not None}
@@ -166,6 +170,6 @@ def test_without_the_package_or_in_another_type_the_layer_itself_runs(monkeypatc
     layer = build_conv(16, 8, 3, "lr").eval()
     fast, x = StripConv2d(layer, Epilogue("relu")), torch.randn(1, 16, 6, 6)
     assert copy.deepcopy(fast).double()(x.double()).dtype == torch.float64
-    monkeypatch.setattr(block_forms, "available", lambda _: False)
+    monkeypatch.setattr(blocks, "available", lambda _: False)
     assert torch.equal(fast(x), layer(x).relu())
     assert not StripConv2d.takes(layer)

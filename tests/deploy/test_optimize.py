@@ -19,7 +19,7 @@ from lowrank_cnn.core import search as searching
 from lowrank_cnn.core.clock import Sample
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import note, notes
-from lowrank_cnn.deploy import block_forms
+from lowrank_cnn.deploy import blocks
 from lowrank_cnn.deploy.export import export, load
 from lowrank_cnn.deploy.optimize import (
     FOLDED,
@@ -252,7 +252,7 @@ def test_a_written_form_is_made_again_without_measuring(last_wins, nin, tmp_path
     assert load(tmp_path / "again.safetensors").report.choice == fast.report.choice
     # What differs here, or is unknown to this version, is left out with the reason.
     monkeypatch.setattr(
-        "lowrank_cnn.deploy.plan.CANDIDATES", dict.fromkeys(block_forms.CANDIDATES, lambda _: nn.ReLU())
+        "lowrank_cnn.deploy.plan.CANDIDATES", dict.fromkeys(blocks.CANDIDATES, lambda _: nn.ReLU())
     )
     for ways in (fast.chosen["ways"], dict.fromkeys(fast.chosen["ways"], "matrix products")):
         again = reoptimize(nin, {**fast.chosen, "ways": ways})
@@ -302,7 +302,7 @@ def test_what_is_fused_whole_computes_the_same_and_leaves_the_network_alone(monk
     stem = [build_conv(3, 8, 3, "lr"), nn.ReLU(), nn.LocalResponseNorm(5), nn.MaxPool2d(3, 2, 1)]
     net = nn.Sequential(*stem, nn.Conv2d(8, 8, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
     before = [type(module) for module in net.modules()]
-    monkeypatch.setattr(block_forms, "_on_cpu", lambda layer: False)
+    monkeypatch.setattr(blocks, "_on_cpu", lambda layer: False)
     fast = form_search(net).network(FUSED, LAST)
     kinds = {type(module).__name__ for module in fast.modules()}
     assert {"FusedBlock", "FusedPool", "FusedResponseNorm"} <= kinds

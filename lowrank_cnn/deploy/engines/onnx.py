@@ -15,7 +15,7 @@ from torch import nn
 
 from lowrank_cnn.core.errors import LowRankError, explained, first_line, require
 from lowrank_cnn.core.files import regular
-from lowrank_cnn.deploy.block_forms import groups_apart
+from lowrank_cnn.deploy.blocks import groups_apart
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import Engine, Port, Runner, quiet
 from lowrank_cnn.kernels.strips import is_installed, library
