@@ -70,7 +70,6 @@ def test_a_network_is_pushed_fetched_and_named_everywhere(trained, local_hub):
     names = sorted(path.name for path in local_hub["someone/net"].iterdir())
     assert names == ["README.md", "config.json", "model.safetensors"]
     assert_equal_weights(trained, lr.from_pretrained("someone/net"))
-    assert_equal_weights(trained, lr.create_model("hf-hub:someone/net"))
     assert_equal_weights(trained, lr.load("hf-hub:someone/net@main"))
     source = find_model("hf-hub:someone/net")
     assert (source.name, source.input_size) == ("hf-hub:someone/net", (3, 32, 32))
@@ -108,8 +107,6 @@ def test_what_cannot_be_loaded_is_one_sentence(source, says):
 def test_what_cannot_be_pushed_is_one_sentence(trained, local_hub):
     with pytest.raises(LowRankError, match="is written user/name"):
         trained.push_to_hub("net")
-    with pytest.raises(LowRankError, match="taken as it was trained: leave out width"):
-        lr.create_model("hf-hub:someone/net", width=0.5)
     with pytest.raises(LowRankError, match=r"someone/net could not be uploaded .*hf auth login"):
         trained.push_to_hub("someone/net", token="expired")
     assert not local_hub
