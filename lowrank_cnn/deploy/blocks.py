@@ -22,11 +22,11 @@ from lowrank_cnn.graph.patterns import Pattern, find_patterns, rewritten
 from lowrank_cnn.kernels.fused_convs import FrozenComposite, conv_options, pool_name
 from lowrank_cnn.kernels.problem import activate, is_monotone
 from lowrank_cnn.kernels.strips import available, packed_strips, strips
-from lowrank_cnn.method.geometry import enclosing_padding
+from lowrank_cnn.method.geometry import Sides, enclosing_padding
 from lowrank_cnn.method.layers import CompositeConv2d, conv_of
 from lowrank_cnn.method.rewrite import copy_with, laid_out_as
 from lowrank_cnn.method.schemes import FactoredConv2d
-from lowrank_cnn.method.spec import Composite
+from lowrank_cnn.method.spec import Composite, Kernel
 
 HALVING = ("floor", "ceil")
 """Max-pools of disjoint 2x2 windows, as `pool_name` calls them."""
@@ -290,7 +290,7 @@ def _apart(layer: nn.Module) -> list[nn.Module]:
 
 # Layers of 1x3 and 3x1 filters on the CPU, by compiled code.
 
-_AROUND = {(1, 3): ((0, 0), (1, 1)), (3, 1): ((1, 1), (0, 0))}
+_AROUND: dict[Kernel, Sides] = {(1, 3): ((0, 0), (1, 1)), (3, 1): ((1, 1), (0, 0))}
 """The padding with which a strip keeps the size of its input."""
 
 
