@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.core.compare import copied, difference, objection, tolerance, unchanged
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.core.modules import first_input
+from lowrank_cnn.core.modules import watched
 from lowrank_cnn.core.notes import AsDict, note, notes
 from lowrank_cnn.graph.capture import (
     TRANSPOSED,
@@ -446,20 +446,9 @@ def _norms(model: nn.Module) -> Iterator[tuple[str, str]]:
 def _dimensions(model: nn.Module, example: tuple[Any, ...]) -> dict[str, set[int]]:
     """How many dimensions the inputs of each batch norm have on the example."""
     seen: dict[str, set[int]] = {}
-    hooks = [
-        part.register_forward_pre_hook(
-            lambda _, args, kwargs, name=name: seen.setdefault(name, set()).add(first_input(args, kwargs).dim()),
-            with_kwargs=True,
-        )
-        for name, part in model.named_modules()
-        if type(part) in NORMS
-    ]
-    try:
-        with unchanged(model):
-            model(*copied(*example))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    norms = {name: part for name, part in model.named_modules() if type(part) in NORMS}
+    with watched(norms, lambda name, x: seen.setdefault(name, set()).add(x.dim())), unchanged(model):
+        model(*copied(*example))
     return seen
 
 

@@ -160,9 +160,7 @@ def push_to_hub(
     metrics: Mapping[str, float] | None = None,
     licence: str | None = None,
     private: bool | None = None,
-    revision: str | None = None,
     token: str | None = None,
-    message: str = "Upload a network of lowrank-cnn",
 ) -> str:
     """Upload a network to the Hugging Face Hub, with its model card, and return the address of the commit.
 
@@ -179,9 +177,8 @@ def push_to_hub(
         try:
             api = hub.HfApi(token=token)
             api.create_repo(repository, private=private, exist_ok=True)
-            done = api.upload_folder(
-                repo_id=repository, folder_path=folder, commit_message=message, revision=revision
-            )
+            told = "Upload a network of lowrank-cnn"
+            done = api.upload_folder(repo_id=repository, folder_path=folder, commit_message=told)
         except Exception as error:  # network, permission and unknown names have no common ancestor
             raise LowRankError(
                 f"{repository} could not be uploaded ({first_line(error)}): check the name, the network, and that "
