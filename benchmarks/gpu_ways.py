@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.gpu_floor import made
-from lowrank_cnn.deploy.block_forms import CANDIDATES
+from lowrank_cnn.deploy.blocks import CANDIDATES
 from lowrank_cnn.deploy.plan import plan
 from lowrank_cnn.graph.fuse import freeze, fuse
 from lowrank_cnn.kernels.device import for_graphs, forced

@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from tables import (
     cifar10,
-    cpu,
     decompose,
     depth,
     depthwise,
@@ -53,7 +52,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "commands": reference.commands,
     "cpu-engines": engines.cpu_engines,
     "cpu-verdicts": engines.speed_verdicts,
-    "cpu-speed": cpu.cpu_speed,
     "decompose": decompose.decompose,
     "decompose-aware": decompose.decompose_aware,
     "depth-flow": depth.depth_flow,

@@ -7,6 +7,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -96,3 +97,21 @@ def _call_and_exit(function: Callable[[], object]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def node_macs(path: str | Path) -> dict[str, int]:
+    """The multiply-accumulates of each node of an .onnx file for one image, from its graph."""
+    import onnx
+
+    graph = onnx.shape_inference.infer_shapes(onnx.load(str(path))).graph
+    weights = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
+    values = [*graph.value_info, *graph.output]
+    shapes = {value.name: [d.dim_value for d in value.type.tensor_type.shape.dim] for value in values}
+    found: dict[str, int] = {}
+    for node in graph.node:
+        weight = weights.get(node.input[1]) if len(node.input) > 1 else None
+        if node.op_type == "Conv" and weight:
+            found[node.name] = prod(weight) * prod(shapes[node.output[0]][2:])
+        elif node.op_type in ("Gemm", "MatMul") and weight:
+            found[node.name] = prod(weight)
+    return found

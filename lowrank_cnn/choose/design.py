@@ -26,7 +26,7 @@ from lowrank_cnn.core.errors import LowRankError, check_choice, explained, optio
 from lowrank_cnn.core.numbers import round_up
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.text import text_table
-from lowrank_cnn.deploy.block_forms import has_strips
+from lowrank_cnn.deploy.blocks import has_strips
 from lowrank_cnn.deploy.choose_engine import write_to_time
 from lowrank_cnn.deploy.engines.targets import ENGINES as FILE_ENGINES
 from lowrank_cnn.deploy.engines.targets import open_engine

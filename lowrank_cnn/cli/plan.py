@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import correlation
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -80,7 +80,6 @@ def time_command(
     batch: Batch = 1,
     device: Device = "auto",
     threads: Threads = None,
-    runtime: Annotated[Literal["torch", "onnx"], option("torch, or onnx (on the CPU).")] = "torch",
     repeats: Annotated[int, option("Runs per median.")] = 15,
     trusted: Trusted = False,
     as_json: Json = False,
@@ -94,7 +93,7 @@ def time_command(
 
       lowrank time nin-c3-lr --batch 16
       lowrank time vgg11-gmp-lr --device cpu --threads 1
-      lowrank time model.py:make --scheme lr --input 3x32x32 --runtime onnx
+      lowrank time model.py:make --scheme lr --input 3x32x32
       lowrank time model.py:make --example model.py:inputs
     """
     from lowrank_cnn.cli.source import parse_size
@@ -107,8 +106,7 @@ def time_command(
     for text in models:
         if not is_engine_file(text):
             source, inputs = named.find(text, example, scheme=scheme, batch=batch)
-            how_here = {**how, "device": device, "runtime": runtime}
-            timings.append(lr.time_model(source.network, inputs, twin=source.dense, **how_here))
+            timings.append(lr.time_model(source.network, inputs, twin=source.dense, device=device, **how))
         elif scheme is not None or device not in ("cpu", "auto") or example is not None:
             raise LowRankError(f"{text} is timed as it is on the CPU, without --scheme, --device and --example.")
         else:
@@ -284,8 +282,6 @@ def _print_timing(timing: Any) -> None:
     title = f"{timing.name}, {sizes}, {timing.runtime} on {timing.device}{threads}"
     print_table(title, ("layer", "<", "MACs", "ms", "GMAC/s"), rows)
     console.print(f" Median of {counted(timing.total.runs, 'run')}, quartiles {quartiles} ms.")
-    if timing.correlation is not None:
-        console.print(f" Over the layers, MACs and time correlate with r = {timing.correlation:.3f}.")
     if (twin := timing.twin) is not None:
         ms, quartiles = _cells(twin.total)
         console.print(f" Dense twin {twin.name}: {ms} ms, quartiles {quartiles} ms.")

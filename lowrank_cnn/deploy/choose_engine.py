@@ -23,7 +23,7 @@ from lowrank_cnn.core.files import as_path
 from lowrank_cnn.core.processes import apart
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.search import Search
-from lowrank_cnn.deploy.block_forms import has_strips
+from lowrank_cnn.deploy.blocks import has_strips
 from lowrank_cnn.deploy.engines.targets import ENGINES, open_engine, target_of
 from lowrank_cnn.deploy.export import check_place, export, placing
 from lowrank_cnn.deploy.quantize import quantize

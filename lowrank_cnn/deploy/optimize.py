@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from lowrank_cnn.core.clock import OutOfTime, Sample, check_budget, check_repeats, measure
 from lowrank_cnn.core.compare import copied, unchanged
-from lowrank_cnn.core.errors import LostDeviceError, LowRankError, LowRankWarning
-from lowrank_cnn.core.modules import has_hooks, watched
+from lowrank_cnn.core.errors import LowRankError, LowRankWarning
+from lowrank_cnn.core.modules import has_hooks
 from lowrank_cnn.core.notes import AsDict, note, notes
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.search import RESERVED, Search
@@ -40,13 +40,11 @@ from lowrank_cnn.deploy.plan import (
     open_times,
     plan,
 )
-from lowrank_cnn.graph.bands import splits_as_composites
 from lowrank_cnn.graph.capture import layer_kind
 from lowrank_cnn.graph.examples import Example, by_position, in_order
-from lowrank_cnn.graph.fuse import shared_copy
 from lowrank_cnn.graph.merge import merge
 from lowrank_cnn.kernels.autotune.choice import prepare
-from lowrank_cnn.kernels.cuda_graph import Recorded, captured, recorded
+from lowrank_cnn.kernels.cuda_graph import Recorded, recorded
 from lowrank_cnn.kernels.device import for_graphs
 from lowrank_cnn.method.rewrite import copy_with, in_channels_last
 from lowrank_cnn.models.network_file import dtype_of
@@ -78,14 +76,12 @@ ON_CPU = [Form(network, layout, compiled) for compiled, layout, network in
           product((False, True), FORMATS, (FOLDED, PLANNED))]  # fmt: skip
 ON_GPU = [
     Form(FUSED, recorded=True),
+    Form(PLANNED, recorded=True),
+    Form(FUSED, compiled=True, recorded=True),
     # With few images a launch takes longer than its work, and the dense conv of a chain is one launch.
     Form(MERGED, compiled=True, recorded=True),
     Form(FOLDED, compiled=True, recorded=True),
-    Form(PLANNED, recorded=True),
-    Form(FUSED, compiled=True, recorded=True),
-    Form(FOLDED, recorded=True),
-    Form(FOLDED),
-    Form(FUSED),
+    Form(FUSED),  # of networks that no graph can record
     Form(FOLDED, compiled=True),
 ]
 """The forms of each device, those of a GPU in the order in which they are tried."""
@@ -226,56 +222,8 @@ def _stop_compiler() -> None:
             inductor.AsyncCompile.pool.cache_clear()
 
 
-# The time of only the layers on a GPU: a compiler that calls the same layers is hardly faster.
-
-
-def time_layers(network: nn.Module, *inputs: Any) -> float:
-    """Milliseconds of all convs, linear layers and composites, one after the other in one CUDA graph.
-
-    A pass over the output of each is included: the compiler generates one for the bias, sum or ReLU that follows.
-    """
-    calls = layer_calls(network, *inputs)
-
-    def run() -> None:
-        for layer, x in calls:
-            y = layer(x)
-            if y.dim() == 4:
-                y.relu()
-
-    with torch.inference_mode(False), torch.no_grad():
-        graph = captured(run)
-    return measure({"layers": graph.replay}, repeats=5, cuda=True)["layers"].ms
-
-
-def layer_calls(network: nn.Module, *inputs: Any) -> list[tuple[nn.Module, Tensor]]:
-    """Every call of a layer, with an input of its size; calls of one size share their input."""
-    shared: dict[Any, Tensor] = {}
-    calls: list[tuple[nn.Module, Tensor]] = []
-
-    def note_call(layer: nn.Module, x: Tensor) -> None:
-        kind = (x.shape, x.dtype, x.stride())
-        if kind not in shared:
-            shared[kind] = torch.zeros_like(x)
-        calls.append((layer, shared[kind]))
-
-    with watched({layer: layer for layer in _outermost(network)}, note_call), torch.no_grad():
-        network(*inputs)
-    return calls
-
-
-def _outermost(network: nn.Module) -> list[nn.Module]:
-    """The layers of a network; parts inside a layer are not listed."""
-    if layer_kind(network) is not None:
-        return [network]
-    return [layer for part in network.children() for layer in _outermost(part)]
-
-
 FOR_COMPILING = 0.5
 """Compile around our kernels only with this share of the budget left: it takes a third of it."""
-CLEARLY_FASTER = 0.8
-"""Skip torch.compile if a form takes less than this share of the layers alone."""
-AS_FAST = 1.01
-"""Prefer the fused form up to this multiple of a plan's time: rebuilding a plan takes longer."""
 Planner = Callable[[nn.Module, tuple[Any, ...]], nn.Module]
 
 
@@ -290,7 +238,6 @@ class FormSearch:
         self.on_gpu = inputs[0].is_cuda
         self.has_images = any(x.dim() == 4 for x in inputs)
         self.networks: dict[tuple[str, str | None], nn.Module] = {}
-        self.alone: dict[str, float] = {}
         self.search: Search[Form, Optimized] = Search(self._differs, budget=budget)
 
     def _differs(self, made: Optimized) -> str:
@@ -312,12 +259,12 @@ class FormSearch:
             self.attempt(form)
         step(f"{counted(len(self.search.made), 'variant')} in turns")
         times = self.times(repeats)
-        return self.result(best_form({form: sample.ms for form, sample in times.items()}), times)
+        return self.result(min(times, key=lambda form: times[form].ms), times)
 
     def again(self, known: Mapping[str, float], repeats: int = 3) -> Optimized | None:
         """Rebuild the form that was fastest before, without the others; None if it is no longer faster."""
         before = {form: known[name] for name, form in self.forms().items() if name in known}
-        choice = best_form(before) if before else None
+        choice = min(before, key=lambda form: before[form], default=None)
         if choice is None:
             return None
         step(f"{choice}, as measured before")
@@ -402,9 +349,7 @@ class FormSearch:
         return self._folded(chains=False)
 
     def _folded(self, *, chains: bool) -> nn.Module:
-        # On a GPU the kernels run a split as one layer, which also takes the batch norm after it.
-        model = splits_as_composites(shared_copy(self.model)) if self.on_gpu else self.model
-        return merge(model, chains=chains, example_input=self.inputs)
+        return merge(self.model, chains=chains, example_input=self.inputs)
 
     def _on_cpu(self) -> Iterator[Form]:
         """Folded in each memory format; then planned, which takes long, the faster format first; then compiled."""
@@ -417,11 +362,7 @@ class FormSearch:
 
     def _on_gpu(self) -> Iterator[Form]:
         for form in self.forms().values():
-            if form == Form() or replace(form, recorded=True) in self.search.made:  # the same, without launches
-                continue
-            if reason := self._out_of_reach(form):
-                self.search.failed[form] = reason
-            else:
+            if form != Form() and replace(form, recorded=True) not in self.search.made:  # which has fewer launches
                 yield form
 
     def _ranked(self, forms: Iterable[Form]) -> list[Form]:
@@ -429,30 +370,6 @@ class FormSearch:
         forms = list(forms)
         known = self.times(3) if len(forms) > 1 and self.search.left > RESERVED * self.search.budget else {}
         return sorted(forms, key=lambda form: known[form].ms if form in known else float("inf"))
-
-    def _out_of_reach(self, form: Form) -> str:
-        """Why a compiled form cannot win: the compiler calls the same layers, which alone take too long."""
-        if not form.compiled or form.network not in (FOLDED, MERGED) or self.search.made.keys() <= {Form()}:
-            return ""
-        alone = self._layers_alone(form)
-        best, sample = min(self.times(3).items(), key=lambda item: item[1].ms)
-        if sample.ms >= CLEARLY_FASTER * alone:
-            return ""
-        return f"not tried: its layers alone take {alone:.3g} ms, and {best} takes {sample.ms:.3g} ms"
-
-    def _layers_alone(self, form: Form) -> float:
-        """Milliseconds of the layers of a folded or merged network; 0 if they cannot be timed."""
-        if form.network not in self.alone:
-            step(f"{form.network}: the layers alone")
-            layout = self._layout(form)
-            try:
-                network = self.network(form.network, layout)
-                self.alone[form.network] = time_layers(network, *laid_out(layout, *self.inputs))
-            except LostDeviceError:
-                raise
-            except Exception:  # no graph of these layers, or no memory for one
-                self.alone[form.network] = 0.0
-        return self.alone[form.network]
 
     def times(self, repeats: int) -> dict[Form, Sample]:
         """The times of all forms made so far, in turns, within what is left of the budget."""
@@ -465,17 +382,6 @@ class FormSearch:
                 return measure(runs, repeats=repeats, budget=budget, cuda=self.on_gpu, fewest=1)
 
         return self.search.times(clock)
-
-
-def best_form(times: Mapping[Form, float]) -> Form:
-    """The form of the least time; the fused one if a plan is not faster by more than timing noise.
-
-    >>> str(best_form({Form(): 3.0, Form(FUSED, recorded=True): 1.005, Form(PLANNED, recorded=True): 1.0}))
-    'fused, recorded'
-    """
-    best = min(times, key=lambda form: times[form])
-    fused = replace(best, network=FUSED)
-    return fused if best.network == PLANNED and times.get(fused, float("inf")) <= AS_FAST * times[best] else best
 
 
 @torch.no_grad()
@@ -509,8 +415,7 @@ def optimize(
     - `cache`: where choices and times are kept (True: the user's cache directory; False: nowhere). A network that
       was optimised before, on this machine and with these versions, is made again without trying all forms.
     - `budget`: seconds for all forms. The last fifth is for timing: a form that is not ready by then is stopped,
-      which needs the main thread. On a GPU torch.compile is skipped if the layers that it would call take longer
-      than the best form so far.
+      which needs the main thread.
     - `say`: a function that is called with each step (`say=print`), instead of the line on standard error.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
@@ -548,7 +453,7 @@ def reoptimize(model: nn.Module, chosen: Mapping[str, Any]) -> Optimized:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise LowRankError("the stored form of the optimised network is damaged: optimise it again.") from error
     check_ready(model, x)
-    planner = partial(apply_ways, ways=ways, neighbours=bool(chosen.get("neighbours")))
+    planner = partial(apply_ways, ways=ways)
     forms = FormSearch(model, (x,), planner)
     form = forms.forms().get(name)
     if form is not None and form != Form():
@@ -578,7 +483,6 @@ def _chosen(best: Optimized, x: Tensor) -> dict[str, Any]:
     return {
         "choice": best.report.choice,
         "ways": found.ways if found else {},
-        "neighbours": found.neighbours if found else False,
         "times": {name: sample.ms for name, sample in best.report.times.items()},
         "input": [*x.shape],
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from lowrank_cnn.core.compare import ROUNDED, difference, is_finite
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.text import counted
-from lowrank_cnn.deploy.engines.onnx import OnnxRunner, in_float32
 from lowrank_cnn.deploy.engines.request import Call, ExportRequest, checked_outputs, shapes_of
 from lowrank_cnn.deploy.engines.runner import Runner, as_array
 from lowrank_cnn.deploy.engines.targets import open_engine
@@ -33,13 +31,6 @@ class DifferentOutputError(LowRankError):
 @torch.no_grad()
 def parity(path: Path, request: ExportRequest, network: nn.Module) -> float:
     """The largest difference between file and network; too large is an error."""
-    if path.suffix == ".onnx" and dtype_of(network) == torch.bfloat16:
-        twin = in_float32(path)  # onnxruntime does not compute in bfloat16: both are compared in float32
-        tensors = {n: t.float() if t.is_floating_point() else t for n, t in request.call.tensors.items()}
-        try:
-            return parity(twin, replace(request, call=request.call.replaced(tensors)), network.float())
-        finally:
-            twin.unlink()
     runner = open_engine(path, trusted=True)  # which was written just now
     errors = [_call_error(runner, call, right, request, network) for call, right in _calls(request, network)]
     for sizes in request.other_paths:
@@ -178,15 +169,6 @@ class EngineModel(nn.Module):
         if any(tensor.shape[:1] != (batch,) for tensor in parts[0].values()):
             raise LowRankError(f"this file takes {counted(batch, 'image')} at a time, not {len(given)}.")
         return {key: torch.cat([part[key] for part in parts])[: len(given)] for key in parts[0]}
-
-
-class OnnxModel(EngineModel):
-    """An .onnx file that runs on the CPU; `threads` limits its threads, 0 leaves that to ONNX Runtime."""
-
-    runner: OnnxRunner
-
-    def __init__(self, path: str | Path, *, threads: int = 0, profile: str | Path | None = None) -> None:
-        super().__init__(OnnxRunner(Path(path), threads=threads, profile=profile))
 
 
 def as_pixels(images: Tensor, *, nhwc: bool) -> Tensor:

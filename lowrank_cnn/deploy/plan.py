@@ -8,7 +8,6 @@ given one, and timed against it; the given one is returned if they differ or not
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import math
@@ -31,12 +30,10 @@ from lowrank_cnn.core.notes import AsDict, note, notes
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.search import Search
 from lowrank_cnn.core.text import si, text_table
-from lowrank_cnn.deploy.block_forms import CANDIDATES, Candidate, fused
-from lowrank_cnn.deploy.blocks import Block, BlockAsGiven, as_network, in_blocks
-from lowrank_cnn.graph.bands import with_bands
-from lowrank_cnn.graph.capture import CaptureError, NetworkGraph
+from lowrank_cnn.deploy.blocks import CANDIDATES, Block, BlockAsGiven, Candidate, as_network, fused, in_blocks
+from lowrank_cnn.graph.capture import CaptureError
 from lowrank_cnn.graph.examples import ByKeyword, Example, by_position, check_runs
-from lowrank_cnn.graph.fuse import fuse_neighbours, shared_copy
+from lowrank_cnn.graph.fuse import fuse_neighbours, shared_copy, with_depthwise
 from lowrank_cnn.kernels.cuda_graph import captured
 from lowrank_cnn.kernels.device import is_for_graphs
 from lowrank_cnn.kernels.strips import installed_version
@@ -72,7 +69,6 @@ class NetworkPlan(AsDict):
     """All decisions, and the whole network before and after.
 
     `used` is False if the network was better as given, and `reason` says why nothing could be planned.
-    `neighbours` is True if pools and response norms also run by GPU kernels.
     """
 
     input: tuple[int, ...]
@@ -82,7 +78,6 @@ class NetworkPlan(AsDict):
     after: Sample
     used: bool
     reason: str = ""
-    neighbours: bool = False
 
     @property
     def ways(self) -> dict[str, str]:
@@ -352,9 +347,7 @@ def plan(
 
 
 @torch.no_grad()
-def apply_ways(
-    model: nn.Module, inputs: tuple[Any, ...], *, ways: Mapping[str, str], neighbours: bool = False
-) -> nn.Module:
+def apply_ways(model: nn.Module, inputs: tuple[Any, ...], *, ways: Mapping[str, str]) -> nn.Module:
     """The network with its blocks as an earlier plan chose them, without measuring."""
     if not ways:
         return model
@@ -365,14 +358,14 @@ def apply_ways(
         if made is None:
             raise LowRankError(f"{name} cannot run by {way} here.")
         network.set_submodule(name, made.eval())
-    if neighbours:
+    if inputs[0].is_cuda:
         fuse_neighbours(network)
     return as_network(network, captured, copy_with(model))
 
 
 def fuse_blocks(model: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
     """The network with GPU kernels for every block, depthwise conv, pool and response norm that they support."""
-    network, blocks, captured = in_blocks(with_bands(shared_copy(model)), *inputs)
+    network, blocks, captured = in_blocks(with_depthwise(shared_copy(model)), *inputs)
     for block in blocks:
         if (way := fused(block)) is not None:
             network.set_submodule(block.name, way.eval())
@@ -391,7 +384,7 @@ def check_ready(model: nn.Module, *inputs: Any) -> None:
     check_runs(model, *inputs)
 
 
-PLANNED, BESIDE = "planned", "planned, with neighbours"
+PLANNED = "planned"
 
 
 def _planned(
@@ -415,27 +408,19 @@ def _planned(
         planner = BlockPlanner(network, blocks, store, candidates, repeats)
         planner.decide_all(*inputs)
         whole = partial(as_network, network, graph, given)
-        if planner.ways and not search.attempt(PLANNED, whole):
+        beside = fuse_neighbours(network) if inputs[0].is_cuda else 0  # pools and response norms, by GPU kernels
+        if (planner.ways or beside) and not search.attempt(PLANNED, whole):
             planner.refuse_wrong(given, *inputs)
             if any(decision.choice != GIVEN for decision in planner.decisions.values()):
                 search.attempt(PLANNED, whole)
-        if inputs[0].is_cuda:
-            search.attempt(BESIDE, lambda: _with_neighbours(network, graph, given))
         decisions, recalled = tuple(planner.decisions.values()), planner.recalled
     totals = search.times(partial(timed, inputs=inputs, repeats=repeats))
     best = min(totals, key=lambda name: totals[name].ms)
     after = min((totals[name] for name in totals if name != GIVEN), key=lambda s: s.ms, default=totals[GIVEN])
     found = NetworkPlan(
-        tuple(inputs[0].shape), str(inputs[0].device), decisions, totals[GIVEN], after, best != GIVEN, reason,
-        neighbours=best == BESIDE,
-    )  # fmt: skip
+        tuple(inputs[0].shape), str(inputs[0].device), decisions, totals[GIVEN], after, best != GIVEN, reason
+    )
     result = search.made[best]
     note(result, plan=found, input_size=notes(model).input_size, training_card=notes(model).training_card)
     changed = any(decision.choice != GIVEN for decision in decisions)
     return result, recalled and changed and best == GIVEN
-
-
-def _with_neighbours(network: nn.Module, graph: NetworkGraph, given: nn.Module) -> nn.Module | None:
-    """Pools and response norms by the GPU kernels too; None if there are none."""
-    twin = copy.deepcopy(network)
-    return as_network(twin, graph, given) if fuse_neighbours(twin) else None

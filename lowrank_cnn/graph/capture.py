@@ -15,16 +15,10 @@ that looks at values is not captured: `capture` raises `CaptureError` with the r
 
 from __future__ import annotations
 
-import ast
-import inspect
 import operator
-import re
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
-from functools import cache
 from inspect import Parameter, signature
 from itertools import product
 from types import MappingProxyType
@@ -188,43 +182,6 @@ def captures(root: nn.Module) -> list[NetworkGraph]:
     return graphs
 
 
-def deciding_attributes(root: nn.Module) -> dict[str, Any]:
-    """The flags, numbers and strings (`self.domain`) that forwards branch on or use as keys, and their values.
-
-    A graph holds only for these values. They are found in the source of the forwards and of private methods.
-    """
-    tracer, found = _Tracer(), {}
-    for name, module in root.named_modules():
-        if not name or not tracer.is_leaf_module(module, name):
-            values = ((key, vars(module).get(key)) for key in _asked_attributes(type(module)))
-            found |= {f"{name}.{key}".strip("."): v for key, v in values if type(v) in (bool, int, str)}
-    return found
-
-
-@cache
-def _asked_attributes(kind: type) -> list[str]:
-    """The attributes of `self` in conditions, comparisons and lookups of a class's methods."""
-    if kind.__module__.startswith("torch."):
-        return []
-    known = [method for name, method in inspect.getmembers(kind, inspect.isfunction) if _MAY_ASK.match(name)]
-    found: list[str] = []
-    for method in known:
-        with suppress(OSError, SyntaxError):  # a class of a notebook or of generated code may have no source
-            for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(method)))):
-                asked = [node] if isinstance(node, ast.Compare) else [getattr(node, "test", None)]
-                asked += [node.slice] if isinstance(node, ast.Subscript) else []
-                parts = [part for each in asked if each is not None for part in ast.walk(each)]
-                found += [part.attr for part in parts if isinstance(part, ast.Attribute) and _is_self(part.value)]
-    return [name for name in dict.fromkeys(found) if name != "training"]
-
-
-_MAY_ASK = re.compile("forward|_(?!_)")
-
-
-def _is_self(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and node.id == "self"
-
-
 def _optional_inputs(root: nn.Module) -> dict[str, Any]:
     """The inputs that a call may leave out or give as None, all but the first, and their default values."""
     _, *inputs = signature(type(root).forward).parameters.values()
@@ -255,10 +212,8 @@ def _check_hooks(root: nn.Module) -> None:
 def layer_kind(module: nn.Module | None) -> str | None:
     """The kind of a layer; None for any other module.
 
-    The kinds are "conv", "transposed conv", "linear", "composite", "chain" and "own conv".
-
-    A module with hooks or parametrized weights is none of these. An "own conv" is a subclass of a conv whose
-    forward ends in the conv itself, for example after padding its input.
+    The kinds are "conv", "transposed conv", "linear", "composite" and "chain". A module with hooks or
+    parametrized weights is none of these.
     """
     if module is None or has_hooks(module) or "forward" in vars(module) or is_parametrized(module):
         return None
@@ -272,28 +227,7 @@ def layer_kind(module: nn.Module | None) -> str | None:
         return "conv"
     if any(is_plain(module, kind) for kind in TRANSPOSED):
         return "transposed conv"
-    if isinstance(module, CONVS):
-        return "own conv" if _ends_in_conv(module) else None
     return "linear" if is_plain(module, nn.Linear) else None
-
-
-_CONVOLVE = (torch.conv1d, torch.conv2d, torch.conv3d)
-
-
-def _ends_in_conv(module: nn.Module) -> bool:
-    """Whether a forward returns the result of one convolution with the module's own weight and bias."""
-    try:
-        graph = _Tracer().trace(module)
-    except Exception:  # a forward may fail on symbolic values in any way
-        return False
-    (result,) = (node.args[0] for node in graph.nodes if node.op == "output")
-    if not isinstance(result, fx.Node) or result.target not in _CONVOLVE or result.kwargs or len(result.args) < 3:
-        return False
-    weight, bias = result.args[1:3]
-    reads = [node for node in graph.nodes if node.op == "get_attr"]
-    named = isinstance(weight, fx.Node) and weight.target == "weight" and len(weight.users) == 1
-    added = bias is None or (isinstance(bias, fx.Node) and bias.target == "bias" and len(bias.users) == 1)
-    return named and added and len(reads) == (1 if bias is None else 2)
 
 
 class _Proxy(fx.Proxy):
@@ -347,7 +281,7 @@ class _Tracer(fx.Tracer):
         return super().create_arg(a)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        ours = layer_kind(m) in ("composite", "chain", "own conv")
+        ours = layer_kind(m) in ("composite", "chain")
         whole = ours or has_hooks(m) or not m._modules or "forward" in vars(m)
         return whole or super().is_leaf_module(m, module_qualified_name)
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.core.compare import copied, difference, objection, tolerance, unchanged
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.core.modules import first_input, is_part_of
+from lowrank_cnn.core.modules import watched
 from lowrank_cnn.core.notes import AsDict, note, notes
 from lowrank_cnn.graph.capture import (
     TRANSPOSED,
@@ -32,7 +32,6 @@ from lowrank_cnn.graph.capture import (
     NetworkGraph,
     capture,
     captures,
-    deciding_attributes,
     layer_kind,
 )
 from lowrank_cnn.graph.examples import Example, by_position, example_for, in_signature
@@ -212,7 +211,7 @@ def _input_shape(layer: Any) -> tuple[int, ...]:
     return 1, stages[0].in_channels, *(3 + 2 * sum(axis) for axis in zip(*spans, strict=True))
 
 
-_KINDS = ("conv", "own conv", "transposed conv", "linear", "composite", "chain")
+_KINDS = ("conv", "transposed conv", "linear", "composite", "chain")
 _ELSEWHERE = "its forward depends on the size of its input, or on options"
 _READ = "with other inputs its forward reads weights that would be merged"
 _NOT_FED, _NOT_RUN = "no layer feeds it and nothing else", "it does not run in evaluation"
@@ -236,9 +235,9 @@ def merge(
       of the size that its first layer suggests.
 
     The result is right for every call, whichever optional inputs it gives: a norm that some calls skip stays. If
-    the path depends on attributes (`self.norms[self.domain]`), folds hold for their current values, which the rows
-    of `notes(network).merging` name. Training-only branches (`method.branches`) are folded too. Nothing is merged
-    without a known example, a traceable forward and equal results.
+    the path depends on attributes (`self.norms[self.domain]`), folds hold for their current values. Training-only
+    branches (`method.branches`) are folded too. Nothing is merged without a known example, a traceable forward and
+    equal results.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
     >>> merge(net)[1]
@@ -283,7 +282,6 @@ def _merged_network(model: nn.Module, chains: bool | None, norms: bool, example_
         return _left_alone(original, f"merged, {reason}", norms=norms)
     if replaced and captured.calls is not None and not _same_calls(model, merged):
         return _left_alone(original, _READ, norms=norms)
-    report = _for_present_values(report, deciding_attributes(model))
     told = {row.name for row in report}
     rest = (
         Merging(name, (kind,), reason=_NOT_FED if name in seen else _NOT_RUN)
@@ -414,21 +412,6 @@ class _Folds:
         return dense, ""
 
 
-def _for_present_values(report: list[Merging], attributes: Mapping[str, Any]) -> list[Merging]:
-    """The rows; a fold that depends on attributes names these, because it holds only for their current values."""
-
-    def told(row: Merging) -> Merging:
-        homes = {name: name.rpartition(".")[0] for name in attributes}
-        near = [name for name, home in homes.items() if not home or is_part_of(row.name, home)]
-        if row.error is None or not near:
-            return row
-        values = " and ".join(f"{name} = {attributes[name]!r}" for name in near)
-        note = f"the forward looks at attributes: this holds while {values}"
-        return replace(row, reason="; ".join(filter(None, (row.reason, note))))
-
-    return [told(row) for row in report]
-
-
 def _check(model: nn.Module) -> None:
     check_rewritable(model)
     for name, module in model.named_modules():
@@ -463,20 +446,9 @@ def _norms(model: nn.Module) -> Iterator[tuple[str, str]]:
 def _dimensions(model: nn.Module, example: tuple[Any, ...]) -> dict[str, set[int]]:
     """How many dimensions the inputs of each batch norm have on the example."""
     seen: dict[str, set[int]] = {}
-    hooks = [
-        part.register_forward_pre_hook(
-            lambda _, args, kwargs, name=name: seen.setdefault(name, set()).add(first_input(args, kwargs).dim()),
-            with_kwargs=True,
-        )
-        for name, part in model.named_modules()
-        if type(part) in NORMS
-    ]
-    try:
-        with unchanged(model):
-            model(*copied(*example))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    norms = {name: part for name, part in model.named_modules() if type(part) in NORMS}
+    with watched(norms, lambda name, x: seen.setdefault(name, set()).add(x.dim())), unchanged(model):
+        model(*copied(*example))
     return seen
 
 

@@ -89,27 +89,6 @@ def _is_free(func: Any, name: str) -> bool:
     return space in ("aten", "prims", "prim") and base.rstrip("_") in _FREE
 
 
-_READS_VALUES = (
-    "item()", "out of meta tensor", "local_scalar_dense", "nonzero", "data-dependent", "aten::equal", "tolist",
-)  # fmt: skip
-_OTHER_DEVICE = (
-    "expected device meta", "on the same device", "device type at start of device", "on different devices",
-)  # fmt: skip
-_REASONS = {
-    _READS_VALUES: "its forward reads the values of tensors (`.item()`, `float()`, an `if` on a tensor), which "
-    "counting without computing does not have",
-    ("numpy",): "its forward calls numpy on a tensor, which counting without computing does not have",
-    _OTHER_DEVICE: "its forward uses a tensor that is neither a parameter nor a buffer, kept in a list or made on "
-    "a named device: register it as a buffer",
-}
-
-
-def reason_of(error: Exception) -> str | None:
-    """Why a forward cannot run without values, in words; None if it failed for another reason."""
-    text = str(error)
-    return next((reason for marks, reason in _REASONS.items() if any(mark in text for mark in marks)), None)
-
-
 CONVENTIONS = ("mac", "paper")
 _LAYERS = (CompositeConv2d, nn.Conv2d, nn.Conv3d, nn.Linear)
 
@@ -233,10 +212,9 @@ def _run(model: nn.Module, inputs: InputSize, *, training: bool) -> None:
     except LowRankError:
         raise
     except Exception as error:  # whatever a forward does that needs values, or another size
-        if reason := reason_of(error):
-            raise LowRankError(f"the model cannot be counted: {reason}.") from error
         size = "x".join(map(str, checked_size(inputs)))
-        raise LowRankError(f"the model does not take an input of {size}: {first_line(error)}") from error
+        told = f"the model does not take an input of {size} without values, as counting gives it"
+        raise LowRankError(f"{told}: {first_line(error)}") from error
 
 
 class ShapesOnly(TorchDispatchMode):

@@ -9,7 +9,7 @@ from lowrank_cnn.core.errors import LowRankError, check_type
 from lowrank_cnn.core.notes import TrainingCard, note
 from lowrank_cnn.method.schemes import Scheme
 from lowrank_cnn.models.build import build_network, family_of, list_models
-from lowrank_cnn.models.hub import from_pretrained, push_to_hub, save_pretrained
+from lowrank_cnn.models.hub import push_to_hub, save_pretrained
 from lowrank_cnn.models.network import Network
 from lowrank_cnn.models.network_file import list_pretrained, read_pretrained
 
@@ -48,8 +48,6 @@ def create_model(
       and with the options that they were trained with; for another `num_classes`, its last layer begins anew.
       `list_pretrained` lists them.
 
-    `hf-hub:user/name` is a network of the Hugging Face Hub, taken as it was trained.
-
     >>> import torch
     >>> import lowrank_cnn as lr
     >>> net = lr.create_model("vgg11-gmp", scheme="lr-join", width=0.25, num_classes=10)
@@ -61,12 +59,6 @@ def create_model(
     check_type("init", init, str)
     for option, value in {"norm": norm, "pool": pool, "pretrained": pretrained}.items():
         check_type(option, value, str, type(None))
-    if name.startswith("hf-hub:"):
-        if changed := [
-            key for key, value in (options | {"pretrained": pretrained}).items() if value != _DEFAULTS[key]
-        ]:
-            raise LowRankError(f"{name} is taken as it was trained: leave out {' and '.join(changed)}.")
-        return from_pretrained(name)  # type: ignore[return-value]
     return build_network(name, **options) if pretrained is None else _with_weights(name, pretrained, options)
 
 

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from torch import nn
 from lowrank_cnn.core.errors import LowRankError, first_line, require
 from lowrank_cnn.core.files import as_path, replacing, write_atomically, write_json
 from lowrank_cnn.core.notes import notes
-from lowrank_cnn.core.text import counted, si
+from lowrank_cnn.core.text import counted, first_few, si
 from lowrank_cnn.method.count import count
 from lowrank_cnn.models.build import dense_cost
 from lowrank_cnn.models.network_file import Stored, read_header, read_weights, write_weights
@@ -84,7 +83,7 @@ def write_card(
         f"A `{kind}` network of [lowrank-cnn], with low-rank filters after {PAPER}.{rewritten}\n",
         "[lowrank-cnn]: https://pypi.org/project/lowrank-cnn/\n",
         _cost(stored),
-        _trained(card, data, measured),
+        _trained(card, data),
         "## Use\n\n" + _USE.format(name=name, into=into, line=line),
     ]
     write_atomically(path, "\n".join(filter(None, parts)).encode())
@@ -106,21 +105,15 @@ def _cost(stored: Stored) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _trained(card: Mapping[str, Any], data: str, measured: Mapping[str, float]) -> str:
+def _trained(card: Mapping[str, Any], data: str) -> str:
     if not card:
         return "It has no classes yet: train it, or use it as a start.\n"
     classes, recipe = card["data"]["classes"], card["recipe"]
-    shown = ", ".join(map(str, classes[:10])) + (", ..." if len(classes) > 10 else "")
-    epochs = counted(recipe["epochs"], "epoch")
-    lines = [
-        f"## Training\n\n- Classes: {len(classes)} ({shown})",
-        f"- Recipe: `{recipe['name']}`, {epochs}, batch size {recipe['batch_size']}",
-        *([f"- Images: {data}"] if data else []),
-        *(f"- {_METRICS.get(key, key)}: {value:.2%}" for key, value in measured.items()),
-    ]
-    details = json.dumps(recipe, indent=1, default=str)
-    lines.append(f"\n<details><summary>The whole recipe</summary>\n\n```json\n{details}\n```\n\n</details>\n")
-    return "\n".join(lines)
+    on = f" on {data}" if data else ""
+    return (
+        f"It was trained{on} for {counted(recipe['epochs'], 'epoch')} by the recipe `{recipe['name']}` "
+        f"(in {CONFIG}), and knows {counted(len(classes), 'class')}: {first_few([*map(str, classes)])}.\n"
+    )
 
 
 PREFIX = "hf-hub:"
@@ -167,9 +160,7 @@ def push_to_hub(
     metrics: Mapping[str, float] | None = None,
     licence: str | None = None,
     private: bool | None = None,
-    revision: str | None = None,
     token: str | None = None,
-    message: str = "Upload a network of lowrank-cnn",
 ) -> str:
     """Upload a network to the Hugging Face Hub, with its model card, and return the address of the commit.
 
@@ -186,9 +177,8 @@ def push_to_hub(
         try:
             api = hub.HfApi(token=token)
             api.create_repo(repository, private=private, exist_ok=True)
-            done = api.upload_folder(
-                repo_id=repository, folder_path=folder, commit_message=message, revision=revision
-            )
+            told = "Upload a network of lowrank-cnn"
+            done = api.upload_folder(repo_id=repository, folder_path=folder, commit_message=told)
         except Exception as error:  # network, permission and unknown names have no common ancestor
             raise LowRankError(
                 f"{repository} could not be uploaded ({first_line(error)}): check the name, the network, and that "

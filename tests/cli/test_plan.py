@@ -110,9 +110,7 @@ def test_an_exported_file_is_timed_and_asked(output_of, tmp_path):
     named = ("nin-c3-lr", "--pretrained", "cifar10")
     output_of("export", named[0], net, *named[1:], "--preprocess", "nhwc", "--dynamic", "none")
     (timing,) = json.loads(output_of("time", net, "--repeats", "3", "--json"))["timings"]
-    batch, height, width, _ = timing["input"]
-    assert timing["runtime"] == "onnxruntime"
-    assert timing["macs"] == batch * lr.count(lr.create_model(named[0]), (3, height, width)).macs
+    assert (timing["runtime"], timing["input"]) == ("onnxruntime", [2, 32, 32, 3])
     right, found = (json.loads(output_of("predict", *model, image, "--json")) for model in (named, (net,)))
     assert [c["class"] for c in found[0]["classes"]] == [c["class"] for c in right[0]["classes"]]
     assert fits(output_of("time", net, "--repeats", "3"))

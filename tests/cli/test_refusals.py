@@ -77,7 +77,6 @@ def refused(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
         ("time nin --repeats 1", "number of at least 3"),
         ("time nin --threads 0", "threads must be a number of at least 1"),
         ("time nin --device gpu", "no device 'gpu'"),
-        ("time nin --runtime onnx --device cuda", "timed on the CPU"),
         ("time net.onnx", "no file net.onnx"),
         ("time net.onnx --scheme lr", "without --scheme"),
         ("plan nin --budget -1", "budget, in seconds, must be a number above 0, not -1.0"),

@@ -20,11 +20,11 @@ from lowrank_cnn.cli.train import (
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.data import Data, ResidentSplit, open_data
-from lowrank_cnn.deploy.engines.onnx import node_macs
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train import load_record
 from lowrank_cnn.train.evaluate import load_checkpoint
 from tests.cli.conftest import SMALL_RUN
+from tests.support import node_macs
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.usefixtures("squares")

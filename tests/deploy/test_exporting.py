@@ -1,10 +1,6 @@
 import copy
 import errno
 import json
-import os
-import platform
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +14,6 @@ from torch import nn
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import note
-from lowrank_cnn.deploy.block_forms import WinogradConv2d
-from lowrank_cnn.deploy.blocks import Epilogue
-from lowrank_cnn.deploy.engines.onnx import node_macs
 from lowrank_cnn.deploy.export import export, load, placing
 from lowrank_cnn.deploy.quantize import quantize
 from lowrank_cnn.graph.merge import merge
@@ -28,6 +21,7 @@ from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.count import count
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.hub import from_pretrained
+from tests.support import node_macs
 
 SIZE = (3, 16, 16)
 
@@ -225,11 +219,9 @@ def of_nan() -> nn.Module:
         (None, "folder", {}, "for a folder, give to='onnx' or another engine"),
         (None, "no/net.pt2", {}, "no directory"),
         (None, "/proc/net.safetensors", {}, "could not be written"),
-        (None, "net.pt2", {"engine": "onnx"}, "export has no option 'engine'; did you mean to?"),
         (None, "folder", {"to": "onx"}, "there is no target 'onx'; did you mean onnx"),
         (None, "net.onnx", {"precision": "int8"}, "int8 needs images .*: give calibrate"),
         (None, "net.onnx", {"precision": "int8", "opset": 18}, "int8 is written without opset: leave it out"),
-        (None, "net.pt2", {"overwritten": True}, "export has no option 'overwritten'; did you mean overwrite?"),
         (None, "net.pt2", {"dynamic": ("depht",)}, "not 'depht'"),
         (None, "net.pt2", {"dynamic": {"x": {0: "b"}}}, "inputs are image"),
         (None, "net.pt2", {"input_size": (4, 8, 8)}, "does not run on an input of 2x4x8x8"),
@@ -268,17 +260,6 @@ def test_a_file_that_cannot_be_loaded_is_refused_in_a_sentence(make, file: str, 
         load(make(tmp_path / file))
 
 
-def test_leftovers_of_killed_exports_are_cleared(tmp_path):
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    left, alive = (tmp_path / f".tmp-export-{platform.node()}-{pid}-abc" for pid in (dead.pid, os.getpid()))
-    for folder in (left, alive):
-        folder.mkdir()
-        (folder / "net.pt2").write_text("half of it")
-    export(nn.Conv2d(3, 4, 3), tmp_path / "net.ts", input_size=SIZE)
-    assert {path.name for path in tmp_path.iterdir()} == {alive.name, "net.ts"}
-
-
 NO_SCHEME = {"model": {"name": "nin"}, "conversion": {"changed": [{"name": "features.conv1_1"}]}}
 
 
@@ -301,27 +282,6 @@ def described(path, text: str | None):
 def bad(path):
     path.write_bytes(b"not a network")
     return path
-
-
-@pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
-def test_what_a_plan_runs_by_products_of_its_own_is_exported_as_layers(tmp_path, suffix: str):
-    convs = [nn.Conv2d(32, 32, 3, padding=1) for _ in range(2)]
-    first = WinogradConv2d(convs[0], Epilogue("relu"))
-    second = WinogradConv2d(convs[1], Epilogue(pool=nn.MaxPool2d(2)))
-    net = nn.Sequential(first, second).eval()
-    written = export(net, tmp_path / f"net{suffix}", input_size=(32, 8, 8))
-    assert written.error < 1e-4
-    x = torch.randn(3, 32, 8, 8)
-    loaded = load(tmp_path / f"net{suffix}", trusted=True)
-    torch.testing.assert_close(loaded(x), net(x), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_network_of_such_products_alone_keeps_its_precision(tmp_path, dtype: torch.dtype):
-    torch.manual_seed(0)  # with some weights bfloat16 rounds by more than an export may differ
-    net = nn.Sequential(WinogradConv2d(nn.Conv2d(32, 8, 3, padding=1).to(dtype))).eval()
-    export(net, tmp_path / "net.pt2", input_size=(32, 8, 8))
-    assert load(tmp_path / "net.pt2", trusted=True)(torch.zeros(1, 32, 8, 8, dtype=dtype)).dtype == dtype
 
 
 @pytest.mark.parametrize("suffix", [".pt2", ".ts"])

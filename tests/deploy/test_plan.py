@@ -13,8 +13,7 @@ from torch import nn
 import lowrank_cnn as lr
 from lowrank_cnn.core.clock import Sample
 from lowrank_cnn.deploy import plan as planning
-from lowrank_cnn.deploy.block_forms import CANDIDATES
-from lowrank_cnn.deploy.blocks import Block, BlockAsGiven, Epilogue
+from lowrank_cnn.deploy.blocks import CANDIDATES, Block, BlockAsGiven, Epilogue
 from lowrank_cnn.deploy.plan import NetworkPlan, block_key, network_key, open_times
 from lowrank_cnn.method.schemes import FactoredConv2d, build_conv
 from lowrank_cnn.models import create_model

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from lowrank_cnn.core.compare import difference
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
-from lowrank_cnn.deploy.block_forms import CANDIDATES
+from lowrank_cnn.deploy.blocks import CANDIDATES
 from lowrank_cnn.deploy.engines.request import named_tensors
 from lowrank_cnn.deploy.export import export, load
 from lowrank_cnn.deploy.optimize import optimize

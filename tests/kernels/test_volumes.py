@@ -12,8 +12,7 @@ from torch import nn
 pytest.importorskip("triton")
 
 import lowrank_cnn as lr
-from lowrank_cnn.deploy.block_forms import FusedBlock
-from lowrank_cnn.deploy.blocks import Epilogue
+from lowrank_cnn.deploy.blocks import Epilogue, FusedBlock
 from lowrank_cnn.graph.fuse import freeze, fuse
 from lowrank_cnn.kernels import forced, volumes
 from lowrank_cnn.kernels.fused_convs import FusedComposite

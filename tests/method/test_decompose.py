@@ -19,7 +19,6 @@ from lowrank_cnn.method.activations import (
     refit,
     relative_error,
     seen,
-    window_covariance,
 )
 from lowrank_cnn.method.budget import Budget, _time_ratio, schemes_of, within
 from lowrank_cnn.method.convert import convert
@@ -27,13 +26,12 @@ from lowrank_cnn.method.count import count
 from lowrank_cnn.method.decompose import (
     both_keeps,
     curves_of,
-    data_fitted,
     decompose,
     max_useful_rank,
     measured_keeps,
     nearest_output,
 )
-from lowrank_cnn.method.rewrite import copy_with, replacement, rewrite
+from lowrank_cnn.method.rewrite import replacement, rewrite
 from lowrank_cnn.method.schemes import fit_layer, parse_scheme
 from lowrank_cnn.models import create_model
 
@@ -101,12 +99,6 @@ def test_a_basis_with_its_join_fits_what_has_no_corners(scheme: str):
     new = decompose(net, scheme, allow_costlier=True)
     x = torch.randn(2, 4, 9, 8, dtype=torch.float64)
     torch.testing.assert_close(new(x), net(x), rtol=0, atol=1e-6)
-
-
-def test_a_fitted_pair_merges_back_to_a_dense_conv():
-    new = decompose(trained(), "separable(m=64)", allow_costlier=True).eval()
-    merged = merge(new, chains=True)
-    assert [type(layer) for layer in merged] == [nn.Conv2d, nn.ReLU, nn.Conv2d]
 
 
 def test_energy_takes_the_fewest_filters_that_keep_it():
@@ -291,28 +283,6 @@ def net() -> nn.Sequential:
     return nn.Sequential(*layers).double().eval()
 
 
-IMAGES = [torch.randn(8, 4, 10, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))]
-
-
-def test_refitting_on_images_loses_less_at_the_output():
-    model, scheme = net(), parse_scheme("separable(m=6)")
-    right = outputs(model, IMAGES)
-    errors = []
-    seen = [(model[:2](x), model(x)) for x in IMAGES]
-    for known in ([], seen):
-        layer = data_fitted("2", model[2], scheme, known)
-        errors.append(output_error(outputs(copy_with(model, {model[2]: layer}), IMAGES), right))
-    assert errors[1] < 0.9 * errors[0]
-
-
-def test_a_score_decides_where_it_is_given_and_must_be_a_number():
-    model = net()
-    keeps = measured_keeps(model, {"0": model[0]}, SEPARABLE, [], lambda network: 0.5)
-    assert keeps["0"](4) == pytest.approx(1.0)
-    with pytest.raises(LowRankError, match="evaluate gives a number"):
-        measured_keeps(model, {"0": model[0]}, SEPARABLE, [], lambda network: "good")  # type: ignore[arg-type, return-value]
-
-
 @pytest.mark.parametrize("score", [0.0, -1.5, float("inf")])
 def test_shares_of_a_score_need_a_positive_one(score: float):
     """A share of a negative loss would be larger for a worse network."""
@@ -355,18 +325,6 @@ def test_no_other_second_half_is_nearer(conv: nn.Conv2d, scheme: str):
         other = shaken[1].weights[0] if hasattr(shaken[1], "weights") else shaken[1].weight
         other.add_(0.05 * last.abs().mean() * torch.randn_like(other))
         assert relative_error(shaken(x), right) > after
-
-
-@torch.no_grad()
-def test_filters_nearest_in_what_they_give_beat_those_nearest_in_weight():
-    torch.manual_seed(0)
-    conv, x = copy.deepcopy(CONVS[0]).double(), smooth_images()
-    errors = []
-    for informed in (False, True):
-        layer = replacement(conv, parse_scheme("separable(m=4)"))
-        fit_layer("conv", conv, layer, window_covariance(layer, [x]) if informed else None)
-        errors.append(relative_error(layer(x), conv(x)))
-    assert errors[1] < errors[0]
 
 
 def test_a_network_decomposed_on_images_keeps_more_of_its_output():

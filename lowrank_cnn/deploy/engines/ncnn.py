@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from lowrank_cnn.core.errors import LowRankError, require
 from lowrank_cnn.core.files import is_regular
-from lowrank_cnn.deploy.block_forms import groups_apart
+from lowrank_cnn.deploy.blocks import groups_apart
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import Engine, Runner, write_beside
 from lowrank_cnn.deploy.engines.torchscript import script_bytes, trace

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain, count
-from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,34 +15,33 @@ from torch import nn
 
 from lowrank_cnn.core.errors import LowRankError, explained, first_line, require
 from lowrank_cnn.core.files import regular
-from lowrank_cnn.deploy.block_forms import groups_apart
+from lowrank_cnn.deploy.blocks import groups_apart
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import Engine, Port, Runner, quiet
 from lowrank_cnn.kernels.strips import is_installed, library
 from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.models.network_file import dtype_of
 from lowrank_cnn.train.int8 import widen
 
 if TYPE_CHECKING:
     from numpy import ndarray
 
 _DTYPES = {"float": "float32", "double": "float64"}
-_BFLOAT16_OPSET, _FP16_OPSET = 22, 18
-"""The first with convs in bfloat16; the last whose average pools ONNX Runtime has in half precision on Arm."""
+_FP16_OPSET = 18
+"""The last opset whose average pools ONNX Runtime has in half precision on Arm."""
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 class OnnxRunner(Runner):
-    """An .onnx file in ONNX Runtime; `profile` is the prefix of the file that its own profiler writes."""
+    """An .onnx file in ONNX Runtime."""
 
     engine = "onnxruntime"
 
-    def __init__(self, path: Path, *, threads: int = 0, profile: str | Path | None = None) -> None:
+    def __init__(self, path: Path, *, threads: int = 0) -> None:
         runtime = require("onnxruntime", extra="onnx", purpose="running an .onnx file")
         options = runtime.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 3
-        if profile is not None:
-            options.enable_profiling, options.profile_file_prefix = True, str(profile)
         if is_installed():
             options.register_custom_ops_library(library().onnxruntime_library())
         try:
@@ -71,21 +68,18 @@ def _port(node: Any) -> Port:
 def write_onnx(path: Path, request: ExportRequest) -> None:
     """Write an .onnx file; each group of a composite is rectified and pooled before all are concatenated."""
     require("onnxscript", extra="onnx", purpose="writing ONNX")
-    kinds = {tensor.dtype for tensor in request.call.tensors.values()}
-    if torch.float64 in kinds:
-        raise LowRankError("onnxruntime has no convolutions in torch.float64: export model.float().")
+    kinds = {dtype_of(request.network), *(tensor.dtype for tensor in request.call.tensors.values())}
+    if missing := kinds & {torch.float64, torch.bfloat16}:
+        raise LowRankError(f"onnxruntime has no convolutions in {missing.pop()}: export model.float().")
     if request.opset is not None and not 0 < request.opset < 100:
         raise LowRankError(f"opset must be a number such as 18, not {request.opset}.")
     program = replace(request, network=groups_apart(request.network).eval()).program
-    # The optimiser folds bfloat16 batch norms into float32 weights, and no engine mixes these with bfloat16.
-    half = torch.bfloat16 in kinds
-    opset = request.opset or (_BFLOAT16_OPSET if half else _FP16_OPSET if request.precision == "fp16" else None)
+    opset = request.opset or (_FP16_OPSET if request.precision == "fp16" else None)
     names: Any = {"input_names": request.call.names, "output_names": request.outputs}
     with quiet():
         try:
             program = _without_global_max_pools(program)
-            how: Any = {"opset_version": opset, "optimize": not half, "verbose": False}
-            onnx: Any = torch.onnx.export(program, dynamo=True, **names, **how)
+            onnx: Any = torch.onnx.export(program, dynamo=True, **names, opset_version=opset, verbose=False)
         except Exception as error:  # an operator that ONNX lacks, or an opset that torch does not write
             why = first_line(_first_cause(error))
             inner = " and ".join(word for word in request.free if word != "batch")
@@ -168,69 +162,6 @@ def _layer(scopes: str) -> str:
         return ""
     layer = layer.removeprefix("network.")
     return f"{layer}/{operation}" if layer else str(operation)
-
-
-def in_float32(path: Path) -> Path:
-    """Also write the same graph in float32, for engines that do not compute in bfloat16."""
-    onnx = require("onnx", extra="onnx", purpose="checking the written ONNX")
-    half, whole = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
-    model = onnx.load(str(path))
-    with explained("ONNX cannot hold this network in bfloat16"):
-        onnx.checker.check_model(model, full_check=True)  # checked as an engine with bfloat16 would
-    graph = model.graph
-    for tensor in (t for t in graph.initializer if t.data_type == half):
-        values = onnx.numpy_helper.to_array(tensor).astype("float32")
-        tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
-    for value in (*graph.input, *graph.output, *graph.value_info):
-        if value.type.tensor_type.elem_type == half:
-            value.type.tensor_type.elem_type = whole
-    for attribute in (attribute for node in graph.node for attribute in node.attribute):
-        if attribute.name == "to" and attribute.i == half:
-            attribute.i = whole
-        if attribute.HasField("t") and attribute.t.data_type == half:
-            values = onnx.numpy_helper.to_array(attribute.t).astype("float32")
-            attribute.t.CopyFrom(onnx.numpy_helper.from_array(values, attribute.t.name))
-    twin = path.with_name(f"float32-{path.name}")
-    onnx.save(model, str(twin))
-    return twin
-
-
-def node_macs(path: str | Path) -> dict[str, int]:
-    """The multiply-accumulates of each node of an .onnx file for one image, from its graph."""
-    onnx = require("onnx", extra="onnx", purpose="reading an .onnx file")
-    graph = onnx.shape_inference.infer_shapes(onnx.load(str(path))).graph
-    weights = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
-    values = [*graph.value_info, *graph.output]
-    shapes = {value.name: [d.dim_value for d in value.type.tensor_type.shape.dim] for value in values}
-    found: dict[str, int] = {}
-    for node in graph.node:
-        weight = weights.get(node.input[1]) if len(node.input) > 1 else None
-        if node.op_type == "Conv" and weight:
-            found[node.name] = prod(weight) * prod(shapes[node.output[0]][2:])
-        elif node.op_type in ("Gemm", "MatMul") and weight:
-            found[node.name] = prod(weight)
-    return found
-
-
-_BLOCKED = "_nchwc"
-"""On x86, ONNX Runtime keeps channels in blocks. It calls such a conv by the result of what it is fused with."""
-_FUSED = ("Add", "Clip", "HardSigmoid", "LeakyRelu", "Relu", "Sigmoid", "Sum", "Tanh")
-"""Operations that it may fuse into the conv before them."""
-
-
-def timed_nodes(path: str | Path, names: Iterable[str]) -> dict[str, str]:
-    """The node of an .onnx file behind each name of ONNX Runtime's profile."""
-    onnx = require("onnx", extra="onnx", purpose="reading an .onnx file")
-    made = {value: node for node in onnx.load(str(path)).graph.node for value in node.output}
-
-    def source(value: str) -> Any:
-        node = made.get(value)
-        if node is None or node.op_type not in _FUSED:
-            return node
-        return next((found for one in node.input if (found := source(one)) and found.op_type == "Conv"), None)
-
-    nodes = {name: source(name.removesuffix(_BLOCKED)) for name in names if name.endswith(_BLOCKED)}
-    return {name: nodes[name].name if nodes.get(name) else name for name in names}
 
 
 # int8: static quantisation by ONNX Runtime's own tool, weights per channel.

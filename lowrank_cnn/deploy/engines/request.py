@@ -27,7 +27,7 @@ from lowrank_cnn.core.compare import is_finite, mapped, random_like, unchanged
 from lowrank_cnn.core.errors import LowRankError, explained
 from lowrank_cnn.core.notes import note
 from lowrank_cnn.core.text import counted
-from lowrank_cnn.deploy.block_forms import groups_apart, in_layers
+from lowrank_cnn.deploy.blocks import groups_apart, in_layers
 from lowrank_cnn.deploy.engines.runner import Engine, quiet
 from lowrank_cnn.deploy.metadata import metadata_of
 from lowrank_cnn.deploy.optimize import Optimized

@@ -28,7 +28,6 @@ from lowrank_cnn.deploy.engines.targets import (
 )
 from lowrank_cnn.deploy.export import export, load
 from lowrank_cnn.deploy.parity import EngineModel
-from lowrank_cnn.deploy.quantize import quantize
 
 SIZE = (3, 12, 12)
 HERE = str(Path(__file__).resolve().parents[3]).encode()
@@ -262,12 +261,6 @@ def test_batch_norms_are_folded_and_maps_are_transposed_once_in_litert(tmp_path:
     kinds = [each["op_name"] for each in runner.interpreter._get_ops_details()]  # type: ignore[attr-defined]
     assert kinds[:3] == ["TRANSPOSE", "CONV_2D", "MEAN"]
     assert not (tmp_path / "net.tflite.json").exists()  # the file itself names its inputs
-
-
-@pytest.mark.nightly
-def test_quantising_takes_residuals(residual: nn.Module, tmp_path):
-    installed("executorch")
-    assert quantize(residual, torch.randn(4, 8, 6, 6), tmp_path / "net.pte", dynamic=()).error < 0.1
 
 
 def test_a_runtime_built_for_another_torch_is_named():
