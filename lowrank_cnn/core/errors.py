@@ -14,12 +14,14 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from inspect import signature
 from operator import ge, gt, le, lt
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
 from lowrank_cnn.core.text import printable
@@ -52,6 +54,10 @@ class LowRankWarning(UserWarning):
 
 class LostDeviceError(LowRankError):
     """A kernel has crashed the device: this process can no longer use it."""
+
+
+class UnknownOptionError(LowRankError, TypeError):
+    """A function was called with a keyword that it does not have; the sentence names the nearest one."""
 
 
 class MissingExtra(LowRankError):
@@ -204,6 +210,36 @@ def check_file(path: Path) -> None:
     """
     if not path.is_file():
         raise LowRankError(f"there is no file {path}.")
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def names_options(**meant: str) -> Callable[[_F], _F]:
+    """Decorate a public function: if a keyword is unknown, the error names the parameter that is meant.
+
+    `meant` has the parameters for words that other libraries use.
+
+    >>> @names_options(learning_rate="lr")
+    ... def train(*, lr=0.1): ...
+    >>> train(learning_rate=1)
+    Traceback (most recent call last):
+    lowrank_cnn.core.errors.UnknownOptionError: train has no option 'learning_rate'; did you mean lr?
+    """
+
+    def decorate(function: _F) -> _F:
+        known = signature(function).parameters
+
+        @wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            if unknown := next((name for name in options if name not in known), None):
+                hint = f"did you mean {meant[unknown]}?" if unknown in meant else nearest(unknown, known)
+                raise UnknownOptionError(f"{function.__name__} has no option {unknown!r}; {hint}")
+            return function(*args, **options)
+
+        return cast(_F, call)
+
+    return decorate
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

@@ -45,18 +45,19 @@ class Search(Generic[Key, Made]):
         """Seconds of the budget."""
         return self.began + self.budget - time.perf_counter()
 
-    def attempt(self, key: Key, build: Callable[[], Made | None], *, reserved: float = RESERVED) -> bool:
+    def attempt(self, key: Key, build: Callable[[], Made | None], *, reserved: float | None = RESERVED) -> bool:
         """Build a candidate and compare it; one that fails, differs or comes too late is left out.
 
         `build` gives None for a candidate that does not apply. It is not begun when only the share `reserved` of
-        the budget is left.
+        the budget is left; if that is None, it has as long as it takes.
         """
-        if self.left <= reserved * self.budget < float("inf"):
+        hurried = reserved is not None and self.budget < float("inf")
+        if reserved is not None and self.left <= reserved * self.budget < float("inf"):
             self.failed[key] = f"not tried: the budget of {self.budget:g} s was used up"
             return False
         made = None
         try:
-            with deadline(self.left - RESERVED * self.budget if self.budget < float("inf") else self.budget):
+            with deadline(self.left - RESERVED * self.budget if hurried else float("inf")):
                 made = build()
                 reason = "" if made is None else self.differs(made)
         except LostDeviceError:

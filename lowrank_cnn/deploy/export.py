@@ -16,10 +16,13 @@ saving in multiply-accumulates is kept. A file is written whole or not at all.
 
 from __future__ import annotations
 
+import glob
+import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +31,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from lowrank_cnn.core.compare import unchanged
-from lowrank_cnn.core.errors import LowRankError, option
+from lowrank_cnn.core.errors import LowRankError, names_options, option
 from lowrank_cnn.core.files import as_path, delete, replacing, why_not_written
 from lowrank_cnn.core.notes import AsDict, note, notes
 from lowrank_cnn.core.progress import progress
@@ -51,6 +54,9 @@ from lowrank_cnn.models.hub import resolve, save_pretrained
 from lowrank_cnn.models.network_file import Stored, read_weights, write_weights
 from lowrank_cnn.train.trained import Trained, load_checkpoint, trained_of
 
+_ASIDE = f".tmp-export-{platform.node()}-"
+"""The prefix of the temporary folders in which exports of this machine write."""
+
 
 @dataclass(frozen=True)
 class Exported(AsDict):
@@ -61,6 +67,7 @@ class Exported(AsDict):
     error: float | None
 
 
+@names_options(target="to", engine="to", file="path", out="path", size="input_size", example="example_input")
 @unchanged()  # a forward may draw
 @progress("export")
 def export(
@@ -156,8 +163,9 @@ def placing(path: Path, *, overwrite: bool) -> Iterator[Path]:
     others: it is removed first and placed last, so an interrupted move leaves no mixture of old and new files.
     """
     check_place(path, overwrite)
+    _clear_leftovers(path.parent)
     try:
-        folder = Path(tempfile.mkdtemp(prefix=".tmp-export-", dir=path.parent))
+        folder = Path(tempfile.mkdtemp(prefix=f"{_ASIDE}{os.getpid()}-", dir=path.parent))
     except OSError as error:
         raise LowRankError(why_not_written(path, error)) from error
     try:
@@ -172,6 +180,16 @@ def placing(path: Path, *, overwrite: bool) -> Iterator[Path]:
                 file.replace(temporary)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _clear_leftovers(place: Path) -> None:
+    """Remove the folders of exports from this machine whose processes were killed."""
+    for left in place.glob(f"{glob.escape(_ASIDE)}*-*") if os.name == "posix" else ():
+        with suppress(ValueError, PermissionError):  # another name, or the process of another user
+            try:
+                os.kill(int(left.name.split("-")[-2]), 0)
+            except ProcessLookupError:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = False) -> nn.Module:

@@ -40,8 +40,10 @@ from lowrank_cnn.deploy.plan import (
     open_times,
     plan,
 )
+from lowrank_cnn.graph.bands import splits_as_composites
 from lowrank_cnn.graph.capture import layer_kind
 from lowrank_cnn.graph.examples import Example, by_position, in_order
+from lowrank_cnn.graph.fuse import shared_copy
 from lowrank_cnn.graph.merge import merge
 from lowrank_cnn.kernels.autotune.choice import prepare
 from lowrank_cnn.kernels.cuda_graph import Recorded, recorded
@@ -256,7 +258,7 @@ class FormSearch:
         """Try every form that the budget allows, and return the fastest."""
         self.take_given()
         for form in self._on_gpu() if self.on_gpu else self._on_cpu():
-            self.attempt(form)
+            self.attempt(form, always=form == ON_GPU[0])
         step(f"{counted(len(self.search.made), 'variant')} in turns")
         times = self.times(repeats)
         return self.result(min(times, key=lambda form: times[form].ms), times)
@@ -295,13 +297,14 @@ class FormSearch:
             step(GIVEN)
             self.search.made[Form()] = self.build(Form())
 
-    def attempt(self, form: Form) -> None:
-        """Build a form and compare it with the network given, while the budget lasts."""
+    def attempt(self, form: Form, *, always: bool = False) -> None:
+        """Build a form and compare it with the network given: while the budget lasts, or `always`."""
         if form in self.search.made:
             return
         step(str(form))
         around_ours = form.network == FUSED and form.compiled
-        self.search.attempt(form, partial(self.build, form), reserved=FOR_COMPILING if around_ours else RESERVED)
+        reserved = None if always else FOR_COMPILING if around_ours else RESERVED
+        self.search.attempt(form, partial(self.build, form), reserved=reserved)
 
     def build(self, form: Form) -> Optimized:
         """The network in a form. It is compiled and recorded here, so that failures appear here."""
@@ -349,7 +352,9 @@ class FormSearch:
         return self._folded(chains=False)
 
     def _folded(self, *, chains: bool) -> nn.Module:
-        return merge(self.model, chains=chains, example_input=self.inputs)
+        # On a GPU the kernels run a split as one layer, which also takes the batch norm after it.
+        model = splits_as_composites(shared_copy(self.model)) if self.on_gpu else self.model
+        return merge(model, chains=chains, example_input=self.inputs)
 
     def _on_cpu(self) -> Iterator[Form]:
         """Folded in each memory format; then planned, which takes long, the faster format first; then compiled."""
@@ -415,7 +420,7 @@ def optimize(
     - `cache`: where choices and times are kept (True: the user's cache directory; False: nowhere). A network that
       was optimised before, on this machine and with these versions, is made again without trying all forms.
     - `budget`: seconds for all forms. The last fifth is for timing: a form that is not ready by then is stopped,
-      which needs the main thread.
+      which needs the main thread. On a GPU the fused form is always tried: its kernels may have to be compiled.
     - `say`: a function that is called with each step (`say=print`), instead of the line on standard error.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()

@@ -11,15 +11,12 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, fx, nn
-from torch.nn import functional as F
+from torch import fx, nn
 
-from lowrank_cnn.core.modules import is_plain
+from lowrank_cnn.graph.bands import with_bands
 from lowrank_cnn.graph.capture import CaptureError, NetworkGraph, capture
 from lowrank_cnn.graph.fused_between import FusedNorm, NormedConv, fused_neighbour, fused_pool
 from lowrank_cnn.graph.patterns import LAYERS, Pattern, find_patterns, rewritten, split_norm
-from lowrank_cnn.kernels import depthwise_conv2d
-from lowrank_cnn.kernels.depthwise.plan import Band
 from lowrank_cnn.kernels.fused_convs import FrozenComposite, FusedComposite, fused_layer, pool_name
 
 
@@ -31,7 +28,7 @@ def fuse(model: nn.Module, *, say: Callable[[str], None] | None = None) -> nn.Mo
 
         fused = fuse(model.train())
     """
-    twin = _fused(with_depthwise(_with_split_norms(shared_copy(model))), say)
+    twin = _fused(with_bands(_with_split_norms(shared_copy(model))), say)
     fuse_neighbours(twin)
     return twin
 
@@ -65,49 +62,6 @@ def shared_copy(module: nn.Module) -> nn.Module:
     parts = {name: part and shared_copy(part) for name, part in module._modules.items()}
     twin._modules = parts  # type: ignore[assignment]
     return twin
-
-
-class FusedDepthwise(nn.Module):
-    """A depthwise conv by the depthwise kernels, with the tensors and attributes of the conv it replaces."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __init__(self, conv: nn.Conv2d) -> None:
-        super().__init__()
-        self.in_channels, self.out_channels, self.groups = conv.in_channels, conv.out_channels, conv.groups
-        self.kernel_size, self.stride, self.dilation = conv.kernel_size, conv.stride, conv.dilation
-        self.padding, self.padding_mode = conv.padding, conv.padding_mode
-        for kind in ("weight", "bias"):
-            self.register_parameter(kind, conv._parameters[kind])
-        self.band = Band(conv.in_channels, *conv.kernel_size, *conv.padding)  # type: ignore[misc]
-
-    def forward(self, input: Tensor) -> Tensor:
-        if input.dim() == 4:
-            axes = zip(input.shape[2:], self.kernel_size, self.padding, self.stride, self.dilation, strict=True)
-            height, width = ((n + 2 * pad - step * (k - 1) - 1) // by + 1 for n, k, pad, by, step in axes)  # type: ignore[operator]
-            given: Any = (self.band,), self.stride, self.dilation, (height, width)
-            if (fused := depthwise_conv2d(input, [self.weight], self.bias, *given)) is not None:
-                return fused
-        return F.conv2d(input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
-
-    def extra_repr(self) -> str:
-        return f"{self.in_channels}, {self.kernel_size}, stride={self.stride}"
-
-
-def with_depthwise(module: nn.Module) -> nn.Module:
-    """Replace plain depthwise convs by layers that use the kernels, possibly in place."""
-    if isinstance(module, nn.Conv2d) and _is_plain_depthwise(module):
-        return FusedDepthwise(module).train(module.training)
-    for name, part in module._modules.items():
-        module._modules[name] = part and with_depthwise(part)
-    return module
-
-
-def _is_plain_depthwise(conv: nn.Conv2d) -> bool:
-    plain = is_plain(conv, nn.Conv2d) and conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
-    owned = isinstance(conv._parameters.get("weight"), nn.Parameter)  # and not computed by a hook
-    return plain and owned and conv.groups == conv.in_channels == conv.out_channels > 1
 
 
 def _with_split_norms(module: nn.Module) -> nn.Module:

@@ -1,6 +1,10 @@
 import copy
 import errno
 import json
+import os
+import platform
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -258,6 +262,17 @@ def test_an_export_that_cannot_be_is_refused_in_a_sentence(network, file: str, o
 def test_a_file_that_cannot_be_loaded_is_refused_in_a_sentence(make, file: str, says: str, tmp_path):
     with pytest.raises(LowRankError, match=says):
         load(make(tmp_path / file))
+
+
+def test_leftovers_of_killed_exports_are_cleared(tmp_path):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left, alive = (tmp_path / f".tmp-export-{platform.node()}-{pid}-abc" for pid in (dead.pid, os.getpid()))
+    for folder in (left, alive):
+        folder.mkdir()
+        (folder / "net.pt2").write_text("half of it")
+    export(nn.Conv2d(3, 4, 3), tmp_path / "net.ts", input_size=SIZE)
+    assert {path.name for path in tmp_path.iterdir()} == {alive.name, "net.ts"}
 
 
 NO_SCHEME = {"model": {"name": "nin"}, "conversion": {"changed": [{"name": "features.conv1_1"}]}}

@@ -26,6 +26,7 @@ from lowrank_cnn.deploy.optimize import (
     FUSED,
     LAST,
     MERGED,
+    ON_GPU,
     Form,
     FormSearch,
     Optimized,
@@ -381,6 +382,22 @@ def test_a_form_that_is_not_ready_in_time_is_stopped(monkeypatch: pytest.MonkeyP
     assert report.choice == "as given"
     assert report.failed["folded, contiguous"] == "stopped: the budget of 3 s was used up"
     assert "not tried" in report.failed["planned, channels_last"]
+
+
+def test_on_a_gpu_the_fused_form_is_tried_however_long_its_kernels_compile(on_gpu: FormSearch, monkeypatch):
+    """A network of bands ran as given: its kernels were compiled for longer than the budget."""
+    built: list[Form] = []
+    on_gpu.search.made.clear()
+    on_gpu.search.budget = 30.0
+
+    def build(self: FormSearch, form: Form) -> Optimized:
+        built.append(form)
+        self.search.began -= 60.0  # seconds that this form takes
+        return Optimized(self.model)
+
+    monkeypatch.setattr(FormSearch, "build", build)
+    on_gpu.fastest(3)
+    assert built == [Form(), ON_GPU[0]]
 
 
 def test_on_a_gpu_kernels_are_compiled_together_before_a_form_runs(on_gpu: FormSearch, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -14,12 +15,15 @@ from lowrank_cnn.core.files import regular
 from lowrank_cnn.deploy.engines.onnx import write_onnx
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import Engine, Port, Runner, quiet
+from lowrank_cnn.train.int8 import widen
 
 if TYPE_CHECKING:
     from numpy import ndarray
 
 _NOTES = "lowrank_cnn"
 """The key of `rt_info` under which a file keeps our metadata."""
+_LAYERS = ("Convolution", "GroupConvolution", "MatMul", "AvgPool", "ReduceMean")
+_SAME_RANGE = ("MaxPool", "Reshape", "Squeeze", "Transpose", "Concat")
 
 
 class OpenVinoRunner(Runner):
@@ -48,8 +52,6 @@ class OpenVinoRunner(Runner):
 
 def write_openvino(path: Path, request: ExportRequest) -> None:
     """Write an .xml and a .bin file from ONNX; int8 by NNCF's post-training quantisation."""
-    if request.ranges:
-        raise LowRankError("ranges found in training go to .onnx and .tflite, but NNCF sets its own for OpenVINO.")
     openvino = require("openvino", extra="engines", purpose="writing OpenVINO's files")
     onnx = path.with_suffix(".onnx")
     write_onnx(onnx, replace(request, precision="fp32"))
@@ -72,13 +74,51 @@ def _quantized(model: Any, request: ExportRequest) -> Any:
     images = [tuple(tensor.numpy() for tensor in sample) for sample in request.calibration]
     kept = list(filter(request.is_in_float, (node.get_friendly_name() for node in model.get_ops())))
     with quiet(), redirect_stdout(StringIO()):  # its progress bars would appear in the output of --json
-        return nncf.quantize(
+        made = nncf.quantize(
             model,
             nncf.Dataset(images, list),
             subset_size=len(images),
             preset=nncf.QuantizationPreset.MIXED,  # unsigned activations after a ReLU
             ignored_scope=nncf.IgnoredScope(names=kept, validate=False),
+            advanced_parameters=_as_trained(nncf) if request.ranges else None,
         )
+    _set_ranges(made, request)
+    return made
+
+
+def _as_trained(nncf: Any) -> Any:
+    """For layers trained with rounding: biases are not corrected, and tensors between layers are not clipped."""
+    whole = require("nncf.quantization.range_estimator", extra="engines").RangeEstimatorParametersSet.MINMAX
+    return nncf.AdvancedQuantizationParameters(
+        disable_bias_correction=True, activations_range_estimator_params=whole
+    )
+
+
+def _set_ranges(model: Any, request: ExportRequest) -> None:
+    """Give the inputs of layers the ranges that training found."""
+    openvino = require("openvino", extra="engines")
+    rounders: dict[str, Any] = {}
+    ranges: dict[str, tuple[float, float]] = {}
+    for node in model.get_ordered_ops():
+        ends = request.trained_range(node.get_friendly_name()) if node.get_type_name() in _LAYERS else None
+        for rounder in _rounders(node.input_value(0).get_node()) if ends is not None else ():
+            rounders[rounder.get_friendly_name()] = rounder
+            widen(ranges, rounder.get_friendly_name(), ends)  # type: ignore[arg-type]
+    for name, (low, high) in ranges.items():
+        for place, value in ((1, low), (2, high), (3, low), (4, high)):
+            port = rounders[name].input(place)
+            constant = openvino.opset13.constant([value], port.get_element_type())
+            port.replace_source_output(constant.output(0))
+
+
+def _rounders(node: Any) -> Iterator[Any]:
+    """The operations that round the result of a node, looking through those that only move values."""
+    if node.get_type_name() == "FakeQuantize":
+        yield node
+    elif node.get_type_name() in _SAME_RANGE:
+        parts = node.inputs() if node.get_type_name() == "Concat" else [node.input(0)]
+        for part in parts:
+            yield from _rounders(part.get_source_output().get_node())
 
 
 def _notes(model: Any) -> dict[str, str]:
