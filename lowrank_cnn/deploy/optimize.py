@@ -258,7 +258,7 @@ class FormSearch:
         """Try every form that the budget allows, and return the fastest."""
         self.take_given()
         for form in self._on_gpu() if self.on_gpu else self._on_cpu():
-            self.attempt(form, always=form == ON_GPU[0])
+            self.attempt(form)
         step(f"{counted(len(self.search.made), 'variant')} in turns")
         times = self.times(repeats)
         return self.result(min(times, key=lambda form: times[form].ms), times)
@@ -297,13 +297,13 @@ class FormSearch:
             step(GIVEN)
             self.search.made[Form()] = self.build(Form())
 
-    def attempt(self, form: Form, *, always: bool = False) -> None:
-        """Build a form and compare it with the network given: while the budget lasts, or `always`."""
+    def attempt(self, form: Form) -> None:
+        """Build a form and compare it with the network given, while the budget lasts; the first on a GPU always."""
         if form in self.search.made:
             return
         step(str(form))
         around_ours = form.network == FUSED and form.compiled
-        reserved = None if always else FOR_COMPILING if around_ours else RESERVED
+        reserved = None if form == ON_GPU[0] else FOR_COMPILING if around_ours else RESERVED
         self.search.attempt(form, partial(self.build, form), reserved=reserved)
 
     def build(self, form: Form) -> Optimized:
