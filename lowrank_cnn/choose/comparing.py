@@ -53,6 +53,8 @@ PLANNED = 0.9
 """The share of the budget that is planned for training; timing and what was not foreseen have the rest."""
 TIMING = 0.015
 """The share of the budget in which the fastest form of one network is searched."""
+MOST_TIMING = 1 / 3
+"""The share of the budget after which only networks are timed that a comparison cannot do without."""
 LADDERS: tuple[tuple[str, ...], ...] = (
     ("bands", "lr"),  # of depthwise networks
     ("lr", "mixture"),
@@ -128,6 +130,11 @@ class Comparing(TimedDesigns):
     @property
     def time_left(self) -> str:
         return f"{duration(max(0.0, self.left))} left"
+
+    @property
+    def _late(self) -> bool:
+        """Whether timing has had its share of the budget: kernels may compile for longer than planned."""
+        return self.left < (1 - MOST_TIMING) * 60 * self.plan["minutes"]
 
     def _make_plan(self) -> None:
         """How many networks and tries the budget allows for, by the speed of the dense network."""
@@ -206,11 +213,13 @@ class Comparing(TimedDesigns):
                 step(f"{text} is timed")
                 with self._explaining(reasons):
                     self._add_in_time(find_design(text))
-                if len(self.rows) == 1 and not self.schemes:
-                    break  # the ladder is for other networks
+                if (len(self.rows) == 1 or self._late) and not self.schemes:
+                    break  # the ladder is for other networks, or there is time for one design alone
             if len(self.rows) > 1:
                 break
         for row in [row for row in self.rows.values() if not row.dense]:
+            if self._late and any(kind_of(one) == THIN for one in self.rows.values()):
+                break
             step(f"thinner networks are timed beside {in_words(row)}")
             with self._explaining(reasons):
                 self._add_thin(row)
@@ -263,7 +272,7 @@ class Comparing(TimedDesigns):
             timing = self.add(design)
             assert timing is not None
             times[width] = timing.ratio
-            if abs(timing.ratio / row.timing.ratio - 1) <= 1 - SAME_TIME:
+            if abs(timing.ratio / row.timing.ratio - 1) <= 1 - SAME_TIME or self._late:
                 return
             last, width = width, min(1.0, width_of_time({1.0: 1.0, **times}, row.timing.ratio))
             if width == last or width in times:
@@ -302,11 +311,16 @@ class Comparing(TimedDesigns):
 
     def _try_all(self) -> None:
         """Every network with the same learning rates, briefly, on the same images held out."""
+        if not any(row.tries for row in self.rows.values()):
+            self._shorten_tries()
         rates, short = self.plan["rates"], self.plan["short"]
         few, jobs = self.data.holdout(self._held, 0), []
         for row in self.rows.values():
             jobs += [(row, rate) for rate in rates if len(rates) > 1 and not row.tried(rate).accuracies]
         for place, (row, rate) in enumerate(jobs):
+            if self.left <= self._training_seconds(FINALISTS, 1):
+                self._leave_out_tries()
+                return
             told = f"try {place + 1} of {len(jobs)}: {in_words(row)} at {rate:g} times the rate"
             step(told)
             began = time.monotonic()
@@ -322,6 +336,33 @@ class Comparing(TimedDesigns):
         for row in self.rows.values():
             row.choose_rate()
         self.keep()
+
+    def _training_seconds(self, runs: int, epochs: float) -> float:
+        """The expected time of so many runs of any networks."""
+        return runs * (median(self.run_seconds) + epochs * max(self.epoch_seconds.values()))
+
+    def _shorten_tries(self) -> None:
+        """Make the tries so short that they and full runs fit into the time that is left, or leave them out."""
+        rates, networks = self.plan["rates"], len(self.rows)
+        if len(rates) == 1:
+            return
+
+        def seconds(short: int) -> float:
+            final = self._training_seconds(FEWEST_RUNS * min(networks, FINALISTS), short / SHORT)
+            return self._training_seconds(len(rates) * networks, short) + final
+
+        fits = (short for short in range(self.plan["short"], 1, -1) if seconds(short) <= PLANNED * self.left)
+        if short := next(fits, 0):
+            self.keep(short=short)
+        else:
+            self._leave_out_tries()
+
+    def _leave_out_tries(self) -> None:
+        """Train all networks at the rate of the recipe: the same tuning for all, or none."""
+        for row in self.rows.values():
+            row.tries.clear()
+        self.keep(rates=[1.0])
+        self.tell("There is no time to try learning rates: all networks train at that of the recipe.")
 
     def _learn_speed(self, name: str, wall: float, epochs: int, speed: float | None) -> None:
         if speed:
@@ -393,7 +434,7 @@ class Comparing(TimedDesigns):
         """The expected time of one run of each network."""
         for name in names:
             # One that begins from the trained dense network cannot train before that one has.
-            if name not in self.epoch_seconds and (name == DENSE.name or not self.pretrained):
+            if name not in self.epoch_seconds and (name == DENSE.name or not self.pretrained) and self.left > 0:
                 self._probe(name)
         slowest = max(self.epoch_seconds.values())
         each = (median(self.run_seconds) + epochs * self.epoch_seconds.get(name, slowest) for name in names)

@@ -298,7 +298,7 @@ class FormSearch:
             self.search.made[Form()] = self.build(Form())
 
     def attempt(self, form: Form) -> None:
-        """Build a form and compare it with the network given, while the budget lasts; the first on a GPU always."""
+        """Build a form and compare it with the network given, while the budget lasts; a GPU's first one always."""
         if form in self.search.made:
             return
         step(str(form))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,6 +148,34 @@ def test_the_budget_is_kept(squares: Data, tmp_path: Path):
     assert "The time is over after 1 run of each network." in said
     assert "without the chance of other runs" in found.sentence
     assert any("minutes=" in remark for remark in found.remarks)
+
+
+@pytest.mark.usefixtures("no_page")
+@pytest.mark.parametrize(("slow", "tried"), [("add", 0), ("_fit", 0), ("", 2)])
+def test_what_takes_longer_than_planned_is_made_up_for(
+    squares: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str, tried: int
+):
+    """On a GPU, kernels compiled for 2.5 of 2.6 minutes, and the tries began all the same."""
+    now, said = [0.0], []
+    monkeypatch.setattr(comparing, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + now[0]))
+    monkeypatch.setattr(comparing, "LEVELS", ((2, (0.5, 2.0), 0.0),))
+    counted: list[str] = []
+    for what in ("add", "_fit"):
+        first = getattr(comparing.Comparing, what)
+
+        def late(self, *given, what=what, first=first, **options):
+            counted.append(what)
+            beyond = what == slow and (what == "add" or "short" in self.plan)
+            now[0] += 100.0 if beyond else 0.0
+            return first(self, *given, **options)
+
+        monkeypatch.setattr(comparing.Comparing, what, late)
+    found = lr.compare(network, squares, out=tmp_path, say=said.append, **{**QUICK, "minutes": 5})
+    rows = load_frontier(found.folder).rows
+    assert {len(row.tries) for row in rows} == {tried}
+    assert any("no time to try learning rates" in line for line in said) == (tried == 0)
+    assert found.sentence.startswith("Take ")
+    assert counted.count("add") <= (4 if slow == "add" else 9)
 
 
 def test_in_an_engine_answers_are_those_of_the_file(squares: Data, tmp_path: Path):
