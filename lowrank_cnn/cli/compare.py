@@ -79,6 +79,7 @@ def compare_command(
         how: dict[str, Any] = {"engine": place.engine or "torch", "precision": place.precision or None}
         how |= {"device": place.device, "macs": 0.5 if macs is None else macs}
         return _print_advice(*_advise(model, named, batch=batch or place.batch, **how), as_json=as_json)
+    from lowrank_cnn.cli.source import remember
     from lowrank_cnn.data import open_data
     from lowrank_cnn.train.recipe import parse_settings
 
@@ -106,6 +107,7 @@ def compare_command(
             device=device,
             **fields,
         )
+    remember(model, found.winner, *(found.folder / "runs").iterdir())
     return print_json(found.to_dict()) if as_json else print_comparison(found)
 
 

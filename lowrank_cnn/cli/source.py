@@ -157,7 +157,7 @@ def find_into(into: str | None, trained: str | Path) -> nn.Module | None:
     from lowrank_cnn.train.trained import classes_of, is_own
 
     if into is not None:
-        remember(Path(trained), into)
+        remember(into, Path(trained))
     elif (into := remembered(trained) if is_own(trained) else None) is None:
         return None
     else:
@@ -178,11 +178,11 @@ def _notebook() -> Path:
     return Path(state) / "lowrank-cnn" / "networks.json"
 
 
-def remember(run: Path, into: str) -> None:
-    """Note the network that the weights of a run go into."""
+def remember(into: str, *runs: Path) -> None:
+    """Note the network that the weights of runs go into."""
     with contextlib.suppress(OSError, LowRankError):  # then --into is needed again
         kept = {place: known for place, known in _noted().items() if Path(place).exists()}
-        write_json(_notebook(), kept | {str(run.resolve()): _entry(into)})
+        write_json(_notebook(), kept | {str(run.resolve()): _entry(into) for run in runs})
 
 
 def remembered(run: str | Path) -> str | None:

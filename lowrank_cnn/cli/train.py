@@ -330,7 +330,7 @@ def train_command(
         how = {"workers": images.workers, **rare, "seed": run.seed, "device": run.device}
         return _find_rate(source.network, wanted, recipe, run.out, as_json=as_json, **how)
     if run.out and first_process():
-        remember(run.out, network.into or remembered(model) or model)
+        remember(network.into or remembered(model) or model, run.out)
     told = _problems_of(wanted)
     how = {"workers": images.workers, **rare, **asdict(run), "teacher": teacher, "log": run.log or ()}
     record = train(source.network.train(), wanted, recipe, progress=not as_json, **how)

@@ -259,6 +259,10 @@ def test_the_command_prints_the_answer(tmp_path: Path):
     assert done.exit_code == 0, done.output
     assert "Take " in done.output
     assert "To export:" in done.output
+    # The command knows which network the weights of the winner go into.
+    done = CliRunner().invoke(build(), ["export", str(tmp_path / "o" / "winner"), "-o", str(tmp_path / "net.pt2")])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "net.pt2").is_file()
 
 
 @pytest.mark.usefixtures("no_page")
