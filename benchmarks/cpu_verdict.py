@@ -36,7 +36,7 @@ from lowrank_cnn.train.trained import load_checkpoint
 RESULTS = Path(__file__).parent / "results" / "cpu_verdict.json"
 SQUARES = Design("dense-3x3", "mixture(3x3)")
 DESIGNS = ("lr@0.75", "lr", "lr@1.25", "dense-3x3@0.75", "dense-3x3@0.875", "dense-3x3", "dense@0.6875", "dense")
-SUFFIXES = {"onnxruntime": ".onnx", "litert": ".tflite"}
+SUFFIXES = {"onnxruntime": ".onnx", "litert": ".tflite", "executorch": ".pte"}
 SIZE = (3, 32, 32)
 PROCESSES = 3
 

@@ -28,7 +28,7 @@ from lowrank_cnn.train.trained import Trained, load_checkpoint
 
 RESULTS = Path(__file__).parent / "results" / "int8_accuracy.json"
 SHIPPED = ("nin", "nin-c3-lr")
-SUFFIXES = {"onnxruntime": ".onnx", "openvino": ".xml"}
+SUFFIXES = {"onnxruntime": ".onnx", "openvino": ".xml", "executorch": ".pte"}
 BATCH = 250
 
 

@@ -1,9 +1,10 @@
 """Quantise a network to int8 after training, and report the loss of accuracy.
 
 Weights are quantised per output channel, activations per tensor with ranges from calibration images. The engines'
-own tools write the files: ONNX Runtime's for .onnx, NNCF for OpenVINO's .xml; LiteRT's .tflite is quantised here.
-Before that, each layer is quantised alone in torch, to find those that int8 changes most: they stay in float. A
-network trained with `fit(..., quantize="int8")` brings the ranges of its layers' inputs along.
+own tools write the files: ONNX Runtime's for .onnx, NNCF for OpenVINO's .xml, torchao's pt2e for ExecuTorch's
+.pte; LiteRT's .tflite is quantised here. Before that, each layer is quantised alone in torch, to find those that
+int8 changes most: they stay in float. A network trained with `fit(..., quantize="int8")` brings the ranges of its
+layers' inputs along.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def quantize(
     dynamic: Sequence[str] = ("batch",),
     overwrite: bool = False,
 ) -> Quantized:
-    """Write `model` in int8 to an .onnx, .xml (OpenVINO) or .tflite (LiteRT) file.
+    """Write `model` in int8 to an .onnx, .xml (OpenVINO), .tflite (LiteRT) or .pte (ExecuTorch) file.
 
     - `calibration`: images with labels (a `Data`, or what `open_data` takes), for a trained network: `images` of
       the training images set the ranges of activations, and the test images give the accuracy before and after.

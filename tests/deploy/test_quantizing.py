@@ -28,9 +28,11 @@ def tiny() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)).eval()
 
 
-@pytest.mark.parametrize("suffix", [".onnx", ".xml", ".tflite"])
+@pytest.mark.parametrize("suffix", [".onnx", ".xml", ".tflite", pytest.param(".pte", marks=pytest.mark.nightly)])
 def test_int8_is_near_the_network(suffix: str, tmp_path, capsys):
-    pytest.importorskip({".onnx": "onnxruntime", ".xml": "nncf", ".tflite": "onnx_tflite"}[suffix])
+    pytest.importorskip(
+        {".onnx": "onnxruntime", ".xml": "nncf", ".tflite": "onnx_tflite", ".pte": "executorch"}[suffix]
+    )
     net, images, said = tiny(), torch.randn(32, *SIZE), list[str]()
     with progress("int8", said.append):  # it can take minutes
         found = quantize(net, images, tmp_path / f"net{suffix}")
@@ -157,7 +159,7 @@ def test_bad_calibration_is_refused(images, words: str, tmp_path):
 
 
 def test_other_files_and_layers_are_refused(tmp_path):
-    with pytest.raises(LowRankError, match=r"int8 is written to \.onnx, \.xml, \.tflite, not to \.param"):
+    with pytest.raises(LowRankError, match=r"int8 is written to \.onnx, \.xml, \.tflite, \.pte, not to \.param"):
         quantize(tiny(), torch.randn(4, *SIZE), tmp_path / "net.param")
     with pytest.raises(LowRankError, match="has none"):
         quantize(nn.Sequential(nn.ReLU()), torch.randn(4, *SIZE), tmp_path / "net.onnx")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.notes import note
 from lowrank_cnn.deploy import quantize as quantizing
 from lowrank_cnn.deploy.engines.targets import open_engine
 from lowrank_cnn.deploy.export import Exported
@@ -201,6 +202,13 @@ def test_ranges_of_a_run_on_own_batches_reach_the_file(driver, tmp_path, monkeyp
     )
     quantize(net.eval(), torch.randn(4, 1, 8, 8), tmp_path / "net.onnx")
     assert set(requests[0].ranges) == {"0", "3"}
+
+
+def test_executorch_refuses_ranges(tmp_path):
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten()).eval()
+    note(net, int8_ranges={"0": (-1.0, 1.0)})
+    with pytest.raises(LowRankError, match=r"go to \.onnx, \.xml and \.tflite"):
+        quantize(net, torch.randn(4, 1, 8, 8), tmp_path / "net.pte")
 
 
 def test_networks_without_such_layers_are_refused(driver):

@@ -1,6 +1,6 @@
 """ExecuTorch: write .pte files whose convs run in XNNPACK, and run them on the CPU.
 
-A file holds the network for one image. LiteRT runs int8 by the same kernels.
+A file holds the network for one image. int8 is quantised by torchao's pt2e with XNNPACK's own quantiser.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from lowrank_cnn.core.errors import LowRankError, explained, require
 from lowrank_cnn.core.files import regular
@@ -55,6 +56,8 @@ class ExecuTorchRunner(Runner):
 
 def write_executorch(path: Path, request: ExportRequest) -> None:
     """Write a .pte file for one image; convs, pools and products go to XNNPACK."""
+    if request.ranges:
+        raise LowRankError("ranges found in training go to .onnx, .xml and .tflite, but ExecuTorch sets its own.")
     example = tuple(request.one_image("executorch").tensors.values())
     apart = replace(request, network=groups_apart(request.network)).positional()
     for parameter in apart.parameters():  # XNNPACK's passes refuse the channels_last weights of a trained network
@@ -64,10 +67,33 @@ def write_executorch(path: Path, request: ExportRequest) -> None:
         xnnpack: Any = _package("backends.xnnpack.partition.xnnpack_partitioner", "writing a .pte file")
         with explained(f"{request.name} cannot be written for ExecuTorch"):
             program = torch.export.export(apart, example)
+            if request.precision == "int8":
+                program = _quantized(program, example, request)
             lowered = exir.to_edge_transform_and_lower(program, partitioner=[xnnpack.XnnpackPartitioner()])
             content = lowered.to_executorch().buffer
     path.write_bytes(content)
     write_beside(path, request)
+
+
+def _quantized(
+    program: torch.export.ExportedProgram, example: tuple[Tensor, ...], request: ExportRequest
+) -> torch.export.ExportedProgram:
+    quantizer: Any = _package("backends.xnnpack.quantizer.xnnpack_quantizer", "int8 in ExecuTorch")
+    pt2e: Any = require("torchao.quantization.pt2e.quantize_pt2e", extra="engines", purpose="int8 in ExecuTorch")
+
+    def in_int8(node: torch.fx.Node) -> bool:
+        paths = [f".{path}." for path, _ in node.meta.get("nn_module_stack", {}).values()]
+        return not any(f".{layer}." in path for layer in request.in_float for path in paths)
+
+    config = quantizer.get_symmetric_quantization_config(is_per_channel=True)
+    chosen = quantizer.XNNPACKQuantizer().set_global(config)
+    chosen.set_filter_function(in_int8)
+    observed = pt2e.prepare_pt2e(program.module(), chosen)
+    with torch.no_grad():
+        for sample in request.calibration:
+            for images in zip(*(tensor.split(1) for tensor in sample), strict=True):
+                observed(*images)
+    return torch.export.export(pt2e.convert_pt2e(observed), example)
 
 
 def _package(name: str, purpose: str) -> Any:
@@ -77,4 +103,4 @@ def _package(name: str, purpose: str) -> Any:
 _USAGE = """import torch; from executorch.runtime import Runtime; {made}
 method = Runtime.get().load_program({file}).load_method("forward")
 logits = method.execute([{given}])[0]"""
-EXECUTORCH = Engine(".pte", ExecuTorchRunner, write_executorch, _USAGE, "executorch")
+EXECUTORCH = Engine(".pte", ExecuTorchRunner, write_executorch, _USAGE, "executorch", int8=True)

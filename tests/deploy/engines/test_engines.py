@@ -28,6 +28,8 @@ from lowrank_cnn.deploy.engines.targets import (
 )
 from lowrank_cnn.deploy.export import export, load
 from lowrank_cnn.deploy.parity import EngineModel
+from lowrank_cnn.deploy.quantize import quantize
+from lowrank_cnn.kernels.strips import available
 
 SIZE = (3, 12, 12)
 HERE = str(Path(__file__).resolve().parents[3]).encode()
@@ -38,10 +40,12 @@ BY_NIGHT = [(name, "fp16") for name in ENGINES if name not in ("onnx", "litert",
 ]
 
 
-def installed(name: str) -> str:
-    """The suffix of an engine's files; skips a test of an engine that is not installed."""
+def installed(name: str, precision: str = "fp32") -> str:
+    """The suffix of an engine's files; skips a test of an engine that is not installed, or lacks the precision."""
     if not ENGINES[name].installed:
         pytest.skip(f"{ENGINES[name].package} is not installed")
+    if ENGINES[name].strips and precision == "fp16" and not available(torch.float16):
+        pytest.skip("compiled strips do not run in fp16 on this processor")
     return ENGINES[name].suffix
 
 
@@ -59,7 +63,7 @@ def run_snippet(path: Path, precision: str = "fp32", lines: int = 3) -> dict[str
 )
 def test_a_file_gives_what_the_network_gives(name: str, precision: str, tiny: nn.Module, tmp_path: Path):
     """As arrays, as a module, by the printed snippet; and a card says what it takes."""
-    path, limit = tmp_path / f"net{installed(name)}", 1e-4 if precision == "fp32" else 0.05
+    path, limit = tmp_path / f"net{installed(name, precision)}", 1e-4 if precision == "fp32" else 0.05
     how: Any = {"precision": precision, "strips": ENGINES[name].strips}
     written = export(tiny, path, input_size=SIZE, **how)
     assert written.error < limit
@@ -261,6 +265,12 @@ def test_batch_norms_are_folded_and_maps_are_transposed_once_in_litert(tmp_path:
     kinds = [each["op_name"] for each in runner.interpreter._get_ops_details()]  # type: ignore[attr-defined]
     assert kinds[:3] == ["TRANSPOSE", "CONV_2D", "MEAN"]
     assert not (tmp_path / "net.tflite.json").exists()  # the file itself names its inputs
+
+
+@pytest.mark.nightly
+def test_quantising_takes_residuals(residual: nn.Module, tmp_path):
+    installed("executorch")
+    assert quantize(residual, torch.randn(4, 8, 6, 6), tmp_path / "net.pte", dynamic=()).error < 0.1
 
 
 def test_a_runtime_built_for_another_torch_is_named():
