@@ -222,18 +222,20 @@ def control_of(found: Frontier, design: DesignRow, question: str, factor: float)
     """The strongest dense network of a time, which is the design's times a factor.
 
     That is the first that takes at least as long, or a larger one that takes less: GPUs run some widths faster
-    than smaller ones. To be faster, a design needs one that surely takes so long; to be better, it meets the
-    larger ones that do not surely take longer. A design with branches is compared with dense networks that have
+    than smaller ones. To be better, a design has larger rivals too that do not surely take longer; to be faster,
+    it needs one that surely takes so long. A design with branches is compared with dense networks that have
     branches.
     """
     dense = [row for row in found.rows if row.dense and row.branched is design.branched and row.runs]
     shares = [(row, share) for row in dense if (share := time_share(row, design))]
-    faster = question == FASTER
-    longest = min((share for _, (share, low, _) in shares if (low if faster else share) >= factor), default=None)
-    if longest is None:
-        return None
-    in_time = [row for row, (share, low, _) in shares if (share if faster else low) <= longest]
-    return max(in_time, key=lambda row: row.macs)
+    if question == BETTER:
+        longest = min((share for _, (share, *_) in shares if share >= factor), default=0.0)
+        return max((row for row, (_, low, _) in shares if low <= longest), key=lambda row: row.macs, default=None)
+    for longest in sorted(share for _, (share, low, _) in shares if low >= factor):
+        row, (_, low, high) = max((one for one in shares if one[1][0] <= longest), key=lambda one: one[0].macs)
+        if low >= factor or low == high:  # by one timing, the larger one may be faster
+            return row
+    return None
 
 
 def _verdict(found: Frontier, one: Answer, p: float, alpha: float, least_runs: int) -> str:

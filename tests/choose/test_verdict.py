@@ -93,6 +93,9 @@ def test_what_times_leave_open_counts_against_the_design(make_frontier):
     timed_again(found, dense_6=(0.51, 0.52, 0.53), dense_7=(0.61, 0.63, 0.65))
     # dense@0.6 may take as long as lr, and dense@0.7 less than 1.25 times as long.
     assert [one.control for one in answer(found)] == ["dense@0.6", "dense"]
+    # dense@0.6 surely takes 1.25 times as long, but dense@0.7 is larger and faster.
+    timed_again(found, dense_6=(0.699, 0.7, 0.701), dense_7=(0.61, 0.63, 0.65))
+    assert [one.control for one in answer(found)] == ["dense@0.5", "dense"]
     timed_again(found, dense_6=(0.519, 0.52, 0.521), dense_7=(0.629, 0.63, 0.631))
     assert [one.control for one in answer(found)] == ["dense@0.5", "dense@0.7"]
 
