@@ -149,7 +149,9 @@ def _tries(found: Frontier, answers: list[dict[str, Any]]) -> str:
 
     names = {one[side] for one in answers for side in ("design", "control")}
     tried = {
-        tuple((one.rate, len(one.accuracies)) for one in row.tries) for row in found.rows if row.name in names
+        tuple(sorted((one.rate, len(one.accuracies)) for one in row.tries))
+        for row in found.rows
+        if row.name in names
     }
     if len(tried) != 1 or not (rates := tried.pop()):
         return "one learning rate"
@@ -163,6 +165,8 @@ def _answer(found: Frontier, one: dict[str, Any]) -> list[object]:
     gaps = [f"{one[what]:+.2f}" for what in ("gap", "low", "high")]
     time = one["time"] or _searched_time(found, one)
     shares = ["" if share is None else f"{share:.2f}" for share in (time, one["params"])]
+    if within := one.get("time_within"):
+        shares[0] += " ({:.2f} to {:.2f})".format(*within)
     asked = [f"`{one['design']}`", one["question"].partition(" ")[0], f"`{one['control']}`"]
     p = "" if one["verdict"] == UNTUNED else p_value(one["corrected"])
     weak = dict.fromkeys(letter for note in one["notes"] for words, letter in WEAK.items() if words in note)

@@ -244,8 +244,8 @@ def _time_trained(comparing: Comparing, rows: Sequence[DesignRow]) -> None:
     times = target.times(made, comparing.images, repeats=21)
     dense = times[DENSE.name].ms if DENSE.name in times else next(iter(times.values())).ms
     for row in rows:
-        sample, (choice, tries) = times[row.name], target.choice_of(made[row.name])
-        row.timing = DesignTime(sample.ms, sample.low, sample.high, dense, comparing.batch, choice, tries)
+        sample, choice = times[row.name], target.choice_of(made[row.name])
+        row.timing = DesignTime(sample.ms, sample.low, sample.high, dense, comparing.batch, *choice)
         _write_timings(comparing, row)
     comparing.keep()
 

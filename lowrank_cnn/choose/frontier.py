@@ -11,7 +11,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median_high
+from statistics import median, median_high
 from typing import Any
 
 import torch
@@ -76,7 +76,8 @@ class SeedRun:
 class DesignTime:
     """Milliseconds of a batch through `optimize`, and of the dense network that took turns with it.
 
-    `choice` is the variant that was fastest. `tries` has all of them.
+    `choice` is the variant that was fastest, with the `ways` of its blocks. `tries` has all variants. `processes`
+    has both times again from each fresh process, in which all networks of the record took turns.
     """
 
     ms: float
@@ -86,11 +87,23 @@ class DesignTime:
     batch: int
     choice: str
     tries: dict[str, float] = field(default_factory=dict)
+    ways: dict[str, str] | None = None
+    processes: list[list[float]] = field(default_factory=list)
+
+    @property
+    def first_ratio(self) -> float:
+        """The time as a share of the dense network's in the same turns, so that the speed of the day cancels."""
+        return self.ms / self.reference_ms
+
+    @property
+    def ratios(self) -> list[float]:
+        """That share in each fresh process; in older records, the only one."""
+        return [ms / dense for ms, dense in self.processes] or [self.first_ratio]
 
     @property
     def ratio(self) -> float:
-        """The time as a share of the dense network's in the same turns, so that the speed of the day cancels."""
-        return self.ms / self.reference_ms
+        """Their median."""
+        return median(self.ratios)
 
 
 @dataclass
@@ -191,7 +204,9 @@ class Frontier:
         dense = self.row(DENSE_NAME)
         if row.timing is None:
             return None
-        return row.timing.ratio * dense.timing.ms if dense and dense.timing else row.timing.ms
+        if dense is None or dense.timing is None:
+            return row.timing.ms
+        return row.timing.ratio * median([ms for ms, _ in dense.timing.processes] or [dense.timing.ms])
 
     def check_batch(self, batch: int) -> None:
         """Times of batches of different sizes do not belong into one record."""

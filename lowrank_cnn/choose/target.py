@@ -8,7 +8,7 @@ of its own. All designs of a record are timed so, in turns with the dense networ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.choose.candidates import DENSE, Builder, Design
+from lowrank_cnn.choose.candidates import DENSE, Builder, Design, find_family
 from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier
 from lowrank_cnn.core.clock import Sample, measure
 from lowrank_cnn.core.errors import LowRankError, nearest
@@ -27,7 +27,7 @@ from lowrank_cnn.deploy import choose_engine
 from lowrank_cnn.deploy.choose_engine import write_to_time
 from lowrank_cnn.deploy.engines.targets import ENGINES, target_of
 from lowrank_cnn.deploy.export import export
-from lowrank_cnn.deploy.optimize import Optimized, optimize
+from lowrank_cnn.deploy.optimize import Optimized, optimize, reoptimize
 from lowrank_cnn.deploy.quantize import quantize
 from lowrank_cnn.train.distributed import resolve_device
 from lowrank_cnn.train.evaluate import evaluate
@@ -102,12 +102,19 @@ class Target:
         return images.to(self.device)
 
     def prepared(
-        self, network: nn.Module, images: Tensor, folder: Path, *, compile: bool, repeats: int
+        self, network: nn.Module, images: Tensor, folder: Path, *, known: DesignTime | None = None, **how: Any
     ) -> Optimized | Path:
-        """The network as it will run on such images: optimised, or the file of an engine in a folder."""
+        """The network as it will run on such images: optimised, or the file of an engine in a folder.
+
+        An optimised network has the form that is `known`, if it still runs. `how` are settings of `optimize`.
+        """
         network = network.to(images.device, images.dtype).eval()
+        if known and known.ways is not None:
+            form = {"choice": known.choice, "ways": known.ways, "times": known.tries, "input": [*images.shape]}
+            if (made := reoptimize(network, form)).report.choice == known.choice:
+                return made
         if not self.engine:
-            return optimize(network, images, compile=compile, repeats=repeats, budget=self.seconds)
+            return optimize(network, images, budget=self.seconds, **how)
         folder.mkdir(parents=True, exist_ok=True)
         return write_to_time(network, self.engine, self.precision, images, folder, strips=self._strips)
 
@@ -126,11 +133,11 @@ class Target:
         runs = {name: lambda one=one: one(images) for name, one in made.items()}  # type: ignore[operator]
         return measure(runs, repeats=repeats, budget=budget, cuda=images.is_cuda)
 
-    def choice_of(self, made: Optimized | Path) -> tuple[str, dict[str, float]]:
-        """The form that was fastest, and the times of all forms."""
+    def choice_of(self, made: Optimized | Path) -> tuple[str, dict[str, float], dict[str, str] | None]:
+        """The form that was fastest, the times of all forms, and the ways of its blocks."""
         if isinstance(made, Path):
-            return f"{self.engine}, {self.precision}", {}
-        return made.report.choice, {name: one.ms for name, one in made.report.times.items()}
+            return f"{self.engine}, {self.precision}", {}, None
+        return made.chosen["choice"], made.chosen["times"], made.chosen["ways"]
 
     def deployed(self, trained: Trained, data: Data, folder: Path) -> Trained | None:
         """The trained network read from the file that the engine runs; None where torch runs it.
@@ -198,10 +205,24 @@ class TimedDesigns:
         if self.reference is None:
             self.reference = ours if design == DENSE else self._fresh(DENSE)
         times = self.target.times({"ours": ours, "dense": self.reference}, self.images, repeats=self.repeats)
-        sample, (choice, tries) = times["ours"], self.target.choice_of(ours)
+        sample = times["ours"]
         # The dense network beside itself: the difference of two clocks is not a ratio.
         other = sample.ms if design == DENSE else times["dense"].ms
-        return DesignTime(sample.ms, sample.low, sample.high, other, self.batch, choice, tries)
+        return DesignTime(sample.ms, sample.low, sample.high, other, self.batch, *self.target.choice_of(ours))
+
+    def time_apart(self, *family: Any) -> None:
+        """Time all networks of the record in turns, in a fresh process; it builds those of this family."""
+        rows = [(row, row.timing) for row in self.found.rows if row.timing]
+        how = {"compile": self.compile, "repeats": self.repeats}
+        known = [(row.design, asdict(timing)) for row, timing in rows]
+        asked = family, self.target.device, torch.get_num_threads(), self.batch, how, known
+        try:
+            ms = apart(__file__, "time_designs", *asked)
+        except LowRankError as error:
+            raise LowRankError(f"the networks cannot be timed in a process of their own: {error}") from error
+        for row, timing in rows:
+            timing.processes.append([ms[row.name], ms[DENSE.name]])
+        self.found.save()
 
     @cached_property
     def images(self) -> Tensor:
@@ -214,3 +235,19 @@ class TimedDesigns:
     def prepared(self, network: nn.Module, name: str) -> Optimized | Path:
         how = {"compile": self.compile, "repeats": self.repeats}
         return self.target.prepared(network, self.images, self.scratch / name, **how)
+
+
+def time_designs(
+    family: Sequence[Any], device: str, threads: int, batch: int, how: dict[str, Any], designs: Sequence[Any]
+) -> dict[str, float]:
+    """Milliseconds of designs in torch, all in turns, each in the form that it had before. `apart` calls it."""
+    torch.set_num_threads(threads)
+    name, size, *more = family
+    builder, target, made = Builder.of_family(find_family(name), tuple(size), *more), Target(device), {}
+    images = target.images(batch, builder.size)
+    for design, known in designs:
+        torch.manual_seed(0)
+        network = builder(Design(**design))
+        made[design["name"]] = target.prepared(network, images, Path(), known=DesignTime(**known), **how)
+    times = target.times(made, images, repeats=how["repeats"], budget=10.0 * len(made))
+    return {name: sample.ms for name, sample in times.items()}

@@ -1,7 +1,8 @@
 """`trace_frontier`: time, tune and train every design of a family, and write one resumable record.
 
-All designs are timed first. Then controls of equal cost are added, every design is tuned by the same tries, and
-all are trained with the first seed before the second begins: a run that is cut short has treated all alike.
+All designs are timed first. Then controls of equal cost are added, all networks are timed again in turns, in
+processes of their own, every design is tuned by the same tries, and all are trained with the first seed before the
+second begins: a run that is cut short has treated all alike.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from lowrank_cnn.choose.candidates import (
     width_of_macs,
 )
 from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, about_runs, open_frontier
-from lowrank_cnn.choose.runs import DesignRun, RunMaker, RunOutcome, WorkerPool
+from lowrank_cnn.choose.runs import DesignRun, RunMaker, RunOutcome, WorkerPool, release_memory
 from lowrank_cnn.choose.target import Target, TimedDesigns
 from lowrank_cnn.core.clock import check_budget
 from lowrank_cnn.core.errors import LowRankError, check_number
 from lowrank_cnn.core.files import locked
-from lowrank_cnn.core.text import duration
+from lowrank_cnn.core.text import counted, duration
 from lowrank_cnn.data import Data
 from lowrank_cnn.train import get_recipe
 from lowrank_cnn.train.distributed import resolve_device
@@ -41,6 +42,10 @@ from lowrank_cnn.train.inputs import augmentation, image_size
 
 TUNING_SEED = 1000
 """Seeds of tries begin here, apart from those of runs."""
+PROCESSES = 3
+"""Fresh processes in which networks are timed: times of one network differ more between processes than within."""
+FURTHEST = 4
+"""How far beyond those of the plan rates are tried: the largest twice doubled, the least twice halved."""
 Say = Callable[[str], None]
 MATCHES = ("macs", "time")
 
@@ -51,7 +56,8 @@ class FrontierPlan:
 
     - `designs`: low-rank candidates by name or scheme; `widths`: those of the dense network, 1 always among them.
     - `match`: also dense networks that cost each candidate's MACs, and time.
-    - `rates`: factors of the learning rate to try every design with, `tries` seeds each, on held-out images.
+    - `rates`: factors of the learning rate to try every design with, `tries` seeds each, on held-out images. While
+      the best of several is the largest or the least for any design, all try twice that, or half.
     - `batch`: images in a batch to time inference with; 0 times nothing. `repeats`: runs that a median is of.
     - `base`: the width of the family's own network that counts as 1: below 1 for a miniature.
     - `teacher`: a design, `dense@1.5` say, that is trained first and that all others then learn from as well.
@@ -157,6 +163,7 @@ class Tracer(TimedDesigns):
                 self.add(design)
             for row in [row for row in self.rows.values() if not row.dense]:
                 self._match(row)
+            self._time_apart()
             self._tune()
             self._run_all(self._left(), self._keep)
         except BudgetSpent:
@@ -176,9 +183,9 @@ class Tracer(TimedDesigns):
             thin = control_for(row.design["scheme"])
             width = width_of_macs(self.builder, thin, row.macs)
             self._add_control(at_width(thin, min(width, 1.0), f"macs of {row.name}"))
-        if "time" in self.plan.match and row.timing and row.timing.ratio < 1:
+        if "time" in self.plan.match and row.timing and row.timing.first_ratio < 1:
             thin = control_for(row.design["scheme"], in_64s=self.found.about["device"] == "cuda")
-            width = width_of_time({1.0: 1.0, **self._times(thin)}, row.timing.ratio)
+            width = width_of_time({1.0: 1.0, **self._times(thin)}, row.timing.first_ratio)
             self._add_control(at_width(thin, min(width, 1.0), f"time of {row.name}"))
 
     def _add_control(self, design: Design) -> None:
@@ -189,25 +196,44 @@ class Tracer(TimedDesigns):
         self.add(Design(**known[0].design) if known else design)
 
     def _times(self, design: Design) -> dict[float, float]:
-        """The measured times of a design by its width."""
+        """The measured times of a design by its width: the first ones, by which a resumed trace matches again."""
         rows = [row for row in self.rows.values() if base_name(row.name) == base_name(design.name)]
-        return {row.design["width"]: row.timing.ratio for row in rows if row.timing}
+        return {row.design["width"]: row.timing.first_ratio for row in rows if row.timing}
+
+    def _time_apart(self) -> None:
+        """Time all networks of the record in turns, in fresh processes, until each has been in enough of them."""
+        maker, times = self.maker, [row.timing for row in self.found.rows if row.timing]
+        while self.batch and min(len(timing.processes) for timing in times) < PROCESSES:
+            self._check_budget()
+            self.say(f"{counted(len(times), 'network')} in turns, in a process of their own")
+            self.reference = None
+            release_memory()  # the process needs it
+            options = self.builder.size, len(maker.data.classes), maker.recipe.norm, self.plan.base
+            self.time_apart(self.found.about["family"], *options)
 
     def _tune(self) -> None:
         """Every design by the same factors of the learning rate, on images held out of training."""
         # Runs belong together: later seeds are trained at the rate of the first.
         rows = {name: row for name, row in self.rows.items() if self.plan.rates and not row.runs}
-        jobs = [
-            DesignRun(self.designs[name], TUNING_SEED + place, rate, held_out=True)
-            for name, row in rows.items()
-            for rate in self.plan.rates
-            for place in range(len(row.tried(rate).accuracies), self.plan.tries)
-        ]
-        self._run_all(jobs, self._keep_try)
-        for row in rows.values():
-            row.choose_rate()
-        if rows:
+        final = any(row.runs for row in self.found.rows)  # others have tried all that they will
+        rates = {*self.plan.rates, *(one.rate for row in self.found.rows for one in row.tries)}
+        while rows:
+            jobs = [
+                DesignRun(self.designs[name], TUNING_SEED + place, rate, held_out=True)
+                for name, row in rows.items()
+                for rate in sorted(rates)
+                for place in range(len(row.tried(rate).accuracies), self.plan.tries)
+            ]
+            self._run_all(jobs, self._keep_try)
+            for row in rows.values():
+                row.choose_rate()
             self.found.save()
+            best, least, most = {row.rate for row in rows.values()}, min(rates), max(rates)
+            more = {2 * most} if most in best and most < FURTHEST * max(self.plan.rates) else set()
+            more |= {least / 2} if least in best and least > min(self.plan.rates) / FURTHEST else set()
+            if final or len(rates) == 1 or not more:
+                return
+            rates |= more
 
     def _run_all(self, jobs: list[DesignRun], keep: Callable[[DesignRun, RunOutcome], str]) -> None:
         """Make runs as long as the time lasts, keep each, and tell how it went; a teacher is trained before."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from math import exp, log
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from lowrank_cnn.choose.candidates import base_name
 from lowrank_cnn.choose.frontier import DENSE_NAME, RECORD, DesignRow, Frontier, load_frontier, shared_settings
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.files import read_json
-from lowrank_cnn.core.numbers import holm, student_p, student_t
+from lowrank_cnn.core.numbers import holm, mean_interval, student_p, student_t
 
 # How certain a difference of two designs is.
 #
@@ -89,8 +90,9 @@ class Answer:
     """The answer of a record to one question about one design.
 
     `gap` is the design's accuracy less the control's, in points, with its interval; `time` and `params` are the
-    design's time and parameters as shares of the control's. `p` is for a gap above `margin`, and `corrected` the
-    same among all questions on this network and these images. `notes` say what weakens the verdict.
+    design's time and parameters as shares of the control's, `time_within` the 95% interval of the time over
+    processes, if there were several. `p` is for a gap above `margin`, and `corrected` the same among all questions
+    on this network and these images. `notes` say what weakens the verdict.
     """
 
     question: str
@@ -107,6 +109,7 @@ class Answer:
     runs: tuple[int, int]
     params: float
     notes: tuple[str, ...]
+    time_within: tuple[float, float] | None = None
 
 
 def read_questions() -> dict[str, Any]:
@@ -128,7 +131,8 @@ def answer(found: Frontier) -> list[Answer]:
     undecided else. There is none yet with fewer runs than were registered, none where one side had other tries of
     the learning rate or neither had any, and none where runs diverged: the others alone would look better than
     the design is. The controls are dense networks of the record: the largest of those that take no longer than one
-    of equal time. A design that trains with branches has controls that do, too.
+    of equal time. What several timings leave open counts against the design. One that trains with branches has
+    controls that do, too.
     """
     questions = read_questions()
     asked = question_set(found, questions)
@@ -140,9 +144,9 @@ def answer(found: Frontier) -> list[Answer]:
     for question, margin, row, control in _pairs(found, questions, asked):
         ours, theirs = found.right_answers(row), found.right_answers(control)
         gap = paired_gap(ours, theirs, margin=margin, alpha=alpha)
-        time = row.timing.ratio / control.timing.ratio if row.timing and control.timing else None
+        time, low, high = time_share(row, control) or (None, 0.0, 0.0)
         values = (gap.points, gap.low, gap.high, gap.p, gap.p, OPEN, (len(ours), len(theirs)))
-        more = (row.params / control.params, _notes(alike, row, control))
+        more = (row.params / control.params, _notes(alike, row, control), (low, high) if low < high else None)
         answers.append(Answer(question, row.name, control.name, margin, time, *values, *more))
     every = [*(one.p for one in answers), *(one["p"] for other in beside for one in other.answers)]
     return [
@@ -161,7 +165,7 @@ def _pairs(
     for row in (row for row in found.rows if row.runs and not row.dense):
         if base_name(row.name) in questions["designs"] and row.timing and "better_by" in asked:
             for question, margin in ((BETTER, asked["better_by"]), (FASTER, -asked["loss"])):
-                if control := control_of(found, row, factors[question]):
+                if control := control_of(found, row, question, factors[question]):
                     yield question, margin, row, control
             continue
         rivals = [one for one in found.rows if one.dense and one.runs and one.name != DENSE_NAME]
@@ -201,20 +205,37 @@ def _notes(records: Sequence[Frontier], row: DesignRow, control: DesignRow) -> t
     return tuple(notes)
 
 
-def control_of(found: Frontier, design: DesignRow, factor: float) -> DesignRow | None:
+def time_share(ours: DesignRow, theirs: DesignRow) -> tuple[float, float, float] | None:
+    """Our time as a share of theirs with the ends of its 95% interval over processes; one timing has no width."""
+    if not (ours.timing and theirs.timing):
+        return None
+    pairs = zip(reversed(ours.timing.ratios), reversed(theirs.timing.ratios), strict=False)
+    shares = [one / other for one, other in pairs]  # a network that came later was not in the first processes
+    if len(shares) == 1:
+        return shares[0], shares[0], shares[0]
+    # Student's t, not the range, which holds the true share of three processes in three of four cases only.
+    share, low, high = (exp(value) for value in mean_interval([log(share) for share in shares]))
+    return share, low, high
+
+
+def control_of(found: Frontier, design: DesignRow, question: str, factor: float) -> DesignRow | None:
     """The strongest dense network of a time, which is the design's times a factor.
 
     That is the first that takes at least as long, or a larger one that takes less: GPUs run some widths faster
-    than smaller ones. A design with branches is compared with dense networks that have branches.
+    than smaller ones. To be better, a design has larger rivals too that do not surely take longer; to be faster,
+    it needs one that surely takes so long. A design with branches is compared with dense networks that have
+    branches.
     """
     dense = [row for row in found.rows if row.dense and row.branched is design.branched and row.runs]
-    times = {row.name: row.timing.ratio for row in dense if row.timing}
-    assert design.timing is not None
-    longest = min((time for time in times.values() if time >= factor * design.timing.ratio), default=None)
-    if longest is None:
-        return None
-    in_time = [row for row in found.rows if times.get(row.name, longest + 1) <= longest]
-    return max(in_time, key=lambda row: row.macs)
+    shares = [(row, share) for row in dense if (share := time_share(row, design))]
+    if question == BETTER:
+        longest = min((share for _, (share, *_) in shares if share >= factor), default=0.0)
+        return max((row for row, (_, low, _) in shares if low <= longest), key=lambda row: row.macs, default=None)
+    for longest in sorted(share for _, (share, low, _) in shares if low >= factor):
+        row, (_, low, high) = max((one for one in shares if one[1][0] <= longest), key=lambda one: one[0].macs)
+        if low >= factor or low == high:  # by one timing, the larger one may be faster
+            return row
+    return None
 
 
 def _verdict(found: Frontier, one: Answer, p: float, alpha: float, least_runs: int) -> str:

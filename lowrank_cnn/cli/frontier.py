@@ -143,7 +143,8 @@ def _draw(found: Frontier) -> Path | None:
 def _answer_line(one: Answer) -> tuple[object, ...]:
     interval = f"{one.low:+.2f} to {one.high:+.2f}"
     asked = f"{one.question} ({one.margin:+g})"
-    costs = ("" if share is None else f"x {share:.2f}" for share in (one.time, one.params))
+    costs = ["" if share is None else f"x {share:.2f}" for share in (one.time, one.params)]
+    costs[0] += " ({:.2f} to {:.2f})".format(*one.time_within) if one.time_within else ""
     verdict = f"{one.verdict} *" if one.notes else one.verdict
     return one.design, asked, one.control, *costs, f"{one.gap:+.2f}", interval, p_value(one.corrected), verdict
 

@@ -12,7 +12,7 @@ from lowrank_cnn.core.errors import LowRankError
 
 _CALL = """
 import importlib.util, json, os, sys
-sys.path[:], file, function, asked = json.loads(sys.argv[1])
+sys.path[:], file, function, asked = json.load(sys.stdin)
 answer = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # compiled code prints about itself
 try:
@@ -38,8 +38,8 @@ def apart(file: str, function: str, *asked: Any) -> Any:
 
     Its output is dropped. If it fails, or ends the process, this raises LowRankError.
     """
-    call = [sys.executable, "-P", "-c", _CALL, json.dumps([sys.path, file, function, asked])]
-    done = subprocess.run(call, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    call, given = [sys.executable, "-P", "-c", _CALL], json.dumps([sys.path, file, function, asked]).encode()
+    done = subprocess.run(call, input=given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
         result, failed = json.loads(done.stdout)
     except ValueError:

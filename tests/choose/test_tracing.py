@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pickle
 from collections.abc import Callable
+from math import log2
 from pathlib import Path
-from types import SimpleNamespace
+from statistics import median
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from lowrank_cnn.choose.runs import DesignRun, RunMaker, RunOutcome
 from lowrank_cnn.choose.trace import FrontierPlan, Tracer, trace_frontier, width_of_time
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Data
+from lowrank_cnn.deploy.optimize import reoptimize
 from lowrank_cnn.train import get_recipe
 from tests.support import assert_equal_weights
 
@@ -60,8 +63,12 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
         ms = design.width**2 * design.last * (1.0 if design.dense else 0.8 if design.where == "late" else 0.5)
         return DesignTime(ms, ms, ms, 1.0, self.plan.batch, "folded")
 
+    def apart(_file: str, _function: str, *asked: Any) -> dict[str, float]:
+        return {design["name"]: 2.0 for design, _ in asked[-1]}
+
     monkeypatch.setattr(RunMaker, "__call__", train)
     monkeypatch.setattr(Tracer, "time", time)
+    monkeypatch.setattr(targets, "apart", apart)
     return done
 
 
@@ -148,14 +155,46 @@ def test_a_design_with_runs_keeps_its_rate(trace, made_up: list):
 
 
 def test_settings_are_tried_alike_on_images_held_out(trace, made_up: list):
-    plan = FrontierPlan(("lr",), match=(), seeds=1, batch=0, rates=(1.0, 2.0), tries=2)
+    plan = FrontierPlan(("lr",), match=(), seeds=1, batch=0, rates=(0.5, 1.0, 2.0), tries=2)
     found = trace(plan)
-    tries = [(name, 1000 + place, rate) for name in ("dense", "lr") for rate in (1.0, 2.0) for place in (0, 1)]
-    assert made_up[:8] == tries
-    best = max(found.rows[0].tries, key=lambda one: sum(one.accuracies))
-    assert [row.rate for row in found.rows] == [best.rate, best.rate]
-    assert made_up[8:] == [("dense", 1, best.rate), ("lr", 1, best.rate)]
+    names, seeds = ("dense", "lr"), (1000, 1001)
+    tries = [(name, seed, rate) for name in names for rate in plan.rates for seed in seeds]
+    assert made_up == [*tries, ("dense", 1, 1.0), ("lr", 1, 1.0)]
+    assert [row.rate for row in found.rows] == [1.0, 1.0]
     assert [one["torch"] for one in found.environments] == [torch.__version__]
+
+
+@pytest.mark.parametrize(
+    ("rates", "more"),
+    [
+        ((0.5, 1.0, 2.0, 4.0), []),  # 1 is the best for dense networks, and 2 for others
+        ((1.0, 2.0), [0.5, 4.0]),
+        ((4.0, 8.0), [2.0, 1.0]),
+        ((0.25, 0.125), [0.5, 1.0]),  # twice at most
+        ((1.0,), []),  # nothing to choose from
+    ],
+)
+def test_while_a_best_rate_is_at_the_edge_all_networks_try_the_next_one(
+    trace, made_up: list, monkeypatch, rates, more
+):
+    def train(_: RunMaker, run: DesignRun) -> RunOutcome:
+        made_up.append((run.design.name, run.rate))
+        correct = round(10 - abs(log2(run.rate / (1 if run.design.dense else 2))))
+        return RunOutcome(2.0, pack(torch.arange(20) < correct), correct, 20, 64.0, 0.5)
+
+    monkeypatch.setattr(RunMaker, "__call__", train)
+    plan = FrontierPlan(("lr",), match=(), seeds=0, batch=0, rates=rates)
+    trace(plan)
+    tried = [rate for name, rate in made_up if name == "dense"]
+    assert tried == [*sorted(rates), *more]
+    assert [rate for name, rate in made_up if name == "lr"] == tried
+    made_up.clear()
+    trace(dataclasses.replace(plan, seeds=1))
+    assert len(made_up) == 2  # runs alone
+    made_up.clear()
+    found = trace(dataclasses.replace(plan, designs=("lr", "strips5")))
+    assert [name for name, _ in made_up] == len(tried) * ["strips5"]  # the tries that the others had
+    assert {tuple(sorted(one.rate for one in row.tries)) for row in found.rows} == {tuple(sorted(tried))}
 
 
 def test_a_teacher_is_trained_first_and_teaches_dense_networks_too(trace, made_up: list):
@@ -231,19 +270,55 @@ def test_a_run_in_another_process_finds_the_same(squares: Data, held_out: bool):
     assert ours.right is not None
 
 
-def test_a_design_is_timed_beside_the_dense_network_of_its_family(trace, monkeypatch: pytest.MonkeyPatch):
-    def found(network: nn.Module, images: torch.Tensor, **_: object) -> nn.Module:
-        network.report = SimpleNamespace(times={"as is": SimpleNamespace(ms=1.0)}, choice="as is")  # type: ignore[assignment]
-        return network
+def test_designs_are_timed_in_turns_in_three_processes_each_in_the_form_it_had(trace, monkeypatch):
+    known: list[dict[str, Any]] = []
 
-    monkeypatch.setattr(targets, "optimize", found)  # it is tested elsewhere, and takes its time
-    plan = FrontierPlan(("lr",), match=(), seeds=0, batch=2, repeats=3, base=0.25)
-    dense, low_rank = (row.timing for row in trace(plan).rows)
-    assert dense.ratio == 1.0
-    assert low_rank.ratio == low_rank.ms / low_rank.reference_ms
+    def folded(network: nn.Module, images: torch.Tensor, **_: object) -> nn.Module:
+        form = {"choice": "folded, contiguous", "times": {"folded, contiguous": 1.0}, "ways": {}}
+        return reoptimize(network, {**form, "input": [*images.shape]})
+
+    def apart(_file: str, function: str, *asked: Any) -> dict[str, float]:
+        asked = json.loads(json.dumps(asked))
+        known.append({design["name"]: timing["choice"] for design, timing in asked[-1]})
+        with monkeypatch.context() as patch:
+            patch.setattr(targets, "optimize", None)  # no search in a process
+            return getattr(targets, function)(*asked)
+
+    monkeypatch.setattr(targets, "optimize", folded)  # it is tested elsewhere, and takes its time
+    monkeypatch.setattr(targets, "apart", apart)
+    found = trace(FrontierPlan(("lr",), match=(), seeds=0, batch=2, repeats=3, base=0.25))
+    dense, low_rank = (row.timing for row in found.rows)
     for one in (dense, low_rank):
         assert 0 < one.low <= one.ms <= one.high
-        assert (one.batch, one.choice, one.tries) == (2, "as is", {"as is": 1.0})
+        assert (one.batch, one.tries, len(one.processes)) == (2, {"folded, contiguous": 1.0}, 3)
+    assert known == 3 * [{"dense": "folded, contiguous", "lr": "folded, contiguous"}]
+    assert dense.ratio == 1.0
+    ms = [dense_ms for _, dense_ms in low_rank.processes]
+    assert low_rank.ratio == median(ours / theirs for ours, theirs in low_rank.processes)
+    assert found.ms(found.rows[1]) == low_rank.ratio * median(ms)
+
+
+@pytest.mark.nightly
+def test_a_process_of_its_own_times_networks(trace, monkeypatch):
+    monkeypatch.setattr(tracing, "PROCESSES", 1)
+    found = trace(FrontierPlan(("lr",), match=(), seeds=0, batch=2, repeats=3, base=0.25, compile=False))
+    (dense, _), (low_rank, reference) = (row.timing.processes[0] for row in found.rows)
+    assert reference == dense
+    assert found.rows[1].timing.ratio == low_rank / dense
+
+
+def test_timing_in_processes_goes_on_where_it_was_cut(trace, made_up: list, monkeypatch):
+    plan, lines = FrontierPlan(("lr",), match=(), seeds=1), []
+    spent = iter([False])  # for one process
+    monkeypatch.setattr(Tracer, "_spent", property(lambda _: next(spent, True)))
+    assert [len(row.timing.processes) for row in trace(plan, say=lines.append).rows] == [1, 1]
+    assert "continues from here" in lines[-1]
+    monkeypatch.setattr(Tracer, "_spent", False)
+    assert [len(row.timing.processes) for row in trace(plan, say=lines.append).rows] == [3, 3]
+    assert lines.count("2 networks in turns, in a process of their own") == 3
+    assert made_up[2:] == [("dense", 1, 1.0), ("lr", 1, 1.0)]
+    found = trace(dataclasses.replace(plan, designs=("strips5",)))
+    assert [len(row.timing.processes) for row in found.rows] == [6, 6, 3]  # a new one, in turns with all
 
 
 @pytest.mark.parametrize(

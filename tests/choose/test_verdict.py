@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import shutil
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ from lowrank_cnn.choose.verdict import (
     answer,
     paired_gap,
     read_questions,
+    time_share,
 )
 from lowrank_cnn.core.numbers import student_t
 
@@ -58,6 +60,44 @@ def test_a_larger_dense_network_that_takes_less_time_is_the_rival(make_frontier)
     found.rows[2].macs = 600_000
     better, _ = answer(found)
     assert better.control == "dense-64s@0.7"
+
+
+def timed_again(found: Frontier, **shares: tuple[float, ...]) -> None:
+    """Times from three processes, as shares of the dense network's."""
+    for row in found.rows:
+        of_dense = shares.get(row.name.replace("@0.", "_"), 3 * (row.timing.ratio,))
+        row.timing.processes = [[2 * share, 2.0] for share in of_dense]
+
+
+def test_the_time_of_a_verdict_has_its_interval_over_processes(make_frontier):
+    found = make_frontier({**DENSE, "lr": (0.88, 0.5, 32)})
+    better, _ = answer(found)
+    assert (better.time, better.time_within) == (1.0, None)  # one timing, as in older records
+    timed_again(found, lr=(0.6, 0.5, 0.5), dense_5=(0.61, 0.5, 0.49))
+    better, _ = answer(found)
+    logs = torch.tensor([0.6 / 0.61, 1.0, 0.5 / 0.49]).log()
+    reach = student_t(0.975, 2) * float(logs.std()) / 3**0.5
+    assert better.control == "dense@0.5"
+    assert better.time == pytest.approx(math.exp(logs.mean()))
+    assert better.time_within == pytest.approx((better.time * math.exp(-reach), better.time * math.exp(reach)))
+    found.rows[2].timing.processes.pop(0)  # it came later
+    share, low, high = time_share(found.rows[2], found.rows[1])
+    assert low < share < high
+    assert share == pytest.approx((0.5 / 0.49) ** 0.5)
+
+
+def test_what_times_leave_open_counts_against_the_design(make_frontier):
+    thin = {"dense@0.7": (0.9, 0.63, 32), "dense@0.6": (0.8, 0.52, 32), "dense@0.5": (0.7, 0.5, 32)}
+    found = make_frontier({"dense": (0.93, 1.0, 32), **thin, "lr": (0.88, 0.5, 32)})
+    assert [one.control for one in answer(found)] == ["dense@0.5", "dense@0.7"]
+    timed_again(found, dense_6=(0.51, 0.52, 0.53), dense_7=(0.61, 0.63, 0.65))
+    # dense@0.6 may take as long as lr, and dense@0.7 less than 1.25 times as long.
+    assert [one.control for one in answer(found)] == ["dense@0.6", "dense"]
+    # dense@0.6 surely takes 1.25 times as long, but dense@0.7 is larger and faster.
+    timed_again(found, dense_6=(0.699, 0.7, 0.701), dense_7=(0.61, 0.63, 0.65))
+    assert [one.control for one in answer(found)] == ["dense@0.5", "dense"]
+    timed_again(found, dense_6=(0.519, 0.52, 0.521), dense_7=(0.629, 0.63, 0.631))
+    assert [one.control for one in answer(found)] == ["dense@0.5", "dense@0.7"]
 
 
 def test_a_design_with_branches_is_held_against_dense_networks_with_branches(

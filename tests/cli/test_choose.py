@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+from lowrank_cnn.choose import trace
 from lowrank_cnn.choose.frontier import load_frontier
 
 
@@ -21,7 +22,8 @@ SMALL = ("--data", "digits", "--limit", "64", "--base", "0.25", "--seeds", "1", 
 SMALL += ("--set", "epochs=1", "--set", "batch_size=32", "--set", "crop=12", "--batch", "2", "--no-compile")
 
 
-def test_frontier_writes_a_record_and_a_picture(output_of, tmp_path):
+def test_frontier_writes_a_record_and_a_picture(output_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(trace, "PROCESSES", 0)  # they take their time
     asked = ("frontier", "airbench", "--out", tmp_path, *SMALL, "--repeats", 3, "--design", "lr")
     found = json.loads(output_of(*asked, "--match", "none", "--json"))
     assert [row["design"] for row in found["rows"]] == ["dense", "lr"]

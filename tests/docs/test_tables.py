@@ -223,6 +223,7 @@ def test_a_frontier_shows_its_networks_by_time_and_its_verdicts(blocks: ModuleTy
         "verdict": "no",
     }
     judged |= {"gap": -1.0, "low": -2.0, "high": -0.1, "p": 1.0, "corrected": 1.0, "runs": [32, 32], "params": 0.4}
+    judged["time_within"] = [0.45, 0.55]
     judged["notes"] = ["the best rate of lr, 1, is at the edge of those tried"]
     found.answers = [judged, judged | {"design": "lr-join", "runs": [2, 32]}]
     found.save()
@@ -239,7 +240,7 @@ def test_a_frontier_shows_its_networks_by_time_and_its_verdicts(blocks: ModuleTy
         "-1.00",
         "-2.00",
         "-0.10",
-        "0.50",
+        "0.50 (0.45 to 0.55)",
         "0.40",
         "1.0000",
         '<b class="loses">loses</b> e',
