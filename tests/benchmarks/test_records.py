@@ -21,7 +21,8 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 @pytest.mark.parametrize("folder", sorted(path.parent.name for path in RESULTS.glob(f"frontier/*/{ANSWERS}")))
 def test_every_verdict_follows_from_its_record(folder: str):
     found = load_frontier(RESULTS / "frontier" / folder)
-    assert_equal(json.loads(json.dumps([asdict(one) for one in answer(found)])), found.answers)
+    kept = [{"time_within": None, **one} for one in found.answers]  # older records have one timing, without
+    assert_equal(json.loads(json.dumps([asdict(one) for one in answer(found)])), kept)
 
 
 @pytest.mark.parametrize("pattern", ["initialisation_*.json", "learned_shapes_*.json"])
