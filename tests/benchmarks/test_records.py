@@ -53,7 +53,6 @@ KNOWN = {
     "depth_flow.json": 1,
     "input_pipeline.json": 2,
     "int8_accuracy.json": 1,
-    "learned_shapes_miniature.json": 3,
     "loaders.json": 2,
     "memory.json": 1,
     "strips.json": 1,
