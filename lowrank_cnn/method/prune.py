@@ -80,7 +80,7 @@ def prune(
         if wrong := [name for name, tensor in sizes.state_dict().items() if pruned[name].shape != tensor.shape]:
             raise LowRankError(f"{_CANNOT}: its layers would not fit each other any longer, as {wrong[0]}.")
         if not _same_results(new, zeroed, input_size):
-            raise LowRankError(f"{_CANNOT}: its layers would read other channels than before, as after a shuffle.")
+            raise LowRankError(f"{_CANNOT}: with fewer channels it computes something else, as after a shuffle.")
     return noted("prune", _as_it_was(new, model), model, width, macs, input_size, multiple)
 
 

@@ -173,7 +173,7 @@ def not_a_number() -> nn.Module:
         (not_a_number, {"width": 0.5}, "cannot be pruned: it has weights that are not finite"),
         (tied, {"width": 0.5}, "cannot be pruned: 1 shares a parameter"),
         (GroupsOfSeveral, {"width": 0.5, "multiple": 4}, "groups of a conv that takes left would lose different"),
-        (Shuffled, {"width": 0.5}, "would read other channels than before"),
+        (Shuffled, {"width": 0.5}, "with fewer channels it computes something else"),
         (
             lambda: pytorchcv_shufflenet("shufflenet_g2_w1"),
             {"width": 0.5, "multiple": 1},
