@@ -76,6 +76,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "initialisations": learned.initialisations,
     "learned-shapes": learned.learned_shapes,
     "int8-accuracy": engines.int8_accuracy,
+    "mac-time": engines.mac_time,
     "int8-training": engines.int8_training,
     "input-pipeline": pipeline.input_pipeline,
     "loaders": pipeline.loaders,

@@ -45,6 +45,21 @@ def speed_verdicts(found: JsonRecord) -> str:
     )
 
 
+@from_record("mac_time.json")
+def mac_time(found: JsonRecord) -> str:
+    """How far multiply-accumulates tell the time of a layer, for each network and batch."""
+    kinds = ("layers_with_macs", "without_the_first")
+    rows: list[list[object]] = []
+    for row in found["rows"]:
+        within = [
+            f"{min(rs):.2f} to {max(rs):.2f}"
+            for rs in ([r[kind] for r in row["r_of_processes"]] for kind in kinds)
+        ]
+        rows.append([f"`{row['network']}`", row["batch"], f"{row['ms']:.0f}", *within])
+    columns = ["network", "images", "ms", "<r, convs and linear layers", "<r, without the first layer"]
+    return markdown(columns, rows) + source("mac_time.json", found["environment"])
+
+
 @from_record("int8_accuracy.json")
 def int8_accuracy(found: JsonRecord) -> str:
     """Top-1 accuracy in float32 and int8 on the same test images."""

@@ -8,6 +8,7 @@ a network within a share of its MACs.
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -66,13 +67,13 @@ def find_family(name: str) -> Family:
     return Family(name, "modern")
 
 
-SMALL_SQUARES = "mixture(3x3)"
-"""Every larger filter becomes a 3x3: still a dense network, and the cheapest rival of long strips."""
+SQUARES = re.compile(r"mixture\((\d+)x\1\)")
+"""Every filter becomes such a square: still a dense network. With 3x3 it is the cheapest rival of long strips."""
 
 
 def is_dense(scheme: str) -> bool:
     """Whether all filters are squares over all channels; those of `dense(branches)` are."""
-    return scheme == SMALL_SQUARES or scheme.partition("(")[0] == "dense"
+    return SQUARES.fullmatch(scheme) is not None or scheme.partition("(")[0] == "dense"
 
 
 def is_branched(scheme: str) -> bool:
@@ -116,7 +117,7 @@ CONTROLS = {
         DENSE,
         Design("dense-64s", multiple=COARSE),  # thin networks that a GPU runs fast; at a width of 1 `dense` itself
         Design("dense-32s", multiple=32),
-        Design("dense-3x3", SMALL_SQUARES),
+        Design("dense-3x3", "mixture(3x3)"),
         # the rivals of designs with branches: branches help squares too (Ding et al. 2021)
         Design("dense-branches", "dense(branches)"),
         Design("dense-64s-branches", "dense(branches)", multiple=COARSE),
@@ -257,7 +258,10 @@ class Builder:
             own |= dict(design.layers)
             network = thin(network, width=design.width, input_size=self.size, multiple=design.multiple, layers=own)
         if design.scheme != DENSE.scheme:
-            network = convert(network, design.scheme, where=self._where(network, design.where))
+            squares = SQUARES.fullmatch(design.scheme)
+            larger = squares is not None and squares[1] != "3"
+            where = self._where(network, design.where)
+            network = convert(network, design.scheme, where=where, allow_costlier=larger)
         if design.between:
             network = rectified_between(network)
         if isinstance(network, Network):

@@ -5,6 +5,8 @@ shapes are equal, to the input itself, each after a batch norm of its own, as Re
 2021). The 1x1 conv has the channel groups of the strip. In evaluation all of them are one linear map, whose
 weights lie within the strip: the branches cost nothing to run. `merge` replaces them by that one layer.
 
+`DenseHelpers` are branches that fade: dense convs whose share of the result falls to zero in training.
+
 State dict of `BranchedConv2d` (stable): `strips`, `point`, and their norms `strips_norm`, `point_norm` and
 `identity_norm`.
 """
@@ -12,6 +14,8 @@ State dict of `BranchedConv2d` (stable): `strips`, `point`, and their norms `str
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -111,6 +115,53 @@ class BranchedConv2d(nn.Module):
         for target, value in zip((*weights_of(layer), layer.bias), (*weights, bias), strict=True):
             target.copy_(value)  # type: ignore[union-attr, operator]
         return layer.train(self.training)
+
+
+class DenseHelpers:
+    """A dense conv beside each composite that is trained, whose result is added times a factor.
+
+    The convs begin with zeros, so that the network begins as it is; `remove` leaves it as it was, but for what it
+    has learnt. A composite with branches has none.
+    """
+
+    NAME = "dense_helper"
+    """The name of the conv within its composite."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self.factor = torch.ones((), device=next(network.parameters()).device)
+        branched = {id(m.strips) for m in network.modules() if isinstance(m, BranchedConv2d)}
+        composites = [m for m in network.modules() if isinstance(m, CompositeConv2d) and id(m) not in branched]
+        self._hooks = {}
+        for layer in composites:
+            if any(weight.requires_grad for weight in layer.weights):
+                helper = layer.dense_view()
+                helper.register_parameter("bias", None)
+                nn.init.zeros_(weights_of(helper)[0])
+                layer.add_module(self.NAME, helper)
+                self._hooks[layer] = layer.register_forward_hook(self._add)
+
+    def _add(self, layer: nn.Module, given: tuple[Tensor, ...], result: Tensor) -> Tensor:
+        return result + self.factor * layer.get_submodule(self.NAME)(*given)
+
+    def remove(self) -> bool:
+        """Take the convs out of the network; false if they were before."""
+        had = bool(self._hooks)
+        for layer, hook in self._hooks.items():
+            hook.remove()
+            delattr(layer, self.NAME)
+        self._hooks = {}
+        return had
+
+
+@contextmanager
+def helped(network: nn.Module, share: float) -> Iterator[DenseHelpers | None]:
+    """Within the block, composites have dense helpers, if there is a share of the training that these take."""
+    helpers = DenseHelpers(network) if share else None
+    try:
+        yield helpers
+    finally:
+        if helpers:
+            helpers.remove()
 
 
 def _affine(norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:

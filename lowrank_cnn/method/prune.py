@@ -6,7 +6,8 @@
     32
 
 `thin` decides how many channels each layer keeps. Torch-Pruning finds the layers that have to keep the same
-channels (Fang et al., 2023, "DepGraph"), ranks the channels and removes them.
+channels (Fang et al., 2023, "DepGraph"), ranks the channels and removes them. The result is compared with the
+network itself, in which the weights of the removed channels are zeros.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
-from lowrank_cnn.core.compare import is_finite, tensors_of, unchanged
+from lowrank_cnn.core.compare import agree, is_finite, tensors_of, unchanged
 from lowrank_cnn.core.errors import LowRankError, explained, require
 from lowrank_cnn.core.modules import InputSize, arguments
 from lowrank_cnn.core.progress import progress, step
@@ -32,6 +34,8 @@ from lowrank_cnn.method.select import check_values, parameter_uses
 from lowrank_cnn.method.thin import CONVS, narrowed, noted, thin, thin_near
 
 _CANNOT = "the network cannot be pruned"
+_OVER_CHANNELS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
+"""Norms that divide by what all channels have: by something else with fewer of them."""
 
 
 @progress("prune")
@@ -67,12 +71,16 @@ def prune(
     sizes = narrowed("prune", model, width, macs, input_size, math.lcm(multiple, *grouped), layers or {}, most=1)
     _check(model)
     new = copy_with(model).eval().requires_grad_(True)  # autograd's graph shows the layers
-    with explained(_CANNOT), warnings.catch_warnings(), torch.enable_grad():
+    untraced = explained("Torch-Pruning cannot follow the channels of the network")
+    with untraced, warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")  # about parameters of modules that it does not know
-        _remove_channels(new, sizes, input_size, tool)
-    pruned = new.state_dict()
-    if wrong := [name for name, tensor in sizes.state_dict().items() if pruned[name].shape != tensor.shape]:
-        raise LowRankError(f"{_CANNOT}: its layers would not fit each other any longer, as {wrong[0]}.")
+        zeroed = copy_with(new)
+        _remove_channels(new, zeroed, sizes, input_size, tool)
+        pruned = new.state_dict()
+        if wrong := [name for name, tensor in sizes.state_dict().items() if pruned[name].shape != tensor.shape]:
+            raise LowRankError(f"{_CANNOT}: its layers would not fit each other any longer, as {wrong[0]}.")
+        if not _same_results(new, zeroed, input_size):
+            raise LowRankError(f"{_CANNOT}: with fewer channels it computes something else, as after a shuffle.")
     return noted("prune", _as_it_was(new, model), model, width, macs, input_size, multiple)
 
 
@@ -108,18 +116,24 @@ def _check(model: nn.Module) -> None:
             raise LowRankError(f"{_CANNOT}: {name} shares a parameter with another layer.")
 
 
-def _remove_channels(new: nn.Module, sizes: nn.Module, input_size: InputSize, tool: Any) -> None:
-    """Give each layer as many channels as in `sizes`: those of the largest norm over all layers that use them."""
-    like = next(new.parameters())
-    with unchanged():
+def _run(network: nn.Module, input_size: InputSize) -> Any:
+    """The results on an example, or on an image that is the same each time."""
+    like = next(network.parameters())
+    with unchanged(network):
         args, kwargs = arguments(input_size, device=like.device, dtype=like.dtype)
+        return network(*args, **kwargs)
 
-    def run(network: nn.Module, _: Any) -> Any:
-        with unchanged(network):
-            return network(*args, **kwargs)
 
-    graph = tool.DependencyGraph()
-    graph.build_dependency(new, args, forward_fn=run, output_transform=tensors_of)
+def _remove_channels(
+    new: nn.Module, zeroed: nn.Module, sizes: nn.Module, input_size: InputSize, tool: Any
+) -> None:
+    """Give each layer as many channels as in `sizes`: those of the largest norm over all layers that use them.
+
+    In `zeroed`, a copy, the weights that go are set to zero.
+    """
+    graph, marks = tool.DependencyGraph(), copy_with(zeroed)
+    options = {"forward_fn": lambda network, _: _run(network, input_size), "output_transform": tensors_of}
+    graph.build_dependency(new, (), **options)
     importance = tool.importance.GroupMagnitudeImportance(p=2)
     for name, layer in new.named_modules():
         if not isinstance(layer, (*CONVS, nn.Linear)) or is_depthwise(layer):  # which follows the layer before
@@ -141,10 +155,27 @@ def _remove_channels(new: nn.Module, sizes: nn.Module, input_size: InputSize, to
         # A grouped conv loses the same places of every group.
         order = importance(group).view(parts, -1).mean(0).argsort()
         places = order[: (channels - kept) // parts]
-        group.prune([int(place) + part * len(order) for part in range(parts) for place in places])
+        chosen = [int(place) + part * len(order) for part in range(parts) for place in places]
+        graph.get_pruning_group(layer, remove, chosen).prune()
+    # The same channels leave a copy whose weights are their own places: those left were kept.
+    again = tool.DependencyGraph()
+    again.build_dependency(marks, (), **options)
+    for weight in marks.parameters():
+        weight.data = torch.arange(weight.numel(), dtype=torch.float64, device=weight.device).view(weight.shape)
+    again.load_pruning_history(graph.pruning_history())
+    for name, weight in zeroed.named_parameters():
+        kept = marks.get_parameter(name).data.flatten().long()
+        weight.data *= torch.zeros_like(weight).flatten().index_fill_(0, kept, 1).view(weight.shape)
     for norm, narrow in zip(new.modules(), sizes.modules(), strict=True):
         if isinstance(norm, nn.GroupNorm) and isinstance(narrow, nn.GroupNorm):
             norm.num_groups = narrow.num_groups
+
+
+@torch.no_grad()
+def _same_results(new: nn.Module, zeroed: nn.Module, input_size: InputSize) -> bool:
+    """Whether the pruned network computes what the zeroed one does, but for norms over channels."""
+    with register_module_forward_hook(lambda layer, x, _: x[0] if isinstance(layer, _OVER_CHANNELS) else None):
+        return agree(_run(new, input_size), _run(zeroed, input_size))
 
 
 @torch.no_grad()

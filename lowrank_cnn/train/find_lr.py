@@ -80,7 +80,7 @@ def find_lr(
         raise LowRankError("find_lr runs in one process: start it without torchrun.")
     fields, how = sorted_settings(settings)
     opened, found = open_with_recipe(model, data, recipe, fields, how, loss=loss)
-    found = dataclasses.replace(found, ema=0.0, lookahead=0, quantize="none", whiten_first=False)
+    found = dataclasses.replace(found, ema=0.0, lookahead=0, quantize="none", helper=0.0, whiten_first=False)
     fabric = launch(device, found.precision)
     with put_back({}, fabric.device), oom_as_user_error(found.batch_size, fabric.device):
         seed_generators(seed, 0)

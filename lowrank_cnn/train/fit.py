@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from lowrank_cnn.data import Data
 from lowrank_cnn.data.own import for_classes, loader_batch
 from lowrank_cnn.data.preprocess import AsGiven
 from lowrank_cnn.graph.finalize_shapes import finalize_shapes
+from lowrank_cnn.method.branches import helped
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.select import check_values
 from lowrank_cnn.models.build import dense_cost, run_entry
@@ -155,7 +157,11 @@ def fit(
                 whiten_first_layer(model, inputs.train, add_up=partial(sum_over_processes, fabric))
             for sentence in remarks(model, recipe, inputs, fabric.device):
                 show.say(sentence)
-            with trained_in_int8(model, recipe, processes=fabric.world_size), flags_restored(model):
+            with (
+                trained_in_int8(model, recipe, processes=fabric.world_size),
+                flags_restored(model),
+                helped(model, recipe.helper) as helpers,
+            ):
                 trainer = Trainer(
                     fabric,
                     model,
@@ -165,6 +171,7 @@ def fit(
                     _record(fabric, model, inputs, recipe, identity, saved),
                     objective=_objective(fabric, inputs, recipe, loss, teacher),
                     directory=directory,
+                    helpers=helpers,
                     callbacks=tuple(callbacks),
                     progress=show,
                 )
@@ -240,6 +247,8 @@ def check_request(model: object, recipe: Recipe, how: RunSettings, loss: Any, te
         raise LowRankError("quantize trains layer by layer: leave compile out.")
     if recipe.quantize != "none" and recipe.precision == "fp16":
         raise LowRankError("quantize rounds in fp32 or bf16, and fp16 rounds small steps away: set precision.")
+    if recipe.helper and (how.compile or int(os.environ.get("WORLD_SIZE", 1)) > 1):
+        raise LowRankError("helper trains in one process, layer by layer: leave compile and torchrun out.")
     if loss is None:
         return
     if not callable(loss):

@@ -8,6 +8,7 @@ run it (`step`).
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from lowrank_cnn.core.compare import tensors_of
 from lowrank_cnn.core.errors import option
 from lowrank_cnn.core.modules import call, checked_size, is_example
+from lowrank_cnn.method.branches import DenseHelpers
 from lowrank_cnn.method.rewrite import in_channels_last
 from lowrank_cnn.train.distributed import (
     agree_on,
@@ -80,6 +82,7 @@ class Trainer:
         *,
         objective: Objective,
         directory: RunDirectory | None,
+        helpers: DenseHelpers | None,
         callbacks: Sequence[Callback],
         progress: Progress,
     ) -> None:
@@ -103,7 +106,8 @@ class Trainer:
         self.saved_at = self.epoch_began = time.monotonic()
         self.tested: Evaluation | LossEvaluation | None = None
         changes = [getattr(callback, "changes_until", None) for callback in callbacks]
-        self.changes_until = max((epoch for epoch in changes if epoch is not None), default=0)
+        self.helpers, fades = helpers, math.ceil(recipe.helper * recipe.epochs)
+        self.changes_until = max([fades, *(epoch for epoch in changes if epoch is not None)])
         self.may_change = None in changes  # a callback that tells nothing may change weights after any epoch
 
     def _forward(self) -> nn.Module:
@@ -133,6 +137,8 @@ class Trainer:
                 self._train_epoch(stop)
                 self._finish_epoch()
             self.save()
+        if self.helpers:
+            self.helpers.remove()
         copy_into(self.step.weights, self.step.averages)
         evaluation = self.tested or self._evaluate(self.inputs.test, details=True)
         self._share_findings()
@@ -146,12 +152,22 @@ class Trainer:
             module.eval()
         for images, targets in self.inputs.batches(self.position.epoch, self.position.batch):
             self.step.prepare(self._rate(self.iteration), self.iteration, epochs=self.iteration / self.per_epoch)
+            self._fade()
             self.update = self.update or self._build_update(images, targets)
             on_cpu = self.fabric.device.type == "cpu"
             with undone_if_stopped(self.network, self.step.sums) if on_cpu else contextlib.nullcontext():
                 self.update(images, targets)
             self.position.batch += 1
             self._look_around(stop)
+
+    def _fade(self) -> None:
+        """Let the share of dense helpers fall; at zero they are removed, and the step is recorded anew."""
+        if self.helpers:
+            left = 1 - self.iteration / (self.recipe.helper * self.recipe.epochs * self.per_epoch)
+            if left > 0:
+                self.helpers.factor.fill_(left)
+            elif self.helpers.remove():
+                self.update = None
 
     def _build_update(self, images: Tensor, labels: Tensor) -> Callable[[Tensor, Tensor], None]:
         """The step, as a CUDA graph if possible; the record says how it executes."""
@@ -395,7 +411,9 @@ def running_network(trainer: Trainer, say: Callable[[str], None]) -> nn.Module:
     running = network
     # A fused batch norm cannot be frozen, and a fused layer does not round. Launched one by one, fused layers cost
     # the host more than they save the device: graphs alone gain.
-    if trainer.graphs and not (repeats or recipe.freeze or in_evaluation(network) or recipe.quantize != "none"):
+    if trainer.graphs and not (
+        repeats or recipe.freeze or in_evaluation(network) or recipe.quantize != "none" or recipe.helper
+    ):
         running = fused_to_train(network, checked_size(trainer.inputs.size), say)
     if trainer.fabric.device.type == "cuda":
         torch.backends.cudnn.benchmark = not repeats  # not before: a few images need no search

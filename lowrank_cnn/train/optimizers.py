@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.branches import BranchedConv2d
 from lowrank_cnn.method.chains import FactoredLayer
+from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.schemes import FactoredConv2d
 from lowrank_cnn.train.recipe import Recipe
 
@@ -139,8 +140,8 @@ def layer_of(name: str, whole: Collection[str] = ()) -> str:
 
 
 def whole_layers(network: nn.Module) -> set[str]:
-    """The modules that stand for one dense layer: chains, such as a basis and its join, and branches."""
-    kinds = BranchedConv2d | FactoredConv2d | FactoredLayer
+    """The modules that stand for one dense layer: chains, such as a basis and its join, and what has branches."""
+    kinds = BranchedConv2d | CompositeConv2d | FactoredConv2d | FactoredLayer
     return {name for name, module in network.named_modules() if isinstance(module, kinds)}
 
 

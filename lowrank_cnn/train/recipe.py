@@ -91,6 +91,7 @@ class Recipe(Checked):
     - `optimizer`: sgd, adamw (`momentum` and `beta2` are its betas) or muon (biases and norms by sgd).
     - `layer_decay`: each layer's learning rate is that of the layer behind it times this, for fine-tuning.
     - `strip_rate`, `join_rate`: how many times faster 1xk and kx1 filters learn, and the 1x1 filters of a join.
+    - `helper`: the share of the training in which a dense conv beside each composite fades; it is then removed.
     - `freeze`: names of parameters that are not trained, as patterns parted by commas (`features.*`);
       `backbone` is everything before the last layer.
     - `accumulate`: a batch is computed in this many parts, which takes less memory; batch norm sees one part.
@@ -127,6 +128,7 @@ class Recipe(Checked):
     layer_decay: float = within(1.0, 0.01, 1)
     strip_rate: float = within(1.0, 1e-3)
     join_rate: float = within(1.0, 1e-3)
+    helper: float = within(0.0, 0, 1, fixed=True)
     freeze: str = declare("", fixed=True)
     accumulate: int = within(1, 1)
     # the schedule
@@ -192,6 +194,10 @@ class Recipe(Checked):
             (
                 self.early_stop and not self.holdout,
                 "early_stop watches held-out training images: set holdout (0.1, say).",
+            ),
+            (
+                self.helper and self.quantize != "none",
+                f"helper and quantize exclude each other: clear one ({setting('helper', 0)}).",
             ),
             (self.early_stop and self.levels, "levels ends the run by itself: clear early_stop or levels."),
             (

@@ -24,6 +24,7 @@ from lowrank_cnn.kernels import forced
 from lowrank_cnn.kernels.autotune.choice import prepare
 from lowrank_cnn.kernels.cuda_graph import captured
 from lowrank_cnn.kernels.device import for_graphs
+from lowrank_cnn.method.branches import DenseHelpers
 from lowrank_cnn.train.distributed import generator_states, restore_generators
 from lowrank_cnn.train.int8 import range_states
 from lowrank_cnn.train.objective import Objective, hits
@@ -70,7 +71,9 @@ class TrainingStep:
         self.sums = torch.zeros(4, device=device)
         self.parameters = dict(network.named_parameters())
         self.optimizer = Optimizer(network, recipe, device, self.skipped)
-        self.weights = {name: t.detach() for name, t in network.state_dict().items()}
+        state = {name: t.detach() for name, t in network.state_dict().items()}
+        self.weights = {name: t for name, t in state.items() if DenseHelpers.NAME not in name}
+        self.helpers = {f"helper.{name}": t for name, t in state.items() if name not in self.weights}
         averaging = recipe.ema or recipe.lookahead
         self.averages = {name: t.clone() for name, t in self.weights.items()} if averaging else {}
         self.blend = torch.ones((), device=device)
@@ -110,7 +113,7 @@ class TrainingStep:
         named = {f"{part}.{name}": t for part, group in parts.items() for name, t in group.items()}
         scale = {f"{_SCALE}factor": self.scaler.scale, f"{_SCALE}good": self.scaler.good} if self.scaler else {}
         sums = {"tally.sums": self.sums, "tally.halted": self.halted}
-        return named | self.optimizer.tensors() | scale | sums | self.ranges
+        return named | self.optimizer.tensors() | scale | sums | self.ranges | self.helpers
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """Take the tensors of a checkpoint. One of another precision may lack the loss scale or ranges of int8."""

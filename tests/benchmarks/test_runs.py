@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+import lowrank_cnn as lr
 from benchmarks import (
     common,
     decompose,
     learned_shapes,
     run_book,
+    truncated,
 )
 from lowrank_cnn.choose.runs import WorkerPool
 from lowrank_cnn.choose.trace import BudgetSpent
@@ -52,6 +55,19 @@ def test_a_record_that_is_continued_names_every_commit(tmp_path: Path, monkeypat
     known = json.loads(path.read_text())
     assert [one["commit"] for one in known["environments"]] == ["one", "two"]
     assert known["environment"]["commit"] == "two"
+
+
+def test_a_penalty_takes_as_much_from_every_singular_value_and_leaves_fewer_filters():
+    weight = torch.randn(8, 4, 3, 3, dtype=torch.float64)
+    pair = lr.decompose(nn.Sequential(nn.Conv2d(4, 8, 3, bias=False).double()), "separable(m=5)", where="*")
+    few = pair[0].weight
+    for given, rank in ((weight, 12), (few, 5)):
+        before, after = (
+            torch.linalg.svdvals(w.permute(1, 3, 0, 2).reshape(12, 24))
+            for w in (given, truncated.shrunk(given, 0.1))
+        )
+        assert (before > 1e-9).sum() == rank
+        torch.testing.assert_close(after, (before - 0.1).clamp_min(0), rtol=0, atol=1e-9)
 
 
 def test_no_run_begins_that_would_not_end_in_time(tmp_path: Path):

@@ -104,6 +104,11 @@ def test_a_rival_can_have_3x3_filters_or_layers_with_widths_of_their_own():
     assert builder.count(small).macs == dense.macs - saved
     assert own.get_submodule("features.conv2_1").out_channels == 96
     assert own.get_submodule("features.conv3_1").out_channels == 192
+    large = find_design("mixture(7x7)@0.5")
+    convs = [m for m in builder(large).modules() if isinstance(m, nn.Conv2d)]
+    assert large.dense
+    assert {conv.kernel_size for conv in convs} == {(1, 1), (7, 7)}
+    assert not find_design("mixture(7x1, 1x7)").dense
 
 
 @pytest.mark.parametrize(

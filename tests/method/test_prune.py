@@ -130,6 +130,25 @@ class GroupsOfSeveral(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class Shuffled(nn.Module):
+    """A shuffle of two channel groups, which the next layer reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.head = conv(3, 32), conv(32, 32, groups=32), nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.one(x)
+        x = self.two(x.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2))
+        return self.head(x.mean((2, 3)))
+
+
+def pytorchcv_shufflenet(name: str) -> nn.Module:
+    net = pytest.importorskip("pytorchcv.model_provider").get_model(name)
+    net.features.final_pool = nn.AdaptiveAvgPool2d(1)
+    return net
+
+
 def tied() -> nn.Module:
     net = nn.Sequential(nn.Conv2d(3, 16, 1), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 4, 1))
     net[2].weight = net[1].weight
@@ -154,6 +173,13 @@ def not_a_number() -> nn.Module:
         (not_a_number, {"width": 0.5}, "cannot be pruned: it has weights that are not finite"),
         (tied, {"width": 0.5}, "cannot be pruned: 1 shares a parameter"),
         (GroupsOfSeveral, {"width": 0.5, "multiple": 4}, "groups of a conv that takes left would lose different"),
+        (Shuffled, {"width": 0.5}, "with fewer channels it computes something else"),
+        (
+            lambda: pytorchcv_shufflenet("shufflenet_g2_w1"),
+            {"width": 0.5, "multiple": 1},
+            "lose different channel",
+        ),
+        (lambda: pytorchcv_shufflenet("shufflenetv2_wd2"), {"width": 0.5}, "cannot follow the channels"),
         (Twice, {"width": 0.5}, "cannot be made thinner"),
         (lambda: vgg().to("meta"), {"width": 0.5}, "on the meta device"),
     ],
