@@ -25,7 +25,7 @@ from lowrank_cnn.cli.options import (
     grouped,
     option,
 )
-from lowrank_cnn.cli.show import console, continued_by_same_command, print_json, print_table
+from lowrank_cnn.cli.show import console, continued_by_same_command, errors, print_json, print_table
 from lowrank_cnn.core.errors import LowRankError
 
 if TYPE_CHECKING:
@@ -75,10 +75,14 @@ def compare_command(
     if data is None:
         from lowrank_cnn.choose.target import Target
 
+        if at_most or at_least or minutes or out:
+            raise LowRankError("--at-most, --at-least, --minutes and --out are for training: add --data.")
+
         place = Target.parse(target, device)
         how: dict[str, Any] = {"engine": place.engine or "torch", "precision": place.precision or None}
         how |= {"device": place.device, "macs": 0.5 if macs is None else macs}
-        return _print_advice(*_advise(model, named, batch=batch or place.batch, **how), as_json=as_json)
+        advice = _advise(model, named, batch=batch or place.batch, **how)
+        return _print_advice(*advice, engine="--for", as_json=as_json)
     from lowrank_cnn.cli.source import remember
     from lowrank_cnn.data import open_data
     from lowrank_cnn.train.recipe import parse_settings
@@ -197,6 +201,8 @@ def design_command(
     with torch_threads(threads):
         how: dict[str, Any] = {"macs": macs, "engine": engine, "precision": precision}
         advice = _advise(model, named, batch=batch, device=device, **how)
+    if not as_json:
+        errors.print("This is `lowrank compare` without images: with --data, it trains the networks and compares.")
     return _print_advice(*advice, as_json=as_json)
 
 
@@ -214,7 +220,7 @@ def _advise(
     return source.name, list(example.shape), lr.design(network, example, **how)
 
 
-def _print_advice(name: str, shape: list[int], advice: Advice, *, as_json: bool) -> None:
+def _print_advice(name: str, shape: list[int], advice: Advice, *, engine: str = "--engine", as_json: bool) -> None:
     if as_json:
         return print_json({"model": name, "input": shape, **advice.to_dict()})
     layers, networks = advice.tables()
@@ -222,6 +228,6 @@ def _print_advice(name: str, shape: list[int], advice: Advice, *, as_json: bool)
     print_table("Networks within the budget", *networks)
     console.print(advice.verdict, soft_wrap=True)
     if advice.device == "cpu" and advice.engine == "torch":
-        told = "On a CPU, engines differ, since some have Winograd's algorithm: --engine names another."
+        told = f"On a CPU, engines differ, since some have Winograd's algorithm: {engine} names another."
         console.print(told, soft_wrap=True)
     return None

@@ -112,7 +112,8 @@ def find_model(
         return Source(text, network, network.input_size, trained)
     _refuse_options(text, options)
     if pretrained and (not is_foreign(text) or ".py:" in text):
-        raise LowRankError(f"{text} is taken with the weights it has; --pretrained is for networks by name.")
+        told = "--pretrained is for networks by name. To begin with trained weights, name their run instead"
+        raise LowRankError(f"{text} is taken with the weights it has; {told}.")
     if is_foreign(text):
         network, size = build_foreign(text, pretrained, None if classes is None else len(classes))
         source = _with_new_head(Source(notes(network).name, network, size), pretrained, classes)

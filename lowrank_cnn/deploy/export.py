@@ -123,7 +123,7 @@ def export(
     if precision == "int8":
         other = {"example_input": example_input, "input_names": input_names, "output_names": output_names}
         for name, value in {**other, "opset": opset, "preprocess": preprocess, "strips": strips}.items():
-            if value:
+            if value is not None and value is not False:
                 raise LowRankError(f"int8 is written without {option(name)}: leave it out.")
         if calibrate is None:
             raise LowRankError(f"int8 needs images to set the ranges of activations: give {option('calibrate')}.")

@@ -213,7 +213,10 @@ def by_latency(
         else:
             high = budget
     if found is None:
-        raise LowRankError(f"even the fewest filters take more than {share:.0%} of the dense network's time here.")
+        told = "a thinner network may take less (`thin`)"
+        raise LowRankError(
+            f"even the fewest filters take more than {share:.0%} of the dense network's time here; {told}."
+        )
     return found
 
 

@@ -64,6 +64,12 @@ FEW_STEPS = 40
 """Shorter runs learn little: batch norm alone needs some thirty steps to know its statistics."""
 SMALL_BATCH = 16
 """Nobody is told to make a batch smaller than this."""
+_REPLACED = {
+    "learning_rate": "lr sets the learning rate",
+    "strategy": "processes that torchrun starts train together without it",
+    "tensorboard": 'log="tensorboard" does the same',
+}
+"""Words that `fit` does not take, and what to use instead."""
 _NAMES = ("loss", "callbacks", "teacher", "seed", "out", "resume", "device", "log", "progress")
 
 
@@ -231,6 +237,8 @@ def sorted_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], RunSettin
     """Fields of the recipe, and settings of the run; unknown words are refused."""
     ours, fields = ({field.name for field in dataclasses.fields(kind)} for kind in (RunSettings, Recipe))
     for name in given:
+        if name in _REPLACED:
+            raise LowRankError(f"fit takes no {name}: {_REPLACED[name]}.")
         if name not in ours | fields:
             raise LowRankError(f"fit takes no {name}: {nearest(name, {*ours, *fields, *_NAMES})}")
     how = {name: value for name, value in given.items() if name in ours and value is not None}

@@ -79,6 +79,7 @@ def refused(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
         ("time nin --device gpu", "no device 'gpu'"),
         ("time net.onnx", "no file net.onnx"),
         ("time net.onnx --scheme lr", "without --scheme"),
+        ("compare nin --at-most 3ms", "are for training: add --data"),
         ("plan nin --budget -1", "budget, in seconds, must be a number above 0, not -1.0"),
         ("plan nin --device gpu", "no device 'gpu'"),
         ("plan nin --engine auto --batch 4", "one image at a time"),

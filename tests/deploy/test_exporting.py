@@ -226,6 +226,7 @@ def of_nan() -> nn.Module:
         (None, "folder", {"to": "onx"}, "there is no target 'onx'; did you mean onnx"),
         (None, "net.onnx", {"precision": "int8"}, "int8 needs images .*: give calibrate"),
         (None, "net.onnx", {"precision": "int8", "opset": 18}, "int8 is written without opset: leave it out"),
+        (None, "net.onnx", {"precision": "int8", "example_input": torch.ones(2, *SIZE)}, "without example_input"),
         (None, "net.pt2", {"dynamic": ("depht",)}, "not 'depht'"),
         (None, "net.pt2", {"dynamic": {"x": {0: "b"}}}, "inputs are image"),
         (None, "net.pt2", {"input_size": (4, 8, 8)}, "does not run on an input of 2x4x8x8"),

@@ -243,6 +243,8 @@ def _use_strips(model: Any, precision: str) -> None:
         raise LowRankError(
             "no conv of this network has 1x3 or 3x1 filters and stride 1: export it without strips."
         )
+    if convs[0].inputs[1].dtype == ir.DataType.FLOAT16 and not library().has_half():
+        raise LowRankError("compiled strips need an Arm processor in fp16: export fp32, or without strips.")
     for conv in convs:
         x, weight, *bias = conv.inputs
         made = _replace(ir, graph, [conv], [x, weight, bias[0] if bias else _zeros(ir, graph, conv, weight)])
