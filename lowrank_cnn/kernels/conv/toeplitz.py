@@ -19,7 +19,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from math import prod
+from operator import index
 from typing import Any
 
 import torch
@@ -82,24 +84,25 @@ class Window:
         return min(64, self.depth & -self.depth)
 
 
-@lru_cache(maxsize=4096)
 def window_of(problem: Problem) -> Window | None:
-    """The window with the least work per result, or None if none fits. It does not depend on the image's size.
+    """The window with the least work per result, or None if none fits. It does not depend on the image's size."""
+    # Tracers have symbolic sizes, which a cache cannot hold.
+    return _window(index(problem.channels), problem.as_dense.groups[0], problem.stride[1])
 
-    Work counts the products of a value, its way through shared memory, and its share of a load of a vector.
-    """
-    (group,), channels = problem.as_dense.groups, problem.channels
+
+@lru_cache(maxsize=4096)
+def _window(channels: int, group: TapGroup, stride: int) -> Window | None:
+    """Work counts the products of a value, its way through shared memory, and its share of a vector's load."""
     best, least = None, float("inf")
-    for results in (1, 2, 4, 8):
-        step, lanes = results * problem.stride[1] * channels, power_above(results * problem.filters)
-        for vector in (8, 4, 2, 1):
-            before = round_up(group.left * channels, vector)
-            used = step + (group.width - problem.stride[1] - group.left) * channels + before
-            depth = round_up(max(used, 1), 16)
-            fits = lanes <= MOST_LANES and group.height * depth * (lanes + ToeplitzTile.blocks) <= MOST_SHARED
-            work = depth * (lanes + 96 + 256 // vector) / results
-            if fits and step % vector == 0 and work < least:
-                best, least = Window(results, step, before, depth, lanes), work
+    for results, vector in product((1, 2, 4, 8), (8, 4, 2, 1)):
+        step, lanes = results * stride * channels, power_above(results * group.filters)
+        before = round_up(group.left * channels, vector)
+        used = step + (group.width - stride - group.left) * channels + before
+        depth = round_up(max(used, 1), 16)
+        fits = lanes <= MOST_LANES and group.height * depth * (lanes + ToeplitzTile.blocks) <= MOST_SHARED
+        work = depth * (lanes + 96 + 256 // vector) / results
+        if fits and step % vector == 0 and work < least:
+            best, least = Window(results, step, before, depth, lanes), work
     return best
 
 
