@@ -113,13 +113,13 @@ def _parts_of(problem: Problem) -> tuple[Window, TapGroup]:
     return window, groups[0]
 
 
-def _bands(matrix: Tensor, problem: Problem) -> list[Tensor]:
-    """Views [rows of taps, values, filters] of the filters of each result, in the matrix of `pack_toeplitz`."""
+def _bands(matrix: Tensor, problem: Problem) -> Tensor:
+    """A view [rows of taps, results, values, filters] of each result's filters, in a `pack_toeplitz` matrix."""
     window, group = _parts_of(problem)
-    rows = matrix.view(group.height, window.depth, window.lanes)[..., : window.results * problem.filters]
-    whole, step = rows.unflatten(2, (window.results, problem.filters)), window.step // window.results
-    first, width = window.before - group.left * problem.channels, group.width * problem.channels
-    return [whole[:, first + i * step : first + i * step + width, i] for i in range(window.results)]
+    first, step = window.before - group.left * problem.channels, problem.stride[1] * problem.channels
+    size = (group.height, window.results, group.width * problem.channels, problem.filters)
+    across = step * window.lanes + problem.filters
+    return matrix.as_strided(size, (window.depth * window.lanes, across, window.lanes, 1), first * window.lanes)
 
 
 def pack_toeplitz(weights: Sequence[Tensor], problem: Problem, dtype: torch.dtype) -> Tensor:
@@ -127,8 +127,7 @@ def pack_toeplitz(weights: Sequence[Tensor], problem: Problem, dtype: torch.dtyp
     window, group = _parts_of(problem)
     matrix = weights[0].new_zeros((group.height * window.depth, window.lanes), dtype=dtype)
     whole = enclosed(weights, problem.padding)[0].detach().permute(2, 3, 1, 0).flatten(1, 2)
-    for band in _bands(matrix, problem):
-        band.copy_(whole)
+    _bands(matrix, problem).copy_(whole[:, None])
     return matrix
 
 
@@ -297,7 +296,7 @@ def launch_toeplitz_gradient(
     older = (0, 0) < gpu.capability_of(pixels.device) < (9, 0)  # where larger boxes would spill
     grid, sizes, constants = _division(problem, pixels, ToeplitzTile(16 if older else 32, 8), 2)
     start(toeplitz_gradient, grid)(pixels, grad, seen, dw, db, *sizes, **constants, RELU=problem.relu)
-    whole = torch.stack(_bands(dw, problem)).sum(0).unflatten(1, (group.width, -1)).permute(3, 2, 0, 1)
+    whole = _bands(dw, problem).sum(1).unflatten(1, (group.width, -1)).permute(3, 2, 0, 1)
     parts = whole.split([own.filters for own in problem.groups])
     db = db[: window.results * problem.filters].view(window.results, -1).sum(0)
     return own_taps(parts, problem, [group] * len(parts)), db
