@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu_clock import milliseconds
-from lowrank_cnn.kernels.conv import backward
+from lowrank_cnn.kernels.conv import backward, toeplitz
 from lowrank_cnn.kernels.conv import backward as backward_plan
 from lowrank_cnn.kernels.conv.forward import run_plan
 from lowrank_cnn.kernels.conv.gradients import compute_gradients, input_gradient, weight_gradient
@@ -40,6 +41,15 @@ def measure_backward(
     }
     ours = compute_gradients(problem, grad, x, weights, seen, need_input=need_input)
     row["error"] = _errors(ours, x, weights, bias, grad, options)
+    if toeplitz.gradient_unsupported(problem) is None:
+        last, pixels = pixels_last(grad), pixels_last(x)
+        row["weights, toeplitz"] = milliseconds(
+            lambda: toeplitz.launch_toeplitz_gradient(problem, pixels, last, seen)
+        )
+        with patch.object(toeplitz, "gradient_unsupported", return_value="compared with"):
+            row["all, without toeplitz"] = milliseconds(
+                lambda: compute_gradients(problem, grad, x, weights, seen, need_input=need_input)
+            )
     if need_input:
         last, pixels = pixels_last(grad), pixels_last(x)
         g, _ = backward.launch_undo(problem, last, seen, 264)

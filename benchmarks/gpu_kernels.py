@@ -46,6 +46,7 @@ class Layer:
     pool: str | None = None
     kernel: int = 3
     relu: bool = True
+    stride: int = 1
 
     @property
     def filters(self) -> int:
@@ -56,8 +57,10 @@ def low_rank(name: str, channels: int, filters: int, size: int, pool: str | None
     return Layer(name, channels, size, ((3, 1, filters // 2), (1, 3, filters // 2)), pool)
 
 
-def dense(name: str, channels: int, filters: int, size: int, pool: str | None = None, kernel: int = 3) -> Layer:
-    return Layer(name, channels, size, ((kernel, kernel, filters),), pool, kernel)
+def dense(
+    name: str, channels: int, filters: int, size: int, pool: str | None = None, kernel: int = 3, stride: int = 1
+) -> Layer:
+    return Layer(name, channels, size, ((kernel, kernel, filters),), pool, kernel, stride=stride)
 
 
 def mixture(name: str, channels: int, filters: int, size: int) -> Layer:
@@ -83,6 +86,15 @@ LAYERS = [
     dense("dense-conv1", 3, 64, 224, "floor"),
     dense("dense-conv3_2", 256, 256, 56, "floor"),
     dense("dense-conv4_2", 512, 512, 28, "floor"),
+    # Few channels at full resolution: `--layers stem` measures these alone.
+    dense("stem-dla34-1", 3, 16, 224, kernel=7),
+    dense("stem-dla34-2", 16, 16, 224),
+    dense("stem-dla34-3", 16, 32, 224, stride=2),
+    Layer("stem-dla34-lr-1", 3, 224, ((7, 1, 8), (1, 7, 8)), kernel=7),
+    low_rank("stem-dla34-lr-2", 16, 16, 224),
+    Layer("stem-dla34-lr-3", 16, 224, ((3, 1, 16), (1, 3, 16)), stride=2),
+    dense("stem-vgg16", 3, 64, 224),
+    dense("stem-resnet", 3, 64, 224, kernel=7, stride=2),
 ]
 BY_NAME = {layer.name: layer for layer in LAYERS}
 
@@ -100,7 +112,7 @@ def make(layer: Layer, batch: int) -> tuple[Tensor, list[Tensor], Tensor, dict[s
     ]
     bias = torch.randn(layer.filters, device="cuda", generator=generator)
     padding = [((h // 2, h // 2), (w // 2, w // 2)) for h, w, _ in layer.groups]
-    options = {"stride": (1, 1), "padding": padding, "relu": layer.relu, "pool": layer.pool}
+    options = {"stride": (layer.stride,) * 2, "padding": padding, "relu": layer.relu, "pool": layer.pool}
     return x, [weight.bfloat16() for weight in weights], bias, options
 
 
@@ -124,27 +136,33 @@ def relative_error(y: Tensor, x: Tensor, weights: list[Tensor], bias: Tensor, op
     return float(torch.linalg.vector_norm(y[some] - exact) / torch.linalg.vector_norm(exact))
 
 
-def rivals(layer: Layer, x: Tensor) -> dict[str, Any]:
-    """cuDNN's dense layer of the same shape, bias and ReLU fused, and the max-pool as its own pass."""
-    k = layer.kernel
+def rivals(layer: Layer, x: Tensor, moved: int) -> dict[str, Any]:
+    """cuDNN's dense layer of the same shape, bias and ReLU fused, and the max-pool as its own pass.
+
+    Also a pass over memory that moves as many bytes as the layer must, read plus written.
+    """
+    k, stride = layer.kernel, (layer.stride, layer.stride)
     weight = torch.randn((layer.filters, layer.channels, k, k), device="cuda", dtype=torch.bfloat16)
     weight = weight.contiguous(memory_format=torch.channels_last)
     bias = torch.randn(layer.filters, device="cuda", dtype=torch.bfloat16)
 
     def conv() -> Tensor:
-        return torch.cudnn_convolution_relu(x, weight, bias, (1, 1), (k // 2, k // 2), (1, 1), 1)
+        return torch.cudnn_convolution_relu(x, weight, bias, stride, (k // 2, k // 2), (1, 1), 1)
 
-    found = {"dense conv+bias+relu": milliseconds(conv)}
+    source = torch.ones(moved // 8, dtype=torch.int32, device="cuda")
+    target = torch.empty_like(source)
+    found = {"copy": milliseconds(lambda: torch.neg(source, out=target))}
+    found["dense conv+bias+relu"] = milliseconds(conv)
     if missing := -layer.channels % 8:  # cuDNN has faster kernels for eight channels
         pad = (0, 0, 0, 0, 0, missing)
         wide = F.pad(weight, pad).contiguous(memory_format=torch.channels_last)
 
         def padded() -> Tensor:
             more = F.pad(x, pad).contiguous(memory_format=torch.channels_last)
-            return torch.cudnn_convolution_relu(more, wide, bias, (1, 1), (k // 2, k // 2), (1, 1), 1)
+            return torch.cudnn_convolution_relu(more, wide, bias, stride, (k // 2, k // 2), (1, 1), 1)
 
         found["dense conv+bias+relu, padded"] = milliseconds(padded)
-    found["dense conv"] = milliseconds(lambda: F.conv2d(x, weight, None, 1, k // 2))
+    found["dense conv"] = milliseconds(lambda: F.conv2d(x, weight, None, stride, k // 2))
     if layer.pool:
         y = conv()
         found["max-pool"] = milliseconds(lambda: F.max_pool2d(y, 2, 2))
@@ -168,7 +186,7 @@ def measure(layer: Layer, batch: int, peak: dict[str, float], good: set[str], de
         except Exception as failure:  # a tile that fails says so and the rest go on
             row["tiles"][name] = {"failed": repr(failure)[:300]}
     try:
-        row["rivals"] = rivals(layer, x)
+        row["rivals"] = rivals(layer, x, problem.bytes)
     except Exception as failure:
         row["rivals"] = {"failed": repr(failure)[:300]}
     return row
@@ -247,7 +265,8 @@ def show(layer: Layer, row: dict[str, Any]) -> None:
     ours = times[best] if best else float("nan")
     rate = 2 * row["macs"] / ours / 1e9
     print(f"{layer.name:16} {ours:7.3f} ms {rate:5.0f} TFLOP/s  floor {row['floor_ms']:.3f}", end="  ")
-    print(f"dense {rival:.3f}+{pool:.3f}  {best}")
+    copy = row["rivals"].get("copy", {}).get("ms", float("nan"))
+    print(f"copy {copy:.3f}  dense {rival:.3f}+{pool:.3f}  {best}")
     for name, tile in row["tiles"].items():
         wrong = "" if tile.get("right", False) else f"  WRONG {tile.get('error', tile.get('failed'))}"
         print(f"    {name:36} {tile.get('ms', float('nan')):7.3f}{wrong}")

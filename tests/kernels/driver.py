@@ -58,6 +58,12 @@ STEMS = {
     "dense": ((64, 3, 224, 224), [(7, 7, 64)], None),
     "dense, pooled": ((64, 3, 224, 224), [(7, 7, 64)], "3x3/2"),
 }
+FEW = {
+    "dla's first": ((16, 3, 224, 224), [(7, 7, 16)], None),
+    "dla's second": ((4, 16, 224, 224), [(3, 3, 16)], None),
+    "32 channels": ((4, 32, 112, 112), [(3, 3, 32)], None),
+}
+"""Few channels on large maps."""
 EPILOGUES = [("lr", (2, 2), "relu"), ("wide", (1, 1), "relu"), ("dense", (2, 2), "silu"), ("join", (1, 1), "gelu")]
 """Layers with a residual, their stride and their activation."""
 
@@ -136,7 +142,7 @@ def _values(plan: KernelPlan) -> int:
 
 
 def forwards(capability: tuple[int, int]) -> None:
-    for layer in (*LAYERS.values(), *FIRST.values()):
+    for layer in (*LAYERS.values(), *FIRST.values(), *FEW.values()):
         problem, x, weights = posed(layer, torch.bfloat16)
         bias = torch.zeros(problem.filters)
         for plan in plans(problem, capability=capability):
@@ -174,6 +180,10 @@ def backwards(capability: tuple[int, int]) -> None:
         codes = empty_codes(problem, x)
         seen = codes if codes is not None else y.permute(0, 2, 3, 1)
         gradients.compute_gradients(problem, y, x, weights, seen, need_input=x.shape[1] > 3)
+    for layer, stride in ((FEW["dla's first"], (1, 1)), (STEMS["dense"], (2, 2))):
+        problem, x, weights = posed(layer, torch.bfloat16, stride=stride)
+        y = torch.zeros(problem.batch, problem.filters, *problem.result_size, dtype=x.dtype)
+        gradients.compute_gradients(problem, y, x, weights, y.permute(0, 2, 3, 1), need_input=False)
     for dtype, stride in ((torch.float16, (2, 2)), (torch.float32, (1, 1))):
         problem, x, weights = posed((*LAYERS["lr"][:2], None), dtype, stride=stride)
         y = torch.zeros(problem.batch, problem.filters, *problem.result_size, dtype=dtype)

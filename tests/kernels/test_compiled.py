@@ -34,6 +34,8 @@ def test_every_kernel_compiles_without_spilling(compiled, capability: int):
         "composite_tiled",
         "composite_stem",
         "composite_gather",
+        "composite_toeplitz",
+        "toeplitz_gradient",
         "weight_gradient_kernel",
         "undo_pool",
         "undo_relu",

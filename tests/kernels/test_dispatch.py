@@ -286,7 +286,7 @@ def test_the_operator_is_well_formed(pool, codes, statistics):
     assert_well_formed(ops.composite_conv2d, arguments, gradients=True)
 
 
-@pytest.mark.parametrize("kernel", ["tiled", "stem", "folded", "enclosed"])
+@pytest.mark.parametrize("kernel", ["tiled", "stem", "folded", "enclosed", "toeplitz"])
 def test_packed_weights_are_as_tracing_expects_them(kernel):
     pytest.importorskip("triton")
     channels = 3 if kernel in ("stem", "folded") else 16

@@ -89,9 +89,9 @@ def frozen_layer(groups=((3, 1, 8), (1, 3, 8)), channels=8, **options):
     return layer, freeze(nn.Sequential(layer, nn.SiLU()))
 
 
-@pytest.mark.parametrize("channels", [16, 3])
-def test_frozen_weights_are_packed_once(monkeypatch, channels):
-    """In the layout that the chosen kernel reads: rows for many channels, the union of taps for few."""
+@pytest.mark.parametrize(("channels", "kernel", "layout"), [(40, "tiled", "rows"), (3, "toeplitz", "toeplitz")])
+def test_frozen_weights_are_packed_once(monkeypatch, channels, kernel, layout):
+    """In the layout that the chosen kernel reads: rows for many channels, a Toeplitz matrix for few."""
     from lowrank_cnn.kernels import ops
 
     layer, net = frozen_layer(channels=channels)
@@ -101,8 +101,8 @@ def test_frozen_weights_are_packed_once(monkeypatch, channels):
     with torch.no_grad(), forced("on"):
         found = [net(x) for _ in range(3)]
         right = F.silu(layer(x))
-    assert made == ["tiled" if channels == 16 else "stem"]
-    assert f"packed_{'rows' if channels == 16 else 'union'}_float32" in dict(net.named_modules())["0"]._buffers
+    assert made == [kernel]
+    assert f"packed_{layout}_float32" in dict(net.named_modules())["0"]._buffers
     assert all(torch.allclose(y, right, atol=1e-2 if GPU else 1e-5) for y in found)
     assert list(net.state_dict()) == ["0.bias", "0.weights.0", "0.weights.1"]
 

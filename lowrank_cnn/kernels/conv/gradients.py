@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.kernels import device as gpu
-from lowrank_cnn.kernels.conv import backward, equivalent, gather, hopper_plan, tiled
+from lowrank_cnn.kernels.conv import backward, equivalent, gather, hopper_plan, tiled, toeplitz
 from lowrank_cnn.kernels.conv.forward import run_plan
 from lowrank_cnn.kernels.conv.plans import KernelPlan, plans, preset
 from lowrank_cnn.kernels.device import on_its_device
@@ -44,6 +44,9 @@ def compute_gradients(
         return None, dw, db
     if gather.STEM.unsupported(problem) is None and not need_input:
         dw, db = gather.launch_stem_gradient(problem, x, g, seen, programs)
+        return None, dw, db
+    if toeplitz.gradient_unsupported(problem) is None and not need_input:
+        dw, db = toeplitz.launch_toeplitz_gradient(problem, pixels, g, seen)
         return None, dw, db
     if problem.stride != (1, 1) and equivalent.parity_unsupported(problem) is None:
         g, db = backward.launch_undo(problem, g, seen, programs, need_bias=need_bias)

@@ -9,14 +9,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lowrank_cnn.kernels.conv import equivalent, gather, hopper_plan, tiled
+from lowrank_cnn.kernels.conv import equivalent, gather, hopper_plan, tiled, toeplitz
 from lowrank_cnn.kernels.problem import OVERLAPPING, ForwardKernel, Problem
 
 KERNELS: dict[str, ForwardKernel] = {
     "window": hopper_plan.WINDOW,
     "overlap": hopper_plan.OVERLAP,
-    "stem": gather.STEM,
     "hopper": hopper_plan.HOPPER,
+    "toeplitz": toeplitz.TOEPLITZ,
+    "stem": gather.STEM,
     "enclosed": equivalent.ENCLOSED,
     "tiled": tiled.KERNEL,
     "folded": equivalent.FOLDED,
@@ -77,7 +78,7 @@ def shortlist(found: Sequence[KernelPlan]) -> list[KernelPlan]:
 
     The latter if a plan multiplies by zeros, which pays only sometimes.
     """
-    if "enclosed" not in {plan.kernel for plan in found}:
+    if not {"enclosed", "toeplitz"} & {plan.kernel for plan in found}:
         return [found[0]]
     return list({plan.kernel: plan for plan in reversed(found)}.values())[::-1]
 

@@ -16,6 +16,7 @@ from lowrank_cnn.kernels.conv.gather import GatherTile, StemTile
 from lowrank_cnn.kernels.conv.hopper_plan import HopperTile, OverlapTile, WindowTile
 from lowrank_cnn.kernels.conv.plans import KERNELS, KernelPlan, refusal
 from lowrank_cnn.kernels.conv.tiled import Tile
+from lowrank_cnn.kernels.conv.toeplitz import ToeplitzTile
 from lowrank_cnn.kernels.problem import ConvTensors, empty_codes
 from tests.kernels.helpers import DEVICE, GPU, assert_close, posed, winners
 
@@ -24,6 +25,7 @@ PLAIN = {
     "stem": StemTile(32),
     "gather": GatherTile(32, 16, 16),
     "folded": Tile(32, 16, 16),
+    "toeplitz": ToeplitzTile(16),
 }
 SMALL = HopperTile(pixels=32, filters=16, depth=16, boxes=2, slabs=2, parts=1)
 GLUON = {"hopper": SMALL, "enclosed": SMALL, "window": WindowTile(2, 1), "overlap": OverlapTile(2, 2, 1)}
@@ -31,7 +33,7 @@ LOW_RANK, STEM = [(3, 1, 16), (1, 3, 24)], [(7, 1, 16), (1, 7, 16)]
 TWO, LAST = {"stride": (2, 2)}, {"residual": True, "add_last": True}
 CASES = {
     "odd size, ragged groups": (
-        (2, 24, 9, 7), [(3, 1, 16), (1, 3, 40)], {"relu": True}, "hopper tiled gather",
+        (2, 24, 9, 7), [(3, 1, 16), (1, 3, 40)], {"relu": True}, "hopper toeplitz tiled gather",
     ),
     "three groups, pool": (
         (3, 16, 8, 8), [(3, 1, 16), (1, 3, 16), (3, 3, 16)], {"relu": True, "pool": "floor"},
@@ -42,27 +44,33 @@ CASES = {
         "hopper tiled gather",
     ),
     "pointwise": ((2, 40, 7, 5), [(1, 1, 32)], {"bias": False}, "stem hopper tiled gather"),
-    "residual": ((1, 16, 5, 9), [(3, 3, 32)], {"residual": True, "activation": "silu"}, "hopper tiled gather"),
-    "residual added last": ((1, 24, 6, 6), LOW_RANK, {**LAST, "activation": "gelu"}, "hopper tiled gather"),
+    "residual": (
+        (1, 16, 5, 9), [(3, 3, 32)], {"residual": True, "activation": "silu"}, "hopper toeplitz tiled gather",
+    ),
+    "residual added last": (
+        (1, 24, 6, 6), LOW_RANK, {**LAST, "activation": "gelu"}, "hopper toeplitz tiled gather",
+    ),
     "narrow groups": (
         (2, 16, 6, 7), [(3, 1, 16), (3, 3, 24), (3, 3, 16)], {"activation": "hardswish"},
-        "hopper enclosed tiled gather",
+        "hopper toeplitz enclosed tiled gather",
     ),
-    "maps of one pixel": ((2, 16, 1, 1), [(3, 1, 16), (1, 3, 8)], {"relu": True}, "tiled gather"),
-    "stride 2": ((2, 16, 8, 12), LOW_RANK, {**TWO, "residual": True, "relu": True}, "hopper tiled folded gather"),
+    "maps of one pixel": ((2, 16, 1, 1), [(3, 1, 16), (1, 3, 8)], {"relu": True}, "toeplitz tiled gather"),
+    "stride 2": (
+        (2, 16, 8, 12), LOW_RANK, {**TWO, "residual": True, "relu": True}, "hopper toeplitz tiled folded gather",
+    ),
     "stride 2, rows only": (
         (1, 16, 10, 8), [(5, 1, 16), (1, 5, 16)], {"stride": (2, 1), "pool": "floor"},
         "hopper tiled folded gather",
     ),
     "stride 3": (
-        (1, 16, 9, 9), [(3, 3, 8)], {"stride": (3, 3), "padding": [((0, 0), (0, 0))]}, "tiled gather",
+        (1, 16, 9, 9), [(3, 3, 8)], {"stride": (3, 3), "padding": [((0, 0), (0, 0))]}, "toeplitz tiled gather",
     ),
     "cropped": (
         (1, 8, 7, 7), [(3, 3, 8), (1, 1, 8)], {"padding": [((0, 1), (1, 0)), ((-1, 0), (0, -1))]},
-        "enclosed tiled gather",
+        "toeplitz enclosed tiled gather",
     ),
-    "odd size at stride 2": ((1, 16, 7, 9), [(3, 3, 16)], TWO, "folded gather"),
-    "ragged filters": ((1, 20, 7, 6), [(3, 1, 7), (1, 3, 6)], {**TWO, "relu": True}, "gather"),
+    "odd size at stride 2": ((1, 16, 7, 9), [(3, 3, 16)], TWO, "toeplitz folded gather"),
+    "ragged filters": ((1, 20, 7, 6), [(3, 1, 7), (1, 3, 6)], {**TWO, "relu": True}, "toeplitz gather"),
     "first layer": (
         (2, 3, 12, 34), [(3, 1, 8), (1, 3, 8)], {"relu": True, "pool": "floor"}, "window stem folded gather",
     ),
@@ -72,12 +80,17 @@ CASES = {
     "four channels": (
         (2, 4, 10, 6), [(3, 3, 32), (1, 1, 16)], {"pool": "ceil"}, "window stem folded gather",
     ),
-    "grey": ((1, 1, 5, 5), [(5, 1, 8), (1, 5, 8), (1, 1, 4)], {**LAST, "activation": "relu"}, "stem gather"),
+    "grey": (
+        (1, 1, 5, 5), [(5, 1, 8), (1, 5, 8), (1, 1, 4)], {**LAST, "activation": "relu"}, "toeplitz stem gather",
+    ),
     "stem with its pool": ((2, 3, 22, 30), STEM, {**TWO, "pool": "3x3/2", "relu": True}, "overlap"),
     "stem of several tiles": ((1, 3, 9, 262), [(3, 3, 48)], {**TWO, "pool": "3x3/2"}, "overlap"),
-    "dense stem": ((1, 3, 30, 22), [(7, 7, 32)], {**TWO, "activation": "silu"}, "overlap folded gather"),
+    "dense stem": (
+        (1, 3, 30, 22), [(7, 7, 32)], {**TWO, "activation": "silu"}, "overlap toeplitz folded gather",
+    ),
+    "stem of a large map": ((2, 3, 10, 11), [(7, 7, 16)], {"relu": True}, "toeplitz folded gather"),
     "even taps": (
-        (3, 4, 10, 9), [(4, 4, 16)], {**TWO, "padding": [((1, 1), (1, 1))]}, "overlap stem folded gather",
+        (3, 4, 10, 9), [(4, 4, 16)], {**TWO, "padding": [((1, 1), (1, 1))]}, "overlap toeplitz stem folded gather",
     ),
     "stem, rows of stride 1": ((1, 3, 16, 16), [(3, 3, 16)], {"stride": (1, 2), "pool": "3x3/2"}, "overlap"),
 }  # fmt: skip

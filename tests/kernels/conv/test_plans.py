@@ -47,11 +47,13 @@ def problem(groups=LOW_RANK, channels=64, stride=1, size=56, batch=32, dtype=tor
         (problem(), OLDER, "tiled"),
         (problem(), (10, 0), "tiled"),
         (problem(size=7), HOPPER, "tiled"),  # too few pixels for large tiles
-        (problem(channels=3), HOPPER, "stem"),
+        (problem(channels=3), HOPPER, "toeplitz stem"),
         (problem(channels=3, pool="floor", relu=True), HOPPER, "window stem"),
-        (problem(channels=3, stride=2), HOPPER, "overlap stem"),
+        (problem(channels=3, stride=2), HOPPER, "overlap toeplitz stem"),
+        (problem([(7, 7, 16)], channels=3), OLDER, "toeplitz folded gather"),
+        (problem([(3, 3, 16)], channels=16, size=224), HOPPER, "hopper toeplitz tiled"),
         (problem(channels=3, stride=2, pool="3x3/2"), HOPPER, "overlap"),
-        (problem(channels=20), ANY, "folded gather"),
+        (problem(channels=20), ANY, "toeplitz folded gather"),
         (problem(stride=2), HOPPER, "hopper tiled"),
         (problem(stride=2, size=57), HOPPER, "folded gather"),
         (problem(stride=3, size=57, channels=60), HOPPER, "gather"),
@@ -75,6 +77,8 @@ def test_without_tuning_one_plan_is_measured_unless_it_computes_zeros():
     found = plans(problem([(3, 1, 32), (3, 3, 32)]), capability=HOPPER)
     assert [plan.kernel for plan in shortlist(found)] == ["hopper", "enclosed", "tiled"]
     assert shortlist(found)[0] == found[0]
+    few = plans(problem([(3, 3, 16)], channels=16, size=224), capability=HOPPER)
+    assert [plan.kernel for plan in shortlist(few)] == ["hopper", "toeplitz", "tiled"]
     assert shortlist(plans(problem(), capability=HOPPER)) == plans(problem(), capability=HOPPER)[:1]
 
 
@@ -88,6 +92,10 @@ def test_without_tuning_one_plan_is_measured_unless_it_computes_zeros():
         ("tiled", problem(stride=2, size=57), "does not divide"),
         ("stem", problem(), "more than 64"),
         ("stem", problem([(3, 3, 264)], channels=3), "more than one program holds"),
+        ("toeplitz", problem(), "more than 32"),
+        ("toeplitz", problem(channels=3, pool="floor"), "a pool"),
+        ("toeplitz", problem([(1, 1, 16)], channels=16), "share"),
+        ("toeplitz", problem([(3, 3, 136)], channels=3), "do not fit"),
         ("gather", problem([(17, 17, 8)], channels=3), "taps that span"),
         ("folded", problem(), "no blocks"),
         ("enclosed", problem(), "need not be enclosed"),
@@ -185,7 +193,7 @@ def test_a_stored_plan_comes_first_where_it_was_measured(monkeypatch):
     first = problem([(3, 3, 16)], channels=3, size=8)
     stored = {"9.0": {shape_of(first): {"forward": "window-s3-r3"}}}
     monkeypatch.setattr(module, "table", lambda: stored)
-    assert {plan.kernel for plan in plans(first, capability=HOPPER)} == {"stem"}  # `window` refuses it
+    assert {plan.kernel for plan in plans(first, capability=HOPPER)} == {"toeplitz", "stem"}  # `window` refuses it
 
 
 @pytest.mark.parametrize(
