@@ -78,7 +78,7 @@ def main() -> None:
     settings = {**SETTINGS, **parse_settings(options.settings)}
 
     def traced(names: Iterable[str], **plan: Any) -> Frontier:
-        how = {"batch": options.batch, "compile": False, "processes": options.processes, "match": ()}
+        how = {"batch": options.batch, "processes": options.processes, "match": ()}
         left = options.budget - (time.monotonic() - began)
         whole = FrontierPlan(tuple(dict.fromkeys(names)), **{"seeds": 0, "budget": max(0.0, left), **how, **plan})
         into: dict[str, Any] = {"recipe": options.recipe, "settings": settings, "device": options.device}

@@ -214,13 +214,15 @@ class DatasetLoader(Loader):
         if tensors is None or sum(tensor.nbytes for tensor in tensors) > MOST_PREPARED_BYTES:
             return None
         inputs, targets = tensors[0], self.split.class_numbers(tensors[1], train=self.train)
-        return inputs.movedim(1, -1).contiguous().to(self._device), targets.to(self._device)
+        return _channels_last(inputs).to(self._device), targets.to(self._device)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Any]]:
         def move(value: Any) -> Any:
             return value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
 
         def prepared(images: Any) -> Any:
+            if isinstance(images, Tensor) and images.ndim == 5 and self._held is None:
+                images = _channels_last(images).movedim(-1, 1)
             return self._prepare(images) if self._bytes else images
 
         if self._held is not None:
@@ -285,6 +287,11 @@ def listed_labels(dataset: Dataset) -> Tensor | None:
     if labels.shape != (len(dataset),) or labels.is_floating_point():  # type: ignore[arg-type]
         return None
     return labels.long().cpu()
+
+
+def _channels_last(inputs: Tensor) -> Tensor:
+    """A copy [n, ..., C]: `contiguous` would leave inputs of one channel with strides of another format."""
+    return inputs.movedim(1, -1).clone(memory_format=torch.contiguous_format)
 
 
 def held_tensors(dataset: Dataset) -> Sequence[Tensor] | None:

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import lowrank_cnn as lr
 from lowrank_cnn.choose.trace import FrontierPlan, trace_frontier
 from lowrank_cnn.core.modules import is_example
-from lowrank_cnn.data import open_data
+from lowrank_cnn.data import Augment, fit_preprocess, make_loader, open_data
 from lowrank_cnn.data.augment import Mixer
+from lowrank_cnn.data.own import data_of
 from lowrank_cnn.data.preprocess import AsGiven, Standardize
 from lowrank_cnn.train.loop import Trainer
 from lowrank_cnn.train.recipe import Recipe
@@ -103,6 +104,16 @@ def test_floats_are_taken_as_they_are(tmp_path: Path):
     trained = load_checkpoint(tmp_path / "run", network=network("2+1"))
     assert isinstance(trained.preprocess, AsGiven)
     assert lr.predict(trained, x[0], device="cpu")[0][0][0] in "01"
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize("make", [lambda x: TensorDataset(x, LABELS), Items])
+def test_batches_are_channels_last_even_of_one_channel(make, channels: int):
+    """By these strides cuDNN and our kernels choose their format."""
+    split = data_of(make(in_bytes()[:, :channels]), None).train
+    how: dict[str, Any] = {"preprocess": fit_preprocess("standardize", split), "augment": Augment(), "seed": 0}
+    batch, _ = next(make_loader(split, batch_size=8, device="cpu", train=True, **how).epoch(0))
+    assert batch.stride() == (channels * 5 * 6 * 7, 1, channels * 6 * 7, channels * 7, channels)
 
 
 @pytest.mark.parametrize("scheme", ["lr", "2+1"])
