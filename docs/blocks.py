@@ -58,6 +58,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "depthwise": depthwise.layers,
     "depthwise-networks": depthwise.networks,
     "volumes": depthwise.volumes,
+    "modelnet10": depthwise.shapes,
     "foreign": foreign.foreign,
     "foreign-summary": foreign.summary,
     "frontier": frontier.frontier,

@@ -14,6 +14,7 @@ from tables.form import ROOT, JsonRecord, from_record, markdown, record, recorde
 from lowrank_cnn.report.style import OTHERS
 
 LAYERS, NETWORKS, VOLUMES = "depthwise.json", "depthwise_networks.json", "volumes.json"
+SHAPES = "modelnet10.json"
 PICTURE = "images/depthwise.svg"
 KINDS = ("bands", "7x7", "3x3")
 WAYS = ("torch", "ours")
@@ -82,6 +83,24 @@ def volumes(found: JsonRecord) -> str:
         "*torch*: the network as it is, by torch.compile in a CUDA graph, in the faster of two memory formats.\n"
     )
     return markdown(columns, lines) + note + source(VOLUMES, found["environment"])
+
+
+@from_record(SHAPES, without="")
+def shapes(found: JsonRecord) -> str:
+    """Each design over ModelNet10's voxels, and the thin dense network of its time: accuracy, and the gap."""
+    networks, lines = {row["network"]: row for row in found["networks"]}, []
+    for one in found["answers"]:
+        pair = [networks[one[side]] for side in ("ours", "theirs")]
+        cells = [f"{row['top1']:.1f}% in {row['ms']:.2f} ms" for row in pair]
+        gap = f"{one['gap']:+.2f} ({one['low']:+.2f} to {one['high']:+.2f})"
+        lines.append([f"`{one['ours']}`", cells[0], f"`{one['theirs']}`", cells[1], gap, one["verdict"]])
+    seeds, asked = len(found["networks"][0]["runs"]), found["answers"][0]
+    note = (
+        f"\nModelNet10, voxels of 30x30x30, {seeds} seeds each; inference of {found['batch']} through `optimize`. "
+        f"Gap: points, 99% interval. The question: ahead by {asked['margin']:g} points?\n"
+    )
+    columns = ["design", "test, time", "thin dense of its time", "test, time", "gap", "ahead"]
+    return markdown(columns, lines) + note + source(SHAPES, found["environment"])
 
 
 def draw(path: Path) -> None:

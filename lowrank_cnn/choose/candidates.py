@@ -218,12 +218,12 @@ def at_width(design: Design, width: float, matched: str = "") -> Design:
 
 
 def family_network(
-    family: Family, size: tuple[int, int, int], classes: int, norm: str | None = "batch", base: float = 1.0
+    family: Family, size: tuple[int, ...], classes: int, norm: str | None = "batch", base: float = 1.0
 ) -> nn.Module:
     """The dense network of a family with fresh weights, for images of one size and a number of classes."""
-    channels, height, width = size
     if is_foreign(family.network):
         return build_foreign(family.network, None, classes)[0]
+    channels, height, width = size
     made: dict[str, Any] = {"num_classes": classes, "in_channels": channels, "norm": norm}
     made |= {"dropout": 0.0, "width": base, "image_size": height if height == width else None}
     return create_model(family.network, **made, **dict(family.options))
@@ -238,12 +238,12 @@ class Builder:
     """
 
     make: Callable[[], nn.Module]
-    size: tuple[int, int, int]
+    size: tuple[int, ...]
     kept: tuple[str, ...] = ()
     on_meta: bool = False
 
     @classmethod
-    def of_family(cls, family: Family, size: tuple[int, int, int], *more: Any, **options: Any) -> Builder:
+    def of_family(cls, family: Family, size: tuple[int, ...], *more: Any, **options: Any) -> Builder:
         """The builder of a family; the arguments are those of `family_network`."""
         make = partial(family_network, family, size, *more, **options)
         return cls(make, size, family.kept, on_meta=not is_foreign(family.network))
@@ -291,7 +291,7 @@ class Builder:
         return [name for name in names if 2 * filters[name] > max(filters.values())]
 
 
-def last_stage(network: nn.Module, size: tuple[int, int, int]) -> list[str]:
+def last_stage(network: nn.Module, size: tuple[int, ...]) -> list[str]:
     """The convs that give maps of the size of the last spatial conv, 1x1 ones too: sums need them all."""
     rows = count(network, size).layers
     end = stages(network, size)[-1]

@@ -98,7 +98,8 @@ class Target:
         """Images to time a network with; on a GPU in bf16, as networks are trained there."""
         images = torch.randn(batch, *size, generator=torch.Generator().manual_seed(0))
         if self.gpu:
-            return images.to(self.device, torch.bfloat16, memory_format=torch.channels_last)
+            layout = torch.channels_last_3d if len(size) > 3 else torch.channels_last
+            return images.to(self.device, torch.bfloat16, memory_format=layout)
         return images.to(self.device)
 
     def prepared(

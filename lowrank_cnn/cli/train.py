@@ -408,7 +408,7 @@ def _told(recipe: Recipe) -> str:
 def _print_start(data: Data, recipe: Recipe, remark: str, *, tuned: bool) -> None:
     console.print(f"Recipe: {_told(recipe)} (the record has every field)")
     counts = f"{len(data.train):,} to train on, {len(data.test):,} to test on"
-    size = f"{data.train.size[1]}x{data.train.size[2]} pixels" if data.train.size else "of many sizes"
+    size = f"{'x'.join(map(str, data.train.size[1:]))} pixels" if data.train.size else "of many sizes"
     console.print(f"Images: {data.name}, {counts}, {counted(len(data.classes), 'class')}, {size}")
     if held := data.details.get("val_split"):
         console.print(_held_out_in_words(data, held["share"]))

@@ -384,11 +384,14 @@ def _beta(alpha: float, draw: torch.Generator) -> float:
 
 def _pasted(images: Tensor, order: Tensor, share: float, draw: torch.Generator) -> tuple[Tensor, float]:
     """A box of the other image over each, and the share of the own pixels that are left."""
-    height, width = images.shape[2:]
-    box = (round(height * (1 - share) ** 0.5), round(width * (1 - share) ** 0.5))
-    centre = (torch.rand(2, generator=draw) * torch.tensor([height, width])).long().tolist()
-    top, left = (max(0, centre[side] - box[side] // 2) for side in (0, 1))
-    bottom, right = min(height, top + box[0]), min(width, left + box[1])
+    sides = torch.tensor(images.shape[2:])
+    centres = (torch.rand(len(sides), generator=draw) * sides).long().tolist()
+    box, taken = [slice(None), slice(None)], 1
+    for side, centre in zip(sides.tolist(), centres, strict=True):
+        length = round(side * (1 - share) ** (1 / len(sides)))
+        first = max(0, centre - length // 2)
+        box.append(slice(first, min(side, first + length)))
+        taken *= box[-1].stop - first
     mixed = images.clone()
-    mixed[:, :, top:bottom, left:right] = images[order][:, :, top:bottom, left:right]
-    return mixed, 1 - (bottom - top) * (right - left) / (height * width)
+    mixed[tuple(box)] = images[order][tuple(box)]
+    return mixed, 1 - taken / int(sides.prod())

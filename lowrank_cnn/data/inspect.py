@@ -128,6 +128,8 @@ def _decoded(split: Split, index: int) -> tuple[Image, str]:
             data = split.store.read(int(split.rows[index]))
         return decode_image(data, channels=3), open_image(data).mode
     pixels: Any = split.picture(index)
+    if pixels is None:
+        raise LowRankError("these are volumes, and this is for images.")
     rows = pixels.permute(1, 2, 0).squeeze(2).contiguous().numpy()
     image = require("PIL.Image", extra="data", purpose="inspecting images").fromarray(rows)
     return image.convert("RGB"), image.mode

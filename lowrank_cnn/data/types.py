@@ -18,7 +18,8 @@ from lowrank_cnn.core.errors import LowRankError, check_number, option
 from lowrank_cnn.core.files import open_regular
 from lowrank_cnn.core.text import counted, first_few
 
-Size = tuple[int, int, int]
+Size = tuple[int, ...]
+"""(channels, height, width) of an image, (channels, depth, height, width) of a volume."""
 Bad = Literal["skip", "refuse"]
 MOST_SIZES = 2**16
 """File sizes are read for this many files at most: each costs a request to a network file system."""
@@ -87,7 +88,7 @@ class Split(Protocol):
 
     @property
     def size(self) -> Size | None:
-        """(channels, height, width), or None if the images differ in size."""
+        """The size of an image or a volume, or None if they differ in size."""
         ...
 
     @property

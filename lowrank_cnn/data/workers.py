@@ -158,8 +158,9 @@ def decode_rows(
     interpreter on small images.
     """
     _ = store.stamps  # of all files, listed here and not by each worker
-    framing = Framing(size[1:], size[1:], None, 0, False, ())
-    parts = EpochParts(store, rows[None], range(1), _CHUNK, 1, size[0], framing, one_size=not any_size)
+    channels, height, width = size
+    framing = Framing((height, width), (height, width), None, 0, False, ())
+    parts = EpochParts(store, rows[None], range(1), _CHUNK, 1, channels, framing, one_size=not any_size)
     workers = min(_MOST_WORKERS, os.cpu_count() or 1) if len(rows) >= _WORTH_WORKERS else 0
     forks = workers > 1 and "fork" in multiprocessing.get_all_start_methods()
     options = {"workers": workers, "multiprocessing_context": "fork"} if forks else {}

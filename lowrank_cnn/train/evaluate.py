@@ -28,7 +28,7 @@ from lowrank_cnn.data import Augment, Data, Preprocess, Problems, Split, make_lo
 from lowrank_cnn.data.augment import centre_crop, resize_shorter
 from lowrank_cnn.data.decode import BadImageError, decode_image, stack, thumbnail
 from lowrank_cnn.data.folders import image_files, read_image
-from lowrank_cnn.data.own import for_classes, is_dataset
+from lowrank_cnn.data.own import as_dataset, for_classes, in_short, is_dataset
 from lowrank_cnn.data.store import counting
 from lowrank_cnn.data.streamed import frame
 from lowrank_cnn.data.types import places_by_name
@@ -313,7 +313,7 @@ def averaged_views(forward: Callable[[Tensor], Tensor], recipe: Recipe) -> Calla
 @lost_process_as_user_error()
 def evaluate(
     model: Trained | nn.Module | str | Path,
-    data: Data | Dataset | DataLoader | str | Path,
+    data: Data | Dataset | DataLoader | tuple[Any, Any] | str | Path,
     *,
     preprocess: Preprocess | None = None,
     recipe: Recipe | None = None,
@@ -392,6 +392,7 @@ def _opened(data: Any, network: nn.Module, known: Trained | None, recipe: Recipe
     """The data to test on; a data set without names of classes has those of a trained network."""
     if isinstance(data, Data):
         return data
+    data = as_dataset(data)
     if not is_dataset(data):
         return open_data(data, only_test=True)
     recipe, classes = (known.recipe, known.classes) if known else (recipe, ())
@@ -470,9 +471,10 @@ def predict(
 
     `model` is a run's directory, an exported file, or a network that was loaded or trained. `images` is one image
     or a list of them. An image is a path, the bytes of a file, a PIL image, or uint8 values in an array [H, W] or
-    [H, W, C] or in a tensor [C, H, W]. A folder stands for all image files below it, sorted. With `bad="skip"` the
-    answer for an image that cannot be read is None; else it is refused. `output` is the name or the number of the
-    output with the class scores, of a network with several. Views of an image are averaged as in `evaluate`.
+    [H, W, C] or in a tensor [C, H, W]; a volume is a tensor or array [C, D, H, W] such as it was trained on. A
+    folder stands for all image files below it, sorted. With `bad="skip"` the answer for an image that cannot be
+    read is None; else it is refused. `output` is the name or the number of the output with the class scores, of a
+    network with several. Views of an image are averaged as in `evaluate`.
 
     >>> predict("runs/photos", ["holiday.jpg"], top=2)  # doctest: +SKIP
     [[('beach', 0.93), ('city', 0.05)]]
@@ -533,8 +535,13 @@ def _with_preparation(model: Trained | nn.Module | str | Path) -> Trained:
 
 
 def _pixels(image: Any, trained: Trained) -> Tensor:
-    """Pixels [C, H, W]: whole at the one size of the training images, else framed as these were."""
-    size = (trained.image[1], trained.image[2]) if trained.image else None
+    """Pixels [C, H, W]: whole at the one size of the training images, else framed as these were; or a volume."""
+    if len(trained.image) > 3:
+        if tuple(getattr(image, "shape", ())) != trained.image:
+            wanted = "x".join(map(str, trained.image))
+            raise LowRankError(f"the network takes volumes of {wanted}, not {in_short(image)}.")
+        return torch.as_tensor(image)
+    size = trained.image[1:] or None
     framing = frame(size, Augment() if size else trained.augment, train=False, fill=())
     name = str(image) if isinstance(image, str | Path) else f"the {type(image).__name__}"
     try:
@@ -583,7 +590,7 @@ def _array(image: Any) -> Any:
 
 def _whole_to_window(images: Tensor, trained: Trained) -> Tensor:
     """Scale and crop preprocessed images: whitening needs the whole image."""
-    if not trained.image:
+    if len(trained.image) != 3:
         return images
     window = trained.augment.window(images.shape[2], images.shape[3], train=False)
     return centre_crop(resize_shorter(images, trained.augment.resize), window)

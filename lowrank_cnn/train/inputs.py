@@ -35,7 +35,7 @@ from lowrank_cnn.data import (
     preprocess_from_dict,
 )
 from lowrank_cnn.data.augment import Mixer, PixelAugment
-from lowrank_cnn.data.own import DatasetSplit, data_of, in_short, is_dataset
+from lowrank_cnn.data.own import DatasetSplit, as_dataset, data_of, in_short, is_dataset
 from lowrank_cnn.data.preprocess import AsGiven
 from lowrank_cnn.data.sources import LARGE_SIDE
 from lowrank_cnn.data.streamed import frame
@@ -89,7 +89,8 @@ def make_inputs(
     augment = augmentation(recipe)
     size = input_size(data.test, augment)
     _check_batch(recipe, len(kept.train), len(data.train))
-    _check_several(recipe) if is_example(size) else _check_window(recipe, size, data.train)
+    _check_unused(recipe, size)
+    _check_window(recipe, size, data.train)
     preprocess = preprocess_from_dict(saved) if saved else preprocessing(kept.train, recipe, device)
     pixels = PixelAugment(recipe.zoom, recipe.jitter, recipe.auto_augment)
     pixels.check(preprocess)
@@ -156,19 +157,24 @@ def _check_batch(recipe: Recipe, images: int, all_images: int) -> None:
     )
 
 
-def _check_several(recipe: Recipe) -> None:
-    """Reject augmentation for multi-input networks."""
-    unused = {"mixup": 0, "cutmix": 0, "whiten_first": False, "test_mirror": False, "test_shift": 0}
-    for name, value in {**unused, "accumulate": 1, "quantize": "none"}.items():
+def _check_unused(recipe: Recipe, size: InputSize) -> None:
+    """Reject augmentation for multi-input networks and, unless it suits any number of axes, for volumes."""
+    several = {"mixup": 0, "cutmix": 0, "test_mirror": False, "accumulate": 1}
+    volumes = {"zoom": 1, "jitter": 0, "auto_augment": "none", "preprocess": "standardize"}
+    both = {"whiten_first": False, "test_shift": 0, "quantize": "none"}
+    if not is_example(size) and len(checked_size(size)) == 3:
+        return
+    inputs = "has several inputs" if is_example(size) else "takes volumes"
+    for name, value in (both | (several if is_example(size) else volumes)).items():
         if getattr(recipe, name) != value:
-            raise LowRankError(
-                f"{name} is for networks of one image, and this one has several inputs: leave it out."
-            )
+            raise LowRankError(f"{name} is for networks of one image, and this one {inputs}: leave it out.")
 
 
 def _check_window(recipe: Recipe, size: InputSize, split: Split) -> None:
     """Refuse settings that leave nothing to see of images of this size; the user's own data is not cropped."""
-    _, height, width = checked_size(size)
+    if is_example(size):
+        return
+    height, width = checked_size(size)[-2:]
     limits = {"test_shift": min(height, width)}
     if not isinstance(split, DatasetSplit):
         limits |= {"cutout": 2 * max(height, width), "pad": max(height, width) + 1}
@@ -193,8 +199,8 @@ def augmentation(recipe: Recipe) -> Augment:
 
 
 def preprocessing(split: Split, recipe: Recipe, device: torch.device | str = "cpu") -> Preprocess:
-    """The preprocessing of a recipe, fitted to a training split; none for the user's own data."""
-    if isinstance(split, DatasetSplit):
+    """The preprocessing of a recipe, fitted to a training split; none for the user's own data but bytes."""
+    if isinstance(split, DatasetSplit) and not split.in_bytes:
         return AsGiven()
     return fit_preprocess(recipe.preprocess, split, device=device, epsilon=recipe.zca_epsilon)
 
@@ -218,8 +224,8 @@ def input_size(split: Split, augment: Augment) -> InputSize:
     return image_size(split, augment) if example is None else example
 
 
-def image_size(split: Split, augment: Augment) -> tuple[int, int, int]:
-    """The same for networks of one image; data with several inputs is refused."""
+def image_size(split: Split, augment: Augment) -> tuple[int, ...]:
+    """The same for networks of one image or volume; data with several inputs is refused."""
     if not isinstance(split, DatasetSplit):
         return split.channels, *frame(split.size and split.size[1:], augment, train=False, fill=()).window
     if split.size is None:
@@ -239,7 +245,8 @@ def open_for(network: nn.Module, data: Any, recipe: Recipe, *, classes: Sequence
     if isinstance(data, str | Path):
         reading = partial(open_data, data)
         return as_network_wants(reading(), network, recipe, reading)
-    train, test = data if isinstance(data, tuple | list) and len(data) == 2 else (data, None)
+    data = as_dataset(data)
+    train, test = map(as_dataset, data) if isinstance(data, tuple | list) and len(data) == 2 else (data, None)
     if not is_dataset(train) or not (test is None or is_dataset(test)):
         raise LowRankError(
             "fit takes a Data, a path, a Dataset or DataLoader, or a pair of these (train, test), "

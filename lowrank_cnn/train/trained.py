@@ -16,7 +16,7 @@ from lowrank_cnn.core.modules import checked_size, is_example
 from lowrank_cnn.core.notes import TrainingCard, note, notes
 from lowrank_cnn.core.text import counted, first_few
 from lowrank_cnn.data import Augment, Preprocess, Standardize, preprocess_from_dict
-from lowrank_cnn.data.preprocess import AsGiven
+from lowrank_cnn.data.preprocess import AsGiven, per_channel
 from lowrank_cnn.data.streamed import frame
 from lowrank_cnn.graph.finalize_shapes import finalize_shapes, has_learned
 from lowrank_cnn.method.activations import evaluating
@@ -49,9 +49,10 @@ from lowrank_cnn.train.run_folder import (
 class Trained:
     """A network with the preprocessing of its images and the names of its classes.
 
-    `image` is the size of the images it was trained on (channels, height, width) before any crop, or empty if they
-    differed in size. `held_out` says which images of its set it was not trained on, where the set came without
-    test images: the share and seed (`val_split`), the number trained on, and the name and digest of the set.
+    `image` is the size of the images it was trained on (channels, height, width) before any crop, of volumes
+    (channels, depth, height, width), or empty if they differed in size. `held_out` says which images of its set
+    it was not trained on, where the set came without test images: the share and seed (`val_split`), the number
+    trained on, and the name and digest of the set.
     `ranges` are those of the layers' inputs, of a network trained with `quantize="int8"`.
     """
 
@@ -76,17 +77,17 @@ class Trained:
     @property
     def size_option(self) -> int | str | None:
         """The size of its images as `image_size` takes it: 64, or "48x64"; None where they differed in size."""
-        if not self.image:
+        if len(self.image) != 3:
             return None
         _, height, width = self.image
         return height if height == width else f"{height}x{width}"
 
     @property
-    def input_size(self) -> tuple[int, int, int]:
+    def input_size(self) -> tuple[int, ...]:
         """The size of the network's input (channels, height, width); empty where it takes several inputs."""
-        if not self.image and isinstance(self.preprocess, AsGiven):
-            return ()  # type: ignore[return-value]
-        return self.channels, *frame(self.image[1:] or None, self.augment, train=False, fill=()).window  # type: ignore[arg-type]
+        if isinstance(self.preprocess, AsGiven) or len(self.image) > 3:  # not cropped
+            return self.image
+        return self.channels, *frame(self.image[1:] or None, self.augment, train=False, fill=()).window
 
     @property
     def augment(self) -> Augment:
@@ -312,6 +313,9 @@ def _translation(ours: Preprocess, theirs: Preprocess, device: torch.device) -> 
             raise LowRankError("the teacher's images are prepared in another way than those of this run.")
         return lambda images: images
     one, other = ours.to(device), theirs.to(device)
-    scale = (one.std / other.std)[:, None, None]
-    shift = ((one.mean - other.mean) / other.std)[:, None, None]
-    return lambda images: images * scale.to(images.dtype) + shift.to(images.dtype)
+    scale, shift = one.std / other.std, (one.mean - other.mean) / other.std
+
+    def translated(images: Tensor) -> Tensor:
+        return images * per_channel(scale, images).to(images.dtype) + per_channel(shift, images).to(images.dtype)
+
+    return translated

@@ -150,6 +150,16 @@ def test_networks_over_volumes_show_the_share_of_the_compilers_time(blocks: Modu
     assert cells(blocks.TABLES["volumes"](), "`r3d_18` by `lr`")[1:] == 2 * ["10.00", "3.00", "**0.30**"]
 
 
+def test_shapes_show_each_design_beside_the_thin_network_of_its_time(blocks: ModuleType, put: Put):
+    rows = [{"network": name, "top1": 90.0, "ms": 1.5, "runs": 8 * [{}]} for name in ("lr", "dense-32s@0.5")]
+    gap = {"gap": -0.3, "low": -1.0, "high": 0.4, "margin": 0.5, "verdict": "no"}
+    answers = [{"ours": "lr", "theirs": "dense-32s@0.5", **gap}]
+    put("modelnet10.json", {"batch": 256, "networks": rows, "answers": answers})
+    found = cells(blocks.TABLES["modelnet10"](), "`lr`")[1:]
+    shown = "90.0% in 1.50 ms"
+    assert found == [shown, "`dense-32s@0.5`", shown, "-0.30 (-1.00 to +0.40)", "no"]
+
+
 def pipeline(**changes: Any) -> dict[str, Any]:
     rate = {"images_per_second": 100.0, "lowest": 90.0, "highest": 110.0}
     kind = {"bytes": 5e4, "decode": {"Pillow": rate}, "frame": {"chosen here": rate}, "worker": rate, "loader": {}}

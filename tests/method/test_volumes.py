@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.utils.data import Dataset
 
 import lowrank_cnn as lr
-from lowrank_cnn.train.recipe import Recipe
 
 SIZE = (3, 4, 16, 16)
 STRIPS = [(3, 1, 1, 4), (1, 3, 1, 5), (1, 1, 3, 6)]
@@ -190,25 +188,6 @@ def test_optimize_gives_the_same_results(build):
     low = settled(build())
     ours = lr.optimize(low, volumes(), cache=False, budget=2)
     assert_same(ours(volumes()), low(volumes()))
-
-
-class Clips(Dataset):
-    """Each volume is a tuple of one tensor: of bare tensors `fit` takes images alone."""
-
-    def __len__(self) -> int:
-        return 32
-
-    def __getitem__(self, place: int) -> tuple[tuple[Tensor], int]:
-        return (volumes(32)[place] + place % 2,), place % 2
-
-
-def test_fit_trains_it():
-    recipe = Recipe(epochs=2, batch_size=8, optimizer="adamw", lr=3e-3)
-    net = lr.convert(network(), "lr")
-    before = net[3].conv1.weights[0].detach().clone()
-    record = lr.fit(net, (Clips(), Clips()), recipe, progress=False, workers=0)
-    assert record.result["top1"] > 0.6
-    assert not torch.equal(net[3].conv1.weights[0].cpu(), before)
 
 
 @pytest.mark.parametrize("scheme", ["lr", "2+1", "lr-join"])
