@@ -88,7 +88,7 @@ def test_a_finished_run_has_a_network_to_share_and_fine_tune(finished, digits):
     network = lr.from_pretrained(directory / "network")
     result = load_record(directory).result
     assert lr.evaluate(network, digits, device="cpu", progress=False).top1 == pytest.approx(result["top1"])
-    assert f"{100 * result['top1']:.2f}" in (directory / "network" / "README.md").read_text()
+    assert f"value: {result['top1']}" in (directory / "network" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("kept", ["everything", "the record alone"])
