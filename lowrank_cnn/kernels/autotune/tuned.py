@@ -80,7 +80,7 @@ def _unable(request: Request) -> str | None:
 
 
 def _untrainable(request: Request) -> str | None:
-    from lowrank_cnn.kernels.conv import equivalent, gather, tiled, toeplitz
+    from lowrank_cnn.kernels.conv import equivalent, stem, tiled, toeplitz
     from lowrank_cnn.kernels.conv.gradients import has_windows
 
     problem = request.problem
@@ -88,7 +88,7 @@ def _untrainable(request: Request) -> str | None:
         return "no gradient for a residual or for this activation"
     inner = equivalent.folded(problem) or problem
     reason = tiled.unsupported(inner) or (f"stride {inner.stride}" if inner.stride != (1, 1) else None)
-    gathered = None in (gather.STEM.unsupported(problem), toeplitz.gradient_unsupported(problem))
+    gathered = None in (stem.STEM.unsupported(problem), toeplitz.gradient_unsupported(problem))
     first = gathered or has_windows(problem, gpu.capability_of(request.device))
     return None if reason is None or (first and not request.need_input) else f"no gradient for {reason}"
 

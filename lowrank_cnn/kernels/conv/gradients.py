@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.kernels import device as gpu
-from lowrank_cnn.kernels.conv import backward, equivalent, gather, hopper_plan, tiled, toeplitz
+from lowrank_cnn.kernels.conv import backward, equivalent, hopper_plan, stem, tiled, toeplitz
 from lowrank_cnn.kernels.conv.forward import run_plan
 from lowrank_cnn.kernels.conv.plans import KernelPlan, plans, preset
 from lowrank_cnn.kernels.device import on_its_device
@@ -42,8 +42,8 @@ def compute_gradients(
 
         dw, db = launch_window_gradient(problem, pixels, g, seen)
         return None, dw, db
-    if gather.STEM.unsupported(problem) is None and not need_input:
-        dw, db = gather.launch_stem_gradient(problem, x, g, seen, programs)
+    if stem.STEM.unsupported(problem) is None and not need_input:
+        dw, db = stem.launch_stem_gradient(problem, x, g, seen, programs)
         return None, dw, db
     if toeplitz.gradient_unsupported(problem) is None and not need_input:
         dw, db = toeplitz.launch_toeplitz_gradient(problem, pixels, g, seen)

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lowrank_cnn.kernels.conv import equivalent, gather, hopper_plan, tiled, toeplitz
+from lowrank_cnn.kernels.conv import equivalent, hopper_plan, stem, tiled, toeplitz
 from lowrank_cnn.kernels.problem import OVERLAPPING, ForwardKernel, Problem
 
 KERNELS: dict[str, ForwardKernel] = {
@@ -17,11 +17,10 @@ KERNELS: dict[str, ForwardKernel] = {
     "overlap": hopper_plan.OVERLAP,
     "hopper": hopper_plan.HOPPER,
     "toeplitz": toeplitz.TOEPLITZ,
-    "stem": gather.STEM,
+    "stem": stem.STEM,
     "enclosed": equivalent.ENCLOSED,
     "tiled": tiled.KERNEL,
     "folded": equivalent.FOLDED,
-    "gather": gather.GATHER,
 }
 """The forward kernels by name, in the order of preference. A new kernel is one more row."""
 

@@ -12,9 +12,9 @@ pytest.importorskip("triton")
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.kernels import composite_conv2d_with_statistics, forced
 from lowrank_cnn.kernels.conv import forward
-from lowrank_cnn.kernels.conv.gather import GatherTile, StemTile
 from lowrank_cnn.kernels.conv.hopper_plan import HopperTile, OverlapTile, WindowTile
 from lowrank_cnn.kernels.conv.plans import KERNELS, KernelPlan, refusal
+from lowrank_cnn.kernels.conv.stem import StemTile
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.conv.toeplitz import ToeplitzTile
 from lowrank_cnn.kernels.problem import ConvTensors, empty_codes
@@ -23,7 +23,6 @@ from tests.kernels.helpers import DEVICE, GPU, assert_close, posed, winners
 PLAIN = {
     "tiled": Tile(32, 16, 16),
     "stem": StemTile(32),
-    "gather": GatherTile(32, 16, 16),
     "folded": Tile(32, 16, 16),
     "toeplitz": ToeplitzTile(16),
 }
@@ -33,64 +32,64 @@ LOW_RANK, STEM = [(3, 1, 16), (1, 3, 24)], [(7, 1, 16), (1, 7, 16)]
 TWO, LAST = {"stride": (2, 2)}, {"residual": True, "add_last": True}
 CASES = {
     "odd size, ragged groups": (
-        (2, 24, 9, 7), [(3, 1, 16), (1, 3, 40)], {"relu": True}, "hopper toeplitz tiled gather",
+        (2, 24, 9, 7), [(3, 1, 16), (1, 3, 40)], {"relu": True}, "hopper toeplitz tiled",
     ),
     "three groups, pool": (
         (3, 16, 8, 8), [(3, 1, 16), (1, 3, 16), (3, 3, 16)], {"relu": True, "pool": "floor"},
-        "hopper enclosed tiled gather",
+        "hopper enclosed tiled",
     ),
     "five taps, clipped pool": (
         (1, 32, 11, 6), [(5, 1, 16), (1, 5, 16)], {"activation": "leaky_relu:0.2", "pool": "ceil"},
-        "hopper tiled gather",
+        "hopper tiled",
     ),
-    "pointwise": ((2, 40, 7, 5), [(1, 1, 32)], {"bias": False}, "stem hopper tiled gather"),
+    "pointwise": ((2, 40, 7, 5), [(1, 1, 32)], {"bias": False}, "stem hopper tiled"),
     "residual": (
-        (1, 16, 5, 9), [(3, 3, 32)], {"residual": True, "activation": "silu"}, "hopper toeplitz tiled gather",
+        (1, 16, 5, 9), [(3, 3, 32)], {"residual": True, "activation": "silu"}, "hopper toeplitz tiled",
     ),
     "residual added last": (
-        (1, 24, 6, 6), LOW_RANK, {**LAST, "activation": "gelu"}, "hopper toeplitz tiled gather",
+        (1, 24, 6, 6), LOW_RANK, {**LAST, "activation": "gelu"}, "hopper toeplitz tiled",
     ),
     "narrow groups": (
         (2, 16, 6, 7), [(3, 1, 16), (3, 3, 24), (3, 3, 16)], {"activation": "hardswish"},
-        "hopper toeplitz enclosed tiled gather",
+        "hopper toeplitz enclosed tiled",
     ),
-    "maps of one pixel": ((2, 16, 1, 1), [(3, 1, 16), (1, 3, 8)], {"relu": True}, "toeplitz tiled gather"),
+    "maps of one pixel": ((2, 16, 1, 1), [(3, 1, 16), (1, 3, 8)], {"relu": True}, "toeplitz tiled"),
     "stride 2": (
-        (2, 16, 8, 12), LOW_RANK, {**TWO, "residual": True, "relu": True}, "hopper toeplitz tiled folded gather",
+        (2, 16, 8, 12), LOW_RANK, {**TWO, "residual": True, "relu": True}, "hopper toeplitz tiled folded",
     ),
     "stride 2, rows only": (
         (1, 16, 10, 8), [(5, 1, 16), (1, 5, 16)], {"stride": (2, 1), "pool": "floor"},
-        "hopper tiled folded gather",
+        "hopper tiled folded",
     ),
     "stride 3": (
-        (1, 16, 9, 9), [(3, 3, 8)], {"stride": (3, 3), "padding": [((0, 0), (0, 0))]}, "toeplitz tiled gather",
+        (1, 16, 9, 9), [(3, 3, 8)], {"stride": (3, 3), "padding": [((0, 0), (0, 0))]}, "toeplitz tiled",
     ),
     "cropped": (
         (1, 8, 7, 7), [(3, 3, 8), (1, 1, 8)], {"padding": [((0, 1), (1, 0)), ((-1, 0), (0, -1))]},
-        "toeplitz enclosed tiled gather",
+        "toeplitz enclosed tiled",
     ),
-    "odd size at stride 2": ((1, 16, 7, 9), [(3, 3, 16)], TWO, "toeplitz folded gather"),
-    "ragged filters": ((1, 20, 7, 6), [(3, 1, 7), (1, 3, 6)], {**TWO, "relu": True}, "toeplitz gather"),
+    "odd size at stride 2": ((1, 16, 7, 9), [(3, 3, 16)], TWO, "toeplitz folded"),
+    "ragged filters": ((1, 20, 7, 6), [(3, 1, 7), (1, 3, 6)], {**TWO, "relu": True}, "toeplitz"),
     "first layer": (
-        (2, 3, 12, 34), [(3, 1, 8), (1, 3, 8)], {"relu": True, "pool": "floor"}, "window stem folded gather",
+        (2, 3, 12, 34), [(3, 1, 8), (1, 3, 8)], {"relu": True, "pool": "floor"}, "window stem folded",
     ),
     "dense first layer, odd size": (
-        (1, 3, 17, 21), [(3, 3, 32)], {"relu": True, "pool": "floor"}, "window stem folded gather",
+        (1, 3, 17, 21), [(3, 3, 32)], {"relu": True, "pool": "floor"}, "window stem folded",
     ),
     "four channels": (
-        (2, 4, 10, 6), [(3, 3, 32), (1, 1, 16)], {"pool": "ceil"}, "window stem folded gather",
+        (2, 4, 10, 6), [(3, 3, 32), (1, 1, 16)], {"pool": "ceil"}, "window stem folded",
     ),
     "grey": (
-        (1, 1, 5, 5), [(5, 1, 8), (1, 5, 8), (1, 1, 4)], {**LAST, "activation": "relu"}, "toeplitz stem gather",
+        (1, 1, 5, 5), [(5, 1, 8), (1, 5, 8), (1, 1, 4)], {**LAST, "activation": "relu"}, "toeplitz stem",
     ),
     "stem with its pool": ((2, 3, 22, 30), STEM, {**TWO, "pool": "3x3/2", "relu": True}, "overlap"),
     "stem of several tiles": ((1, 3, 9, 262), [(3, 3, 48)], {**TWO, "pool": "3x3/2"}, "overlap"),
     "dense stem": (
-        (1, 3, 30, 22), [(7, 7, 32)], {**TWO, "activation": "silu"}, "overlap toeplitz folded gather",
+        (1, 3, 30, 22), [(7, 7, 32)], {**TWO, "activation": "silu"}, "overlap toeplitz folded",
     ),
-    "stem of a large map": ((2, 3, 10, 11), [(7, 7, 16)], {"relu": True}, "toeplitz folded gather"),
+    "stem of a large map": ((2, 3, 10, 11), [(7, 7, 16)], {"relu": True}, "toeplitz folded"),
     "even taps": (
-        (3, 4, 10, 9), [(4, 4, 16)], {**TWO, "padding": [((1, 1), (1, 1))]}, "overlap toeplitz stem folded gather",
+        (3, 4, 10, 9), [(4, 4, 16)], {**TWO, "padding": [((1, 1), (1, 1))]}, "overlap toeplitz stem folded",
     ),
     "stem, rows of stride 1": ((1, 3, 16, 16), [(3, 3, 16)], {"stride": (1, 2), "pool": "3x3/2"}, "overlap"),
 }  # fmt: skip
@@ -109,13 +108,10 @@ def test_the_kernels_that_take_a_layer(name):
     assert {kernel for kernel in KERNELS if refusal(kernel, problem) is None} == set(kernels.split())
 
 
-GATHERED = ("odd size, ragged groups", "five taps, clipped pool", "stride 3", "cropped", "ragged filters", "grey")
 COMPUTED = [(name, kernel) for name, case in CASES.items() for kernel in case[3].split()]
 
 
-@pytest.mark.parametrize(
-    ("name", "kernel"), [pair for pair in COMPUTED if pair[1] != "gather" or pair[0] in GATHERED]
-)
+@pytest.mark.parametrize(("name", "kernel"), COMPUTED)
 def test_each_of_them_computes_it(request, monkeypatch, name, kernel):
     size, groups, options, _ = CASES[name]
     layer = posed(size, groups, **options)
@@ -188,9 +184,6 @@ def test_what_a_launch_refuses():
     layer.residual = layer.residual[..., :5]
     with pytest.raises(LowRankError, match="the residual is 1x8x6x5; it must be 1x8x6x6"):
         run("tiled", layer, PLAIN["tiled"])
-    layer = posed((1, 3, 6, 6), LOW_RANK, pool="floor")
-    with pytest.raises(LowRankError, match="no gradient for a pool"):
-        run("gather", layer, PLAIN["gather"], torch.empty(0))
 
 
 STATISTICS = [

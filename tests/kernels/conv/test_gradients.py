@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from lowrank_cnn.kernels import device as gpu
-from lowrank_cnn.kernels.conv import backward, equivalent, gather, gradients, hopper_plan, hopper_weights, window
+from lowrank_cnn.kernels.conv import backward, equivalent, gradients, hopper_plan, hopper_weights, stem, window
 from lowrank_cnn.kernels.conv.hopper_plan import WeightTile, WindowTile
 from lowrank_cnn.kernels.conv.plans import KernelPlan
 from lowrank_cnn.kernels.conv.tiled import Tile
@@ -186,7 +186,7 @@ def test_which_gpu_takes_which_gradient(monkeypatch):
     monkeypatch.setattr(hopper_weights, "launch_weights_hopper", lambda *_: taken.append("hopper") or longer)
     monkeypatch.setattr(backward, "launch_weight_gradient", lambda *rest: taken.append(rest[-1].stages))
     monkeypatch.setattr(window, "launch_window_gradient", lambda *_: taken.append("window") or found)
-    monkeypatch.setattr(gather, "launch_stem_gradient", lambda *_: taken.append("stem") or found)
+    monkeypatch.setattr(stem, "launch_stem_gradient", lambda *_: taken.append("stem") or found)
 
     def ask(capability, channels, groups, dtype, **options):
         monkeypatch.setattr(gpu, "capability_of", lambda _: capability)
