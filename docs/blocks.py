@@ -57,6 +57,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "depth-flow": depth.depth_flow,
     "depthwise": depthwise.layers,
     "depthwise-networks": depthwise.networks,
+    "depthwise-engines": engines.depthwise_engines,
     "volumes": depthwise.volumes,
     "modelnet10": depthwise.shapes,
     "foreign": foreign.foreign,

@@ -60,6 +60,22 @@ def mac_time(found: JsonRecord) -> str:
     return markdown(columns, rows) + source("mac_time.json", found["environment"])
 
 
+@from_record("cpu_engines_convnext.json")
+def depthwise_engines(found: JsonRecord) -> str:
+    """Our ConvNeXt in each engine: milliseconds with 7x7 filters, and the share of them that bands take."""
+    times: dict[tuple[str, str], Row] = {}
+    for row in found["rows"]:
+        if row["threads"] == _THREADS:
+            times.setdefault((row["engine"], row["precision"]), {})[row["network"]] = row["ms"]
+    rows: list[list[object]] = []
+    for (engine, precision), ms in sorted(times.items()):
+        if len(ms) == len(_WAYS):
+            shares = (f"**{ms['low-rank'] / ms[rival]:.2f}**" for rival in ("dense", "thin"))
+            rows.append([engine, precision, *(f"{ms[way]:.1f}" for way in _WAYS), *shares])
+    columns = ["engine", "<precision", "7x7 ms", "thin ms", "bands ms", "of 7x7", "of thin"]
+    return markdown(columns, rows) + "\n" + source("cpu_engines_convnext.json", found["environment"])
+
+
 @from_record("int8_accuracy.json")
 def int8_accuracy(found: JsonRecord) -> str:
     """Top-1 accuracy in float32 and int8 on the same test images."""

@@ -158,9 +158,8 @@ class CompositeConv2d(nn.Module):
         parts: list[Tensor] = []
         start = 0
         used = 0
-        for index, size in enumerate(self._sizes):
-            own = x.narrow(-3, start, size)
-            added = bias
+        for index, own in enumerate(x.split(self._sizes, -3)):
+            size, added = self._sizes[index], bias
             if added is not None:
                 added = added[start : start + size]
             if self._filtered[index]:

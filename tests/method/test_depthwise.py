@@ -138,9 +138,11 @@ def test_trained_filters_are_fitted_by_the_taps_that_bands_have(image: torch.Ten
 
 
 @pytest.mark.parametrize(
-    "to", [pytest.param("network.onnx", marks=pytest.mark.nightly), "network.pt2", "network.ts"]
+    "to", [pytest.param("network.onnx", marks=pytest.mark.nightly), "network.pt2", "network.ts", "network.param"]
 )
 def test_they_are_exported(to: str, image: torch.Tensor, tmp_path):
+    if to.endswith(".param"):
+        pytest.importorskip("pnnx")
     low = settled(lr.convert(network(), "bands"), image)
     lr.export(low, tmp_path / to, example_input=image)  # which compares the file with the network
     assert (tmp_path / to).stat().st_size > 10_000
