@@ -145,7 +145,7 @@ def test_they_are_exported(to: str, image: torch.Tensor, tmp_path):
         pytest.importorskip("pnnx")
     low = settled(lr.convert(network(), "bands"), image)
     lr.export(low, tmp_path / to, example_input=image)  # which compares the file with the network
-    assert (tmp_path / to).stat().st_size > 10_000
+    assert (tmp_path / to).stat().st_size > 2_000
 
 
 def test_a_step_moves_every_filter(image: torch.Tensor):
