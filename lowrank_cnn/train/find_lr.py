@@ -66,8 +66,8 @@ def find_lr(
 ) -> RateTest:
     """Suggest a learning rate: train a copy of the network for some steps while the rate grows exponentially.
 
-    >>> print(find_lr(network, "photos"))  # doctest: +SKIP
-    Suggested rate: 0.2. The loss is lowest (1.871) at a rate of 0.6, in 86 steps at rates from 0.0001 to 2.
+    >>> find_lr(network, "photos").rate  # doctest: +SKIP
+    0.2
 
     The network stays as it is, and nothing is written. Images, recipe and `settings` are those of `fit`. The test
     ends early when the loss explodes or is no number. The suggestion is a quarter of the rate with the lowest
