@@ -151,7 +151,9 @@ def test_the_budget_is_kept(squares: Data, tmp_path: Path):
 
 
 @pytest.mark.usefixtures("no_page")
-@pytest.mark.parametrize(("slow", "tried"), [("add", 0), ("_fit", 0), ("", 2)])
+@pytest.mark.parametrize(
+    ("slow", "tried"), [("add", 0), ("_fit", 0), pytest.param("", 2, marks=pytest.mark.nightly)]
+)
 def test_what_takes_longer_than_planned_is_made_up_for(
     squares: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str, tried: int
 ):

@@ -75,7 +75,7 @@ def test_it_is_made_thinner(make: Callable[[str], Any], name: str):
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        pytest.param(make, name, id=name, marks=[] if name == "UNet 3-D" else pytest.mark.nightly)
+        pytest.param(make, name, id=name, marks=pytest.mark.nightly)
         for make, names in ((medical, VOLUMES), (video, VIDEO))
         for name in names
     ],
