@@ -1,7 +1,7 @@
 """`trace_frontier`: time, tune and train every design of a family, and write one resumable record.
 
-All designs are timed first. Then controls of equal cost are added, all networks are timed again in turns, in
-processes of their own, every design is tuned by the same tries, and all are trained with the first seed before the
+All designs are timed first, and controls of equal cost are added. All networks are then timed again in turns, in
+processes of their own. Every design is tuned by the same tries. All are trained with the first seed before the
 second begins: a run that is cut short has treated all alike.
 """
 
