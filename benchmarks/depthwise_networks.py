@@ -4,7 +4,7 @@
 
 Inference is timed with 256 images and with one, and a training step with 256. The rival is torch.compile with
 frozen weights, and its training step, each recorded as a CUDA graph. Ours are `optimize` as it is, and the step of
-`fit` with `compile=True`. Every network has a process of its own: all compile at once, and then time in turns.
+`fit` with `compile=True`. Every network has a process of its own: some compile at once, and then time in turns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ NETWORKS = (
     "convnextv2_tiny",
 )  # fmt: skip
 BATCH, CLASSES = 256, 1000
-READY = "ready to be timed"
+READY, TOGETHER = "ready to be timed", 3
+"""More networks at once would not fit into the memory of one GPU."""
 
 
 class Ready(NamedTuple):
@@ -201,12 +202,14 @@ def measure_all(
     if options.one:
         options.out.write_text(json.dumps(finish(row_of(options.one, ways(options.one)))))
         return
-    deadline = time.monotonic() + options.limit
-    with tempfile.TemporaryDirectory() as folder:
-        started = [Measuring(module, name, Path(folder)) for name in options.only.split(",")]
-        for one in started:  # nothing is timed while another compiles
-            one.compiled.wait(max(0.0, deadline - time.monotonic()))
-        rows = [one.times(deadline) for one in started]
+    rows, names = [], options.only.split(",")
+    for first in range(0, len(names), TOGETHER):
+        deadline = time.monotonic() + options.limit
+        with tempfile.TemporaryDirectory() as folder:
+            started = [Measuring(module, name, Path(folder)) for name in names[first : first + TOGETHER]]
+            for one in started:  # nothing is timed while another compiles
+                one.compiled.wait(max(0.0, deadline - time.monotonic()))
+            rows += [one.times(deadline) for one in started]
     write_record(options.out, module.replace("_", "-"), by_line="networks", **about, networks=rows)
 
 

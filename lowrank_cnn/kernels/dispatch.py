@@ -51,7 +51,7 @@ def composite_conv2d(
     if not may_fuse(x):
         return _by_torch(x, weights, bias, residual, asked)
     x = under_autocast(x)
-    training = _needs_gradient(x, *weights, bias, residual)
+    training = needs_gradient(x, *weights, bias, residual)
     inside = _fusable(asked, training=training, same=residual is None or residual.dtype == x.dtype)
     plan = _plan(x, weights, bias, asked, training) if inside == asked else None
     if plan is None and inside.pool == OVERLAPPING:
@@ -91,7 +91,7 @@ def composite_conv2d_with_statistics(
     plan = None
     if may_fuse(x):
         x = under_autocast(x)
-        plan = _plan(x, weights, bias, asked, _needs_gradient(x, *weights))
+        plan = _plan(x, weights, bias, asked, needs_gradient(x, *weights))
     if plan == choice.DENSE:
         weight, sides = _ops().enclose(weights, padding)
         return composite_conv2d_with_statistics(
@@ -135,7 +135,7 @@ def under_autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-def _needs_gradient(*tensors: Tensor | None) -> bool:
+def needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
@@ -179,7 +179,7 @@ def _by_torch(
 ) -> Tensor:
     """The layer by torch; in training as one dense conv if the mode says so. Counts and exports show groups."""
     exporting, _, _, asked_for_dense = _deciders()
-    if len(weights) > 1 and not exporting() and _needs_gradient(x, *weights) and asked_for_dense():
+    if len(weights) > 1 and not exporting() and needs_gradient(x, *weights) and asked_for_dense():
         weight, sides = enclosed(weights, asked.padding)
         weights, asked = [weight], asked._replace(padding=(sides,))
     return composite_by_torch(x, weights, bias, **asked.arguments, residual=residual)

@@ -137,6 +137,8 @@ class Trainer:
                 self._train_epoch(stop)
                 self._finish_epoch()
             self.save()
+            if agree_on(self.fabric, int(bool(stop))):  # since the last step
+                raise Interrupted(self._stop_message())
         if self.helpers:
             self.helpers.remove()
         copy_into(self.step.weights, self.step.averages)

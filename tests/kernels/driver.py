@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import nn
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -33,6 +34,8 @@ from lowrank_cnn.kernels.between import batch_statistics, normalise, normalise_p
 from lowrank_cnn.kernels.conv import forward, gradients
 from lowrank_cnn.kernels.conv.plans import KERNELS, KernelPlan, plans
 from lowrank_cnn.kernels.depthwise import ops as depthwise
+from lowrank_cnn.kernels.depthwise.dispatch import DepthwiseCall
+from lowrank_cnn.kernels.depthwise.plan import Band
 from lowrank_cnn.kernels.problem import ConvTensors, Problem, describe, empty_codes
 from tests.kernels.helpers import same
 
@@ -232,12 +235,17 @@ def ahead() -> None:
     compiled: list[str] = []
     knobs.compilation.listener = lambda **about: compiled.append(about["metadata"]["name"])
     problem = posed(LAYERS["lr"], torch.bfloat16)[0]
-    compile_kernels([Request(problem, torch.device("cpu"), training=True)])
+    band = nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False)
+    call = DepthwiseCall.of(
+        torch.zeros(4, 16, 9, 9), [band.weight], None, [Band(16, 3, 3, 1, 1)], *[(1, 1)] * 2, (9, 9)
+    )
+    compile_kernels([Request(problem, torch.device("cpu"), training=True), call])
     counts = [len(compiled)]
     compile_only({})
     KernelTrial.random(Request(problem, torch.device("cpu"), training=True)).run(
         plans(problem, capability=(9, 0))[0]
     )
+    call._replace(x=(torch.Size((5, 16, 9, 9)), *call.x[1:])).compile()  # a batch of any size
     print(json.dumps([*counts, len(compiled)]))
 
 

@@ -86,6 +86,18 @@ def test_a_second_ctrl_c_leaves_at_once():
             signal.raise_signal(signal.SIGINT)
 
 
+def test_a_stop_after_the_last_step_is_not_lost(driver, tmp_path):
+    """`compare` would begin the next run."""
+
+    def ask(row, _network) -> None:
+        if row.epoch == driver.PLAIN.epochs:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Interrupted, match="after batch 0; all is saved"):
+        driver.train(tmp_path, driver.PLAIN, callbacks=(ask,))
+    assert driver.train(tmp_path, driver.PLAIN, resume=True)[1].status == "finished"
+
+
 def test_outside_the_main_thread_nothing_is_listened_to():
     before, seen = signal.getsignal(signal.SIGINT), []
 

@@ -276,10 +276,11 @@ def prepare(run: Callable[[], object]) -> None:
         compile_kernels(surveyed(run))
 
 
-def surveyed(run: Callable[[], object]) -> list[Request]:
+def surveyed(run: Callable[[], object]) -> list[Any]:
     """The requests that a run makes. A run that needs values stops early: its kernels compile when first used.
 
-    The run changes one kind of tensor: the count of batches in a batch norm, which torch computes for real.
+    They are of type `Request` or `DepthwiseCall`. The run changes one kind of tensor: the count of batches in a
+    batch norm, which torch computes for real.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -289,7 +290,7 @@ def surveyed(run: Callable[[], object]) -> list[Request]:
     return asked
 
 
-def compile_kernels(asked: Iterable[Request]) -> None:
+def compile_kernels(asked: Iterable[Any]) -> None:
     """Compile the kernels of every candidate; a plan that fails to compile is left to its first use."""
     import triton
 
@@ -305,7 +306,7 @@ def compile_kernels(asked: Iterable[Request]) -> None:
     ):
         for request in dict.fromkeys(asked):
             with suppress(Exception):
-                _compile(request)
+                _compile(request) if isinstance(request, Request) else request.compile()
 
 
 def _compile(request: Request) -> None:

@@ -18,6 +18,8 @@ from lowrank_cnn.kernels.problem import Problem, empty_maps, pixels_last
 
 OLDER_WEIGHTS = tiled.Tile(32, 64, 64, 4, 3)
 """As `tiled.OLDER`, for the weight gradient."""
+FEW, FEW_TILE = 16, toeplitz.ToeplitzTile(128, 8)
+"""The most channels and filters of layers whose gradients are read by windows, and the tile for the input's."""
 
 
 @on_its_device
@@ -42,11 +44,11 @@ def compute_gradients(
 
         dw, db = launch_window_gradient(problem, pixels, g, seen)
         return None, dw, db
-    if stem.STEM.unsupported(problem) is None and not need_input:
-        dw, db = stem.launch_stem_gradient(problem, x, g, seen, programs)
-        return None, dw, db
     if toeplitz.gradient_unsupported(problem) is None and not need_input:
         dw, db = toeplitz.launch_toeplitz_gradient(problem, pixels, g, seen)
+        return None, dw, db
+    if stem.STEM.unsupported(problem) is None and not need_input:
+        dw, db = stem.launch_stem_gradient(problem, x, g, seen, programs)
         return None, dw, db
     if problem.stride != (1, 1) and equivalent.parity_unsupported(problem) is None:
         g, db = backward.launch_undo(problem, g, seen, programs, need_bias=need_bias)
@@ -56,7 +58,15 @@ def compute_gradients(
         return _unfolded_gradients(problem, grad, x, weights, seen, need_input=need_input, need_bias=need_bias)
     g, db = backward.launch_undo(problem, g, seen, programs, need_bias=need_bias)
     dx = input_gradient(problem, g, weights) if need_input else None
+    linear = replace(problem, activation=None, pool=None, residual=False)
+    if _few(linear) and toeplitz.gradient_unsupported(linear) is None:
+        return dx, toeplitz.launch_toeplitz_gradient(linear, pixels, g, g)[0], db
     return dx, weight_gradient(problem, g, pixels), db
+
+
+def _few(problem: Problem) -> bool:
+    """Whether so few channels are read and written that windows were faster wherever they were measured."""
+    return max(problem.channels, problem.filters) <= FEW
 
 
 def _unfolded_gradients(
@@ -115,9 +125,12 @@ def input_gradient(problem: Problem, g: Tensor, weights: Sequence[Tensor]) -> Te
     """
     turned = backward.turned(problem)
     if turned is not None and (plan := _hopper_plan(turned, gpu.capability_of(g.device))) is not None:
-        flipped = weights[0].detach().flip(2, 3).transpose(0, 1)
-        return run_plan(plan, turned, g.permute(0, 3, 1, 2), [flipped], None)
+        return run_plan(plan, turned, g.permute(0, 3, 1, 2), [_turned(weights[0])], None)
     return backward.launch_input_gradient(problem, g, weights, _input_tile(problem, g.device))
+
+
+def _turned(weight: Tensor) -> Tensor:
+    return weight.detach().flip(2, 3).transpose(0, 1)
 
 
 def weight_gradient(problem: Problem, g: Tensor, pixels: Tensor) -> list[Tensor]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowrank_cnn.kernels import device as gpu
 from lowrank_cnn.kernels.depthwise.plan import Band, Pair
-from lowrank_cnn.kernels.dispatch import may_fuse, under_autocast
+from lowrank_cnn.kernels.dispatch import may_fuse, needs_gradient, under_autocast
 
 MOST_TAPS = 81
 """Taps of a filter that one kernel unrolls: a square of 9 x 9."""
@@ -35,12 +36,56 @@ def depthwise_conv2d(
         return None
     x = under_autocast(x)
     fits = x.shape[1] == sum(band.channels for band in bands) and min(size) > 0  # else torch says what is wrong
+    if fits and not torch.compiler.is_compiling() and (noted := gpu.survey()) is not None:
+        with gpu.unsurveyed():
+            if not _obstacle(x, bands):
+                noted.append(DepthwiseCall.of(x, filters, bias, bands, stride, dilation, size))
     if not fits or _obstacle(x, bands):
         return None
     from lowrank_cnn.kernels.depthwise import ops
 
     numbers = [value for band in bands for value in band]
     return ops.depthwise_conv2d(x, list(filters), bias, numbers, stride, dilation, size, None, None, "", 0.0)
+
+
+Like = tuple[torch.Size, torch.dtype, torch.device]
+
+
+class DepthwiseCall(NamedTuple):
+    """What a call asks for, without its values: its kernels can be compiled before it is made."""
+
+    x: Like
+    filters: tuple[Like, ...]
+    bias: Like | None
+    options: tuple[Any, ...]
+    training: bool
+    need_input: bool
+
+    @classmethod
+    def of(
+        cls, x: Tensor, filters: Sequence[Tensor], bias: Tensor | None, bands: Sequence[Band], *options: Any
+    ) -> DepthwiseCall:
+        like = _like(x), tuple(map(_like, filters)), None if bias is None else _like(bias)
+        own = (tuple(value for band in bands for value in band), *options)
+        return cls(*like, own, needs_gradient(x, *filters), x.requires_grad)
+
+    def compile(self) -> None:
+        """Launch every kernel on memory without values, within `compiling_ahead`."""
+        from lowrank_cnn.kernels.depthwise import ops
+
+        x, *filters = map(_empty, (self.x, *self.filters))
+        bias, x = self.bias and _empty(self.bias), x.contiguous(memory_format=torch.channels_last)
+        y = ops.depthwise_conv2d(x, filters, bias, *self.options, None, None, "", 0.0)
+        if self.training:
+            ops.depthwise_conv2d_backward(y, x, filters, *self.options[:-1], self.need_input, bias is not None)
+
+
+def _like(tensor: Tensor) -> Like:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _empty(like: Like) -> Tensor:
+    return torch.empty(like[0], dtype=like[1], device=like[2])
 
 
 def explain_depthwise(x: Tensor, bands: Sequence[Band]) -> str:

@@ -33,6 +33,8 @@ LANES = {64: 1.0, 32: 1.1, 16: 1.25, 8: 1.5}
 """Channels of a program, with what a channel costs."""
 IN_STEP = 8
 """Programs of a turn for the band that has the fewest: with more, all bands advance over the pixels more alike."""
+MANY = 256
+"""The images by which turns are divided."""
 
 
 class Band(NamedTuple):
@@ -85,12 +87,14 @@ class Share(NamedTuple):
     BLOCKS: int  # of a program
     SLOT: int  # its first program in a turn
     SLOTS: int  # its programs in a turn
-    TURNS: int = 1  # of one program, where it sums over pixels
     SPAN: int = 0  # rows of taps that it sums for
 
 
 class Division(NamedTuple):
-    """Programs come in turns; in each, a band has as many as its work takes."""
+    """Programs come in turns; in each, a band has as many as its work takes.
+
+    Shares are the same for every number of images: a compiled kernel serves batches of any size.
+    """
 
     shares: tuple[Share, ...]
     slots: int
@@ -105,9 +109,9 @@ def divided(layer: Layer, *, back: bool = False) -> Division:
     same sectors of memory: by then neither is in the cache.
     """
     size, unit = (layer.input, layer.stride) if back else (layer.output, (1, 1))
-    shares, programs = _shares(layer, size, unit, _values(layer))
-    step = min(IN_STEP, min(programs))
-    slots = [round(step * number / min(programs)) for number in programs]
+    shares = _shares(layer, size, unit, _values(layer))
+    many, programs = ([_programs(share, size, batch) for share in shares] for batch in (MANY, layer.batch))
+    slots = [round(IN_STEP * number / min(many)) for number in many]
     return Division(_placed(shares, slots), sum(slots), max(map(ceil_div, programs, slots)))
 
 
@@ -118,19 +122,15 @@ def divided_sums(layer: Layer, bias: bool, programs: int) -> Division:
     Bands without taps have nothing to sum unless there is a bias.
     """
     many = [band.taps >= MANY_TAPS for band in layer.bands]
-    shares, tiles = _shares(layer, layer.output, (1, 1), [SUMMED_VALUES if own else VALUES for own in many])
+    shares = _shares(layer, layer.output, (1, 1), [SUMMED_VALUES if own else VALUES for own in many])
     shares = [share._replace(SPAN=SPAN if own else share.HEIGHT) for share, own in zip(shares, many, strict=True)]
-    found = [(share, number) for share, number in zip(shares, tiles, strict=True) if share.HEIGHT or bias]
-    counts = [number // ceil_div(share.CHANNELS, share.LANES) for share, number in found]
+    shares = [share for share in shares if share.HEIGHT or bias]
     parts = [
-        ceil_div(share.CHANNELS, share.LANES) * max(1, ceil_div(share.HEIGHT, share.SPAN or 1))
-        for share, _ in found
+        ceil_div(share.CHANNELS, share.LANES) * max(1, ceil_div(share.HEIGHT, share.SPAN or 1)) for share in shares
     ]
-    turns = min(max(counts), max(1, programs // sum(parts)))
-    placed = _placed([share for share, _ in found], parts)
-    # Few different numbers of turns, so that a batch of another size seldom needs another kernel.
-    own = [_rounded(ceil_div(number, turns)) for number in counts]
-    return Division(tuple(map(lambda s, n: s._replace(TURNS=n), placed, own)), sum(parts), turns)
+    most = max(ceil_div(_blocks(share, layer.output, layer.batch), share.BLOCKS) for share in shares)
+    turns = min(most, max(1, programs // sum(parts)))
+    return Division(_placed(shares, parts), sum(parts), turns)
 
 
 def _values(layer: Layer) -> list[int]:
@@ -144,30 +144,28 @@ def _values(layer: Layer) -> list[int]:
     return found
 
 
-def _rounded(number: int) -> int:
-    """The next number of three binary digits."""
-    unit = 1 << max(0, number.bit_length() - 3)
-    return ceil_div(number, unit) * unit
-
-
 def _placed(shares: Sequence[Share], slots: Sequence[int]) -> tuple[Share, ...]:
     return tuple(s._replace(SLOT=sum(slots[:place]), SLOTS=slots[place]) for place, s in enumerate(shares))
 
 
-def _shares(layer: Layer, size: Pair, unit: Pair, values: Sequence[int]) -> tuple[list[Share], list[int]]:
-    """Each band's share, and how many programs it takes."""
+def _shares(layer: Layer, size: Pair, unit: Pair, values: Sequence[int]) -> list[Share]:
+    """Each band's share, without a place in a turn."""
     shares: list[Share] = []
-    programs: list[int] = []
     first = weights = 0
     for band, own in zip(layer.bands, values, strict=True):
-        rows, columns = block_of(band, size, unit)
         lanes = lanes_of(band.channels)
         blocks = max(1, 32 * WARPS * own // lanes)
-        number = layer.batch * ceil_div(size[0], rows) * ceil_div(size[1], columns)
-        shares.append(Share(first, *band, weights, rows, columns, lanes, blocks, 0, 0))
-        programs.append(ceil_div(number, blocks) * ceil_div(band.channels, lanes))
+        shares.append(Share(first, *band, weights, *block_of(band, size, unit), lanes, blocks, 0, 0))
         first, weights = first + band.channels, weights + band.taps * band.channels
-    return shares, programs
+    return shares
+
+
+def _blocks(share: Share, size: Pair, batch: int) -> int:
+    return batch * ceil_div(size[0], share.ROWS) * ceil_div(size[1], share.COLUMNS)
+
+
+def _programs(share: Share, size: Pair, batch: int) -> int:
+    return ceil_div(_blocks(share, size, batch), share.BLOCKS) * ceil_div(share.CHANNELS, share.LANES)
 
 
 def block_of(band: Band, size: Pair, unit: Pair = (1, 1)) -> Pair:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowrank_cnn.kernels.depthwise.forward import beyond, columns_inside, lowest
+from lowrank_cnn.kernels.depthwise.forward import SIZES, beyond, columns_inside, lowest
 from lowrank_cnn.kernels.depthwise.plan import WARPS, Layer, divided_sums
 from lowrank_cnn.kernels.device import multiprocessors, on_its_device, start
 
@@ -36,12 +36,12 @@ def result_at(tap, width, row, column, rows, columns, vertical, horizontal):
     return -1 if down < 0 or right < 0 else down * columns + right
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def sum_bands(
     x,  # [batch, height, width, CHANNELS]
     grad,  # [batch, rows, columns, CHANNELS]
     sums,  # [shares, WIDTH] float32, written: per band [taps, channels], then the bias
-    batch, height, width, rows, columns,
+    batch, height, width, rows, columns, shares,
     CHANNELS: tl.constexpr, SHARES: tl.constexpr, SLOTS: tl.constexpr, TAPS: tl.constexpr, STRIDE: tl.constexpr,
     DILATION: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -51,17 +51,17 @@ def sum_bands(
     for band in tl.static_range(len(SHARES)):
         if (slot >= SHARES[band][11]) & (slot < SHARES[band][11] + SHARES[band][12]):
             sum_band(
-                x, grad, own, slot - SHARES[band][11], share, batch, height, width, rows, columns,
+                x, grad, own, slot - SHARES[band][11], share, batch, height, width, rows, columns, shares,
                 CHANNELS, *SHARES[band][:11], *SHARES[band][13:], STRIDE, DILATION, TAPS, BIAS,
             )  # fmt: skip
 
 
 @triton.jit
 def sum_band(
-    x, grad, sums, part, share, batch, height, width, rows, columns,
+    x, grad, sums, part, share, batch, height, width, rows, columns, shares,
     TOTAL: tl.constexpr, FIRST: tl.constexpr, CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     TOP: tl.constexpr, LEFT: tl.constexpr, WEIGHTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    LANES: tl.constexpr, BLOCKS: tl.constexpr, TURNS: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr,
+    LANES: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr, STRIDE: tl.constexpr,
     DILATION: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """The sums of some channels and rows of taps of one band over its share of the blocks."""
@@ -78,8 +78,10 @@ def sum_band(
     for _ in tl.static_range(SPAN * WIDTH):
         taps = taps + (tl.zeros((BLOCKS, LANES), tl.float32),)
     bias = tl.zeros((BLOCKS, LANES), tl.float32)
-    for turn in range(TURNS):
-        block = (share * TURNS + turn) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
+    turns = tl.cdiv(tl.cdiv(batch * wide * high, BLOCKS), shares)
+    turn = share * turns
+    while turn < (share + 1) * turns:  # the interpreter has no range to a number that is not a constant
+        block = turn * BLOCKS + tl.arange(0, BLOCKS)[:, None]
         column, row, image = block % wide * COLUMNS, block // wide % high * ROWS, block // (wide * high)
         source = grad + ((image * rows + row) * columns + column) * TOTAL + FIRST + lane
         given = ()
@@ -107,6 +109,7 @@ def sum_band(
                             seen = given[result_at(tap, WIDTH, i, j, ROWS, COLUMNS, VERTICAL, HORIZONTAL)]
                             added = added + (taps[tap] + value * seen,)
                     taps = added
+        turn += 1
     lane = part * LANES + tl.arange(0, LANES)
     own = lane < CHANNELS
     for tap in tl.static_range(SPAN * WIDTH):
@@ -129,7 +132,7 @@ def launch(x: Tensor, grad: Tensor, layer: Layer, *, bias: bool) -> Tensor:
     division = divided_sums(layer, bias, PROGRAMS * multiprocessors(x.device))
     sums = torch.empty((division.turns, layer.taps + layer.channels), device=x.device, dtype=torch.float32)
     start(sum_bands, (division.turns * division.slots,))(
-        x, grad, sums, layer.batch, *layer.input, *layer.output,
+        x, grad, sums, layer.batch, *layer.input, *layer.output, division.turns,
         CHANNELS=layer.channels, SHARES=tuple(map(tuple, division.shares)), SLOTS=division.slots, TAPS=layer.taps,
         STRIDE=layer.stride, DILATION=layer.dilation, BIAS=bias, num_warps=WARPS,
     )  # fmt: skip

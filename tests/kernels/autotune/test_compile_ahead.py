@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from unittest.mock import patch
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+import lowrank_cnn as lr
 from lowrank_cnn.graph.fuse import fuse
 from lowrank_cnn.kernels import composite_conv2d, composite_reference, forced
 from lowrank_cnn.kernels.autotune.choice import surveyed
+from lowrank_cnn.kernels.depthwise import ops
 from lowrank_cnn.kernels.device import surveying
 from lowrank_cnn.models import create_model
 from tests.kernels.helpers import DEVICE, PADDING
@@ -46,6 +49,29 @@ def test_a_whole_network_is_surveyed_on_shapes_alone():
     assert torch.is_tensor(net(torch.randn(2, 3, 64, 64, device=DEVICE)))
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_bands_are_noted_as_calls_that_can_be_launched(training: bool):
+    bands = [lr.FilterGroup(4, depthwise=True), lr.FilterGroup(1, 3, 4, depthwise=True)]
+    layer = lr.CompositeConv2d(8, bands).to(DEVICE).train(training).requires_grad_(training)
+    x = torch.randn(2, 8, 6, 6, device=DEVICE)
+    with forced("on"):
+        with surveying() as asked:
+            y = layer(x)
+        (one,) = asked
+        assert (one.training, one.need_input, one.bias) == (training, False, (torch.Size([8]), *one.x[1:]))
+        launched = []
+        seen = patch.object(ops.forward, "launch", side_effect=lambda *given, **_: launched.append(given[0].shape))
+        with (
+            seen,
+            patch.object(ops, "launch_copy"),
+            patch.object(ops.sums, "launch", return_value=torch.zeros(20)),
+        ):
+            one.compile()
+    assert launched == [(2, 6, 6, 8)]
+    with forced("off"):
+        assert torch.equal(y, layer(x))
+
+
 def test_a_network_that_needs_values_is_met_as_it_comes():
     assert surveyed(lambda: torch.ones(2).sum().item() / 0) == []
 
@@ -57,5 +83,7 @@ def test_what_is_compiled_ahead_is_not_compiled_again(program, monkeypatch, tmp_
     said, errors = program(90, "ahead").communicate(timeout=600)
     assert said, errors
     ahead, in_all = json.loads(said)
-    assert ahead >= 5  # two forwards, and what undoes the pool, the input's gradient and the weights'
+    assert (
+        ahead >= 8
+    )  # two forwards, what undoes the pool, the input's gradient and the weights'; and a band's three
     assert in_all == ahead
