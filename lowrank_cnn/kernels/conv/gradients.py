@@ -15,11 +15,12 @@ from lowrank_cnn.kernels.conv.forward import run_plan
 from lowrank_cnn.kernels.conv.plans import KernelPlan, plans, preset
 from lowrank_cnn.kernels.device import on_its_device
 from lowrank_cnn.kernels.problem import Problem, empty_maps, pixels_last
+from lowrank_cnn.kernels.reference import enclosed
 
 OLDER_WEIGHTS = tiled.Tile(32, 64, 64, 4, 3)
 """As `tiled.OLDER`, for the weight gradient."""
-FEW, FEW_TILE = 16, toeplitz.ToeplitzTile(128, 8)
-"""The most channels and filters of layers whose gradients are read by windows, and the tile for the input's."""
+FEW, FEW_TILE = 16, toeplitz.ToeplitzTile()
+"""The most channels and filters of layers whose gradients read windows, and the tile for the input's."""
 
 
 @on_its_device
@@ -65,8 +66,8 @@ def compute_gradients(
 
 
 def _few(problem: Problem) -> bool:
-    """Whether so few channels are read and written that windows were faster wherever they were measured."""
-    return max(problem.channels, problem.filters) <= FEW
+    """Whether windows are read faster, and fit into the shared memory of any GPU: in 16 bits."""
+    return max(problem.channels, problem.filters) <= FEW and problem.dtype.itemsize == 2
 
 
 def _unfolded_gradients(
@@ -121,8 +122,12 @@ def input_gradient(problem: Problem, g: Tensor, weights: Sequence[Tensor]) -> Te
     """The gradient of the input, from the gradient before pool and ReLU, [N, H, W, filters].
 
     For a single group this is a convolution, and the Hopper kernel runs it. Groups of different directions share
-    no fetches: `backward` sums them in one kernel.
+    no fetches: `backward` sums them in one kernel. Of few channels, they are one dense conv.
     """
+    whole = backward.turned(problem.as_dense)
+    if whole is not None and _few(whole) and toeplitz.TOEPLITZ.unsupported(whole) is None:
+        dense, plan = enclosed(weights, problem.padding)[0], KernelPlan("toeplitz", FEW_TILE)
+        return run_plan(plan, whole, g.permute(0, 3, 1, 2), [_turned(dense)], None)
     turned = backward.turned(problem)
     if turned is not None and (plan := _hopper_plan(turned, gpu.capability_of(g.device))) is not None:
         return run_plan(plan, turned, g.permute(0, 3, 1, 2), [_turned(weights[0])], None)

@@ -87,3 +87,21 @@ def test_a_first_layer_of_many_taps_trains_by_it(monkeypatch):
     assert db is not None
     for ours, exact in zip([db, *dw], layer.gradients[1:], strict=True):
         assert_close(ours, exact)
+
+
+@pytest.mark.parametrize("groups", [[(3, 3, 12)], [(3, 1, 8), (1, 3, 4)]])
+def test_both_gradients_of_few_channels_read_windows(monkeypatch, groups):
+    asked = []
+    gradient = toeplitz.launch_toeplitz_gradient
+    monkeypatch.setattr(
+        toeplitz, "launch_toeplitz_gradient", lambda *given: asked.append(given) or gradient(*given)
+    )
+    monkeypatch.setattr(gradients, "run_plan", lambda plan, *given: asked.append(plan) or run_plan(plan, *given))
+    layer = posed((2, 16, 9, 11), groups, activation="relu", dtype=torch.float16)
+    seen = pixels_last(layer.right.half())
+    dx, dw, db = gradients.compute_gradients(
+        layer.problem, layer.grad, layer.x, layer.weights, seen, need_input=True
+    )
+    assert len(asked) == 2
+    for ours, exact in zip([dx, db, *dw], layer.gradients, strict=True):
+        assert_close(ours, exact, limit=1e-2)
