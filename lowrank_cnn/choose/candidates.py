@@ -21,6 +21,7 @@ from torch import nn
 from lowrank_cnn.core.errors import LowRankError, LowRankWarning, nearest
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.count import Count, count
+from lowrank_cnn.method.init import scale_as_
 from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.method.schemes import FactoredConv2d, parse_scheme
 from lowrank_cnn.method.select import stages
@@ -250,7 +251,7 @@ class Builder:
 
     def __call__(self, design: Design) -> nn.Module:
         """The network with fresh weights, by torch's generator as it stands."""
-        network = self.make()
+        network = dense = self.make()
         if design.width != 1 or design.last != 1 or design.layers:
             own = dict.fromkeys(self.kept, 1.0)
             if design.last != 1:
@@ -266,6 +267,8 @@ class Builder:
             network = rectified_between(network)
         if isinstance(network, Network):
             network.adjust_init()  # the family adjusts its new layers
+        elif network is not dense:
+            scale_as_(network, dense)  # all begin alike: the dense network by its own initialisation
         return network
 
     def count(self, design: Design) -> Count:

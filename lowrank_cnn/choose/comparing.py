@@ -225,9 +225,8 @@ class Comparing(TimedDesigns):
                 self._add_thin(row)
         if not any(kind_of(row) == THIN for row in self.rows.values()):
             with self._explaining(reasons):
-                thin = replace(DENSE, multiple=8)
-                width = width_of_macs(self.builder, thin, self.rows[DENSE.name].macs / 2)
-                self._add_in_time(at_width(thin, width))
+                width = width_of_macs(self.builder, self._thin, self.rows[DENSE.name].macs / 2)
+                self._add_in_time(at_width(self._thin, width))
         dense = self.rows[DENSE.name]
         for row in [row for row in self.rows.values() if row is not dense and row.macs >= dense.macs]:
             reasons.append(f"{in_words(row)} has as many MACs.")
@@ -259,9 +258,14 @@ class Comparing(TimedDesigns):
         """Forget a design that was only timed to find another."""
         self.found.rows.remove(self.rows.pop(design.name))
 
+    @property
+    def _thin(self) -> Design:
+        """The dense network that is made thin; a GPU runs other numbers of filters no faster than the next 32."""
+        return replace(DENSE, multiple=32 if self.target.gpu else 8)
+
     def _add_thin(self, row: DesignRow) -> None:
         """The thin network that takes the time of a low-rank one, or that of its MACs where that takes longer."""
-        thin = replace(DENSE, multiple=8)
+        thin = self._thin
         width = min(1.0, width_of_macs(self.builder, thin, row.macs))
         times: dict[float, float] = {}
         assert row.timing is not None

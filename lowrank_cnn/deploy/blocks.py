@@ -426,10 +426,10 @@ def _dense(layer: nn.Module) -> nn.Module | None:
     try:
         if isinstance(layer, FactoredConv2d):
             dense = merge_chain(layer)
-        elif isinstance(layer, CompositeConv2d):
+        elif isinstance(layer, CompositeConv2d) and (_on_cpu(layer) or not layer.composite.depthwise):
             dense = layer.dense_view()
         else:
-            return None
+            return None  # on a GPU one kernel runs all bands, which no dense depthwise conv of torch's is near
     except InexactError:
         return None
     return laid_out_as(layer, dense).eval()

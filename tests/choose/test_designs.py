@@ -16,6 +16,7 @@ from lowrank_cnn.choose.candidates import (
 from lowrank_cnn.choose.trace import FrontierPlan
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.count import count
+from lowrank_cnn.method.init import init_
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.airbench import PatchConv2d
 
@@ -128,3 +129,16 @@ def test_a_plan_that_makes_no_sense_is_refused(wrong: dict, sentence: str):
 
 def test_without_a_clock_nothing_is_matched_by_time():
     assert FrontierPlan(batch=0).match == ("macs",)
+
+
+@pytest.mark.parametrize(("name", "stages"), [("dense@0.5", 1), ("lr", 1), ("separable", 2)])
+def test_all_begin_as_the_users_own_network_is_initialised(name: str, stages: int):
+    """Torch's default is smaller than He's, by which a candidate would train as at another learning rate."""
+    torch.manual_seed(0)
+    layer = nn.Conv2d(64, 96, 3, padding=1)
+    network = Builder(lambda: nn.Sequential(nn.Conv2d(3, 64, 3), layer), (3, 8, 8))(find_design(name))
+    begun = torch.cat([value.flatten() for value in network[1].parameters() if value.dim() > 1]).std()
+    usual = torch.cat([value.flatten() for value in init_(network)[1].parameters() if value.dim() > 1]).std()
+    default = layer.weight.std() / init_(nn.Sequential(layer))[0].weight.std()
+    assert ((begun / usual) ** stages).item() == pytest.approx(default.item(), rel=0.1)
+    assert default < 0.8
