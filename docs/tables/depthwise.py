@@ -56,6 +56,8 @@ def networks(found: JsonRecord) -> str:
     """Milliseconds of whole networks, compiled by torch and by `optimize` or `fit`."""
     lines: list[list[object]] = []
     for row in found["networks"]:
+        if not any("torch" in row.get(case, {}) for case in CASES):
+            continue  # it was not compiled in time
         lines.append([f"`{row['network']}`", *(cell for case in CASES for cell in _cells(row.get(case, row)))])
     shown = [name.format(batch=found["batch"]) for name in CASES.values()]
     columns = ["network", *(f"{name}, {way}" for name in shown for way in WAYS)]
