@@ -56,7 +56,7 @@ def sum_bands(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def sum_band(
     x, grad, sums, part, share, batch, height, width, rows, columns, shares,
     TOTAL: tl.constexpr, FIRST: tl.constexpr, CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
