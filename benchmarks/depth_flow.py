@@ -221,7 +221,9 @@ def say(row: dict[str, Any]) -> None:
 def main() -> None:
     made = parser(__doc__, "depth_flow.json")
     made.add_argument("--data", required=True)
-    made.add_argument("--networks", nargs="*", default=[n for n in list_models() if not n.startswith("nin")])
+    made.add_argument(
+        "--networks", nargs="*", default=[n for n in list_models() if not n.startswith(("nin", "convnext"))]
+    )
     made.add_argument("--run", type=Path, nargs="*", default=[])
     made.add_argument("--norms", nargs="*", default=["none"], choices=["none", "batch"])
     made.add_argument("--seeds", type=int, default=3)

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowrank_cnn.core.compare import unchanged
 from lowrank_cnn.core.errors import LowRankError, LowRankWarning, nearest
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.count import Count, count
-from lowrank_cnn.method.init import scale_as_
+from lowrank_cnn.method.init import init_, weight_layers
+from lowrank_cnn.method.layers import weights_of
 from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.method.schemes import FactoredConv2d, parse_scheme
 from lowrank_cnn.method.select import stages
@@ -268,7 +270,7 @@ class Builder:
         if isinstance(network, Network):
             network.adjust_init()  # the family adjusts its new layers
         elif network is not dense:
-            scale_as_(network, dense)  # all begin alike: the dense network by its own initialisation
+            begin_alike(network, dense)
         return network
 
     def count(self, design: Design) -> Count:
@@ -292,6 +294,27 @@ class Builder:
             return names
         filters: dict[str, Any] = {name: network.get_submodule(name).out_channels for name in names}
         return [name for name in names if 2 * filters[name] > max(filters.values())]
+
+
+@torch.no_grad()
+def begin_alike(network: nn.Module, dense: nn.Module) -> None:
+    """Scale the fresh layers of a network that was made from a dense one as that one's are scaled.
+
+    Its own initialisation may not be He's: torch's default is smaller. A layer is multiplied by the ratio of the
+    dense layer of its name to one that `init_` drew. The layers of a chain share the ratio.
+    """
+    with unchanged(dense):
+        usual = dict(weight_layers(init_(copy_with(dense))))
+    done: set[int] = set()
+    for name, layer in weight_layers(dense):
+        stages = [part for _, part in weight_layers(network.get_submodule(name))]
+        (own,), (drawn,) = weights_of(layer), weights_of(usual[name])
+        if own.is_meta or (len(stages) > 1 and not own.any()):
+            continue  # a chain whose layers are all zero would never learn
+        for weight in (weight for part in stages for weight in weights_of(part)):
+            if id(weight) not in done and not (weight.shape == own.shape and torch.equal(weight, own)):
+                weight.mul_((own.norm() / drawn.norm()) ** (1 / len(stages)))
+                done.add(id(weight))
 
 
 def last_stage(network: nn.Module, size: tuple[int, ...]) -> list[str]:

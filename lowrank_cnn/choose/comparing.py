@@ -51,6 +51,8 @@ STEPS = 400
 MOST_MINUTES = 60
 PLANNED = 0.9
 """The share of the budget that is planned for training; timing and what was not foreseen have the rest."""
+NEAR = 0.1
+"""How near the MACs of a thin network in 32s of filters come to those wanted, as a share."""
 TIMING = 0.015
 """The share of the budget in which the fastest form of one network is searched."""
 MOST_TIMING = 1 / 3
@@ -225,8 +227,7 @@ class Comparing(TimedDesigns):
                 self._add_thin(row)
         if not any(kind_of(row) == THIN for row in self.rows.values()):
             with self._explaining(reasons):
-                width = width_of_macs(self.builder, self._thin, self.rows[DENSE.name].macs / 2)
-                self._add_in_time(at_width(self._thin, width))
+                self._add_in_time(at_width(*self._thin_of(self.rows[DENSE.name].macs / 2)))
         dense = self.rows[DENSE.name]
         for row in [row for row in self.rows.values() if row is not dense and row.macs >= dense.macs]:
             reasons.append(f"{in_words(row)} has as many MACs.")
@@ -258,15 +259,22 @@ class Comparing(TimedDesigns):
         """Forget a design that was only timed to find another."""
         self.found.rows.remove(self.rows.pop(design.name))
 
-    @property
-    def _thin(self) -> Design:
-        """The dense network that is made thin; a GPU runs other numbers of filters no faster than the next 32."""
-        return replace(DENSE, multiple=32 if self.target.gpu else 8)
+    def _thin_of(self, macs: float) -> tuple[Design, float]:
+        """The dense network that is made thin, and its width of so many MACs.
+
+        A GPU runs other numbers of filters no faster than the next 32, which narrow layers cannot be divided by.
+        """
+        found: list[tuple[Design, float]] = []
+        for multiple in (32, 8) if self.target.gpu else (8,):
+            thin = replace(DENSE, multiple=multiple)
+            found.append((thin, min(1.0, width_of_macs(self.builder, thin, macs))))
+            if abs(self.builder.count(at_width(*found[-1])).macs / macs - 1) <= NEAR:
+                break
+        return found[-1]
 
     def _add_thin(self, row: DesignRow) -> None:
         """The thin network that takes the time of a low-rank one, or that of its MACs where that takes longer."""
-        thin = self._thin
-        width = min(1.0, width_of_macs(self.builder, thin, row.macs))
+        thin, width = self._thin_of(row.macs)
         times: dict[float, float] = {}
         assert row.timing is not None
         for _ in range(3):

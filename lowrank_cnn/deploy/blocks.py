@@ -19,6 +19,8 @@ from lowrank_cnn.graph.capture import CaptureError, InputKind, NetworkGraph, cap
 from lowrank_cnn.graph.fused_between import fused_pool
 from lowrank_cnn.graph.merge import InexactError, merge_chain
 from lowrank_cnn.graph.patterns import Pattern, find_patterns, rewritten
+from lowrank_cnn.kernels.depthwise.dispatch import MOST_TAPS
+from lowrank_cnn.kernels.device import kernels_run
 from lowrank_cnn.kernels.fused_convs import FrozenComposite, conv_options, pool_name
 from lowrank_cnn.kernels.problem import activate, is_monotone
 from lowrank_cnn.kernels.strips import available, packed_strips, strips
@@ -426,13 +428,20 @@ def _dense(layer: nn.Module) -> nn.Module | None:
     try:
         if isinstance(layer, FactoredConv2d):
             dense = merge_chain(layer)
-        elif isinstance(layer, CompositeConv2d) and (_on_cpu(layer) or not layer.composite.depthwise):
+        elif isinstance(layer, CompositeConv2d) and not _in_one_pass(layer):
             dense = layer.dense_view()
         else:
-            return None  # on a GPU one kernel runs all bands, which no dense depthwise conv of torch's is near
+            return None
     except InexactError:
         return None
     return laid_out_as(layer, dense).eval()
+
+
+def _in_one_pass(layer: CompositeConv2d) -> bool:
+    """Whether a kernel of ours runs all bands. Torch's depthwise convs of their size take many times as long."""
+    taps = max((group.taps for group in layer.composite.groups), default=0)
+    runs = taps <= MOST_TAPS and kernels_run(next(layer.parameters()).device)
+    return layer.composite.depthwise and layer.padding_mode == "zeros" and runs
 
 
 def _split(layer: CompositeConv2d) -> list[nn.Module]:

@@ -16,11 +16,9 @@ what borders, fan-in initialisation and PyTorch's default do to a deep stack.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.core.errors import check_type
@@ -75,24 +73,6 @@ def init_(model: nn.Module, *, relu: Rectified | None = None) -> nn.Module:
         return sigma(sum(_fan(twin, rectified) for twin in together.get(layer, [layer])), relu=rectified)
 
     return _drawn(model, std, relu)
-
-
-@torch.no_grad()
-def scale_as_(fresh: nn.Module, dense: nn.Module) -> nn.Module:
-    """Scale the fresh layers of a network that was made from a dense one as that one's own are scaled.
-
-    Its initialisation may not be He's: torch's default is smaller. A layer is multiplied by what the dense layer
-    of its name has of the deviation that `init_` gives it. The layers of a chain share the factor.
-    """
-    with torch.random.fork_rng():
-        usual = dict(weight_layers(init_(copy.deepcopy(dense))))
-    for name, layer in weight_layers(dense):
-        stages = [part for _, part in weight_layers(fresh.get_submodule(name))]
-        own = layer.weight
-        for weight in (weight for part in stages for weight in weights_of(part)):
-            if not own.is_meta and not (weight.shape == own.shape and torch.equal(weight, own)):  # type: ignore[arg-type, operator]
-                weight.mul_((own.norm() / usual[name].weight.norm()) ** (1 / len(stages)))  # type: ignore[operator]
-    return fresh
 
 
 def per_group_(model: nn.Module) -> nn.Module:

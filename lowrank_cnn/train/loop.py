@@ -137,7 +137,8 @@ class Trainer:
                 self._train_epoch(stop)
                 self._finish_epoch()
             self.save()
-            if agree_on(self.fabric, int(bool(stop))):  # since the last step
+            # Asked since the last step. Without a folder the end of the run, which takes moments, is not given up.
+            if self.directory is not None and agree_on(self.fabric, int(bool(stop))):
                 raise Interrupted(self._stop_message())
         if self.helpers:
             self.helpers.remove()
@@ -307,6 +308,8 @@ class Trainer:
     def _stop_message(self) -> str:
         """The position of a run that was asked to stop, and how to resume it."""
         where = f"Stopped in epoch {self.position.epoch + 1}, after batch {self.position.batch}"
+        if self.position.done(self.recipe.epochs):
+            where = "Stopped after the last step"
         if self.directory is None:
             return f"{where}; nothing is saved, since no directory was given."
         return f"{where}; all is saved in {self.directory.path}. Go on with {resume_hint()}."

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -136,9 +138,24 @@ def test_all_begin_as_the_users_own_network_is_initialised(name: str, stages: in
     """Torch's default is smaller than He's, by which a candidate would train as at another learning rate."""
     torch.manual_seed(0)
     layer = nn.Conv2d(64, 96, 3, padding=1)
-    network = Builder(lambda: nn.Sequential(nn.Conv2d(3, 64, 3), layer), (3, 8, 8))(find_design(name))
+    network: Any = Builder(lambda: nn.Sequential(nn.Conv2d(3, 64, 3), layer), (3, 8, 8))(find_design(name))
     begun = torch.cat([value.flatten() for value in network[1].parameters() if value.dim() > 1]).std()
-    usual = torch.cat([value.flatten() for value in init_(network)[1].parameters() if value.dim() > 1]).std()
-    default = layer.weight.std() / init_(nn.Sequential(layer))[0].weight.std()
+    init_(network)
+    usual = torch.cat([value.flatten() for value in network[1].parameters() if value.dim() > 1]).std()
+    default = layer.weight.std() / init_(layer).weight.std()  # type: ignore[operator]
     assert ((begun / usual) ** stages).item() == pytest.approx(default.item(), rel=0.1)
     assert default < 0.8
+
+
+def test_a_network_of_any_initialisation_has_candidates():
+    first, zero, twice = nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1)
+    nn.init.zeros_(zero.weight)
+    built = Builder(lambda: nn.Sequential(first, zero, twice, nn.ReLU(), twice, nn.Conv2d(32, 8, 1)), (3, 8, 8))
+    made: Any = built
+    chain = made(find_design("separable"))[1]
+    assert all(part.weight.any() for part in chain.children()), "no layer of a chain gets a gradient through zeros"
+    thin, usual = made(find_design("dense@0.5")), init_(nn.Conv2d(16, 16, 3))
+    assert thin[2].weight is thin[4].weight
+    assert (thin[2].weight.std() / usual.weight.std()).item() == pytest.approx(0.577, rel=0.1)  # scaled once
+    normed: Any = Builder(lambda: nn.Sequential(nn.utils.weight_norm(nn.Conv2d(3, 32, 3)), twice), (3, 8, 8))
+    assert normed(find_design("lr"))(torch.zeros(1, 3, 8, 8)).shape[1] == 32

@@ -93,9 +93,10 @@ def test_a_stop_after_the_last_step_is_not_lost(driver, tmp_path):
         if row.epoch == driver.PLAIN.epochs:
             signal.raise_signal(signal.SIGTERM)
 
-    with pytest.raises(Interrupted, match="after batch 0; all is saved"):
+    with pytest.raises(Interrupted, match="after the last step; all is saved"):
         driver.train(tmp_path, driver.PLAIN, callbacks=(ask,))
     assert driver.train(tmp_path, driver.PLAIN, resume=True)[1].status == "finished"
+    assert driver.train(None, driver.PLAIN, callbacks=(ask,))[1].status == "finished"  # nothing else would keep it
 
 
 def test_outside_the_main_thread_nothing_is_listened_to():

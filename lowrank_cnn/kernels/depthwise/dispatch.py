@@ -37,9 +37,10 @@ def depthwise_conv2d(
     x = under_autocast(x)
     fits = x.shape[1] == sum(band.channels for band in bands) and min(size) > 0  # else torch says what is wrong
     if fits and not torch.compiler.is_compiling() and (noted := gpu.survey()) is not None:
-        with gpu.unsurveyed():
-            if not _obstacle(x, bands):
-                noted.append(DepthwiseCall.of(x, filters, bias, bands, stride, dilation, size))
+        # Whether kernels run here is not asked: the answer would be that of a survey's tensors without values.
+        if not gpu.by_torch() and x.dtype in gpu.TYPES and max(band.taps for band in bands) <= MOST_TAPS:
+            noted.append(DepthwiseCall.of(x, filters, bias, bands, stride, dilation, size))
+        return None
     if not fits or _obstacle(x, bands):
         return None
     from lowrank_cnn.kernels.depthwise import ops
@@ -70,10 +71,11 @@ class DepthwiseCall(NamedTuple):
         return cls(*like, own, needs_gradient(x, *filters), x.requires_grad)
 
     def compile(self) -> None:
-        """Launch every kernel on memory without values, within `compiling_ahead`."""
+        """Launch every kernel, which serves batches of any size, on one image, within `compiling_ahead`."""
         from lowrank_cnn.kernels.depthwise import ops
 
-        x, *filters = map(_empty, (self.x, *self.filters))
+        one = (torch.Size((1, *self.x[0][1:])), *self.x[1:])
+        x, *filters = map(_empty, (one, *self.filters))
         bias, x = self.bias and _empty(self.bias), x.contiguous(memory_format=torch.channels_last)
         y = ops.depthwise_conv2d(x, filters, bias, *self.options, None, None, "", 0.0)
         if self.training:

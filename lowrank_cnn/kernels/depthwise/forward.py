@@ -189,7 +189,7 @@ def sums_unrolled(
     return sums
 
 
-@triton.jit(noinline=True)  # inlined, the code of all bands takes twice as long to compile
+@triton.jit(noinline=True)  # inlined, the code of all bands takes longer to compile
 def filter_band(
     x, y, weights, scale, shift, residual, tile, batch, height, width, rows, columns, slope,
     TOTAL: tl.constexpr, FIRST: tl.constexpr, CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,

@@ -67,7 +67,7 @@ def test_bands_are_noted_as_calls_that_can_be_launched(training: bool):
             patch.object(ops.sums, "launch", return_value=torch.zeros(20)),
         ):
             one.compile()
-    assert launched == [(2, 6, 6, 8)]
+    assert launched == [(1, 6, 6, 8)]
     with forced("off"):
         assert torch.equal(y, layer(x))
 
