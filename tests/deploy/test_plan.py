@@ -70,9 +70,11 @@ def test_the_fastest_way_replaces_each_block(known_times):
     assert [made.get_submodule(row.name) for row in found.decisions] == quick
     assert [row.macs for row in found.decisions] == [2 * 900 * 9] * 2
     assert found.used
+    assert "2.000 ms before, 1.500 after; the plan is used" in str(found)
     known_times["planned"] = 3.0
     made, found = planned(two_alike(), quick=AS_GIVEN)
     assert not found.used, "the whole network gains nothing"
+    assert "nothing gained: as given" in str(found)
     assert str(made) == str(two_alike())
 
 
