@@ -68,6 +68,7 @@ def test_layers_with_channel_groups_dilation_or_other_padding_have_branches_too(
     assert layer.point.groups == options.get("groups", 1)
     torch.testing.assert_close(layer(x), by_branch, rtol=0, atol=1e-12)
     torch.testing.assert_close(layer.folded()(x), by_branch, rtol=0, atol=1e-12)
+    assert isinstance(layer.folded(), nn.Conv2d) is (scheme == "dense(branches)")
     note(network, input_size=(8, 9, 8))
     torch.testing.assert_close(lr.merge(network)(x), network(x), rtol=0, atol=1e-12)
     form = {name: getattr(layer, name) for name in ("stride", "dilation", "groups")}
