@@ -3,11 +3,13 @@
 import functools
 import importlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +60,21 @@ def quick_onnx_exports() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.onnx, "export", prepared)
         yield
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium, which asks nothing of the network by itself."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="the browser test needs the package playwright")
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if found is None:
+        pytest.skip("no chromium found: install Debian's chromium")
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+    flags += ["--disable-component-update", "--disable-background-networking"]
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=found, headless=True, args=flags)
+        yield started
+        started.close()
 
 
 @pytest.fixture

@@ -1,12 +1,14 @@
 """Helpers for tests of several rooms: load a file, call a function here or in a forked process."""
 
+import contextlib
 import importlib.util
 import json
 import os
 import signal
+import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +35,20 @@ def assert_equal_weights(one: Any, other: Any) -> None:
     assert [
         name for name, value in ours.items() if value.dtype != theirs[name].dtype or not value.equal(theirs[name])
     ] == []
+
+
+def squares(train: int, test: int, side: int) -> Any:
+    """Dark and bright grey squares in turns."""
+    import torch
+
+    from lowrank_cnn.data import Data, ResidentSplit
+
+    def split(n: int) -> ResidentSplit:
+        labels = torch.arange(n) % 2
+        images = torch.randint(0, 90, (n, 1, side, side), generator=torch.Generator().manual_seed(n))
+        return ResidentSplit.of((images + 150 * labels[:, None, None, None]).to(torch.uint8), labels)
+
+    return Data("squares", ("dark", "bright"), split(train), split(test))
 
 
 def called_here(file: str, function: str, *asked: Any) -> Any:
@@ -97,6 +113,22 @@ def _call_and_exit(function: Callable[[], object]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+@contextlib.contextmanager
+def locked_elsewhere(directory: Path) -> Iterator[None]:
+    """A directory that another process holds."""
+    code = (
+        "import sys, time, pathlib\n"
+        "from lowrank_cnn.core.files import locked\n"
+        "with locked(pathlib.Path(sys.argv[1])): print(flush=True); time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(directory)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    yield
+    process.kill()
+    process.wait()
 
 
 def node_macs(path: str | Path) -> dict[str, int]:

@@ -2,10 +2,8 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,6 @@ for package in ("mkdocs", "material", "mkdocstrings_handlers.python", "latex2mat
     pytest.importorskip(package, reason="building the documentation needs the extra docs")
 
 ROOT = Path(__file__).resolve().parent.parent
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
 OUTSIDE = re.compile(r"(https?:)?//")
 
 
@@ -84,17 +80,6 @@ def test_the_page_for_missing_addresses_works_from_the_disk(site: Path):
     assert inside
     for address in inside:
         assert address.startswith("#") or (site / address).is_file(), address
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("no chromium found: install Debian's chromium")
-    playwright = pytest.importorskip("playwright.sync_api", reason="the browser test needs the package playwright")
-    with playwright.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
-        yield found
-        found.close()
 
 
 def test_figures_are_dark_in_the_dark(site: Path, browser: Any):

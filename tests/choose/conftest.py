@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, RateTry, pack
-from lowrank_cnn.data import Data, ResidentSplit
+from lowrank_cnn.data import Data
+from tests import support
 
 IMAGES = 1003
 
@@ -17,38 +19,32 @@ IMAGES = 1003
 @pytest.fixture
 def squares() -> Data:
     """Two kinds of grey squares of 12 pixels."""
+    return support.squares(64, 20, 12)
 
-    def split(n: int) -> ResidentSplit:
-        labels = torch.arange(n) % 2
-        images = torch.randint(0, 90, (n, 1, 12, 12), generator=torch.Generator().manual_seed(n))
-        return ResidentSplit.of((images + 150 * labels[:, None, None, None]).to(torch.uint8), labels)
 
-    return Data("squares", ("dark", "bright"), split(64), split(20))
+def made_frontier(folder: Path, rows: dict[str, tuple[float, float, int]], family: str = "airbench") -> Frontier:
+    """A record of designs by name, each with a share of right answers, a time and a number of runs."""
+    about = {"family": family, "network": {"base": 1.0}, "recipe": {}, "data": {"name": "cifar10"}}
+    about |= {"precision": "fp32", "device": "cpu", "teacher": None}
+    found = Frontier(folder / "frontier", about, IMAGES)
+    found.folder.mkdir()
+    draw = torch.Generator().manual_seed(0)
+    hard = torch.rand(IMAGES, generator=draw)
+    for name, (share, ratio, runs) in rows.items():
+        scheme = "dense" if name.startswith("dense") else "lr"
+        scheme += "(branches)" if "branches" in name else ""
+        row = DesignRow({"name": name, "scheme": scheme, "width": 1.0}, int(1e6 * ratio), int(1e5 * ratio))
+        row.timing = DesignTime(ratio, ratio, ratio, 1.0, 256, "folded")
+        row.tries = [RateTry(1.0, [share])]
+        found.rows.append(row)
+        for seed in range(1, runs + 1):
+            right = hard + 0.05 * torch.randn(IMAGES, generator=draw) < share
+            speed = {"seconds": 3.0, "wall": 4.0, "images_per_second": 1e4}
+            found.add_run(row, seed, pack(right), train_accuracy=0.9, **speed)
+    found.save()
+    return found
 
 
 @pytest.fixture
 def make_frontier(tmp_path: Path) -> Callable[..., Frontier]:
-    """A record of designs by name, each with a share of right answers, a time and a number of runs."""
-
-    def make(rows: dict[str, tuple[float, float, int]], family: str = "airbench") -> Frontier:
-        about = {"family": family, "network": {"base": 1.0}, "recipe": {}, "data": {"name": "cifar10"}}
-        about |= {"precision": "fp32", "device": "cpu", "teacher": None}
-        found = Frontier(tmp_path / "frontier", about, IMAGES)
-        found.folder.mkdir()
-        draw = torch.Generator().manual_seed(0)
-        hard = torch.rand(IMAGES, generator=draw)
-        for name, (share, ratio, runs) in rows.items():
-            scheme = "dense" if name.startswith("dense") else "lr"
-            scheme += "(branches)" if "branches" in name else ""
-            row = DesignRow({"name": name, "scheme": scheme, "width": 1.0}, int(1e6 * ratio), int(1e5 * ratio))
-            row.timing = DesignTime(ratio, ratio, ratio, 1.0, 256, "folded")
-            row.tries = [RateTry(1.0, [share])]
-            found.rows.append(row)
-            for seed in range(1, runs + 1):
-                right = hard + 0.05 * torch.randn(IMAGES, generator=draw) < share
-                speed = {"seconds": 3.0, "wall": 4.0, "images_per_second": 1e4}
-                found.add_run(row, seed, pack(right), train_accuracy=0.9, **speed)
-        found.save()
-        return found
-
-    return make
+    return partial(made_frontier, tmp_path)

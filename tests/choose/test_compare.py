@@ -226,20 +226,6 @@ def test_a_network_without_a_cheaper_version_is_refused(squares: Data, tmp_path:
         lr.compare(flat, squares, out=tmp_path, say=str, **QUICK)
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--at-most", "soon"], "a time such as 3ms"),
-        (["--at-least", "most"], "an accuracy such as 90%"),
-        (["--macs", "0.5"], "--macs is for advice without --data"),
-    ],
-)
-def test_the_command_refuses_in_one_sentence(words: list[str], told: str):
-    done = CliRunner().invoke(build(), ["compare", "nin", "--data", "digits", *words])
-    assert isinstance(done.exception, LowRankError) or done.exit_code == 2
-    assert told in (str(done.exception) + done.output)
-
-
 def test_the_command_prints_the_answer(tmp_path: Path):
     (tmp_path / "mynet.py").write_text(
         "from torch import nn\n\n\ndef make(num_classes=10):\n    return nn.Sequential(nn.Conv2d(1, 16, 3, 4), "

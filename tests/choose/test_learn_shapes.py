@@ -22,6 +22,7 @@ from lowrank_cnn.train.recipe import changed
 from lowrank_cnn.train.trained import load_checkpoint
 from tests.choose import driver
 from tests.support import assert_equal_weights
+from tests.train.driver import tiny_net
 
 RECIPE = Recipe(name="stripes", batch_size=16, epochs=10, lr=0.1, mirror=False, weight_decay=0.01)
 OWN = Recipe(name="own", batch_size=8, epochs=3, lr=0.05, mirror=False)
@@ -310,5 +311,5 @@ def test_two_processes_learn_the_same_shapes(program, tmp_path):
     assert two.record.processes == 2
     assert two.macs <= 0.6
     x = torch.randn(2, 1, 8, 8)
-    loaded = load_checkpoint(tmp_path / "two", network=driver.net()).network
+    loaded = load_checkpoint(tmp_path / "two", network=tiny_net(stateful=True)).network
     assert torch.equal(loaded.eval()(x), two.network.eval()(x))

@@ -235,11 +235,6 @@ def test_another_recipe_is_refused_in_the_same_folder(trace, made_up: list):
         trace(plan, settings={"lr": 3})
 
 
-def test_a_family_that_is_not_there_is_refused(trace):
-    with pytest.raises(LowRankError, match="no network 'airbensh'; did you mean airbench"):
-        trace(FrontierPlan(), family="airbensh")
-
-
 @pytest.mark.nightly
 def test_runs_side_by_side_find_what_runs_alone_find(trace, tmp_path: Path):
     plan = FrontierPlan(("lr",), match=(), seeds=1, batch=0, base=0.25, rates=(0.5, 1.0))

@@ -7,13 +7,17 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner, Result
 
 from lowrank_cnn.cli.app import build
-from lowrank_cnn.data import Data, ResidentSplit
+from lowrank_cnn.data import Data
+from tests import support
 
 SMALL_RUN = ("--width", "0.05", "--epochs", "1", "--batch-size", "16", "--set", "crop=14", "--device", "cpu")
+
+
+def fits(text: str) -> bool:
+    return max(map(len, text.splitlines())) <= 80
 
 
 def invoke(*arguments: object, **options: bool) -> Result:
@@ -39,12 +43,7 @@ def output_of() -> Callable[..., str]:
 
 
 def open_squares(*_: object, **__: object) -> Data:
-    def split(n: int) -> ResidentSplit:
-        labels = torch.arange(n) % 2
-        images = torch.randint(0, 90, (n, 1, 16, 16), generator=torch.Generator().manual_seed(n))
-        return ResidentSplit.of((images + 150 * labels[:, None, None, None]).to(torch.uint8), labels)
-
-    return Data("squares", ("dark", "bright"), split(48), split(10))
+    return support.squares(48, 10, 16)
 
 
 @pytest.fixture

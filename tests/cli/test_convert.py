@@ -7,13 +7,9 @@ import pytest
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.count import count
 from lowrank_cnn.models import create_model
-from tests.cli.conftest import SMALL_RUN
+from tests.cli.conftest import SMALL_RUN, fits
 
 SMALL = ["--width", "0.1"]
-
-
-def fits(text: str) -> bool:
-    return max(map(len, text.splitlines())) <= 80
 
 
 def test_convert_prints_layers_costs_and_what_was_left(output_of):

@@ -66,12 +66,6 @@ def test_export_writes_merges_and_reports(output_of, tmp_path):
     assert "8 layers merged" in text
 
 
-def test_export_writes_the_packages_own_weights(output_of, tmp_path):
-    output_of("export", "nin-c3-lr", tmp_path / "net.safetensors", "--pretrained", "cifar10")
-    ours, right = lr.load(tmp_path / "net.safetensors"), lr.create_model("nin-c3-lr", pretrained="cifar10")
-    torch.testing.assert_close(dict(ours.state_dict()), dict(right.state_dict()), rtol=0, atol=0)
-
-
 def test_a_network_of_ones_own_is_calibrated_on_images_of_a_function(output_of, tmp_path):
     own = tmp_path / "own.py"
     own.write_text(

@@ -7,18 +7,13 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import click
 import pytest
-import typer
-from typer.testing import CliRunner
 
 import lowrank_cnn as lr
 from lowrank_cnn.cli.app import COMMANDS, load_command
-from lowrank_cnn.cli.options import grouped
 
 SOURCE = {"--input", "--pretrained", "--width", "--norm", "--into", "--scheme", "--stride", "--classes"}
 """Which network, and of which size."""
@@ -47,27 +42,6 @@ FROM_OTHERS = {
     "export": {"--merge", "--merge-chains"},  # of `merge`
 }
 """Options that stand for parameters of other functions which the command calls."""
-
-
-@dataclass(frozen=True)
-class PaintOptions:
-    colour: Annotated[str, typer.Option(help="A colour.")] = "red"
-    coats: Annotated[int, typer.Option("--coats", "-c", min=1, help="How often.")] = 1
-
-
-def test_fields_of_a_group_are_options_of_the_command():
-    seen = []
-    app = typer.Typer()
-
-    @app.command()
-    @grouped
-    def paint(wall: str, how: PaintOptions, dry: bool = False) -> None:
-        seen.append((wall, how, dry))
-
-    assert CliRunner().invoke(app, ["north", "-c", "2", "--dry"]).exit_code == 0
-    assert CliRunner().invoke(app, ["south", "--colour", "blue"]).exit_code == 0
-    assert CliRunner().invoke(app, ["west", "--coats", "0"]).exit_code == 2
-    assert seen == [("north", PaintOptions("red", 2), True), ("south", PaintOptions("blue", 1), False)]
 
 
 def test_shared_options_have_one_default_and_all_are_explained():

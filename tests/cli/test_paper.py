@@ -10,6 +10,7 @@ import pytest
 from lowrank_cnn.cli.show import console
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.train.loop import Trainer
+from tests.cli.conftest import fits
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "cifar10"
 
@@ -21,7 +22,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_tables_fit_eighty_columns(output_of):
-    assert max(map(len, output_of("audit").splitlines())) <= 80
+    assert fits(output_of("audit"))
 
 
 def test_accuracies_of_runs_are_compared_with_the_published_ones(output_of):

@@ -13,6 +13,7 @@ import lowrank_cnn as lr
 from lowrank_cnn.cli.options import limit_threads
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.thin import thin_like
+from tests.cli.conftest import fits
 from tests.support import called_here
 
 SMALL, QUICK = ["--width", "0.1"], ["--no-cache", "--repeats", "3"]
@@ -53,10 +54,6 @@ def file(tmp_path) -> str:
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines are timed here; tests of the choice of an engine give each a process of its own."""
     monkeypatch.setattr("lowrank_cnn.deploy.choose_engine.apart", called_here)
-
-
-def fits(text: str) -> bool:
-    return max(map(len, text.splitlines())) <= 80
 
 
 def test_time_prints_layers_correlations_and_the_twin(output_of):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
-from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.report.figures import FIGURES
 
 RECORD = {
@@ -50,13 +48,6 @@ def test_a_page_goes_through_the_users_own_link_and_to_standard_output(lowrank, 
     assert "</svg>" in lowrank("figure", "vgg", "-o", "-").stdout
     assert (folder / "latest.html").is_symlink()
     assert not (folder / "-").exists()
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs")
-def test_a_pipe_is_not_replaced_by_a_page(lowrank, folder: Path):
-    os.mkfifo(folder / "pipe")
-    assert isinstance(lowrank("report", "-o", "pipe").exception, LowRankError)
-    assert (folder / "pipe").is_fifo()
 
 
 def test_report_as_json(lowrank, folder: Path):

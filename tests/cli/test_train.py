@@ -208,20 +208,6 @@ def test_a_last_layer_is_kept_for_the_same_classes_alone(
     assert ("The last layer is new, for 2 classes" in done.output) == (names != ("dark", "bright"))
 
 
-def test_a_network_in_the_users_file_is_told_the_number_of_classes(lowrank, tmp_path):
-    own = own_network(tmp_path)
-    own.write_text(
-        own.read_text().replace("def net()", "def net(num_classes)").replace("(4, 2)", "(4, num_classes)")
-    )
-    more = ["--data", "squares", *SMALL_RUN[2:]]
-    assert lowrank("train", f"{own}:net", *more, "--out", tmp_path / "run").exit_code == 0
-    again = ("--data", "squares", "--device", "cpu", "--into", f"{own}:net", "--json")
-    assert (
-        json.loads(lowrank("evaluate", tmp_path / "run", *again).output)["top1"]
-        == load_record(tmp_path / "run").result["top1"]
-    )
-
-
 @pytest.fixture
 def photographs(tmp_path, monkeypatch) -> Path:
     """A flat folder of 24 grey photographs of two kinds, of many sizes, opened as they are."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 import lowrank_cnn
 from lowrank_cnn.core import errors
 from lowrank_cnn.core.environment import commit, environment, is_out_of_memory
-from lowrank_cnn.core.errors import LowRankError, MissingExtra, missing_extra, nearest, require
+from lowrank_cnn.core.errors import LowRankError, MissingExtra, missing_extra, require
 from lowrank_cnn.core.numbers import (
     accuracy,
     deviation,
@@ -78,33 +77,6 @@ def test_a_missing_package_is_installed_from_where_ours_came(tmp_path, monkeypat
     assert str(missing_extra("this", "timm", "zoo")) == f"this needs timm: pip install {told}".replace(
         "CLONE", str(clone)
     )
-
-
-@pytest.mark.parametrize(
-    ("check", "value", "told"),
-    [
-        (lambda v: errors.check_type("stride", v, int), True, "stride must be of type int, not True."),
-        (lambda v: errors.check_type("norm", v, str, type(None)), 3, "norm must be of type str or None, not 3."),
-        (
-            lambda v: errors.check_number("n", v, least=3, whole=True),
-            3.0,
-            "n must be a whole number of at least 3",
-        ),
-        (lambda v: errors.check_number("x", v, above=0, most=1), float("nan"), "above 0 and at most 1, not nan."),
-        (lambda v: errors.check_number("x", v, below=2000), 2000, "a number below 2,000, not 2,000."),
-        (errors.check_file, Path("absent"), "there is no file absent."),
-    ],
-)
-def test_the_validator_says_what_is_right(check, value, told):
-    with pytest.raises(LowRankError, match=re.escape(told)):
-        check(value)
-
-
-def test_what_is_valid_passes_and_all_names_are_told_if_none_is_near():
-    errors.check_type("norm", None, str, type(None))
-    errors.check_number("x", 1, least=0, most=1, whole=True)
-    errors.check_file(Path(__file__))
-    assert nearest("zzz", ["b", "a"]) == "known are a, b."
 
 
 RUN_ENGINES = """

@@ -2,16 +2,13 @@
 
 import copy
 import io
-import json
 
 import pytest
 import torch
 from torch import nn
 
 import lowrank_cnn as lr
-from lowrank_cnn.core.clock import Sample
 from lowrank_cnn.core.notes import Notes, note, notes
-from lowrank_cnn.deploy.plan import Decision, NetworkPlan
 
 NAMES = [
     "conversion", "plan", "merging", "input_size", "auxiliary", "decomposition", "begun_from", "unpublished",
@@ -82,23 +79,3 @@ def test_a_conversion_prints_as_a_table():
         "left  layer   why",
         "1     Conv2d  its kernel is 1x1",
     ]
-
-
-def test_a_plan_prints_times_choices_and_reasons():
-    rows = (
-        Decision("conv1", "relu", 1000, {"as given": 2.0, "merged": 1.0}, "merged"),
-        Decision("conv2", "", 2000, {"as given": 1.0}, "as given", {"merged": "another result"}),
-    )
-
-    def plan(**options: object) -> NetworkPlan:
-        made = {"used": True, **options}
-        return NetworkPlan((1, 3, 8, 8), "cpu", rows, Sample(3, 3, 3, 3), Sample(2, 2, 2, 3), **made)
-
-    for words in ("conv1", "conv2, merged: another result", "3.000 ms before, 2.000 after; the plan is used"):
-        assert words in str(plan())
-    assert "as given" in str(plan(used=False)).splitlines()[-1]
-    assert str(plan(reason="no graph")) == "not planned: no graph"
-    assert json.dumps(plan().to_dict())
-    assert (plan().ways, plan(used=False).ways) == ({"conv1": "merged"}, {})
-    back = rows[0].refused("it fails")
-    assert (back.choice, back.failed) == ("as given", {"merged": "it fails"})

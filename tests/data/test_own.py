@@ -101,13 +101,6 @@ def test_a_run_resumes_exactly(tmp_path) -> None:
     assert_equal_weights(whole, again)
 
 
-def test_it_can_be_held_out() -> None:
-    recipe = dataclasses.replace(RECIPE, holdout=0.2, early_stop=1, epochs=30)
-    record = fit(classifier(), Halves(), recipe, **QUIET)
-    assert record.watched == "holdout"
-    assert record.result["epochs"] < 30
-
-
 def absolute(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs[:, 0] - targets).abs().mean()
 

@@ -74,14 +74,6 @@ def test_chunks_do_not_change_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(whole[1], pieces[1])
 
 
-def test_sub_crops_train_anywhere_and_test_in_the_centre() -> None:
-    split = random_split()
-    images, _ = joined(list(loader(split, train=False, augment=Augment(crop=6)).epoch(0)))
-    assert torch.equal(images, split.images[:, :, 1:7, 1:7].float() / 255)
-    trained, _ = joined(list(loader(split, train=True, augment=Augment(crop=6)).epoch(0)))
-    assert trained.shape == (48, 3, 6, 6)
-
-
 def test_a_resize_is_applied_once_before_crops() -> None:
     split = random_split()
     augment = Augment(resize=16, crop=14)

@@ -91,24 +91,6 @@ def test_safetensors_build_our_networks_again(tmp_path, network: nn.Module, imag
     assert stored["conversion"]["changed"][0]["name"] == "features.conv2_1"
 
 
-def foreign() -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.LazyLinear(2))
-
-
-def test_safetensors_of_a_foreign_network_load_into_one_that_is_not_converted(tmp_path, images: torch.Tensor):
-    dense = foreign()
-    dense(images)
-    net = convert(dense, "lr", where="0").eval()
-    export(net, tmp_path / "net.safetensors")
-    with pytest.raises(LowRankError, match="Sequential is not one of our networks"):
-        load(tmp_path / "net.safetensors")
-    before = dense[2].weight.clone()
-    again = load(tmp_path / "net.safetensors", into=dense)
-    torch.testing.assert_close(again(images), net(images), rtol=0, atol=0)
-    assert isinstance(dense[0], nn.Conv2d)
-    assert torch.equal(dense[2].weight, before)
-
-
 def test_a_merged_or_planned_network_exports_as_a_graph_but_not_as_weights(tmp_path, network: nn.Module, images):
     own = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
     planned = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()).eval()
@@ -198,16 +180,6 @@ def test_files_that_belong_together_are_never_mixed(tmp_path, monkeypatch):
     assert found() == {"net.bin": "new"}
     write(overwrite=True)
     assert found() == {"net.bin": "new", "net.xml": "new"}
-
-
-def test_a_file_is_replaced_only_when_asked_for(tmp_path, network: nn.Module):
-    path = tmp_path / "net.safetensors"
-    path.write_text("mine")
-    with pytest.raises(LowRankError, match="exists"):
-        export(network, path)
-    assert path.read_text() == "mine"
-    export(network, path, overwrite=True)
-    assert load(path).config == network.config
 
 
 def of_nan() -> nn.Module:

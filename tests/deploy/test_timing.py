@@ -47,14 +47,6 @@ def test_networks_of_other_inputs_than_images_are_timed(net: nn.Module, size: tu
     assert time_model(nn.Sequential(net), size, repeats=3).total.ms > 0
 
 
-def test_a_network_of_several_inputs_is_timed_on_an_example():
-    net = nn.Bilinear(3, 4, 5)
-    timing = time_model(net, (torch.randn(6, 3), torch.randn(6, 4)), repeats=3)
-    assert (timing.input, timing.more_inputs) == ((6, 3), ((6, 4),))
-    with pytest.raises(LowRankError, match="a batch of its own"):
-        time_model(net, (torch.randn(6, 3), torch.randn(6, 4)), batch=2)
-
-
 class TwoInputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -69,17 +61,14 @@ MACS = 2 * 6 * 6 * 4 * 27
 
 
 @pytest.mark.parametrize("by_keyword", [False, True])
-def test_an_example_is_run_with_its_own_values_and_batch(by_keyword: bool):
+def test_a_network_of_several_inputs_is_timed_on_an_example_with_its_own_values_and_batch(by_keyword: bool):
     inputs = dict(zip(("image", "word"), INPUTS, strict=True)) if by_keyword else INPUTS
-    runner = TorchRunner(TwoInputs(), inputs, 1, "cpu")
-    runner.run()
-    assert runner.shapes == [(2, 3, 8, 8), (2,)]
-    assert sum(runner.macs().values()) == MACS
-
-
-def test_inputs_that_the_network_does_not_take_are_refused_in_a_sentence():
+    timing = time_model(TwoInputs(), inputs, repeats=3)
+    assert (timing.input, timing.more_inputs, timing.macs) == ((2, 3, 8, 8), ((2,),), MACS)
+    with pytest.raises(LowRankError, match="a batch of its own"):
+        time_model(TwoInputs(), inputs, batch=2)
     with pytest.raises(LowRankError, match="does not run on an input of 2x3x8x8 and 2x3"):
-        TorchRunner(TwoInputs(), (INPUTS[0], torch.zeros(2, 3)), 1, "cpu")
+        time_model(TwoInputs(), (INPUTS[0], torch.zeros(2, 3)))
 
 
 def test_branches_of_training_are_folded_before_a_network_is_timed():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,21 +68,3 @@ def test_it_is_made_thinner(make: Callable[[str], Any], name: str):
     thin = lr.thin(network, width=0.5, multiple=4, input_size=x)
     assert thin.eval()(x).shape == network.eval()(x).shape
     assert lr.count(thin, x).macs < 0.6 * lr.count(network, x).macs
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        pytest.param(make, name, id=name, marks=pytest.mark.nightly)
-        for make, names in ((medical, VOLUMES), (video, VIDEO))
-        for name in names
-    ],
-)
-@torch.no_grad()
-def test_its_onnx_file_gives_the_same(make: Callable[[str], Any], name: str, scheme: str, tmp_path: Path):
-    pytest.importorskip("onnxruntime")
-    network, x = make(name)
-    low = settled(lr.convert(network, scheme, input_size=x), x)
-    lr.export(low, tmp_path / "net.onnx", example_input=x)
-    assert_same(lr.load(tmp_path / "net.onnx")(x), low(x))

@@ -12,15 +12,6 @@ from lowrank_cnn.graph.examples import example_for
 from lowrank_cnn.method.schemes import build_conv
 
 
-def test_the_users_example_comes_first_and_must_run():
-    x, net = torch.randn(2, 3, 8, 8), nn.Conv2d(3, 4, 3)
-    (example,), given = example_for(net, x)
-    assert given
-    assert torch.equal(example, x)
-    with pytest.raises(LowRankError, match="does not run on an input of 1x4x8x8, float32"):
-        example_for(net, torch.randn(1, 4, 8, 8))
-
-
 @pytest.mark.parametrize(
     ("net", "shape"),
     [

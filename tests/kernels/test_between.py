@@ -84,16 +84,6 @@ def normed_by_torch(x, weight, bias, residual, activation, add_last=False):
     return y + residual if add_last and residual is not None else y
 
 
-@given(SIZES, DTYPES, SEEDS)
-@settings(max_examples=8)
-def test_statistics(size, dtype, seed):
-    x = maps(size, dtype, seed)
-    variance, centre = torch.var_mean(x.double(), (0, 2, 3), correction=0)
-    mean, rstd = statistics(x)
-    assert torch.allclose(mean.double(), centre, rtol=1e-6, atol=1e-6)
-    assert torch.allclose(rstd.double(), (variance + EPS).rsqrt(), rtol=1e-4, atol=0)
-
-
 @pytest.mark.parametrize("values", [256, 4096])
 @pytest.mark.parametrize("far", [0, 1000])
 def test_a_mean_far_from_zero_cancels_nothing_in_many_shares(monkeypatch, values, far):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -69,6 +68,7 @@ def test_layers_with_channel_groups_dilation_or_other_padding_have_branches_too(
     assert layer.point.groups == options.get("groups", 1)
     torch.testing.assert_close(layer(x), by_branch, rtol=0, atol=1e-12)
     torch.testing.assert_close(layer.folded()(x), by_branch, rtol=0, atol=1e-12)
+    assert isinstance(layer.folded(), nn.Conv2d) is (scheme == "dense(branches)")
     note(network, input_size=(8, 9, 8))
     torch.testing.assert_close(lr.merge(network)(x), network(x), rtol=0, atol=1e-12)
     form = {name: getattr(layer, name) for name in ("stride", "dilation", "groups")}
@@ -159,35 +159,10 @@ def test_a_join_and_branches_look_like_one_dense_conv_to_tools():
     assert layer.padding == ((1, 1), (1, 1))
 
 
-def test_traces_follow_the_branches():
-    net = unsettled(nn.Sequential(lr.build_conv(4, 4, 3, STRIPS, padding=1)))
-    x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
-    for traced in (torch.fx.symbolic_trace(net), torch.jit.script(net)):
-        torch.testing.assert_close(traced(x), net(x), rtol=0, atol=1e-12)
-
-
-def test_squares_can_have_branches_too():
-    net = unsettled(nn.Sequential(lr.build_conv(4, 4, 3, "dense(branches)")))
-    x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
-    folded = fold_branches(net)
-    assert type(folded[0]) is nn.Conv2d
-    torch.testing.assert_close(folded(x), net(x), rtol=0, atol=1e-12)
-    assert str(lr.parse_scheme("dense(branches)")) == "dense(branches)"
-
-
 def test_branches_start_afresh():
     dense = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1))
     with pytest.raises(LowRankError, match="fresh weights"):
         lr.decompose(dense, "lr-join(branches)")
-
-
-def test_a_saved_network_has_its_branches_again(tmp_path: Path):
-    net = lr.create_model("nin", scheme=STRIPS, width=0.1, num_classes=3)
-    lr.export(net, tmp_path / "net.safetensors")
-    again = lr.load(tmp_path / "net.safetensors")
-    assert again.state_dict().keys() == net.state_dict().keys()
-    x = torch.randn(2, *net.input_size)
-    torch.testing.assert_close(again.eval()(x), net.eval()(x), rtol=0, atol=0)
 
 
 def test_airbench_leaves_the_scales_of_branches_to_training():

@@ -32,12 +32,6 @@ def test_counts_are_the_published_integers(name: str):
     assert result.params == int(PUBLISHED[name]["params"])
 
 
-@pytest.mark.parametrize("name", ["googlenet-lr", "googlenet-lr-conv1"])
-def test_low_rank_googlenets_have_the_published_parameters(name: str):
-    net = on_meta(name)
-    assert count(net, net.input_size, convention="paper").params == int(PUBLISHED[name]["params"])
-
-
 def fvcore_macs(net: nn.Module, size: tuple[int, ...]) -> int:
     analysis = pytest.importorskip("fvcore.nn").FlopCountAnalysis(net.eval(), torch.randn(1, *size))
     analysis.unsupported_ops_warnings(False)
@@ -86,17 +80,6 @@ def test_plain_torch_networks_agree_with_fvcore(make):
     assert count(net, size).macs == fvcore_macs(net, size)
 
 
-def test_layers_add_up_and_come_in_order():
-    result = count(on_meta("nin-c3-lr"), (3, 30, 30))
-    assert sum(layer.macs for layer in result.layers) == result.macs
-    assert sum(layer.params for layer in result.layers) == result.params
-    assert result.layers[0].name == "features.conv1_1"
-    assert result.layers[0].output == (192, 30, 30)
-    assert result.layers[0].type == "CompositeConv2d 3x1,96 + 1x3,96"
-    assert result.layers[0].macs == 3 * 3 * 192 * 900
-    assert result.layers[0].activation_bytes == 192 * 900 * 4
-
-
 def test_what_a_container_computes_itself_is_booked_on_it():
     class Product(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -106,20 +89,14 @@ def test_what_a_container_computes_itself_is_booked_on_it():
     assert (layer.name, layer.macs) == ("0", 4 * 4 * 6)
 
 
-def test_shared_layers_cost_twice_and_weigh_once():
-    conv = nn.Conv2d(4, 4, 3, padding=1, bias=False)
-    result = count(nn.Sequential(conv, nn.ReLU(), conv), (4, 8, 8))
-    assert result.macs == 2 * 9 * 16 * 64
-    assert result.params == 9 * 16
-
-
-def test_a_module_with_two_names_keeps_its_weights():
-    net = nn.ModuleDict({"conv": nn.Conv2d(4, 4, 3, padding=1)})
-    net["again"], net["tied"] = nn.Sequential(net["conv"]), nn.Conv2d(4, 4, 3, padding=1)
+def test_a_module_with_two_names_costs_twice_weighs_once_and_keeps_its_weights():
+    net = nn.ModuleDict({"conv": nn.Conv2d(4, 4, 3, padding=1, bias=False)})
+    net["again"], net["tied"] = nn.Sequential(net["conv"]), nn.Conv2d(4, 4, 3, padding=1, bias=False)
     net["tied"].weight = net["conv"].weight
     before = net["conv"].weight.clone()
     net.forward = lambda x: net["tied"](net["again"](net["conv"](x)))
-    assert count(net, (4, 8, 8)).macs == 3 * 9 * 16 * 64
+    result = count(net, (4, 8, 8))
+    assert (result.macs, result.params) == (3 * 9 * 16 * 64, 9 * 16)
     assert torch.equal(net["conv"].weight, before)
     assert net["tied"].weight is net["conv"].weight is net["again"][0].weight
 
@@ -146,9 +123,7 @@ def test_double_precision_models_count_too():
     [
         (lambda: count(nn.Conv2d(3, 4, 3), (3, 8)), "does not take an input of 3x8"),
         (lambda: count(nn.Conv2d(3, 4, 3), 32), "channels, height, width"),  # type: ignore[arg-type]
-        (lambda: count(nn.Conv2d(3, 4, 3), "3x8x8"), "channels, height, width"),  # type: ignore[arg-type]
         (lambda: count("net", (3, 8, 8)), "a model is an nn.Module, not str"),  # type: ignore[arg-type]
-        (lambda: count(nn.Conv2d(3, 4, 3), (3, 0, 8)), "channels, height, width"),
         (lambda: count(nn.Conv2d(3, 4, 3), (5, 8, 8)), "does not take an input of 5x8x8"),
         (
             lambda: count(nn.Sequential(nn.Flatten(), nn.Linear(10, 2)), (3, 8, 8)),
@@ -176,14 +151,6 @@ def test_a_lazy_layer_is_refused_and_stays_lazy():
     assert net(torch.zeros(1, 5, 8, 8)).shape == (1, 4, 6, 6)
 
 
-def test_functions_called_in_forward_find_their_tensors():
-    class Made(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.conv2d(x + torch.zeros(1), torch.ones(2, 3, 1, 1))
-
-    assert count(Made(), (3, 4, 4)).macs == 6 * 16
-
-
 class Forward(nn.Module):
     """A conv, and a function of the module and what the conv gives."""
 
@@ -195,6 +162,11 @@ class Forward(nn.Module):
 
     def forward(self, x: torch.Tensor) -> object:
         return self.function(self, self.conv(x))
+
+
+def test_functions_called_in_forward_find_their_tensors():
+    net = Forward(lambda _, y: F.conv2d(y + torch.zeros(1), torch.ones(2, 4, 1, 1)))
+    assert count(net, (3, 8, 8)).macs == 36 * 4 * 27 + 36 * 4 * 2
 
 
 def test_a_tensor_in_a_plain_attribute_is_no_obstacle():

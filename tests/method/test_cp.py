@@ -118,15 +118,6 @@ def test_images_refit_the_last_layer():
     assert errors[1] < errors[0]
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [("cp(kx1)", "takes m alone"), ("cp(join)", "not join"), ("cp(m=0)", "must be a number above 0")],
-)
-def test_bad_schemes_are_refused(text, sentence):
-    with pytest.raises(LowRankError, match=sentence):
-        parse_scheme(text)
-
-
 def test_channel_groups_are_left_alone_or_refused():
     with pytest.raises(LowRankError, match="without channel groups"):
         build_conv(8, 8, 3, "cp", channel_groups=2)

@@ -43,19 +43,6 @@ def trained(seed: int = 0, **options) -> nn.Sequential:
     return nn.Sequential(first, nn.ReLU(), second).double()
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"stride": 2}, {"padding": 0}, {"groups": 2}, {"padding_mode": "reflect"}]
-)
-@pytest.mark.parametrize("scheme", ["separable(m=64)", "separable(kx1, 1xk, m=64)"])
-def test_a_separable_pair_of_full_rank_is_the_dense_conv(scheme: str, options: dict):
-    net = trained(**options)
-    new = decompose(net, scheme, where="*", allow_costlier=True)
-    x = torch.randn(2, 4, 9, 8, dtype=torch.float64)
-    torch.testing.assert_close(new(x), net(x))
-    assert all(row.energy == pytest.approx(1) for row in notes(new).decomposition)
-    assert [row.m for row in notes(new).decomposition] == [64, 64]
-
-
 @st.composite
 def networks(draw: st.DrawFn) -> nn.Sequential:
     """Two convs of any geometry with batch norms, for inference."""
@@ -88,17 +75,20 @@ def test_any_network_of_full_rank_is_the_dense_one_also_merged(net: nn.Sequentia
     new = decompose(net, scheme, where=lambda name, conv: True, allow_costlier=True)
     torch.testing.assert_close(new(x), net(x))
     torch.testing.assert_close(merge(new, chains=True)(x), net(x))
+    assert [(row.m, row.energy) for row in notes(new).decomposition] == 2 * [(48, pytest.approx(1))]
 
 
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("scheme", ["lr-join(m=60)", "mixture(kx1, 1xk, kxk, join, m=90)"])
-def test_a_basis_with_its_join_fits_what_has_no_corners(scheme: str):
-    net = trained()
+def test_a_basis_with_its_join_fits_what_has_no_corners_group_by_group(scheme: str, groups: int):
+    net = trained(groups=groups)
     with torch.no_grad():
         net[0].weight[:, :, ::2, ::2] = 0
         net[2].weight[:, :, ::2, [0, 1, 3, 4]] = 0
-    new = decompose(net, scheme, allow_costlier=True)
+    new = decompose(net, scheme, where="*", allow_costlier=True)
     x = torch.randn(2, 4, 9, 8, dtype=torch.float64)
     torch.testing.assert_close(new(x), net(x), rtol=0, atol=1e-6)
+    assert [row.energy for row in notes(new).decomposition] == 2 * [pytest.approx(1)]
 
 
 def test_energy_takes_the_fewest_filters_that_keep_it():
@@ -250,17 +240,6 @@ def test_costlier_layers_are_allowed_under_a_share_of_energy_too():
     torch.testing.assert_close(new(x), net(x), rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("scheme", ["lr-join(m=60)", "mixture(kx1, 1xk, kxk, join, m=90)"])
-def test_a_grouped_conv_is_fitted_group_by_group(scheme: str):
-    net = trained(groups=2)
-    with torch.no_grad():
-        net[0].weight[:, :, ::2, ::2] = 0
-    new = decompose(net, scheme, where="0", allow_costlier=True)
-    x = torch.randn(2, 4, 9, 8, dtype=torch.float64)
-    torch.testing.assert_close(new(x), net(x), rtol=0, atol=1e-6)
-    assert notes(new).decomposition[0].energy == pytest.approx(1)
-
-
 @pytest.mark.parametrize("padding", [0, 1])
 def test_a_single_basis_filter_is_enough_to_fit(padding: int):
     (row,) = notes(decompose(nn.Sequential(nn.Conv2d(3, 8, 3, padding=padding)), "lr-join(m=1)")).decomposition
@@ -274,21 +253,12 @@ def test_convert_takes_the_fit_as_its_init():
     torch.testing.assert_close(new(x), net(x))
 
 
-SEPARABLE = parse_scheme("separable")
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = [nn.Conv2d(4, 12, 3, padding=1), nn.ReLU(), nn.Conv2d(12, 8, 3, padding=1)]
-    return nn.Sequential(*layers).double().eval()
-
-
 @pytest.mark.parametrize("score", [0.0, -1.5, float("inf")])
 def test_shares_of_a_score_need_a_positive_one(score: float):
     """A share of a negative loss would be larger for a worse network."""
-    model = net()
+    net = trained()
     with pytest.raises(LowRankError, match="a score is positive"):
-        measured_keeps(model, {"0": model[0]}, SEPARABLE, [], lambda network: score)
+        measured_keeps(net, {"0": net[0]}, parse_scheme("separable"), [], lambda network: score)
 
 
 CONVS = [

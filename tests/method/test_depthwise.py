@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -42,12 +40,6 @@ def image() -> torch.Tensor:
     return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
-def settled(net: nn.Module, image: torch.Tensor) -> nn.Module:
-    """With statistics of its own in every batch norm."""
-    net.train()(image)
-    return net.eval()
-
-
 @pytest.mark.parametrize("stride", [1, 2])
 def test_it_equals_a_split_convs_and_a_concatenation(stride: int):
     groups = [depthwise(5), depthwise(3, 3, 4), depthwise(1, 11, 3), depthwise(11, 1, 6)]
@@ -63,9 +55,7 @@ def test_it_equals_a_split_convs_and_a_concatenation(stride: int):
     ]
     assert layer.bias is not None
     nn.init.normal_(layer.bias)
-    assert torch.equal(layer(x), torch.cat(parts, 1) + layer.bias[:, None, None]) or torch.allclose(
-        layer(x), torch.cat(parts, 1) + layer.bias[:, None, None], atol=1e-12
-    )
+    assert torch.allclose(layer(x), torch.cat(parts, 1) + layer.bias[:, None, None], atol=1e-12)
     single = layer.dense_view()
     assert isinstance(single, nn.Conv2d)
     assert (single.kernel_size, single.groups) == ((11, 11), 18)
@@ -98,13 +88,6 @@ def test_bands_take_depthwise_layers_alone_and_their_kernels_are_known(recwarn):
     assert not recwarn.list
     kinds = {name for name, module in low.named_modules() if isinstance(module, lr.CompositeConv2d)}
     assert kinds == {"1.mix", "2.mix"}
-
-
-def test_a_batch_norm_is_folded_into_bands(image: torch.Tensor):
-    low = settled(lr.convert(network(), "bands"), image)
-    merged = lr.merge(low)
-    assert not [module for module in merged.modules() if isinstance(module, nn.BatchNorm2d)]
-    assert torch.allclose(merged(image), low(image), atol=1e-5)
 
 
 def test_they_are_drawn_with_the_variance_of_their_own_taps():
@@ -143,18 +126,9 @@ def test_trained_filters_are_fitted_by_the_taps_that_bands_have(image: torch.Ten
 def test_they_are_exported(to: str, image: torch.Tensor, tmp_path):
     if to.endswith(".param"):
         pytest.importorskip("pnnx")
-    low = settled(lr.convert(network(), "bands"), image)
+    low = lr.convert(network(), "bands").eval()
     lr.export(low, tmp_path / to, example_input=image)  # which compares the file with the network
     assert (tmp_path / to).stat().st_size > 2_000
-
-
-def test_a_step_moves_every_filter(image: torch.Tensor):
-    low = lr.convert(network(), "bands").train()
-    before = copy.deepcopy(low.state_dict())
-    nn.functional.cross_entropy(low(image), torch.tensor([0, 1])).backward()
-    torch.optim.SGD(low.parameters(), 0.1).step()
-    changed = {name for name, value in low.state_dict().items() if not torch.equal(value, before[name])}
-    assert {f"1.mix.weights.{i}" for i in range(3)} | {"1.mix.bias"} <= changed
 
 
 @pytest.mark.parametrize(
@@ -168,24 +142,14 @@ def test_a_step_moves_every_filter(image: torch.Tensor):
         (lambda: lr.parse_scheme("lr(identity)"), "a filter shape is written like"),
         (lambda: lr.build_conv(6, 6, 7, "bands", channel_groups=6), "6 channels leave a band of bands empty"),
         (lambda: lr.build_conv(8, 8, 7, "bands"), "is for depthwise convolutions"),
+        (lambda: lr.convert(nn.Conv2d(8, 8, 3), "bands", where="*"), "it is not depthwise"),
+        (lambda: lr.convert(nn.Conv2d(16, 16, 8, groups=16), "bands"), "its kernel is even"),
+        (lambda: lr.convert(nn.Conv2d(4, 4, 7, groups=4), "bands"), "4 channels leave a band of bands empty"),
     ],
 )  # fmt: skip
 def test_bad_bands_are_refused_in_a_sentence(make, says: str):
     with pytest.raises(LowRankError, match=says):
         make()
-
-
-@pytest.mark.parametrize(
-    ("conv", "says"),
-    [
-        (nn.Conv2d(8, 8, 3), "it is not depthwise"),
-        (nn.Conv2d(16, 16, 8, groups=16), "its kernel is even"),
-        (nn.Conv2d(4, 4, 7, groups=4), "4 channels leave a band of bands empty"),
-    ],
-)
-def test_convert_says_why_bands_do_not_take_a_layer(conv: nn.Module, says: str):
-    with pytest.raises(LowRankError, match=says):
-        lr.convert(nn.Sequential(conv), "bands", where="0")
 
 
 def test_trained_filters_begin_as_bands_where_a_command_makes_a_network_cheaper():

@@ -93,19 +93,6 @@ def test_it_works_in_channels_last(layer: CompositeConv2d, image: torch.Tensor):
     torch.testing.assert_close(out, layer(image))
 
 
-def test_it_exports_with_a_dynamic_batch(layer: CompositeConv2d, image: torch.Tensor):
-    batch = torch.export.Dim("batch", min=1)
-    program = torch.export.export(layer, (image,), dynamic_shapes=({0: batch},))
-    five = torch.randn(5, 4, 9, 7)
-    torch.testing.assert_close(program.module()(five), layer(five))
-
-
-def test_it_lives_on_the_meta_device():
-    layer = CompositeConv2d(4, [(3, 1, 6), (1, 3, 2)], device="meta")
-    assert layer(torch.empty(1, 4, 5, 5, device="meta")).shape == (1, 8, 5, 5)
-    assert all(p.is_meta for p in layer.parameters())
-
-
 def test_gradients_reach_every_parameter(image: torch.Tensor):
     layer = CompositeConv2d(4, [(3, 1, 2), (1, 3, 1)], stride=2).double()
     assert torch.autograd.gradcheck(layer, (image[:1].double().requires_grad_(),))
@@ -142,12 +129,8 @@ def test_it_says_what_it_is():
         (lambda: CompositeConv2d(4, [(3, 1, 4)], padding="full"), "padding is"),
         (lambda: CompositeConv2d(4, [(3, 1, 4)], padding=-1), "cannot be negative"),
         (lambda: CompositeConv2d(4, [(3, 1, 4)], padding_mode="mirror"), "padding_mode must be zeros or"),
-        (lambda: CompositeConv2d(4, [(3, 1, 4)], padding=1.5), "padding is"),
-        (lambda: CompositeConv2d(4, [(3, 1, 4)], padding=None), "padding is"),
         (lambda: CompositeConv2d(4, [(3, 1, 4)], padding=((1,), (2,))), "padding is"),
         (lambda: CompositeConv2d(4, [(3, 1, 4)], stride=1.5), "stride is a positive number"),
-        (lambda: CompositeConv2d(4, [(3, 1, 4)], stride=None), "stride is a positive number"),
-        (lambda: CompositeConv2d(4, None), "groups of a composite"),
         (lambda: CompositeConv2d(4, 5), "groups of a composite"),
         (
             lambda: CompositeConv2d(1, [(7, 1, 4)], padding_mode="reflect")(torch.randn(1, 1, 3, 3)),

@@ -169,7 +169,6 @@ def not_a_number() -> nn.Module:
         (vgg, {"width": float("nan")}, "width must be a number above 0"),
         (vgg, {"width": 0.5, "layers": {"nose": 1.0}}, "no layer 'nose'"),
         (lambda: lr.convert(vgg(), "lr"), {"width": 0.5}, "prune takes dense networks, and 0.0 is low-rank"),
-        (lambda: lr.decompose(vgg(), "separable(m=4)"), {"width": 0.5}, "prune takes dense networks"),
         (not_a_number, {"width": 0.5}, "cannot be pruned: it has weights that are not finite"),
         (tied, {"width": 0.5}, "cannot be pruned: 1 shares a parameter"),
         (GroupsOfSeveral, {"width": 0.5, "multiple": 4}, "groups of a conv that takes left would lose different"),

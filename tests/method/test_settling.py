@@ -74,17 +74,6 @@ def test_shapes_are_written_read_and_applied(tmp_path):
             load_shapes(path)
 
 
-def test_a_settled_network_can_be_exported_and_loaded(tmp_path):
-    net, size = trained_like("vgg11-gmp", 32, "batch"), (3, 32, 32)
-    shaped = shape_network(net, parse_scheme(SCHEMES[1]), size)
-    ShapeChooser(shaped, free_routes(shaped, size), mac_costs(shaped, net, size)).choose(0.5)
-    plain = finalize_shapes(shaped)
-    lr.export(plain, tmp_path / "net.safetensors", input_size=size)
-    x = torch.randn(1, *size)
-    loaded = lr.load(tmp_path / "net.safetensors")
-    assert torch.equal(loaded.eval()(x), plain(x))
-
-
 def test_a_network_without_masks_is_returned_itself():
     net = nn.Sequential(nn.Conv2d(3, 4, 3))
     assert finalize_shapes(net) is net

@@ -84,28 +84,15 @@ def test_bad_shares_get_one_sentence(options: dict, words: str):
         thin(Residual(), **options, input_size=SIZE)
 
 
-def test_low_rank_networks_are_refused():
-    net = convert(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)), "lr")
-    with pytest.raises(LowRankError, match="thin takes dense networks, and 0 is low-rank: thin first"):
-        thin(net, width=0.5, input_size=(3, 8, 8))
+class Fixed(nn.Module):
+    """A forward with a width of its own."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 64, 3, padding=1), nn.Linear(64, 10)
 
-def test_a_forward_with_fixed_widths_is_refused():
-    class Fixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.head = nn.Conv2d(3, 64, 3, padding=1), nn.Linear(64, 10)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.conv(x).mean((2, 3)).view(1, 64))
-
-    with pytest.raises(LowRankError, match="expects fixed widths"):
-        thin(Fixed(), width=0.5, input_size=SIZE)
-
-
-def test_maps_of_a_single_pixel_do_not_stop_a_batch_norm():
-    net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.Flatten(), nn.Linear(32, 5))
-    assert thin(net, width=0.5, input_size=(3, 3, 3))[0].out_channels == 16
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.conv(x).mean((2, 3)).view(1, 64))
 
 
 def test_some_layers_have_widths_of_their_own():
@@ -185,9 +172,14 @@ def test_layers_that_share_a_parameter_go_on_sharing_it():
     [
         (nn.Sequential(nn.LazyConv2d(8, 3)), "0 is lazy: run the model once"),
         (nn.Sequential(torch.jit.script(nn.Conv2d(3, 8, 3))), "0 is scripted"),
+        (
+            convert(nn.Sequential(nn.Conv2d(3, 16, 3)), "lr"),
+            "thin takes dense networks, and 0 is low-rank: thin first",
+        ),
+        (Fixed(), "expects fixed widths"),
     ],
 )
-def test_modules_without_layers_to_replace_are_refused(net: nn.Module, words: str):
+def test_networks_without_layers_to_replace_are_refused(net: nn.Module, words: str):
     with pytest.raises(LowRankError, match=words):
         thin(net, width=0.5, input_size=SIZE)
 
@@ -422,16 +414,11 @@ def test_only_channels_and_groups_change(layer: nn.Module, leaving: int):
     assert all(getattr(new, name, None) == getattr(layer, name, None) for name in options)
 
 
-def test_a_layer_that_waits_for_its_input_shows_what_the_layer_has():
+def test_a_layer_that_waits_for_its_input_may_be_copied():
     waiting = PendingLayer(nn.Conv2d(24, 16, 3, stride=2), halved)
-    assert waiting.stride == (2, 2)
     assert copy.deepcopy(waiting).kernel_size == (3, 3)
-    with pytest.raises(AttributeError, match="reads the weight of a Conv2d that has not run"):
-        _ = waiting.weight
     with pytest.raises(AttributeError, match="'Conv2d' object has no attribute 'depth'"):
         _ = waiting.depth
-    assert waiting(input=MAPS.to("meta")).shape == (2, 8, 4, 4)
-    assert waiting.weight.shape == (8, 12, 3, 3)
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,10 @@ def test_tools_take_it(scheme: str):
     assert_same(low.to(memory_format=torch.channels_last_3d)(x), low(x))
 
 
+def alone(conv: nn.Module, scheme: str) -> nn.Module:
+    return lr.convert(nn.Sequential(conv), scheme, where="0")
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -218,25 +222,20 @@ def test_tools_take_it(scheme: str):
         (lambda: lr.parse_scheme("2+1(1xkxk, 1xkx1)"), "two shapes along different axes"),
         (lambda: lr.build_conv(8, 8, 3, "2+1"), "2.1 is not for kernels of 2 sides"),
         (lambda: lr.build_conv(8, 8, (3, 3, 3), "separable"), "separable is not for kernels of 3 sides"),
+        (
+            lambda: alone(nn.Conv3d(8, 8, 3), "separable"),
+            "the schemes lr, 2.1 and channel take it",
+        ),
+        (lambda: alone(nn.Conv2d(8, 8, 3), "2+1"), "not three-dimensional: the scheme channel takes it"),
+        (lambda: alone(nn.Conv3d(8, 8, (1, 3, 3)), "lr"), "its kernel is 1x3x3"),
+        (lambda: alone(nn.Conv3d(8, 8, 7, groups=8), "lr"), "it is depthwise"),
+        (lambda: alone(nn.Conv3d(8, 2, 3), "lr"), "too few filters for the scheme lr"),
+        (
+            lambda: alone(nn.Conv3d(8, 8, 3), "mixture(kx1x1=100, 1xkx1, 1x1xk)"),
+            "too few filters for the scheme mix",
+        ),
     ],
 )
 def test_bad_layers_are_refused_in_a_sentence(make, says: str):
     with pytest.raises(lr.LowRankError, match=says):
         make()
-
-
-@pytest.mark.parametrize(
-    ("conv", "scheme", "says"),
-    [
-        (nn.Conv3d(8, 8, 3), "separable", "not two-dimensional: the schemes lr, 2.1 and channel take it"),
-        (nn.Conv2d(8, 8, 3), "2+1", "not three-dimensional: the scheme channel takes it"),
-        (nn.Conv3d(8, 8, (1, 3, 3)), "lr", "its kernel is 1x3x3"),
-        (nn.Conv3d(8, 8, 7, groups=8), "lr", "it is depthwise"),
-        (nn.Conv3d(8, 2, 3), "lr", "too few filters for the scheme lr"),
-        (nn.Conv3d(8, 8, 3), "mixture(kx1x1=100, 1xkx1, 1x1xk)", "too few filters for the scheme mixture"),
-        (nn.Conv2d(8, 8, 3), "mixture(kx1=100, 1xk)", "too few filters for the scheme mixture"),
-    ],
-)
-def test_convert_says_why_a_layer_stays(conv: nn.Module, scheme: str, says: str):
-    with pytest.raises(lr.LowRankError, match=says):
-        lr.convert(nn.Sequential(conv), scheme, where="0")

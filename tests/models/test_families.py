@@ -146,13 +146,6 @@ def test_vgg11_is_made_to_fit_an_image_size(size: int, stride: int, side: int):
         net(torch.randn(1, 3, 4 * size, 4 * size))
 
 
-def test_googlenets_auxiliary_heads_run_in_training_alone():
-    net = create_model("googlenet-lr", num_classes=3, **SMALL)
-    x = torch.randn(1, 3, 64, 64)
-    assert len(net.train()(x)) == 3
-    assert isinstance(net.eval()(x), torch.Tensor)
-
-
 @pytest.mark.parametrize(("maps", "means"), [(14, 5), (12, 5), (8, 2), (7, None), (4, 1), (2, None)])
 def test_auxiliary_heads_see_sixteen_places_of_maps_of_any_size(maps: int, means: int | None):
     x = torch.arange(maps * maps, dtype=torch.float32).view(1, 1, maps, maps)

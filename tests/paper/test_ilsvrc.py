@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import StreamedSplit, open_data
 from lowrank_cnn.paper.reproduce import EXPERIMENTS, reproduce
 from lowrank_cnn.train import get_recipe, load_record
@@ -81,12 +80,6 @@ def test_the_full_runs_follow_the_papers_recipe():
     assert (vgg.levels, vgg.drop_factor, vgg.holdout) == (3, 10, 0.02)
     assert (googlenet.batch_size, googlenet.lr, googlenet.weight_decay) == (32, 0.01, 2e-4)
     assert (googlenet.schedule, googlenet.power, googlenet.aux_weight) == ("poly", 0.5, 0.3)
-
-
-def test_a_missing_shard_is_refused(hub, tmp_path):
-    (hub / "data" / "train-00002-of-00004.parquet").unlink()
-    with pytest.raises(LowRankError, match=r"lacks the shard train-00002-of-00004\.parquet"):
-        alone(hub, tmp_path / "out")
 
 
 def test_a_corrupt_image_and_an_empty_class_are_counted(folders, tmp_path):

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from lowrank_cnn.paper.reproduce import EXPERIMENTS, ExperimentPart, build_table
 from lowrank_cnn.train import NotFiniteError, load_record
 from lowrank_cnn.train.inputs import augmentation, image_size
 from lowrank_cnn.train.run_folder import Record
+from tests.support import locked_elsewhere
 
 SMALL = {"width": 0.0625, "epochs": 2, "crop": 28, "pad": 0, "mirror": False, "batch_size": 32}
 ONE = {"parts": ("plain",), "networks": ("nin",), "seeds": 1}
@@ -247,14 +246,8 @@ def test_a_run_that_diverges_is_said_and_the_others_go_on(digits, tmp_path, monk
 def test_runs_that_another_process_holds_are_left_to_it(out, digits):
     held = out / "plain" / "nin-seed1"
     shutil.rmtree(held)
-    code = "import sys, pathlib, time\nfrom lowrank_cnn.core.files import locked\n"
-    code += "with locked(pathlib.Path(sys.argv[1])): print(flush=True); time.sleep(600)"
-    process = subprocess.Popen([sys.executable, "-c", code, str(held)], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.readline()
-    run(digits, out, **ONE)
-    process.kill()
-    process.wait()
+    with locked_elsewhere(held):
+        run(digits, out, **ONE)
     assert not (held / "record.json").exists()
     run(digits, out, **ONE)
     assert (held / "record.json").exists()

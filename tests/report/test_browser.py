@@ -1,7 +1,6 @@
 """The page in a real browser: charts, choices, hover, keys, downloads, print, and what must not happen."""
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,22 +11,9 @@ from record_examples import RESULTS
 from lowrank_cnn.report import read_records, write_report
 from lowrank_cnn.report.style import kind_colours
 
-playwright = pytest.importorskip("playwright.sync_api", reason="the browser test needs the package playwright")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium found: install Debian's chromium")
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-FLAGS += ["--disable-component-update", "--disable-sync"]
 DOTS = ".points_marks path"
 PIXEL = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6"
 PIXEL += "kgAAAABJRU5ErkJggg=="
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
-        yield found
-        found.close()
 
 
 @pytest.fixture(scope="module")

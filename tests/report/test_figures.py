@@ -11,7 +11,6 @@ from torch import nn
 from typer.testing import CliRunner
 
 import lowrank_cnn as lr
-from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, SeedRun
 from lowrank_cnn.cli.app import build
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.graph.finalize_shapes import LearnedShapes
@@ -30,6 +29,7 @@ from lowrank_cnn.report.figures import (
     shapes_spec,
 )
 from lowrank_cnn.report.trade import draw_frontier
+from tests.choose.conftest import made_frontier
 
 pytest.importorskip("vl_convert", reason="figures are drawn by vl-convert")
 
@@ -175,29 +175,9 @@ def test_the_weights_of_the_package_can_be_shown(name: str, model: str, words: s
     assert words <= text_of(drawn)
 
 
-def frontier(folder: Path, designs: dict[str, tuple[float, float, int]]) -> Frontier:
-    """Designs by name, each with a share of right answers, a time and a number of runs."""
-    about = {"family": "airbench", "network": {"base": 1.0}, "data": {"name": "cifar10"}, "teacher": None}
-    found = Frontier(folder, about, 1000)
-    for name, (share, ms, runs) in designs.items():
-        scheme = "dense" if name.startswith("dense") else "lr"
-        timing = DesignTime(ms, ms, ms, 1.0, 256, "folded")
-        made = [SeedRun(seed, int(1000 * share) + seed, 0, "", 3.0, 4.0, 1.0, 1.0, 0) for seed in range(runs)]
-        found.rows.append(
-            DesignRow(
-                {"name": name, "scheme": scheme},
-                int(1e6 * ms),
-                10**5,
-                timing,
-                runs=made,
-            )
-        )
-    return found
-
-
 def test_a_frontier_names_every_design_and_its_kinds(tmp_path: Path, text_of):
     designs = {"dense": (0.93, 1.0, 3), "dense@0.5": (0.9, 0.5, 3), "lr": (0.91, 0.4, 2)}
-    found = frontier(tmp_path, designs)
+    found = made_frontier(tmp_path, designs)
     drawn = draw_frontier(found, tmp_path / "f.svg")
     words = {"thin at 0.5", "dense", "thin", "low-rank", "Milliseconds for a batch"}
     assert words <= text_of(drawn)
@@ -207,7 +187,7 @@ def test_a_frontier_names_every_design_and_its_kinds(tmp_path: Path, text_of):
     assert "Milliseconds for a batch" not in text
     assert "Parameters" in text
     with pytest.raises(LowRankError, match="nothing to draw"):
-        draw_frontier(frontier(tmp_path, {"dense": (0.9, 1.0, 0)}), "f.svg")
+        draw_frontier(replace(found, rows=[]), tmp_path / "f.svg")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.train import Interrupted, Recipe, Record, fit
 from lowrank_cnn.train.failure import StopRequest
 from lowrank_cnn.train.loop import Trainer
+from lowrank_cnn.train.step import TrainingStep
 from lowrank_cnn.train.trained import Trained, load_checkpoint
 
 STATEFUL = Recipe(
@@ -56,6 +57,25 @@ def tiny_net(*, stateful: bool = False, seed: int = 0) -> nn.Sequential:
     extras = [nn.BatchNorm2d(4), nn.Dropout(0.2)] if stateful else []
     head = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4)]
     return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), *extras, nn.ReLU(), *head)
+
+
+def normed() -> nn.Sequential:
+    """A conv with batch norm, and one for five classes."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Images for it, and their classes."""
+    draw = torch.Generator().manual_seed(1)
+    images = torch.randn(8, 3, 6, 6, generator=draw).contiguous(memory_format=torch.channels_last)
+    return images, torch.arange(8) % 5
+
+
+def make_step(net: nn.Module, recipe: Recipe) -> TrainingStep:
+    net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return TrainingStep(net, net, lambda loss: loss.backward(), recipe, torch.device("cpu"))
 
 
 def train(out: Path | None, recipe: Recipe = STATEFUL, **options) -> tuple[nn.Module, Record]:

@@ -19,6 +19,7 @@ from lowrank_cnn.train import Recipe, fit
 from lowrank_cnn.train.inputs import patch_covariance, whitening_filters
 from lowrank_cnn.train.optimizers import Optimizer, freeze_parameters, layer_factors, learning_rate, orthogonal
 from lowrank_cnn.train.step import TrainingStep
+from tests.train.driver import batch, make_step, normed
 
 CPU = torch.device("cpu")
 
@@ -222,21 +223,8 @@ def test_the_rate_follows_its_schedule(schedule, iteration, share):
     assert learning_rate(recipe, iteration, per_epoch=5) == pytest.approx(0.1 * share)
 
 
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 1)]
-    net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    return net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    draw = torch.Generator().manual_seed(1)
-    return torch.randn(8, 3, 6, 6, generator=draw), torch.arange(8) % 5
-
-
 def trained(recipe: Recipe, steps: int) -> TrainingStep:
-    net = network()
-    step = TrainingStep(net, net, lambda loss: loss.backward(), recipe, CPU)
+    step = make_step(normed(), recipe)
     for iteration in range(steps):
         step.prepare(0.1, iteration, epochs=iteration / steps)
         step(*batch())
@@ -245,7 +233,7 @@ def trained(recipe: Recipe, steps: int) -> TrainingStep:
 
 def test_biases_of_norms_learn_by_a_rate_and_a_decay_of_their_own():
     step = trained(Recipe(epochs=1, momentum=0.9, nesterov=True, weight_decay=0.01, bias_rate=8.0), 5)
-    other = network()
+    other = normed()
     weights, rest = [other[0].weight, other[3].weight], [other[0].bias, other[1].weight, other[3].bias]
     groups = [
         {"params": weights, "weight_decay": 0.01},

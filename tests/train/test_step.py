@@ -15,29 +15,13 @@ from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.kernels.cuda_graph import Captured
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.step import GraphedStep, LossScale, TrainingStep
+from tests.train.driver import batch, make_step, normed
 
 CPU = torch.device("cpu")
 
 
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 1)]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-
-
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    draw = torch.Generator().manual_seed(1)
-    images = torch.randn(8, 3, 6, 6, generator=draw).contiguous(memory_format=torch.channels_last)
-    return images, torch.arange(8) % 5
-
-
-def make_step(net: nn.Module, recipe: Recipe) -> TrainingStep:
-    net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return TrainingStep(net, net, lambda loss: loss.backward(), recipe, CPU)
-
-
 def test_the_average_follows_the_weights():
-    net = network()
+    net = normed()
     step = make_step(net, Recipe(ema=0.5))
     images, labels = batch()
     expected = {name: t.clone() for name, t in net.state_dict().items()}
@@ -55,7 +39,7 @@ def test_the_average_follows_the_weights():
 
 
 def test_clipping_bounds_the_step():
-    net = network()
+    net = normed()
     before = {name: p.clone() for name, p in net.named_parameters()}
     step = make_step(net, Recipe(momentum=0, weight_decay=0, clip_norm=0.01))
     step.prepare(1.0, 0)
@@ -65,7 +49,7 @@ def test_clipping_bounds_the_step():
 
 
 def test_nothing_moves_once_a_gradient_is_not_finite():
-    net = network()
+    net = normed()
     step = make_step(net, Recipe(ema=0.9))
     images, labels = batch()
     step.prepare(0.1, 0)
@@ -87,7 +71,7 @@ def test_nothing_moves_once_a_gradient_is_not_finite():
 def test_a_graph_computes_what_the_step_does(optimizer: str):
     results, recipe = [], Recipe(ema=0.9, optimizer=optimizer)
     for graphed in (False, True):
-        net = network().insert(3, nn.Dropout(0.5)).cuda()
+        net = normed().insert(3, nn.Dropout(0.5)).cuda()
         net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         step = TrainingStep(net, net, lambda loss: loss.backward(), recipe, torch.device("cuda"))
         images, labels = (t.cuda() for t in batch())
@@ -110,7 +94,7 @@ def test_a_graph_keeps_the_weights_alive_that_it_writes_to(monkeypatch):
         return Captured(Mock(), run)
 
     monkeypatch.setattr("lowrank_cnn.train.step.captured", captured)
-    net = network()
+    net = normed()
     update = GraphedStep(make_step(net, Recipe()), *batch())
     weight = weakref.ref(net[0].weight)
     del net
@@ -123,7 +107,7 @@ def test_a_graph_keeps_the_weights_alive_that_it_writes_to(monkeypatch):
 
 def test_parts_of_a_batch_give_the_gradient_of_the_whole():
     """Without batch norm, which sees a part alone."""
-    nets = [nn.Sequential(*(layer for layer in network() if not isinstance(layer, nn.BatchNorm2d))) for _ in "ab"]
+    nets = [nn.Sequential(*(layer for layer in normed() if not isinstance(layer, nn.BatchNorm2d))) for _ in "ab"]
     images, labels = batch()
     for net, parts in zip(nets, (1, 4), strict=True):
         step = make_step(net, Recipe(batch_size=8, accumulate=parts, clip_norm=0.5, label_smoothing=0.1))
@@ -135,11 +119,11 @@ def test_parts_of_a_batch_give_the_gradient_of_the_whole():
     for name, value in nets[0].state_dict().items():
         torch.testing.assert_close(value, nets[1].state_dict()[name], rtol=1e-4, atol=1e-6)
     with pytest.raises(LowRankError, match="one tensor"):
-        make_step(network(), Recipe(batch_size=8, accumulate=2))(images, [labels])
+        make_step(normed(), Recipe(batch_size=8, accumulate=2))(images, [labels])
 
 
 def test_a_scaled_loss_gives_the_same_step_and_an_overflow_is_skipped():
-    plain, scaled = network(), network()
+    plain, scaled = normed(), normed()
     images, labels = batch()
     steps = [
         make_step(plain, Recipe()),

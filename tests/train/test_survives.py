@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import os
 import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +21,7 @@ from lowrank_cnn.data.types import SAMPLED_FILES, evenly_spaced
 from lowrank_cnn.train import load_record
 from lowrank_cnn.train.loop import Trainer
 from lowrank_cnn.train.run_folder import check_same_run
-from tests.support import assert_equal_weights
+from tests.support import assert_equal_weights, locked_elsewhere
 
 TIMES = ("seconds", "images_per_second")
 
@@ -34,22 +31,6 @@ def same_history(one, other) -> bool:
         return [{k: v for k, v in row.items() if k not in TIMES} for row in record.history]
 
     return without_times(one) == without_times(other)
-
-
-@contextlib.contextmanager
-def locked_elsewhere(directory: Path):
-    """A directory that another process holds."""
-    code = (
-        "import sys, time, pathlib\n"
-        "from lowrank_cnn.core.files import locked\n"
-        "with locked(pathlib.Path(sys.argv[1])): print(flush=True); time.sleep(600)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code, str(directory)], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.readline()
-    yield
-    process.kill()
-    process.wait()
 
 
 _look_around = Trainer._look_around
@@ -147,14 +128,6 @@ def test_damaged_last_weights_are_made_again_with_a_line(driver, tmp_path, capsy
     assert newest.name in said
     assert "The one before it is used" in said
     assert_equal_weights(before, driver.last_weights(tmp_path))
-
-
-def test_a_finished_run_can_be_given_more_epochs(driver, tmp_path):
-    driver.train(tmp_path / "run", driver.PLAIN, epochs=1)
-    longer, record = driver.train(tmp_path / "run", driver.PLAIN, epochs=2, resume=True)
-    whole, _ = driver.train(None, driver.PLAIN, epochs=2)
-    assert len(record.history) == 2
-    assert_equal_weights(longer, whole)
 
 
 @pytest.mark.parametrize("epochs", [1, 2], ids=["finished", "unfinished"])

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowrank_cnn.method.schemes import build_conv
+
+
+class Calls(nn.Module):
+    """A module whose forward is a function."""
+
+    def __init__(self, run: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.run = run
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(x)
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from lowrank_cnn.deploy.export import export, load
 from lowrank_cnn.deploy.parity import EngineModel
 from lowrank_cnn.deploy.quantize import quantize
 from lowrank_cnn.kernels.strips import available
+from tests.deploy.engines.conftest import Calls
 
 SIZE = (3, 12, 12)
 HERE = str(Path(__file__).resolve().parents[3]).encode()
@@ -149,17 +150,6 @@ def test_a_missing_engine_is_named_with_its_install_line(tiny: nn.Module, tmp_pa
     monkeypatch.setitem(sys.modules, "openvino", None)
     with pytest.raises(LowRankError, match=r"needs openvino: pip install '\.\[engines\]'"):
         export(tiny, tmp_path / "net.xml", input_size=SIZE)
-
-
-class Calls(nn.Module):
-    """A module whose forward is a function."""
-
-    def __init__(self, run: Any) -> None:
-        super().__init__()
-        self.run = run
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(x)
 
 
 class Doubled(torch.autograd.Function):

@@ -16,6 +16,7 @@ from lowrank_cnn.deploy.engines.targets import open_engine
 from lowrank_cnn.deploy.export import export
 from lowrank_cnn.deploy.quantize import quantize
 from lowrank_cnn.method.schemes import build_conv
+from tests.deploy.engines.conftest import Calls
 
 pytest.importorskip("onnx_tflite")
 
@@ -195,11 +196,7 @@ def test_transposed_convs(tmp_path: Path, precision: str, most: float):
     ],
 )
 def test_others_are_refused_by_name(function, words: str, tmp_path: Path):
-    class Called(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return function(x)
-
-    net = nn.Sequential(nn.Flatten(2), function) if isinstance(function, nn.Module) else Called()
+    net = nn.Sequential(nn.Flatten(2), function) if isinstance(function, nn.Module) else Calls(function)
     with pytest.raises(LowRankError, match=f"cannot be written for LiteRT: {words}"):
         export(net, tmp_path / "net.tflite", input_size=(3, 4, 4))
 
