@@ -276,7 +276,7 @@ def _set_up(copy: Path, ended: Connection, threads: int) -> None:
     threading.Thread(target=_leave_with, args=(ended,), daemon=True).start()
     torch.set_num_threads(threads)
     # Kernels are chosen by time, and a device that is shared has no times to choose by. On a GPU, torch's convs
-    # take longer for a layer's filter groups than for the dense layer.
+    # take longer for a layer's filter groups than for the dense layer. Depthwise layers run by our kernels.
     os.environ.setdefault("LOWRANK_KERNELS", "dense" if torch.cuda.is_available() else "off")
     with copy.open("rb") as file:
         _worker[:] = [pickle.load(file)]

@@ -440,7 +440,7 @@ def _dense(layer: nn.Module) -> nn.Module | None:
 def _in_one_pass(layer: CompositeConv2d) -> bool:
     """Whether a kernel of ours runs all bands. Torch's depthwise convs of their size take many times as long."""
     taps = max((group.taps for group in layer.composite.groups), default=0)
-    runs = taps <= MOST_TAPS and kernels_run(next(layer.parameters()).device)
+    runs = taps <= MOST_TAPS and kernels_run(next(layer.parameters()).device, depthwise=True)
     return layer.composite.depthwise and layer.padding_mode == "zeros" and runs
 
 

@@ -21,7 +21,8 @@ from lowrank_cnn.core.errors import LowRankError
 # How to choose between the fused kernels and torch: the variable LOWRANK_KERNELS, and context managers.
 #
 # off   always torch's own convolutions: one for each filter group
-# dense always torch's own convolutions: in training one for a whole layer, zeros around its filters
+# dense always torch's own convolutions: in training one for a whole layer, zeros around its filters; only
+#       depthwise layers run by the kernels, for which nothing is timed
 # on    the fused kernels wherever they can run
 # auto  the fastest on this device and shape, measured once (the default): the fused kernels, torch's
 #       convs for each group, or in training one dense conv by either
@@ -187,14 +188,16 @@ LARGEST = 2**30
 _ABLE: dict[torch.device, bool] = {}
 
 
-def takes(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels between convs run now, on tensors of this shape and type."""
-    return len(shape) == 4 and dtype in TYPES and 0 < prod(shape) <= LARGEST and kernels_run(device)
+def takes(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, depthwise: bool = False) -> bool:
+    """Whether the kernels between convs, or depthwise ones, run now, on tensors of this shape and type."""
+    fits = len(shape) == 4 and dtype in TYPES and 0 < prod(shape) <= LARGEST
+    return fits and kernels_run(device, depthwise=depthwise)
 
 
-def kernels_run(device: torch.device) -> bool:
+def kernels_run(device: torch.device, *, depthwise: bool = False) -> bool:
     """Whether kernels are wanted on a device, and Triton can build and launch them there."""
-    if by_torch() or survey() is not None or not (device.type == "cuda" or asked_for()):
+    unwanted = mode() == "off" if depthwise else by_torch()
+    if unwanted or survey() is not None or not (device.type == "cuda" or asked_for()):
         return False
     return _able(device)
 

@@ -31,7 +31,7 @@ def plan_text(*request: Any) -> str | None:
 
 
 @torch.compiler.assume_constant_result
-def takes(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+def takes(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, depthwise: bool = False) -> bool:
     """`availability.takes`, unaffected by a survey."""
     with mode.unsurveyed():
-        return availability.takes(shape, dtype, device)
+        return availability.takes(shape, dtype, device, depthwise=depthwise)

@@ -173,7 +173,7 @@ def test_a_survey_collects_and_is_ignored_by_what_torch_compile_traces(monkeypat
     assert not torch_compile.exporting()
 
 
-def test_kernels_run_where_they_are_wanted():
+def test_kernels_run_where_they_are_wanted(monkeypatch):
     pytest.importorskip("triton")
     assert not device.kernels_run(CPU)  # the interpreter is for tests that ask for it
     with forced("on"):
@@ -183,8 +183,12 @@ def test_kernels_run_where_they_are_wanted():
         assert not kernels_take(torch.empty(1, 2, 3, 4, dtype=torch.float64, device=DEVICE))
         with surveying():
             assert not device.kernels_run(DEVICE)
-    with forced("off"):
-        assert not device.kernels_run(torch.device("cuda"))
+    monkeypatch.setattr(device, "_able", lambda _: True)
+    for mode, wanted in {"off": (False, False), "dense": (False, True)}.items():
+        with forced(mode):  # nothing is timed for depthwise layers
+            assert (
+                tuple(device.kernels_run(torch.device("cuda"), depthwise=own) for own in (False, True)) == wanted
+            )
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,7 @@ WORKERS = 16
 
 def prepare(run: Callable[[], object]) -> None:
     """Compile the kernels that a run of a network needs; it runs once, on shapes alone."""
-    if torch.cuda.is_available() and find_spec("triton") is not None and not by_torch():
+    if torch.cuda.is_available() and find_spec("triton") is not None and mode() != "off":
         compile_kernels(surveyed(run))
 
 

@@ -38,7 +38,7 @@ def depthwise_conv2d(
     fits = x.shape[1] == sum(band.channels for band in bands) and min(size) > 0  # else torch says what is wrong
     if fits and not torch.compiler.is_compiling() and (noted := gpu.survey()) is not None:
         # Whether kernels run here is not asked: the answer would be that of a survey's tensors without values.
-        if not gpu.by_torch() and x.dtype in gpu.TYPES and max(band.taps for band in bands) <= MOST_TAPS:
+        if gpu.mode() != "off" and x.dtype in gpu.TYPES and max(band.taps for band in bands) <= MOST_TAPS:
             noted.append(DepthwiseCall.of(x, filters, bias, bands, stride, dilation, size))
         return None
     if not fits or _obstacle(x, bands):
@@ -104,5 +104,5 @@ def _obstacle(x: Tensor, bands: Sequence[Band]) -> str:
     takes = gpu.takes
     if torch.compiler.is_compiling():
         from lowrank_cnn.kernels.torch_compile import takes
-    runs = takes(tuple(map(index, x.shape)), x.dtype, x.device)
+    runs = takes(tuple(map(index, x.shape)), x.dtype, x.device, depthwise=True)
     return "" if runs else "the kernels do not run on this type, size or device"
