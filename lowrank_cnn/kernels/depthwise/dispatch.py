@@ -53,7 +53,7 @@ Like = tuple[torch.Size, torch.dtype, torch.device]
 
 
 class DepthwiseCall(NamedTuple):
-    """What a call asks for, without its values: its kernels can be compiled before it is made."""
+    """Shapes, types and options of a call, by which its kernels are compiled before it is made."""
 
     x: Like
     filters: tuple[Like, ...]
