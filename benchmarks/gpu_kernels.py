@@ -95,6 +95,8 @@ LAYERS = [
     Layer("stem-dla34-lr-3", 16, 224, ((3, 1, 16), (1, 3, 16)), stride=2),
     dense("stem-vgg16", 3, 64, 224),
     dense("stem-resnet", 3, 64, 224, kernel=7, stride=2),
+    dense("stem-nin", 3, 192, 32, kernel=5),
+    Layer("stem-nin-lr", 3, 32, ((5, 1, 96), (1, 5, 96)), kernel=5),
 ]
 BY_NAME = {layer.name: layer for layer in LAYERS}
 

@@ -10,6 +10,7 @@ layers, not the tensor cores.
 Nothing is gathered, padded or copied. Blocks begin at multiples of a vector, which one instruction loads. A
 program is persistent over boxes of blocks, and the weights stay in shared memory. A pixel is read from device
 memory about once, and from L1 for the other rows of taps. The weight gradient reads the same windows.
+More filters than a product is wide are divided into *pieces*, which other programs compute.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
@@ -28,6 +29,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 
 from lowrank_cnn.core.numbers import ceil_div, round_up
 from lowrank_cnn.kernels import device as gpu
@@ -69,9 +71,10 @@ class ToeplitzTile:
 class Window:
     """A block of `results` results, and `depth` values of each row that it reads, from `before` its begin on.
 
-    Blocks begin `step` values apart. `lanes` is the width of the product.
+    Blocks begin `step` values apart. `lanes` is the width of the product: results times the filters of a piece.
     """
 
+    filters: int
     results: int
     step: int
     before: int
@@ -94,15 +97,16 @@ def window_of(problem: Problem) -> Window | None:
 def _window(channels: int, group: TapGroup, stride: int) -> Window | None:
     """Work counts the products of a value, its way through shared memory, and its share of a vector's load."""
     best, least = None, float("inf")
-    for results, vector in product((1, 2, 4, 8), (8, 4, 2, 1)):
-        step, lanes = results * stride * channels, power_above(results * group.filters)
+    pieces = (group.filters,) if group.filters <= MOST_LANES else (MOST_LANES, MOST_LANES // 2, MOST_LANES // 4)
+    for filters, results, vector in product(pieces, (1, 2, 4, 8), (8, 4, 2, 1)):
+        step, lanes = results * stride * channels, power_above(results * filters)
         before = round_up(group.left * channels, vector)
         used = step + (group.width - stride - group.left) * channels + before
         depth = round_up(max(used, 1), 16)
         fits = lanes <= MOST_LANES and group.height * depth * (lanes + ToeplitzTile.blocks) <= MOST_SHARED
-        work = depth * (lanes + 96 + 256 // vector) / results
+        work = depth * (lanes + 96 + 256 // vector) / results * ceil_div(group.filters, filters)
         if fits and step % vector == 0 and work < least:
-            best, least = Window(results, step, before, depth, lanes), work
+            best, least = Window(filters, results, step, before, depth, lanes), work
     return best
 
 
@@ -113,21 +117,26 @@ def _parts_of(problem: Problem) -> tuple[Window, TapGroup]:
     return window, groups[0]
 
 
+def _pieces(problem: Problem) -> int:
+    return ceil_div(problem.filters, _parts_of(problem)[0].filters)
+
+
 def _bands(matrix: Tensor, problem: Problem) -> Tensor:
-    """A view [rows of taps, results, values, filters] of each result's filters, in a `pack_toeplitz` matrix."""
+    """A view [pieces, rows of taps, results, values, filters] of the filters in a `pack_toeplitz` matrix."""
     window, group = _parts_of(problem)
     first, step = window.before - group.left * problem.channels, problem.stride[1] * problem.channels
-    size = (group.height, window.results, group.width * problem.channels, problem.filters)
-    across = step * window.lanes + problem.filters
-    return matrix.as_strided(size, (window.depth * window.lanes, across, window.lanes, 1), first * window.lanes)
+    size = (len(matrix), group.height, window.results, group.width * problem.channels, window.filters)
+    row, across = window.depth * window.lanes, step * window.lanes + window.filters
+    return matrix.as_strided(size, (group.height * row, row, across, window.lanes, 1), first * window.lanes)
 
 
 def pack_toeplitz(weights: Sequence[Tensor], problem: Problem, dtype: torch.dtype) -> Tensor:
-    """[rows of taps * depth, lanes]: all groups as one dense filter, once for each result of a block."""
-    window, group = _parts_of(problem)
-    matrix = weights[0].new_zeros((group.height * window.depth, window.lanes), dtype=dtype)
+    """[pieces, rows of taps * depth, lanes]: all groups as one dense filter, once for each result of a block."""
+    (window, group), pieces = _parts_of(problem), _pieces(problem)
+    matrix = weights[0].new_zeros((pieces, group.height * window.depth, window.lanes), dtype=dtype)
     whole = enclosed(weights, problem.padding)[0].detach().permute(2, 3, 1, 0).flatten(1, 2)
-    _bands(matrix, problem).copy_(whole[:, None])
+    whole = F.pad(whole, (0, pieces * window.filters - problem.filters)).unflatten(2, (pieces, -1))
+    _bands(matrix, problem).copy_(whole.permute(2, 0, 1, 3)[:, :, None])
     return matrix
 
 
@@ -164,20 +173,31 @@ def windows(
 
 
 @triton.jit
+def filters_of(TOTAL: tl.constexpr, LANES: tl.constexpr, PIECE: tl.constexpr):
+    """The filter that each lane computes; it may lie beyond the last one."""
+    return tl.program_id(1) * PIECE + tl.arange(0, LANES) % PIECE
+
+
+@triton.jit
 def results_of(
-    image, row, block, batch, height, width, RESULTS: tl.constexpr, TOTAL: tl.constexpr, LANES: tl.constexpr
-):
+    image, row, block, batch, height, width,
+    RESULTS: tl.constexpr, TOTAL: tl.constexpr, LANES: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
     """Offsets of the blocks' results [blocks, LANES] in [batch, height, width, TOTAL], and which of them exist."""
     lane = tl.arange(0, LANES)
-    column = (block * RESULTS)[:, None] + (lane // TOTAL)[None, :]
-    inside = ((image < batch) & (row < height))[:, None] & (column < width) & (lane < RESULTS * TOTAL)[None, :]
-    return ((image * height + row) * width + block * RESULTS)[:, None] * TOTAL + lane[None, :], inside
+    column = (block * RESULTS)[:, None] + (lane // PIECE)[None, :]
+    exists, offset = lane < RESULTS * PIECE, lane
+    if PIECE < TOTAL:
+        number = filters_of(TOTAL, LANES, PIECE)
+        exists, offset = exists & (number < TOTAL), lane // PIECE * TOTAL + number
+    inside = ((image < batch) & (row < height))[:, None] & (column < width) & exists[None, :]
+    return ((image * height + row) * width + block * RESULTS)[:, None] * TOTAL + offset[None, :], inside
 
 
 @triton.jit
 def composite_toeplitz(
     x,  # [batch, height, values of a row]
-    w,  # [SLABS * PART, lanes], as `pack_toeplitz` lays it
+    w,  # [pieces, SLABS * PART, lanes], as `pack_toeplitz` lays it
     bias,  # [filters]
     residual,  # [batch, out_height, out_width, filters]
     y,  # [batch, out_height, out_width, filters], written
@@ -193,12 +213,13 @@ def composite_toeplitz(
     PART: tl.constexpr = SHAPES[0][7]
     TOTAL: tl.constexpr = SHAPES[1][1]
     LANES: tl.constexpr = SHAPES[1][2]
-    lane, k = tl.arange(0, LANES), tl.arange(0, PART)
+    lane, k = tl.arange(0, LANES), tl.program_id(1) * SLABS * PART + tl.arange(0, PART)
     slabs = ()
     for slab in tl.static_range(SLABS):
         slabs = slabs + (tl.load(w + (slab * PART + k)[:, None] * LANES + lane[None, :]),)
     if HAS_BIAS:
-        added = tl.load(bias + lane % TOTAL).to(tl.float32)
+        number = filters_of(TOTAL, LANES, SHAPES[1][3])
+        added = tl.load(bias + number, mask=number < TOTAL, other=0.0).to(tl.float32)
     for turn in range(ROUNDS):
         box = tl.program_id(0) + turn * tl.num_programs(0)
         image, row, block = places_of(box, row_boxes, column_boxes, BOX, WIDE)
@@ -236,8 +257,8 @@ def gradient_and_windows(
 def toeplitz_gradient(
     x,  # [batch, height, values of a row]
     grad, seen,  # [batch, out_height, out_width, filters]: the gradient, and the results of a ReLU
-    dw,  # [SLABS * PART, lanes] float32, added to
-    db,  # [lanes] float32, added to
+    dw,  # [pieces, SLABS * PART, lanes] float32, added to
+    db,  # [pieces, lanes] float32, added to
     batch, height, out_height, out_width, row_boxes, column_boxes,
     SHAPES: tl.constexpr, SLABS: tl.constexpr, BOX: tl.constexpr, ROUNDS: tl.constexpr,
     WIDE: tl.constexpr, RELU: tl.constexpr,
@@ -245,7 +266,7 @@ def toeplitz_gradient(
     """Weight and bias gradients of all results of a block; the next box is loaded while one is multiplied."""
     PART: tl.constexpr = SHAPES[0][7]
     LANES: tl.constexpr = SHAPES[1][2]
-    lane, k = tl.arange(0, LANES), tl.arange(0, PART)
+    lane, k = tl.arange(0, LANES), tl.program_id(1) * SLABS * PART + tl.arange(0, PART)
     summed = tl.zeros((BOX[0] * BOX[1] * BOX[2], LANES), tl.float32)
     sums = ()
     for _ in tl.static_range(SLABS):
@@ -267,7 +288,7 @@ def toeplitz_gradient(
     for slab in tl.static_range(SLABS):
         place = (slab * PART + k)[None, :] * LANES + lane[:, None]
         tl.atomic_add(dw + place, sums[slab], sem="relaxed")
-    tl.atomic_add(db + lane, tl.sum(summed, 0), sem="relaxed")
+    tl.atomic_add(db + tl.program_id(1) * LANES + lane, tl.sum(summed, 0), sem="relaxed")
 
 
 def launch_toeplitz(problem: Problem, given: ConvTensors, tile: ToeplitzTile) -> Tensor:
@@ -289,38 +310,39 @@ def launch_toeplitz_gradient(
     problem: Problem, pixels: Tensor, grad: Tensor, seen: Tensor
 ) -> tuple[list[Tensor], Tensor]:
     """Gradients of the groups' weights and of the bias, in float32, from [N, H, W, filters] `grad` and `seen`."""
-    window, group = _parts_of(problem)
-    dw = torch.zeros((group.height * window.depth, window.lanes), device=pixels.device)
-    db = torch.zeros(window.lanes, device=pixels.device)
+    (window, group), pieces = _parts_of(problem), _pieces(problem)
+    dw = torch.zeros((pieces, group.height * window.depth, window.lanes), device=pixels.device)
+    db = torch.zeros((pieces, window.lanes), device=pixels.device)
     # One stage: the transposed gradient reaches the tensor cores through registers, see `gradients._weight_tile`.
     older = (0, 0) < gpu.capability_of(pixels.device) < (9, 0)  # where larger boxes would spill
     grid, sizes, constants = _division(problem, pixels, ToeplitzTile(16 if older else 32, 8), 2)
     start(toeplitz_gradient, grid)(pixels, grad, seen, dw, db, *sizes, **constants, RELU=problem.relu)
-    whole = _bands(dw, problem).sum(1).unflatten(1, (group.width, -1)).permute(3, 2, 0, 1)
-    parts = whole.split([own.filters for own in problem.groups])
-    db = db[: window.results * problem.filters].view(window.results, -1).sum(0)
-    return own_taps(parts, problem, [group] * len(parts)), db
+    whole = _bands(dw, problem).sum(2).unflatten(2, (group.width, -1)).permute(0, 4, 3, 1, 2).flatten(0, 1)
+    parts = whole[: problem.filters].split([own.filters for own in problem.groups])
+    db = db[:, : window.results * window.filters].unflatten(1, (window.results, -1)).sum(1).flatten()
+    return own_taps(parts, problem, [group] * len(parts)), db[: problem.filters]
 
 
 def _division(
     problem: Problem, x: Tensor, tile: ToeplitzTile, programs: int
-) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]]:
+) -> tuple[tuple[int, int], tuple[int, ...], dict[str, Any]]:
     """The grid, the sizes and the constants of both kernels, for so many programs per multiprocessor."""
     window, group = _parts_of(problem)
     high, wide = problem.out_height, ceil_div(problem.out_width, window.results)
     box = box_of(problem.batch, high, wide, tile.blocks)
     counts = [ceil_div(size, part) for size, part in zip((problem.batch, high, wide), box, strict=True)]
-    boxes, parts = prod(counts), window.depth // window.part
-    grid = min(boxes, programs * gpu.multiprocessors(x.device))
+    boxes, parts, pieces = prod(counts), window.depth // window.part, _pieces(problem)
+    grid = min(boxes, ceil_div(programs * gpu.multiprocessors(x.device), pieces))
     largest = problem.batch * max(x[0].numel(), high * problem.out_width * problem.filters)
     pitch = problem.width * problem.channels
     read = (group.height, group.top, problem.stride[0], pitch, window.step, window.before, parts, window.part)
+    written = (window.results, problem.filters, window.lanes, window.filters)
     constants = {
-        "SHAPES": (read, (window.results, problem.filters, window.lanes)), "SLABS": group.height * parts,
+        "SHAPES": (read, written), "SLABS": group.height * parts,
         "BOX": box, "ROUNDS": ceil_div(boxes, grid), "WIDE": largest >= 1 << 31, "num_warps": tile.warps,
         "num_stages": tile.stages,
     }  # fmt: skip
-    return (grid,), (problem.batch, problem.height, high, problem.out_width, *counts[1:]), constants
+    return (grid, pieces), (problem.batch, problem.height, high, problem.out_width, *counts[1:]), constants
 
 
 def _unsupported(problem: Problem) -> str | None:

@@ -95,7 +95,7 @@ def test_without_tuning_one_plan_is_measured_unless_it_computes_zeros():
         ("toeplitz", problem(), "more than 32"),
         ("toeplitz", problem(channels=3, pool="floor"), "a pool"),
         ("toeplitz", problem([(1, 1, 16)], channels=16), "share"),
-        ("toeplitz", problem([(3, 3, 136)], channels=3), "do not fit"),
+        ("toeplitz", problem([(11, 11, 16)], channels=32), "do not fit"),
         ("folded", problem(), "no blocks"),
         ("enclosed", problem(), "need not be enclosed"),
         ("hopper", problem(HALF), "do not run 1, 3 or 5"),

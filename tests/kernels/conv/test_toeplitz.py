@@ -47,6 +47,18 @@ def test_any_padding(channels, width, padding):
     assert_right(posed((1, channels, 6, width + 4), [(3, 3, 6)], relu=True, padding=[padding]))
 
 
+@pytest.mark.parametrize(
+    ("channels", "groups", "stride"),
+    [(3, [(5, 5, 192)], 1), (3, [(3, 1, 96), (1, 3, 40)], 2), (16, [(3, 3, 130)], 1)],
+)
+def test_more_filters_than_a_product_is_wide(channels, groups, stride):
+    layer = posed((1, channels, 5, 9), groups, relu=True, stride=(stride, stride))
+    window = toeplitz.window_of(layer.problem)
+    assert window is not None
+    assert window.filters < layer.problem.filters
+    assert_right(layer)
+
+
 def test_programs_that_take_several_boxes(monkeypatch):
     monkeypatch.setattr(toeplitz, "PROGRAMS", 1)
     monkeypatch.setattr(toeplitz.gpu, "multiprocessors", lambda _: 1)
