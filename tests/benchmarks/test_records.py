@@ -47,7 +47,6 @@ def assert_equal(told: list[dict[str, Any]], kept: list[dict[str, Any]]) -> None
 
 
 KNOWN = {
-    "cifar10/time-cpu.json": 1,
     "cpu_engines.json": 1,
     "input_pipeline.json": 2,
     "int8_accuracy.json": 1,
