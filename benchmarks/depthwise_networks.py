@@ -4,7 +4,7 @@
 
 Inference is timed with 256 images and with one, and a training step with 256. The rival is torch.compile with
 frozen weights, and its training step, each recorded as a CUDA graph. Ours are `optimize` as it is, and the step of
-`fit` with `compile=True`. Every network has a process of its own: some compile at once, and then time in turns.
+`fit` with `compile=True`. Each of the three has a process of its own: they compile at once, and time in turns.
 """
 
 from __future__ import annotations
@@ -135,31 +135,33 @@ def measured(name: str) -> dict[str, Callable[[], Ready]]:
     }
 
 
-def row_of(name: str, ways: dict[str, Callable[[], Ready]]) -> dict[str, Any]:
-    """The row of a network: its ways are compiled, and timed when told to. One that fails leaves the others."""
-    row: dict[str, Any] = {"network": name}
-    found: dict[str, Ready] = {}
-    for what, way in ways.items():
-        try:
-            found[what] = way()
-        except Exception as error:
-            row[what] = {"error": f"{type(error).__name__}: {error}"[:300]}
-        torch._dynamo.reset()
-        torch.cuda.empty_cache()
+def times_of(way: Callable[[], Ready]) -> dict[str, Any]:
+    """The times of one way to run a network: it is compiled, and timed when told to."""
+    try:
+        runs, about = way()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:300]}
     print(READY, flush=True)
     sys.stdin.readline()
-    for what, (runs, about) in found.items():
-        row[what] = timed(runs) | about
-    print(row, file=sys.stderr, flush=True)
-    return row
+    return timed(runs) | about
 
 
 class Measuring:
-    """The process of one network. It compiles at once, and times when `times` is called."""
+    """The process of one way to run a network. It compiles at once, and times when `times` is called."""
 
-    def __init__(self, module: str, name: str, folder: Path) -> None:
-        self.name, self.path = name, folder / f"{name.replace(' ', '-')}.json"
-        command = [sys.executable, "-m", f"benchmarks.{module}", "--one", name, "--out", str(self.path)]
+    def __init__(self, module: str, name: str, way: str, folder: Path) -> None:
+        self.name, self.way, self.path = name, way, folder / f"{name} {way}.json".replace(" ", "-")
+        command = [
+            sys.executable,
+            "-m",
+            f"benchmarks.{module}",
+            "--one",
+            name,
+            "--way",
+            way,
+            "--out",
+            str(self.path),
+        ]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.compiled = threading.Event()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -171,18 +173,16 @@ class Measuring:
                 self.compiled.set()
         self.compiled.set()  # it has ended
 
-    def times(self, deadline: float) -> dict[str, Any]:
-        """The row, once it is compiled; a process that takes longer is stopped."""
-        if not self.compiled.wait(max(0.0, deadline - time.monotonic())):
+    def times(self) -> dict[str, Any]:
+        """The times, if it is compiled; a process that is not is stopped."""
+        if not self.compiled.is_set():
             self.process.kill()
-            return {"network": self.name, "error": "not compiled in time"}
+            return {"error": "not compiled in time"}
         try:
             self.process.communicate("go\n", timeout=60)
         except (OSError, subprocess.TimeoutExpired):
             self.process.kill()
-        return (
-            json.loads(self.path.read_text()) if self.path.exists() else {"network": self.name, "error": "failed"}
-        )
+        return json.loads(self.path.read_text()) if self.path.exists() else {"error": "failed"}
 
 
 def measure_all(
@@ -190,26 +190,33 @@ def measure_all(
     module: str,
     names: Sequence[str],
     ways: Callable[[str], dict[str, Callable[[], Ready]]],
-    finish: Callable[[dict[str, Any]], dict[str, Any]] = lambda row: row,
+    finish: Callable[[dict[str, Any]], dict[str, Any]] = lambda times: times,
     **about: Any,
 ) -> None:
-    """The command of a benchmark with a process for each network; `about` goes into the record."""
+    """The command of a benchmark with a process for each way to run a network; `about` goes into the record."""
     arguments = parser(text, f"{module}.json")
     arguments.add_argument("--only", default=",".join(names))
     arguments.add_argument("--one", help="measure this network in this process")
+    arguments.add_argument("--way", help="of the ways to run it, this one")
     arguments.add_argument("--limit", type=int, default=300, help="seconds to compile")
     options = arguments.parse_args()
     if options.one:
-        options.out.write_text(json.dumps(finish(row_of(options.one, ways(options.one)))))
+        options.out.write_text(json.dumps(finish(times_of(ways(options.one)[options.way]))))
         return
     rows, names = [], options.only.split(",")
     for first in range(0, len(names), TOGETHER):
         deadline = time.monotonic() + options.limit
+        together = names[first : first + TOGETHER]
         with tempfile.TemporaryDirectory() as folder:
-            started = [Measuring(module, name, Path(folder)) for name in names[first : first + TOGETHER]]
+            started = [Measuring(module, name, way, Path(folder)) for name in together for way in ways(name)]
             for one in started:  # nothing is timed while another compiles
                 one.compiled.wait(max(0.0, deadline - time.monotonic()))
-            rows += [one.times(deadline) for one in started]
+            late = [one for one in started if not one.compiled.is_set()]
+            times = {one: one.times() for one in (*late, *(one for one in started if one not in late))}
+        for name in together:
+            row = {"network": name, **{one.way: times[one] for one in started if one.name == name}}
+            print(row, file=sys.stderr, flush=True)
+            rows.append(row)
     write_record(options.out, module.replace("_", "-"), by_line="networks", **about, networks=rows)
 
 
