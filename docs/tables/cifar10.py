@@ -8,29 +8,23 @@ from typing import Any
 
 from tables.form import RESULTS, markdown, source
 
-from lowrank_cnn.choose.frontier import RECORD, load_frontier
+from lowrank_cnn.choose.frontier import DENSE_NAME, RECORD, in_words, load_frontier
 
 ONCE = "Mean ± standard deviation over {} seeds; 50,000 images to train on, the test set used once, at the end."
 
 
 def nin_compared() -> str:
-    """NiN, dense, thin and low-rank: accuracy and time, and how sure the gain over the thin one is."""
-    place = f"frontier/cifar10-nin/{RECORD}"
+    """The answer of `lowrank compare nin`: its table and its sentence."""
+    place = f"compare/nin/{RECORD}"
     found = load_frontier(RESULTS / place)
-    judged = next(one for one in found.answers if (one["question"], one["design"]) == ("better", "lr"))
-    rows, batch = list[list[object]](), 0
-    for title, name in (("dense", "dense"), ("thin", judged["control"]), ("low-rank, `lr`", "lr")):
-        row = found.row(name)
-        assert row is not None
-        assert row.timing is not None
-        batch, top1 = row.timing.batch, 100 * mean(run.correct for run in row.runs) / found.images
-        rows.append([title, f"{row.macs / 1e6:.0f} M", f"{top1:.1f}%", f"{found.ms(row):.2f} ms", len(row.runs)])
-    note = (
-        f"\n`lr` over thin: {judged['gap']:+.1f} points (95%: {judged['low']:+.1f} to {judged['high']:+.1f}). "
-        f"A batch of {batch} images in {found.about['precision']}, each network in its fastest form.\n"
-    )
-    columns = ["network", "MACs", "top-1", "time", "runs"]
-    return markdown(columns, rows) + note + source(place, *found.environments)
+    dense, rows = found.row(DENSE_NAME), list[list[object]]()
+    assert dense is not None
+    for row in sorted(found.rows, key=lambda row: -(found.ms(row) or 0.0)):
+        held_out = 100 * mean(run.held_out or 0.0 for run in row.runs)
+        shares = [f"{row.macs / dense.macs:.2f}", f"{found.ms(row):.2f} ms"]
+        rows.append([in_words(row), *shares, f"{found.top1(row):.1f}%", f"{held_out:.1f}%", len(row.runs)])
+    table = markdown(["network", "MACs", "time", "test", "held out", "runs"], rows)
+    return f"{table}\n> {found.about['plan']['sentence']}\n{source(place, *found.environments)}"
 
 
 def cifar10_paper() -> str:
