@@ -14,10 +14,9 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib import import_module
 from itertools import groupby, zip_longest
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any, NamedTuple, TextIO
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -63,18 +62,16 @@ class LastingStream:
 @contextlib.contextmanager
 def lasting_output() -> Iterator[LastingStream]:
     """Let both standard streams outlive their readers, and write unprintable characters as escapes."""
-    before = sys.stdout, sys.stderr
-    out, err = LastingStream(sys.stdout), LastingStream(sys.stderr)
-    for stream in before:
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    sys.stdout, sys.stderr = out, err  # type: ignore[assignment]
-    try:
-        yield out
-    finally:
-        out.flush()
-        err.flush()
-        sys.stdout, sys.stderr = before
+    out, err = LastingStream(sys.stdout), LastingStream(sys.stderr)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):  # type: ignore[type-var]
+        try:
+            yield out
+        finally:
+            out.flush()
+            err.flush()
 
 
 @contextlib.contextmanager
@@ -103,11 +100,10 @@ def plain_warnings() -> Iterator[None]:
 
 BAD_INPUT = 2
 _SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
-_EPILOG = "Try: lowrank demo, lowrank models, lowrank count vgg11-gmp-lr."
+_PLAIN: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A line of `lowrank --help`: the module with the function `NAME_command`, the panel, the first sentence."""
 
     module: str
@@ -148,9 +144,6 @@ class LazyGroup(TyperGroup):
         super().__init__(**options)
         for name, entry in COMMANDS.items():
             self.add_command(TyperCommand(name, help=entry.summary))
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for panel, names in groupby(COMMANDS, key=lambda name: COMMANDS[name].panel):
@@ -214,35 +207,29 @@ def load_command(name: str) -> TyperCommand:
     """Import the module of a command and build the command from its function."""
     entry = COMMANDS[name]
     function = getattr(import_module(f"lowrank_cnn.cli.{entry.module}"), f"{name}_command")
-    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+    app = typer.Typer(add_completion=False, **_PLAIN)
     app.command(name, cls=Command, help=function.__doc__, context_settings=_SETTINGS)(function)
     command = typer.main.get_command(app)
     assert isinstance(command, TyperCommand)
     return command
 
 
-def _print_version(asked: bool) -> None:
+def _version(asked: bool) -> None:
     if asked:
         print(__version__)
         raise typer.Exit
 
 
-Version = Annotated[
-    bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
-]
+Version = Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_version)]
 
 
 def build() -> typer.Typer:
     """The application with all its commands."""
-    app = typer.Typer(
-        name="lowrank",
-        cls=LazyGroup,
-        context_settings=_SETTINGS,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-    )
+    app = typer.Typer(name="lowrank", cls=LazyGroup, context_settings=_SETTINGS, **_PLAIN)
 
-    @app.callback(invoke_without_command=True, epilog=_EPILOG)
+    @app.callback(
+        invoke_without_command=True, epilog="Try: lowrank demo, lowrank models, lowrank count vgg11-gmp-lr."
+    )
     def show_help(context: typer.Context, version: Version = False) -> None:
         """Cheaper convolutional networks: low-rank filters learned from scratch, and the time they save."""
         if context.invoked_subcommand is None:
@@ -254,20 +241,15 @@ def build() -> typer.Typer:
 def run(arguments: list[str] | None = None) -> int:
     """Run the command with these arguments, those of the process by default, and return its exit code."""
     with lasting_output() as lost, plain_warnings():
-        code = _run(arguments)
+        try:
+            code = build()(args=arguments, prog_name="lowrank", standalone_mode=False)
+        except (typer.Abort, KeyboardInterrupt):
+            code = INTERRUPTED
+        except Exception as error:
+            code = INTERRUPTED if CTRL_C.received else _explain(error)
     if lost.error is not None and not code:
         return _fail(f"standard output could not be written: {lost.error.strerror}.", code=1)
-    return code
-
-
-def _run(arguments: list[str] | None) -> int:
-    try:
-        code = build()(args=arguments, prog_name="lowrank", standalone_mode=False)
-        return code if isinstance(code, int) else 0
-    except (Exception, KeyboardInterrupt) as error:
-        if CTRL_C.received or isinstance(error, (typer.Abort, KeyboardInterrupt)):
-            return INTERRUPTED
-        return _explain(error)
+    return code if isinstance(code, int) else 0
 
 
 def _explain(error: Exception) -> int:

@@ -8,56 +8,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import lowrank_cnn as lr
-from lowrank_cnn.cli.options import (
-    IMAGES,
-    TRAINING,
-    Bad,
-    Batch,
-    Device,
-    Json,
-    Limit,
-    Macs,
-    Model,
-    Settings,
-    Size,
-    SourceOptions,
-    Threads,
-    grouped,
-    option,
-)
-from lowrank_cnn.cli.show import console, continued_by_same_command, errors, print_json, print_table
+from lowrank_cnn.cli import options as opt
+from lowrank_cnn.cli.options import IMAGES, TRAINING, ImageOptions, Json, Model, SourceOptions, grouped, option
+from lowrank_cnn.cli.show import console, errors, print_json, print_table, resumable
 from lowrank_cnn.core.errors import LowRankError
 
 if TYPE_CHECKING:
     from lowrank_cnn.choose.compare import Comparison
-    from lowrank_cnn.choose.design import Advice
-
-Precision = Annotated[str | None, option("fp32, fp16 or bf16; in an engine fp32, fp16 or int8.")]
 
 
 @grouped
 def compare_command(
+    *,
     model: Model,
     named: SourceOptions,
-    data: Annotated[
-        str | None, option("Images to train and test on; without them, times alone advise.", panel=IMAGES)
-    ] = None,
+    data: Annotated[str | None, option("Images to train on; else times alone advise.", panel=IMAGES)] = None,
     out: Annotated[Path | None, option("Folder of the runs, the record, picture and page.", "--out", "-o")] = None,
     minutes: Annotated[float | None, option("Minutes to spend; the default is printed at the start.")] = None,
-    target: Annotated[
-        str, option("Where it will run: cpu, cuda, or an engine (onnxruntime:int8, ncnn:fp16).", "--for")
-    ] = "auto",
+    target: Annotated[str, option("Where it runs: cpu, cuda, onnxruntime:int8, ncnn:fp16, ...", "--for")] = "auto",
     at_most: Annotated[str | None, option("The time it may take, as 3ms.")] = None,
     at_least: Annotated[str | None, option("The accuracy it must reach, as 90%.")] = None,
     scheme: Annotated[list[str] | None, option("A low-rank design to compare; repeatable.", "--scheme")] = None,
     recipe: Annotated[str | None, option("Another recipe than the images suggest.", panel=TRAINING)] = None,
-    settings: Settings = None,
+    settings: opt.Settings = None,
     batch: Annotated[int | None, option("Images per timed batch: 1, or 256 on a GPU.", min=1, max=10**6)] = None,
-    macs: Macs = None,
-    device: Device = "auto",
-    bad: Bad = "skip",
-    limit: Limit = None,
-    image_size: Size = None,
+    macs: opt.Macs = None,
+    device: opt.Device = "auto",
+    reading: ImageOptions,
     as_json: Json = False,
 ) -> None:
     """Say which cheap version of a network to train.
@@ -77,12 +54,10 @@ def compare_command(
 
         if at_most or at_least or minutes or out:
             raise LowRankError("--at-most, --at-least, --minutes and --out are for training: add --data.")
-
         place = Target.parse(target, device)
         how: dict[str, Any] = {"engine": place.engine or "torch", "precision": place.precision or None}
-        how |= {"device": place.device, "macs": 0.5 if macs is None else macs}
-        advice = _advise(model, named, batch=batch or place.batch, **how)
-        return _print_advice(*advice, engine="--for", as_json=as_json)
+        how["macs"] = 0.5 if macs is None else macs
+        return _advise(model, named, batch or place.batch, place.device, as_json, other="--for", **how)
     from lowrank_cnn.cli.source import remember
     from lowrank_cnn.data import open_data
     from lowrank_cnn.train.recipe import parse_settings
@@ -92,13 +67,11 @@ def compare_command(
     times = {"ms": 1.0, "us": 1e-3, "s": 1e3}
     reach = _quantity(at_least, "--at-least", "an accuracy such as 90%", {"%": 0.01})
     fields: dict[str, Any] = parse_settings(settings or [])
-    read: dict[str, Any] = {"bad": bad, "limit": limit, "image_size": image_size}
-    given = any(value is not None and value != "skip" for value in read.values())
     folder = out or Path("runs") / f"compare-{re.sub(r'[^A-Za-z0-9.]+', '-', model).strip('-')}"
-    with continued_by_same_command():
+    with resumable():
         found = lr.compare(
             model,
-            open_data(data, **read) if given else data,
+            data if reading == ImageOptions() else open_data(data, **vars(reading)),
             out=folder,
             minutes=minutes,
             for_=target,
@@ -142,8 +115,8 @@ WIDTH, STRIDE, MINUTES = 0.25, 2, 2.5
 def demo_command(
     out: Annotated[Path, option("Folder of all that the demo writes.", "--out", "-o")] = Path("runs/demo"),
     epochs: Annotated[int | None, option("Train this many epochs instead of the recipe's.")] = None,
-    device: Device = "auto",
-    limit: Limit = None,
+    device: opt.Device = "auto",
+    limit: opt.Limit = None,
     as_json: Json = False,
 ) -> None:
     """Compare a dense network with a thinner and a low-rank one on digits.
@@ -155,7 +128,7 @@ def demo_command(
       lowrank demo
       lowrank demo --epochs 1 --out runs/quick
     """
-    with continued_by_same_command():
+    with resumable():
         found = demo(out, epochs=epochs, device=device, limit=limit)
     return print_json(found.to_dict()) if as_json else print_comparison(found)
 
@@ -178,12 +151,12 @@ def demo(
 def design_command(
     model: Model,
     named: SourceOptions,
-    macs: Macs = None,
+    macs: opt.Macs = None,
     engine: Annotated[str, option("torch, optimize, or an engine (onnx, openvino, ncnn, ...).")] = "torch",
-    precision: Precision = None,
-    batch: Batch = 1,
-    device: Device = "auto",
-    threads: Threads = None,
+    precision: Annotated[str | None, option("fp32, fp16 or bf16; in an engine fp32, fp16 or int8.")] = None,
+    batch: opt.Batch = 1,
+    device: opt.Device = "auto",
+    threads: opt.Threads = None,
     as_json: Json = False,
 ) -> None:
     """Advise whether low-rank filters, fewer filters or both are faster.
@@ -199,35 +172,27 @@ def design_command(
     from lowrank_cnn.core.clock import torch_threads
 
     with torch_threads(threads):
-        how: dict[str, Any] = {"macs": macs, "engine": engine, "precision": precision}
-        advice = _advise(model, named, batch=batch, device=device, **how)
+        _advise(model, named, batch, device, as_json, macs=macs, engine=engine, precision=precision)
     if not as_json:
         errors.print("This is `lowrank compare` without images: with --data, it trains the networks and compares.")
-    return _print_advice(*advice, as_json=as_json)
 
 
 def _advise(
-    model: str, named: SourceOptions, *, batch: int, device: str, **how: Any
-) -> tuple[str, list[int], Advice]:
-    """The network's name, the shape that was measured, and the advice."""
-    from lowrank_cnn.cli.source import random_images
-    from lowrank_cnn.train.distributed import resolve_device
+    model: str, named: SourceOptions, batch: int, device: str, as_json: bool, other: str = "--engine", **how: Any
+) -> None:
+    """Measure, and print the advice; `other` is the option that names another engine."""
+    from lowrank_cnn.cli.source import placed
 
     source, size = named.find(model)
-    place = resolve_device(device)
-    network = source.network.eval().to(place)
-    example = random_images(network, size, batch, place)
-    return source.name, list(example.shape), lr.design(network, example, **how)
-
-
-def _print_advice(name: str, shape: list[int], advice: Advice, *, engine: str = "--engine", as_json: bool) -> None:
+    _, network, example = placed(source.network, size, batch, device)
+    advice = lr.design(network, example, **how)
     if as_json:
-        return print_json({"model": name, "input": shape, **advice.to_dict()})
+        return print_json({"model": source.name, "input": list(example.shape), **advice.to_dict()})
     layers, networks = advice.tables()
-    print_table(f"{name}: layers", *layers)
+    print_table(f"{source.name}: layers", *layers)
     print_table("Networks within the budget", *networks)
     console.print(advice.verdict, soft_wrap=True)
     if advice.device == "cpu" and advice.engine == "torch":
-        told = f"On a CPU, engines differ, since some have Winograd's algorithm: {engine} names another."
+        told = f"On a CPU, engines differ, since some have Winograd's algorithm: {other} names another."
         console.print(told, soft_wrap=True)
     return None

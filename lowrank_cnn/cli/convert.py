@@ -19,12 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lowrank_cnn.cli.source import Source
-    from lowrank_cnn.deploy.export import Exported
-    from lowrank_cnn.method.convert import Cost
 
-Where = Annotated[
-    list[str] | None, option("Name, prefix or pattern of the layers, or a kernel as 3x3; repeatable.")
-]
+Where = Annotated[list[str] | None, option("Name, prefix or pattern of layers, or a kernel as 3x3; repeatable.")]
 Stage = Annotated[list[int] | None, option("The convs of one stage, counted from 1 by map size; repeatable.")]
 Params = Annotated[float | None, option("Keep at most this share of the parameters.")]
 Costlier = Annotated[bool, option("Also rewrite layers that do not get cheaper.", "--allow-costlier")]
@@ -38,8 +34,7 @@ def convert_command(
     model: Model,
     named: SourceOptions,
     scheme: Annotated[
-        str | None,
-        option("lr, lr-join, separable, mixture(...), with options. Default: lr-join, or what a budget chooses."),
+        str | None, option("lr, lr-join, separable, mixture(...), ... Default: lr-join, or what a budget chooses.")
     ] = None,
     where: Where = None,
     stage: Stage = None,
@@ -60,15 +55,12 @@ def convert_command(
       lowrank convert model.py:make --input 3x32x32 --out net.safetensors
       lowrank convert torchvision:resnet18 --stage 2 --stage 3 --macs 0.5
     """
-    from lowrank_cnn.method.convert import explain_already_low_rank
-
     source, size = named.find(model)
     how: dict[str, Any] = {"macs": macs, "params": params, "latency": latency, "allow_costlier": allow_costlier}
     if scheme is None and macs is None and params is None and latency is None:
         scheme = "lr-join"
-    with explain_already_low_rank(source.network):
-        chosen = _where(where, stage, source.network, size)
-        new = lr.convert(source.network, scheme, where=chosen, input_size=size, **how)
+    chosen = _where(where, stage, source.network, size)
+    new = lr.convert(source.network, scheme, where=chosen, input_size=size, **how)
     # Fresh weights have learned no classes: the file keeps only the image size of the source.
     _finish(replace(source, trained=None), new, size, out, as_json)
 
@@ -84,12 +76,9 @@ def decompose_command(
     macs: Macs = None,
     params: Params = None,
     latency: Latency = None,
-    images: Annotated[
-        str | None, option("Also fit the layers' outputs on a few training images of this data set.")
-    ] = None,
+    images: Annotated[str | None, option("Also fit the layers' outputs on a few images of this data set.")] = None,
     by: Annotated[
-        Literal["output", "accuracy"],
-        option("With --images, layers compete by the network's output or its accuracy there."),
+        Literal["output", "accuracy"], option("With --images, layers compete by the output or by the accuracy.")
     ] = "output",
     allow_costlier: Costlier = False,
     out: Out = None,
@@ -153,7 +142,7 @@ def _finish(source: Source, new: nn.Module, size: tuple[int, ...], out: Path | N
 
     *costs, total = lr.conversion_costs(source.network, new, size)
     if out is not None:
-        export_source(source, new, out, size)
+        source.export(new, out, size)
     report, fitted = notes(new).conversion, notes(new).decomposition
     if report is None:  # it was made thinner
         old = source.network.get_submodule
@@ -164,14 +153,14 @@ def _finish(source: Source, new: nn.Module, size: tuple[int, ...], out: Path | N
         about = {"costs": [vars(cost) for cost in (*costs, total)], "fitted": [row.to_dict() for row in fitted]}
         return print_json({"model": source.name, "input": list(size), **report.to_dict(), **about})
 
-    def row(name: str, filters: str, cost: Cost) -> tuple[str | None, ...]:
-        macs = si(cost.macs_before), si(cost.macs_after)
-        return name, filters, *macs, si(cost.params_after), energy.get(name)
-
+    lines = [(change.name, change.after, cost) for change, cost in zip(report.changed, costs, strict=True)]
+    lines.append(("total", f"{total.macs_after / max(1, total.macs_before):.3f} of the MACs", total))
     energy = {row.name: f"{row.energy:.1%}" for row in fitted}
-    rows = [row(change.name, change.after, cost) for change, cost in zip(report.changed, costs, strict=True)]
-    rows.append(row("total", f"{total.macs_after / max(1, total.macs_before):.3f} of the MACs", total))
-    columns = ("layer", "<filters now", "MACs", "now", "params", "energy" if energy else "")
+    rows = [
+        (name, filters, si(cost.macs_before), si(cost.macs_after), si(cost.params_after), energy.get(name))
+        for name, filters, cost in lines
+    ]
+    columns = ("layer", "<filters now", "MACs", "now", "params", "energy")
     print_table(f"{source.name}, {'x'.join(map(str, size))}", columns, rows)
     if report.kept:
         kept = [(layer.name, layer.layer, layer.reason) for layer in report.kept]
@@ -184,18 +173,6 @@ def _accuracy(network: nn.Module, *, images: Tensor, labels: Tensor) -> float:
 
     with torch.no_grad():
         return float((network.eval()(images).argmax(1) == labels).double().mean())
-
-
-def export_source(source: Source, network: nn.Module, path: Path, inputs: Any, **options: Any) -> Exported:
-    """Write a network made from a source, with its classes and preprocessing if known; options of `export`.
-
-    `inputs` is the size of its images, or an example.
-    """
-    from lowrank_cnn.core.modules import is_example
-
-    model = network if source.trained is None else replace(source.trained, network=network)
-    kind = "example_input" if is_example(inputs) else "input_size"
-    return lr.export(model, path, **{kind: inputs}, **options)
 
 
 def _where(

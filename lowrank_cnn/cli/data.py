@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import lowrank_cnn as lr
-from lowrank_cnn.cli.options import IMAGES, ClassNames, Json, Limit, Overwrite, Size, option
+from lowrank_cnn.cli.options import DataOptions, Json, Overwrite, grouped, option
 from lowrank_cnn.cli.show import console, print_json, print_table
 from lowrank_cnn.core.text import counted
 
@@ -22,13 +22,10 @@ _MOST_NAMES, _MOST_CLASSES, _UNEVEN = 10, 40, 3
 """Names of a list, rows of the table of classes, and the ratio of class sizes that is worth a sentence."""
 
 
+@grouped
 def data_command(
     images: Annotated[str, typer.Argument(help="Folder, .csv, shards, Hub name or digits.")],
-    test: Annotated[str | None, option("Other images to test on.", panel=IMAGES)] = None,
-    val_split: Annotated[float | None, option("Share to test on if there is no test set.", panel=IMAGES)] = None,
-    class_names: ClassNames = None,
-    image_size: Size = None,
-    limit: Limit = None,
+    reading: DataOptions,
     sheet: Annotated[Path | None, option("Draw a few images of each class: sheet.png.")] = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -48,23 +45,22 @@ def data_command(
 
     if sheet is not None:
         check_sheet(sheet, overwrite=overwrite)
-    options = {"test": test, "val_split": val_split, "class_names": class_names, "image_size": image_size}
-    found = lr.inspect_data(images, **options, limit=limit, progress=not as_json)
+    found = lr.inspect_data(images, **vars(reading), progress=not as_json)
     if sheet is not None:
         write_contact_sheet(found.data, sheet, overwrite=overwrite)
     recipe = defaults_for(found.train.images)
     if as_json:
         training = {name: getattr(recipe, name) for name in ("batch_size", "epochs", "lr")}
         return print_json(found.to_dict() | {"training": training, "sheet": sheet and str(sheet)})
-    splits = {"train": found.train, "test": found.test}
-    rows = [(name, f"{one.images:,}", _most(one.sizes), _most(one.modes)) for name, one in splits.items()]
+    splits = (("train", found.train), ("test", found.test))
+    rows = [(name, f"{one.images:,}", _most(one.sizes), _most(one.modes)) for name, one in splits]
     title = f"{found.data.name}, {counted(len(found.data.classes), 'class')}"
     print_table(title, ("split", "images", "<height x width", "<modes"), rows)
     fewest = sorted(found.train.classes.items(), key=lambda row: row[1])
     rows = [(name, f"{n:,}", f"{found.test.classes[name]:,}") for name, n in fewest[:_MOST_CLASSES]]
     rows += [(f"and {len(fewest) - _MOST_CLASSES:,} more", "", "")] if len(fewest) > _MOST_CLASSES else []
     print_table("Images of each class, the fewest first", ("class", "train", "test"), rows)
-    for line in (*_findings(found), _in_training(found, recipe, image_size)):
+    for line in (*_findings(found), _in_training(found, recipe, reading.image_size)):
         console.print(line, soft_wrap=True)
     if sheet is not None:
         console.print(f"The contact sheet is in {sheet}.", soft_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import exp
@@ -12,50 +11,34 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import lowrank_cnn as lr
-from lowrank_cnn.cli.options import (
-    IMAGES,
-    Bad,
-    ClassNames,
-    Device,
-    Into,
-    Json,
-    Limit,
-    Output,
-    PackageWeights,
-    Size,
-    TrainedModel,
-    Trusted,
-    Workers,
-    option,
-)
-from lowrank_cnn.cli.show import console, errors, print_json, print_problems, print_table
+from lowrank_cnn.cli import options as opt
+from lowrank_cnn.cli.options import IMAGES, ImageOptions, Json, grouped, option
+from lowrank_cnn.cli.show import console, errors, print_accuracy, print_json, print_problems, print_table
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.core.numbers import accuracy
 from lowrank_cnn.core.text import counted, first_few
 
 if TYPE_CHECKING:
-    from lowrank_cnn.data import Data
     from lowrank_cnn.train.evaluate import EvaluationDetails
     from lowrank_cnn.train.trained import Trained
 
 _SHOWN_PAIRS = 5
 
 
+@grouped
 def evaluate_command(
-    model: TrainedModel,
+    *,
+    model: opt.TrainedModel,
     data: Annotated[str, option("Folder, .csv, shards, Hub name or digits.", panel=IMAGES)],
     best: Annotated[bool, option("Use the best weights of a run, not the last.", "--best")] = False,
-    pretrained: PackageWeights = None,
-    into: Into = None,
-    device: Device = "auto",
-    workers: Workers = 0,
-    bad: Bad = "skip",
-    limit: Limit = None,
-    image_size: Size = None,
-    class_names: ClassNames = None,
+    pretrained: opt.PackageWeights = None,
+    into: opt.Into = None,
+    device: opt.Device = "auto",
+    workers: opt.Workers = 0,
+    how: ImageOptions,
+    class_names: opt.ClassNames = None,
     every_class: Annotated[bool, option("Print every class, and the worst images.", "--per-class")] = False,
-    output: Output = None,
-    trusted: Trusted = False,
+    output: opt.Output = None,
+    trusted: opt.Trusted = False,
     as_json: Json = False,
 ) -> None:
     """Measure accuracy on test images.
@@ -70,46 +53,47 @@ def evaluate_command(
     """
     from lowrank_cnn.data import open_data
     from lowrank_cnn.data.sources import fewer, parse_image_size
-    from lowrank_cnn.train.evaluate import TOP_FIVE, changed_set, evaluate, held_out_images
+    from lowrank_cnn.train.evaluate import changed_set, evaluate, held_out_images, match_classes
 
     if pretrained and best:
         raise LowRankError("--best is for runs: the package has one version of its own weights.")
-    shared = {"bad": bad, "class_names": class_names, "progress": not as_json}
-    reading = partial(open_data, data, only_test=True, limit=limit, **shared)
-    images = reading(image_size=image_size)
+    shared = {"bad": how.bad, "class_names": class_names, "progress": not as_json}
+    reading = partial(open_data, data, only_test=True, limit=how.limit, **shared)
+    images = reading(image_size=how.image_size)
     trained = _trained(model, pretrained, into, best=best, trusted=trusted)
-    same_size = image_size is None or parse_image_size(image_size) == tuple(trained.image[1:])
+    same_size = how.image_size is None or parse_image_size(how.image_size) == tuple(trained.image[1:])
     held_out = held_out_images(trained, data, **shared) if same_size else None
     if held_out:
         told = counted(len(held_out.test), "image")
         errors.print(f"The network was trained on {held_out.name}: these are the {told} held out of it.")
-        images = replace(held_out, test=fewer(held_out.test, limit))
+        images = replace(held_out, test=fewer(held_out.test, how.limit))
     else:
         if told := changed_set(trained, images):
             errors.print(told)
-        images = _as_in_training(trained, images, reading) if same_size else images
+        alike = images.test.size == trained.image if trained.image else images.test.channels == trained.channels
+        if same_size and not alike:
+            match_classes(trained, images)
+            images = reading(image_size=trained.size_option, channels=trained.channels)
     result = evaluate(trained, images, device=device, workers=workers, output=output, progress=not as_json)
+    figures = result.to_dict()
     assert result.details is not None
     if as_json:
         shown = result.details.to_dict(pictures=False)
-        return print_json({"model": model, "data": images.name, **result.to_dict(), "details": shown})
-    top5 = {"top-5": f"{result.top5:.2%}"} if len(images.classes) > TOP_FIVE else {}
-    row = {"network": model, "top-1": accuracy(result.top1, result.n), **top5}
-    row |= {"n": f"{result.n:,}", "loss": f"{result.loss:.4f}"}
-    print_table(f"On {images.name}", list(row), [list(row.values())])
+        return print_json({"model": model, "data": images.name, **figures, "details": shown})
+    print_accuracy(f"On {images.name}", model, figures, len(images.classes), loss=f"{result.loss:.4f}")
     _print_details(result.details, every_class=every_class)
     return print_problems(images)
 
 
 def predict_command(
-    model: TrainedModel,
+    model: opt.TrainedModel,
     images: Annotated[list[Path], typer.Argument(help="Image files, and folders of them.")],
     top: Annotated[int, option("How many classes to name for each image.")] = 3,
-    pretrained: PackageWeights = None,
-    into: Into = None,
-    device: Device = "auto",
-    output: Output = None,
-    trusted: Trusted = False,
+    pretrained: opt.PackageWeights = None,
+    into: opt.Into = None,
+    device: opt.Device = "auto",
+    output: opt.Output = None,
+    trusted: opt.Trusted = False,
     as_json: Json = False,
 ) -> None:
     """Classify image files.
@@ -122,10 +106,10 @@ def predict_command(
       lowrank predict runs/photos holiday.jpg
       lowrank predict nin-c3-lr --pretrained cifar10 holiday.jpg --top 5
     """
-    from lowrank_cnn.train.evaluate import files_below, predict
+    from lowrank_cnn.train.evaluate import each_image, predict
 
     trained = _trained(model, pretrained, into, trusted=trusted)
-    files = [path for image in images for path in (files_below(image) if image.is_dir() else [image])]
+    files: list[Path] = list(each_image(images))
     answers = predict(trained, files, top=top, device=device, bad="skip", output=output)
     failed = [path for path, answer in zip(files, answers, strict=True) if answer is None]
     if failed and len(failed) == len(files):
@@ -184,19 +168,3 @@ def _trained(
     if words := how_far(model, best=best):
         errors.print(f"These are the weights of {model} {words}, not those of a finished run.")
     return trained
-
-
-def _as_in_training(trained: Trained, images: Data, reopen: Callable[..., Data]) -> Data:
-    """Bring test images to the size and the channels that training used."""
-    from lowrank_cnn.train.evaluate import match_classes
-
-    if images.test.size == trained.image if trained.image else images.test.channels == trained.channels:
-        return images
-    match_classes(trained, images)
-    try:
-        return reopen(image_size=trained.size_option, channels=trained.channels)
-    except LowRankError as error:
-        size = "x".join(map(str, trained.image or trained.input_size))
-        raise LowRankError(
-            f"the network was trained on images of {size}, and others are not brought to that: {error}"
-        ) from error

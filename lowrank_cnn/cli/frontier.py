@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowrank_cnn.cli.options import Bad, Device, Json, Limit, Settings, Size, grouped, option
-from lowrank_cnn.cli.show import console, continued_by_same_command, errors, print_json, print_table
+from lowrank_cnn.cli.options import Device, ImageOptions, Json, Settings, grouped, option
+from lowrank_cnn.cli.show import console, errors, over_seeds, print_json, print_table, resumable
 from lowrank_cnn.core.errors import LowRankError, MissingExtra
 from lowrank_cnn.core.text import p_value, si
 
@@ -25,17 +24,13 @@ class PlanOptions:
     """The fields of `FrontierPlan`: which networks are trained and timed, and how often."""
 
     designs: Annotated[
-        list[str] | None,
-        option("A scheme, or a design (lr-late, strips5, ...); @0.75 sets a width. Repeatable.", "--design"),
+        list[str] | None, option("A scheme or design (lr-late, ...), @0.75 for a width; repeatable.", "--design")
     ] = None
     widths: Annotated[list[float] | None, option("A width of the dense network; repeatable.", "--width")] = None
-    match: Annotated[
-        list[str] | None, option("Add thin dense networks with each design's macs, or time; none for neither.")
-    ] = None
+    match: Annotated[list[str] | None, option("Add thin dense networks of equal macs or time; or none.")] = None
     seeds: Annotated[int, option("Runs of each network.")] = 8
     rates: Annotated[
-        list[float] | None,
-        option("Try this factor of the learning rate, on held-out images; repeatable.", "--rate"),
+        list[float] | None, option("Try a factor of the learning rate on held-out images; repeatable.", "--rate")
     ] = None
     tries: Annotated[int, option("Runs of each factor.")] = 1
     batch: Annotated[int, option("Images in a timed batch; 0 times nothing.")] = 256
@@ -43,9 +38,7 @@ class PlanOptions:
     repeats: Annotated[int, option("Runs per median time.")] = 21
     base: Annotated[float, option("Width of the family's network to call 1; less for a miniature.")] = 1.0
     teacher: Annotated[str, option("A design that teaches all others (distillation), such as dense@1.5.")] = ""
-    processes: Annotated[
-        int, option("Trainings at a time on the device; their seconds are then not recorded.")
-    ] = 1
+    processes: Annotated[int, option("Trainings at a time on the device; then their seconds are not kept.")] = 1
     budget: Annotated[float, option("Start no new run after this many seconds.")] = float("inf")
 
     def plan(self) -> FrontierPlan:
@@ -60,6 +53,7 @@ class PlanOptions:
 
 @grouped
 def frontier_command(
+    *,
     family: Annotated[str, typer.Argument(help="airbench, nin, vgg11, resnet18 or any network, as for compare.")],
     out: Annotated[Path, option("Folder of record and picture; finished runs are not repeated.", "--out", "-o")],
     networks: PlanOptions,
@@ -67,9 +61,7 @@ def frontier_command(
     recipe: Annotated[str | None, option("Another recipe than the family's.")] = None,
     settings: Settings = None,
     device: Device = "auto",
-    bad: Bad = "skip",
-    limit: Limit = None,
-    image_size: Size = None,
+    reading: ImageOptions,
     as_json: Json = False,
 ) -> None:
     """Train a network over widths and schemes: accuracy against time.
@@ -97,8 +89,8 @@ def frontier_command(
     if data is None:
         return _show(load_frontier(out), as_json, keep=False)
     options: dict[str, Any] = {"recipe": recipe, "settings": parse_settings(settings or []), "device": device}
-    plan, images = networks.plan(), open_data(data, bad=bad, limit=limit, image_size=image_size)
-    with continued_by_same_command():
+    plan, images = networks.plan(), open_data(data, **vars(reading))
+    with resumable():
         found = trace_frontier(family, images, out, plan, say=errors.print, **options)
     return _show(found, as_json)
 
@@ -106,16 +98,27 @@ def frontier_command(
 def _show(found: Frontier, as_json: bool, *, keep: bool = True) -> None:
     """Print the table, as text or JSON, and draw the picture beside the record, which keeps the answers."""
     from lowrank_cnn.choose.verdict import add_answers
+    from lowrank_cnn.report.trade import draw_frontier
 
     if not found.rows:
         raise LowRankError(f"there is nothing in {found.folder} yet.")
-    answers, picture = add_answers(found, keep=keep), _draw(found)
+    answers, picture = add_answers(found, keep=keep), None
+    if any(row.runs for row in found.rows):
+        try:
+            picture = draw_frontier(found, found.folder / "frontier.svg")
+        except MissingExtra as missing:  # training works all the same
+            errors.print(f"There is no picture: {missing}")
     if as_json:
         rows = [_entry(found, row) for row in found.rows]
         told = {"folder": str(found.folder), "picture": str(picture) if picture else None}
         return print_json({**told, "rows": rows, "answers": found.answers})
     columns = ("design", "MACs", "params", "ms", "of dense", "top-1 %", "n", "s a run")
-    lines = [_line(found, row) for row in sorted(found.rows, key=lambda row: row.macs)]
+    lines = []
+    for row in sorted(found.rows, key=lambda row: row.macs):
+        accuracy = over_seeds([run.correct / found.images for run in row.runs])
+        ms = ("", "") if row.timing is None else (f"{found.ms(row):.3f}", f"{row.timing.ratio:.2f}")
+        took = "" if row.seconds is None else f"{row.seconds:.1f}"
+        lines.append((row.name, si(row.macs), si(row.params), *ms, accuracy, len(row.runs), took))
     print_table(found.title, columns, lines)
     if answers:
         columns = ("design", "<question", "<control", "time", "params", "gap", "99% interval", "p", "<verdict")
@@ -125,19 +128,6 @@ def _show(found: Frontier, as_json: bool, *, keep: bool = True) -> None:
     if picture:
         console.print(f"The picture: {picture}", soft_wrap=True)
     return None
-
-
-def _draw(found: Frontier) -> Path | None:
-    """Draw the picture if something is trained. Without the drawing library, training works all the same."""
-    from lowrank_cnn.report.trade import draw_frontier
-
-    if not any(row.runs for row in found.rows):
-        return None
-    try:
-        return draw_frontier(found, found.folder / "frontier.svg")
-    except MissingExtra as missing:
-        errors.print(f"There is no picture: {missing}")
-        return None
 
 
 def _answer_line(one: Answer) -> tuple[object, ...]:
@@ -162,12 +152,3 @@ def _entry(found: Frontier, row: DesignRow) -> dict[str, object]:
         "seconds": [run.seconds for run in row.runs],
         "failed": row.failed,
     }
-
-
-def _line(found: Frontier, row: DesignRow) -> tuple[object, ...]:
-    shares = [100 * run.correct / found.images for run in row.runs]
-    accuracy = f"{mean(shares):.2f}" if shares else ""
-    accuracy += f" ± {stdev(shares):.2f}" if len(shares) > 1 else ""
-    ms = ("", "") if row.timing is None else (f"{found.ms(row):.3f}", f"{row.timing.ratio:.2f}")
-    took = "" if row.seconds is None else f"{row.seconds:.1f}"
-    return row.name, si(row.macs), si(row.params), *ms, accuracy, len(shares), took

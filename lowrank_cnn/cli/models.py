@@ -40,9 +40,6 @@ def models_command(as_json: Json = False) -> None:
     """
     from lowrank_cnn.paper.published import published
 
-    def percent(share: float | None) -> str:
-        return "" if share is None else f"{100 * share:.1f}%"
-
     rows = []
     for name, cost in stored_counts().items():
         row = published().get(name)
@@ -51,6 +48,10 @@ def models_command(as_json: Json = False) -> None:
         rows.append(about)
     if as_json:
         return print_json(rows)
+
+    def percent(share: float | None) -> str:
+        return "" if share is None else f"{100 * share:.1f}%"
+
     columns = ("network", "input", "MACs", "params", "published top-1", "top-5")
     table = [
         (r["network"], r["input"], si(r["macs"]), si(r["params"]), percent(r["top1"]), percent(r["top5"]))
@@ -91,9 +92,10 @@ def count_command(
         return _print_count(model, known, as_json)
     import torch
 
-    from lowrank_cnn.cli.source import find_example, find_model, is_ours, parse_size
+    from lowrank_cnn.cli.source import find_example, find_model, parse_size
 
-    asked, ours = parse_size(input_text), is_ours(model)
+    asked = parse_size(input_text)
+    ours = model in lr.list_models() and not Path(model).exists()  # a run's directory of that name comes first
     if asked and ours:
         options["in_channels"] = asked[0]
     with torch.device("meta" if ours else "cpu"):

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -31,41 +31,25 @@ MODEL_HELP = (
     "A network's name (`lowrank models`), timm:NAME, torchvision:NAME, hf-hub:USER/NAME, an exported "
     ".safetensors, a run's directory, or path.py:function, which runs your file and calls the function."
 )
-TRAINED_HELP = (
-    "A run's directory, a checkpoint, an exported file (.onnx, .safetensors, ...), hf-hub:USER/NAME, or a "
-    "network's name."
-)
+TRAINED_HELP = "A run's directory, checkpoint, exported file (.onnx, ...), hf-hub:USER/NAME, or a network's name."
+INPUTS_HELP = "For other inputs than one image: path.py:function, which gives them (tensor, tuple or dictionary)."
 
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 TrainedModel = Annotated[str, typer.Argument(help=TRAINED_HELP)]
 Into = Annotated[str | None, option("Your network before conversion: path.py:function.", panel=NETWORK)]
 Input = Annotated[str | None, option("Input size, as 3x224x224.", "--input", panel=NETWORK)]
-Inputs = Annotated[
-    str | None,
-    option(
-        "For other inputs than one image: path.py:function, which gives them (tensor, tuple or dictionary).",
-        "--example",
-        panel=NETWORK,
-    ),
-]
-Pretrained = Annotated[
-    str | None, option("Begin with trained weights: the default ones, or these.", panel=NETWORK)
-]
-PackageWeights = Annotated[
-    str | None, option("Use the weights that come with the package: cifar10.", "--pretrained", panel=NETWORK)
-]
+Inputs = Annotated[str | None, option(INPUTS_HELP, "--example", panel=NETWORK)]
+Pretrained = Annotated[str | None, option("Begin with trained weights: the default, or these.", panel=NETWORK)]
+PackageWeights = Annotated[str | None, option("The package's weights: cifar10.", "--pretrained", panel=NETWORK)]
 Scheme = Annotated[str | None, option("Low-rank scheme to build or convert by.", panel=NETWORK)]
 Width = Annotated[float | None, option("Scale the filters of one of our networks.", panel=NETWORK)]
 Norm = Annotated[str | None, option("batch, for batch norm in one of our networks.", panel=NETWORK)]
 Trusted = Annotated[bool, option("Read a .pt2 or .ts, whose code may run.", "--trusted", panel=NETWORK)]
-Output = Annotated[
-    str | None, option("Name or number of the output with the class scores, of several.", panel=NETWORK)
-]
+Output = Annotated[str | None, option("Name or number of the output with the class scores.", panel=NETWORK)]
 Settings = Annotated[
     list[str] | None,
     option("Change a field of the recipe; repeatable.", "--set", panel=TRAINING, metavar="<name=value>"),
 ]
-
 ClassNames = Annotated[Path | None, option("Lines of a class folder, a tab, its name.", panel=IMAGES)]
 Bad = Annotated[Literal["skip", "refuse"], option("Skip images that cannot be used, or stop.", panel=IMAGES)]
 Limit = Annotated[int | None, option("Use at most this many images of a split.", panel=IMAGES)]
@@ -92,16 +76,14 @@ Threads = Annotated[int | None, option("CPU threads; by default all cores.", max
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """Let a command take groups of options: every field of a parameter that is a dataclass becomes an option."""
-    hints = get_type_hints(command, include_extras=True)
-    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint) and isinstance(hint, type)}
+    groups: dict[str, Any] = {}
     parameters: list[inspect.Parameter] = []
-    for parameter in inspect.signature(command).parameters.values():
-        hint = hints[parameter.name]
-        if parameter.name in groups:
-            inner = get_type_hints(hint, include_extras=True)
-            parameters += [_keyword(field.name, inner[field.name], field.default) for field in fields(hint)]
-        else:
-            parameters.append(_keyword(parameter.name, hint, parameter.default))
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        options = [parameter]
+        if is_dataclass(kind := parameter.annotation):
+            groups[parameter.name] = kind
+            options = list(inspect.signature(kind, eval_str=True).parameters.values())  # type: ignore[arg-type]
+        parameters += [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in options]
 
     @functools.wraps(command)
     def flat(**given: Any) -> None:
@@ -114,8 +96,24 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     return flat
 
 
-def _keyword(name: str, hint: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+@dataclass(frozen=True)
+class ImageOptions:
+    """Which images of a set are read, and in which size."""
+
+    bad: Bad = "skip"
+    limit: Limit = None
+    image_size: Size = None
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """A set of images to train and test on."""
+
+    test: Annotated[str | None, option("Other images to test on.", panel=IMAGES)] = None
+    val_split: Annotated[float | None, option("Share to test on if there is no test set.", panel=IMAGES)] = None
+    class_names: ClassNames = None
+    image_size: Size = None
+    limit: Limit = None
 
 
 @dataclass(frozen=True)

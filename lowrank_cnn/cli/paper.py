@@ -7,27 +7,20 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import lowrank_cnn as lr
 from lowrank_cnn.cli.options import Bad, Device, Json, Limit, Runs, Settings, Workers, option
-from lowrank_cnn.cli.show import (
-    console,
-    continued_by_same_command,
-    errors,
-    print_json,
-    print_problems,
-    print_table,
-)
+from lowrank_cnn.cli.show import console, errors, over_seeds, print_json, print_problems, print_table, resumable
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.processes import first_process
 from lowrank_cnn.core.text import counted, si
 
 if TYPE_CHECKING:
     from lowrank_cnn.paper.audit import Finding
-    from lowrank_cnn.paper.claims import ClaimAnswer
     from lowrank_cnn.paper.reproduce import AccuracyRow, Comparison, ExperimentTable
 
 MEASURES = {"top1": "top-1", "top5": "top-5", "overfit": "over-fitting"}
@@ -65,9 +58,9 @@ def reproduce_command(
 
     chosen = {"parts": tuple(parts or ()), "networks": tuple(networks or ()), "seeds": seeds}
     lines(experiment, chosen["parts"], chosen["networks"])  # refuses unknown names before images are read
-    if table and not out.is_dir():
-        raise LowRankError(f"there are no runs: {out} is no folder.")
     if table:
+        if not out.is_dir():
+            raise LowRankError(f"there are no runs: {out} is no folder.")
         found = build_table(experiment, out, **chosen)
     else:
         if data is None:
@@ -76,7 +69,7 @@ def reproduce_command(
         print_problems(images, _say)
         how = {"device": device, "workers": workers, "progress": progress and not as_json}
         changes = {"settings": parse_settings(settings or [])}
-        with continued_by_same_command():
+        with resumable():
             found = reproduce(experiment, images, out, say=_say, **chosen, **changes, **how)
         # Show all finished runs, but list only missing runs of the selected parts and networks.
         found = replace(found, missing=build_table(experiment, out, **chosen).missing)
@@ -93,55 +86,47 @@ def _say(line: str) -> None:
 
 def _show(table: ExperimentTable, out: Path, as_json: bool) -> None:
     """Print the table, as text or JSON, and write the page about all runs beside it."""
+    from lowrank_cnn.paper.reproduce import NOT_BEGUN
+
     page = lr.write_report([out], out / "report.html") if table.rows else None
     if as_json:
         return print_json(table.to_dict() | {"report": str(page) if page else None})
-    for part in dict.fromkeys(row.part for row in table.rows):
-        _print_rows(f"{table.experiment}: {part}", [row for row in table.rows if row.part == part])
+    for part, rows in groupby(table.rows, key=lambda row: row.part):
+        _print_rows(f"{table.experiment}: {part}", rows)
         if part in table.notes:
             console.print(f" {table.notes[part]}")
     for comparison in table.comparisons():
         _print_comparison(comparison)
-    _print_missing(table)
+    waiting = [run for run, state in table.missing.items() if state == NOT_BEGUN]
+    for run, state in table.missing.items():
+        if state != NOT_BEGUN:
+            errors.print(f"{run}: {state}")
+    if waiting:
+        errors.print(f"Not begun: {counted(len(waiting), 'run')}, the first {waiting[0]}.")
     if page:
         console.print(f" The report: {page}", soft_wrap=True)
     return None
 
 
-def _print_missing(table: ExperimentTable) -> None:
-    from lowrank_cnn.paper.reproduce import NOT_BEGUN
-
-    waiting = [run for run, state in table.missing.items() if state == NOT_BEGUN]
-    for run, state in table.missing.items():
-        if run not in waiting:
-            errors.print(f"{run}: {state}")
-    if waiting:
-        errors.print(f"Not begun: {counted(len(waiting), 'run')}, the first {waiting[0]}.")
-
-
 def _print_rows(title: str, rows: Iterable[AccuracyRow]) -> None:
     columns = ("network", "paper", "top-1", "paper", "top-5", "n", "MACs", "params", "epochs", "s")
-    found = [_line(row) for row in rows]
-    kept = [i for i, _ in enumerate(columns) if any(line[i] != "" for line in found)]
-    print_table(title, [columns[i] for i in kept], [tuple(line[i] for i in kept) for line in found])
-
-
-def _line(row: AccuracyRow) -> tuple[object, ...]:
-    top5 = f"{100 * sum(row.top5) / len(row.top5):.2f}"
-    ours = f"{100 * row.mean:.2f}" + (f" ± {100 * row.spread:.2f}" if row.spread is not None else "")
-    cost = (si(row.macs), si(row.params), f"{row.epochs:.0f}", f"{row.seconds:.0f}")
-    name = ", ".join(filter(None, [row.network, row.variant]))
-    return name, _percent(row.published), ours, _percent(row.published_top5), top5, len(row.top1), *cost
-
-
-def _percent(share: float | None) -> str:
-    return f"{100 * share:.2f}" if share else ""
+    lines = []
+    for row in rows:
+        name = ", ".join(filter(None, [row.network, row.variant]))
+        top1, top5 = (f"{100 * share:.2f}" if share else "" for share in (row.published, row.published_top5))
+        ours = top1, over_seeds(row.top1), top5, f"{100 * mean(row.top5):.2f}", len(row.top1)
+        lines.append((name, *ours, si(row.macs), si(row.params), f"{row.epochs:.0f}", f"{row.seconds:.0f}"))
+    print_table(title, columns, lines)
 
 
 def _print_comparison(comparison: Comparison) -> None:
     measure = MEASURES[comparison.measure]
     name = ", ".join(filter(None, [comparison.part, comparison.variant]))
-    lines = [_gap_line(gap) for gap in comparison.gaps]
+    lines = []
+    for gap in comparison.gaps:
+        ours = f"{gap.ours:+.2f}" + (f" ± {gap.half_width:.2f}" if gap.half_width is not None else "")
+        published = "" if gap.published is None else f"{gap.published:+.2f}"
+        lines.append((gap.question, f"x {gap.mac_ratio:.2f}", published, ours, gap.verdict))
     if lines:
         columns = ("as published?", "MACs", "paper", "ours", "<verdict")
         print_table(f"{name}: gaps in {measure}, in points", columns, lines)
@@ -150,12 +135,6 @@ def _print_comparison(comparison: Comparison) -> None:
         rank = "" if agreed.rank_correlation is None else f"; rank correlation {agreed.rank_correlation:.2f}"
         told = f"{agreed.alike} of {counted(agreed.pairs, 'pair')} of networks in the published order"
         console.print(f" {name}, {measure}: {told}{rank}.", soft_wrap=True)
-
-
-def _gap_line(gap: ClaimAnswer) -> tuple[object, ...]:
-    error = f" ± {gap.half_width:.2f}" if gap.half_width is not None else ""
-    published = "" if gap.published is None else f"{gap.published:+.2f}"
-    return gap.question, f"x {gap.mac_ratio:.2f}", published, f"{gap.ours:+.2f}{error}", gap.verdict
 
 
 _TITLES = {
@@ -179,9 +158,16 @@ def audit_command(runs: Runs = None, as_json: Json = False) -> None:
       lowrank audit --json
       lowrank audit --runs runs
     """
+    from lowrank_cnn.cli.report import records_in
     from lowrank_cnn.paper.audit import CONTRADICTED, MISSED, UNREPRODUCIBLE, audit, summary
+    from lowrank_cnn.report.results import accuracies, layer_times
 
-    findings = _audit_runs(runs) if runs else audit()
+    records = records_in(runs) if runs else None
+    findings = audit(accuracies(records.runs), layer_times(records.timings)) if records else audit()
+    trained = [f for f in findings if f.quantity.startswith("top") and f.computed]
+    if records and not trained:
+        why = "none finished training a published network by the paper's recipe on its images"
+        errors.print(f"No accuracy is tested by what is here, {counted(len(records.runs), 'run')}: {why}.")
     if as_json:
         return print_json([finding.to_dict() for finding in findings])
     claims = [finding for finding in findings if finding.table == "text"]
@@ -189,9 +175,8 @@ def audit_command(runs: Runs = None, as_json: Json = False) -> None:
     _print_findings("Claims of the text that disagree", [f for f in claims if f.verdict in disagree])
     for table, rows in groupby(findings, key=lambda finding: finding.table):
         if table != "text":
-            _print_counts(_TITLES[table], list(rows))
+            _print_counts(_TITLES[table], rows)
     console.print(" = : the code counts the published figure exactly. A number: what it counts instead.\n")
-    trained = [f for f in findings if f.quantity.startswith("top") and f.computed]
     _print_findings("Accuracies, trained", trained)
     _print_findings("Other claims", [f for f in claims if f.verdict not in disagree])
     notes = [(f.subject, f.note) for f in findings if f.note and f.quantity in ("macs", "params")]
@@ -200,37 +185,18 @@ def audit_command(runs: Runs = None, as_json: Json = False) -> None:
     return None
 
 
-def _audit_runs(runs: list[Path]) -> list[Finding]:
-    """The audit with records. Also names files that cannot be read, and says if no run tests an accuracy."""
-    from lowrank_cnn.paper.audit import audit
-    from lowrank_cnn.report.records import read_records, require_records
-    from lowrank_cnn.report.results import accuracies, layer_times
-
-    records = read_records(runs)
-    require_records(runs, records)
-    findings = audit(accuracies(records.runs), layer_times(records.timings))
-    for problem in records.skipped:
-        errors.print(f"Skipped {problem.path}: {problem.reason}")
-    if not any(f.computed for f in findings if f.quantity.startswith("top")):
-        why = "none finished training a published network by the paper's recipe on its images"
-        errors.print(f"No accuracy is tested by what is here, {counted(len(records.runs), 'run')}: {why}.")
-    return findings
-
-
-def _print_counts(title: str, findings: list[Finding]) -> None:
+def _print_counts(title: str, findings: Iterable[Finding]) -> None:
     """A line per network: published MACs and parameters, and ours where they differ."""
+    from lowrank_cnn.paper.audit import REPRODUCED
+
     rows = []
     for network, group in groupby(findings, key=lambda finding: finding.subject):
         found = {finding.quantity: finding for finding in group}
-        macs, params = found["macs"], found["params"]
-        rows.append((network, macs.published, _ours(macs), params.published, _ours(params)))
+        row = [network]
+        for one in (found["macs"], found["params"]):
+            row += [one.published, "=" if one.verdict == REPRODUCED else one.computed]
+        rows.append(row)
     print_table(title, ("network", "MACs", "here", "parameters", "here"), rows)
-
-
-def _ours(finding: Finding) -> str:
-    from lowrank_cnn.paper.audit import REPRODUCED
-
-    return "=" if finding.verdict == REPRODUCED else finding.computed
 
 
 def _print_findings(title: str, findings: list[Finding]) -> None:

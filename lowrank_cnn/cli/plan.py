@@ -10,22 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import lowrank_cnn as lr
-from lowrank_cnn.cli.convert import export_source
-from lowrank_cnn.cli.options import (
-    MODEL_HELP,
-    Batch,
-    Device,
-    Inputs,
-    Json,
-    Model,
-    Overwrite,
-    Scheme,
-    SourceOptions,
-    Threads,
-    Trusted,
-    grouped,
-    option,
-)
+from lowrank_cnn.cli import options as opt
+from lowrank_cnn.cli.options import Json, Model, SourceOptions, grouped, option
 from lowrank_cnn.cli.show import console, print_json, print_table
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
@@ -42,28 +28,15 @@ if TYPE_CHECKING:
 class SearchOptions:
     """The inputs and the device of a network, and the search for its fastest form."""
 
-    scheme: Scheme = None
-    example: Inputs = None
-    batch: Batch = 1
-    device: Device = "auto"
-    threads: Threads = None
+    scheme: opt.Scheme = None
+    example: opt.Inputs = None
+    batch: opt.Batch = 1
+    device: opt.Device = "auto"
+    threads: opt.Threads = None
     compile_: Annotated[bool, option("Try torch.compile too.", "--compile")] = False
     cache: Annotated[bool, option("Keep measured times for the next time.")] = True
     repeats: Annotated[int, option("Runs per median of each way that is tried.")] = 11
     budget: Annotated[float, option("Seconds after which no further form is tried.")] = 30.0
-
-    def place(self, network: nn.Module, inputs: Any) -> tuple[str, nn.Module, Any]:
-        """The device, the network on it, and its inputs there: those of --example, or random images."""
-        from lowrank_cnn.cli.source import random_images
-        from lowrank_cnn.core.compare import mapped
-        from lowrank_cnn.core.modules import is_example
-        from lowrank_cnn.train.distributed import resolve_device
-
-        place = resolve_device(self.device)
-        network = network.eval().to(place)
-        if not is_example(inputs):
-            return place, network, random_images(network, inputs, self.batch, place)
-        return place, network, mapped(lambda value: value.to(place) if hasattr(value, "to") else value, inputs)
 
     def search(self, network: nn.Module, inputs: Any) -> Any:
         """The fastest form of a network."""
@@ -73,15 +46,15 @@ class SearchOptions:
 
 @grouped
 def time_command(
-    models: Annotated[list[str], typer.Argument(help=MODEL_HELP)],
+    models: Annotated[list[str], typer.Argument(help=opt.MODEL_HELP)],
     named: SourceOptions,
-    scheme: Scheme = None,
-    example: Inputs = None,
-    batch: Batch = 1,
-    device: Device = "auto",
-    threads: Threads = None,
+    scheme: opt.Scheme = None,
+    example: opt.Inputs = None,
+    batch: opt.Batch = 1,
+    device: opt.Device = "auto",
+    threads: opt.Threads = None,
     repeats: Annotated[int, option("Runs per median.")] = 15,
-    trusted: Trusted = False,
+    trusted: opt.Trusted = False,
     as_json: Json = False,
 ) -> None:
     """Time networks layer by layer, beside their dense twins.
@@ -128,15 +101,9 @@ def plan_command(
     model: Model,
     named: SourceOptions,
     how: SearchOptions,
-    twin: Annotated[
-        bool, option("Compare with the dense network; with --engine, thinned to the same MACs.")
-    ] = True,
-    engine: Annotated[
-        str | None, option("auto: time the installed engines (ONNX Runtime, OpenVINO, ncnn, ...); or one by name.")
-    ] = None,
-    out: Annotated[
-        Path | None, option("With --engine: a directory for the fastest engine's file.", "--out", "-o")
-    ] = None,
+    twin: Annotated[bool, option("Compare with the dense network; with --engine, thinned to equal MACs.")] = True,
+    engine: Annotated[str | None, option("auto times the installed engines; or one by name (onnx).")] = None,
+    out: Annotated[Path | None, option("With --engine: directory for the fastest file.", "--out", "-o")] = None,
     as_json: Json = False,
 ) -> None:
     """Find the fastest way to run a network on this machine.
@@ -150,21 +117,26 @@ def plan_command(
       lowrank plan nin-c3-lr --engine auto --out engines
       lowrank plan model.py:make --example model.py:inputs
     """
-    from lowrank_cnn.core.clock import torch_threads
-    from lowrank_cnn.models.build import dense_twin
+    from lowrank_cnn.cli.source import placed
+    from lowrank_cnn.core.clock import measure, torch_threads
+    from lowrank_cnn.core.modules import call
 
     source, given = named.find(model, how.example, scheme=how.scheme, batch=how.batch)
     if engine is not None:
         if how.batch != 1:
             raise LowRankError("--engine times one image at a time: leave --batch out.")
-        return _plan_engines(source, _size_of_one(given), engine, out, how.threads, twin=twin, as_json=as_json)
-    place, network, inputs = how.place(source.network, given)
+        return _plan_engines(source, given, engine, out, how.threads, twin=twin, as_json=as_json)
+    place, network, inputs = placed(source.network, given, how.batch, how.device)
     macs, held = _macs(network, inputs), None
     with torch_threads(how.threads):
         fast = how.search(network, inputs)
-        if twin and (dense := source.dense or dense_twin(network)) is not None:
+        if twin and (dense := source.twin()) is not None:
             rival = how.search(dense.eval().to(place), inputs)
-            held: Any = _beside(fast, rival, inputs, place) | {"macs": _macs(dense, inputs)}
+            # In turns: their own times were taken one after the other.
+            runs = {"ms": lambda: call(fast, inputs), "twin_ms": lambda: call(rival, inputs)}
+            times = measure(runs, cuda=place.startswith("cuda"))
+            held: Any = {"choice": rival.report.choice, "macs": _macs(dense, inputs)}
+            held |= {name: time.ms for name, time in times.items()}
     plans = [found for part in fast.modules() if (found := notes(part).plan) is not None]
     if as_json:
         about = {"macs": macs} if held is None else {"macs": macs, "twin": held}
@@ -187,7 +159,7 @@ def optimize_command(
     out: Annotated[Path, option("A file ending in .safetensors, .onnx, .pt2 or .ts.", "--out", "-o")],
     named: SourceOptions,
     how: SearchOptions,
-    overwrite: Overwrite = False,
+    overwrite: opt.Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Find the fastest form of a network, and write it to a file.
@@ -201,36 +173,21 @@ def optimize_command(
       lowrank optimize runs/photos -o net.safetensors --batch 16 --compile
       lowrank optimize model.py:make -o net.onnx --example model.py:inputs
     """
+    from lowrank_cnn.cli.source import placed
     from lowrank_cnn.core.clock import torch_threads
 
     if out.exists() and not overwrite:
         raise LowRankError(f"{out} exists; --overwrite replaces it.")
     source, given = named.find(model, how.example, scheme=how.scheme, batch=how.batch)
-    _, network, inputs = how.place(source.network, given)
+    _, network, inputs = placed(source.network, given, how.batch, how.device)
     with torch_threads(how.threads):
         fast = how.search(network, inputs)
-        written = export_source(source, fast, out, given, overwrite=overwrite)
+        written = source.export(fast, out, given, overwrite=overwrite)
     if as_json:
         return _print_search(source, inputs, fast, **written.to_dict())
     _print_variants(fast.report)
     console.print(f" {written.path}: {si(written.bytes)}B.")
     return None
-
-
-def _size_of_one(given: Any) -> tuple[int, ...]:
-    """The size of the one input that an engine is timed on: that of --input, or of an example of one tensor."""
-    import torch
-
-    from lowrank_cnn.core.modules import is_example
-
-    if not is_example(given):
-        return given
-    if isinstance(given, torch.Tensor) and given.is_floating_point() and given.dim() > 1 and len(given) == 1:
-        return tuple(given.shape[1:])
-    raise LowRankError(
-        "--engine times one input at a time: let --example give one tensor, in floating point and with a batch of "
-        "1, or leave --engine out."
-    )
 
 
 def _macs(network: nn.Module, inputs: Any) -> int | None:
@@ -239,17 +196,6 @@ def _macs(network: nn.Module, inputs: Any) -> int | None:
         return lr.count(network, inputs).macs
     except LowRankError:
         return None
-
-
-def _beside(fast: Any, rival: Any, inputs: Any, place: str) -> dict[str, Any]:
-    """Time both optimised networks in turns: their own times were taken one after the other."""
-    from lowrank_cnn.core.clock import measure
-    from lowrank_cnn.core.modules import arguments
-
-    args, kwargs = arguments(inputs, device=place, dtype=None)
-    runs = {"ours": lambda: fast(*args, **kwargs), "rival": lambda: rival(*args, **kwargs)}
-    times = measure(runs, cuda=place.startswith("cuda"))
-    return {"choice": rival.report.choice, "twin_ms": times["rival"].ms, "ms": times["ours"].ms}
 
 
 def _print_search(source: Source, inputs: Any, fast: Any, **more: Any) -> None:
@@ -317,26 +263,29 @@ def _cells(time: Any) -> tuple[str, str]:
 
 
 def _plan_engines(
-    source: Source,
-    size: tuple[int, ...],
-    engine: str,
-    out: Path | None,
-    threads: int | None,
-    *,
-    twin: bool,
-    as_json: bool,
+    source: Source, given: Any, engine: str, out: Path | None, threads: int | None, *, twin: bool, as_json: bool
 ) -> None:
     """Time the engines on one image, print the table and the advice, and write the file of the fastest."""
+    from torch import Tensor
+
+    from lowrank_cnn.core.modules import is_example
     from lowrank_cnn.deploy.choose_engine import time_engines
     from lowrank_cnn.deploy.engines.targets import target_of
     from lowrank_cnn.method.thin import thin_like
-    from lowrank_cnn.models.build import dense_twin
 
+    if is_example(given):
+        if not isinstance(given, Tensor) or not given.is_floating_point() or given.dim() < 2 or len(given) != 1:
+            raise LowRankError(
+                "--engine times one input at a time: let --example give one tensor, in floating point and with a "
+                "batch of 1, or leave --engine out."
+            )
+        given = given.shape[1:]
+    size = tuple(given)
     if engine != "auto":
         target_of(engine)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-    dense = (source.dense or dense_twin(source.network)) if twin else None
+    dense = source.twin() if twin else None
     found = time_engines(
         source.trained or source.network.eval(),
         size,
@@ -355,10 +304,9 @@ def _plan_engines(
         ms, quartiles = _cells(time)
         return ms, quartiles if time is None or time.steady else f"unsteady, {quartiles}"
 
-    shown = 5 if found.rival else 3
-    columns = ("engine", "ms", "quartiles", "thin dense ms", "quartiles")[:shown]
+    columns = ("engine", "ms", "quartiles", "thin dense ms", "quartiles")
     names = dict.fromkeys([*found.times, *found.rival])
-    rows = [(name, *cells(found.times.get(name)), *cells(found.rival.get(name)))[:shown] for name in names]
+    rows = [(name, *cells(found.times.get(name)), *cells(found.rival.get(name))) for name in names]
     print_table(f"{source.name}, 1x{'x'.join(map(str, size))}", columns, rows)
     for name, why in found.failed.items():
         console.print(f" Left out: {name} ({why}).")

@@ -18,13 +18,20 @@ if TYPE_CHECKING:
 
     from lowrank_cnn.report.records import Records
 
-DEFAULT_RUNS = Path("runs")
+
+def records_in(paths: list[Path], *, say: bool = True) -> Records:
+    """The records in files and folders, at least one; with `say`, files that cannot be read are named."""
+    from lowrank_cnn.report.records import read_records, require_records
+
+    records = read_records(paths)
+    for problem in records.skipped if say else ():
+        errors.print(f"Skipped {problem.path}: {problem.reason}")
+    require_records(paths, records)
+    return records
 
 
 def report_command(
-    runs: Annotated[
-        list[Path] | None, typer.Argument(help="Folders or files of records; by default the folder runs.")
-    ] = None,
+    runs: Annotated[list[Path] | None, typer.Argument(help="Folders or files of records; default: runs.")] = None,
     out: Annotated[Path, option("The page to write; - is standard output.", "--out", "-o")] = Path("report.html"),
     as_json: Json = False,
 ) -> None:
@@ -39,15 +46,9 @@ def report_command(
       lowrank report runs -o report.html
     """
     from lowrank_cnn.report.page import found_in, write_page
-    from lowrank_cnn.report.records import read_records, require_records
 
     printed = _is_printed(out, as_json)
-    paths = runs or [DEFAULT_RUNS]
-    records = read_records(paths)
-    if not as_json:
-        for problem in records.skipped:
-            errors.print(f"Skipped {problem.path}: {problem.reason}")
-    require_records(paths, records)
+    records = records_in(runs or [Path("runs")])
     write_page(records, followed(out))
     if as_json:
         found = {"runs": len(records.runs), "timings": len(records.timings)}
@@ -60,9 +61,7 @@ def report_command(
 
 def figure_command(
     name: Annotated[str | None, typer.Argument(help="The name of a figure; without it, all are listed.")] = None,
-    out: Annotated[
-        Path | None, option("The file: .svg, .pdf or .png; - prints SVG; else NAME.svg.", "--out", "-o")
-    ] = None,
+    out: Annotated[Path | None, option(".svg, .pdf or .png; - prints SVG; else NAME.svg.", "--out", "-o")] = None,
     runs: Runs = None,
     model: Annotated[str | None, option(MODEL_HELP, panel=NETWORK)] = None,
     pretrained: PackageWeights = None,
@@ -82,15 +81,15 @@ def figure_command(
       lowrank figure shapes --model runs/own --into model.py:make
     """
     from lowrank_cnn.report.figures import FIGURES, TRADE_FIGURES, draw_figure
-    from lowrank_cnn.report.records import read_records, require_records
 
     if name is None:
-        return _list_figures(as_json)
+        rows = [(name, kind.shows, kind.takes) for name, kind in FIGURES.items()]
+        if as_json:
+            return print_json([dict(zip(("figure", "shows", "takes"), row, strict=True)) for row in rows])
+        return print_table("Figures: lowrank figure NAME -o FILE.svg", ("name", "<shows", "<takes"), rows)
     place = out or Path(f"{name}.svg")
     printed = _is_printed(place, as_json)
-    records = read_records(runs) if runs else None
-    if records is not None:
-        require_records(runs or [], records)
+    records = records_in(runs, say=False) if runs else None
     if into and model is None:
         raise LowRankError("--into names the network of a run: give --model as well.")
     check_choice("figure", name, FIGURES)
@@ -124,7 +123,7 @@ def _networks(
 
     from lowrank_cnn.cli.source import find_model
     from lowrank_cnn.core.notes import note
-    from lowrank_cnn.models.build import dense_twin, name_of
+    from lowrank_cnn.models.build import name_of
     from lowrank_cnn.report.records import data_label
 
     torch.manual_seed(seed)
@@ -132,7 +131,7 @@ def _networks(
     trained = f"trained on {data_label(pretrained)}" if pretrained else "trained"
     found = [(source.network, trained if source.trained else "as initialised")]
     torch.manual_seed(seed)
-    if twin and (dense := source.dense or dense_twin(source.network)) is not None:
+    if twin and (dense := source.twin()) is not None:
         known = pretrained and (name_of(dense), pretrained) in lr.list_pretrained()
         dense = lr.create_model(name_of(dense), pretrained=pretrained) if known else dense
         found.insert(0, (dense, trained if known else "as initialised"))
@@ -151,13 +150,3 @@ def _print_left_out(records: Records) -> None:
     if left:
         why = "no other network was trained by the same recipe"
         errors.print(f"Left out, since {why}: {'; '.join(left)}.")
-
-
-def _list_figures(as_json: bool) -> None:
-    from lowrank_cnn.report.figures import FIGURES
-
-    if as_json:
-        return print_json([{"figure": n, "shows": k.shows, "takes": k.takes} for n, k in FIGURES.items()])
-    rows = [(name, kind.shows, kind.takes) for name, kind in FIGURES.items()]
-    print_table("Figures: lowrank figure NAME -o FILE.svg", ("name", "<shows", "<takes"), rows)
-    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lowrank_cnn.core.numbers import accuracy, deviation, mean
 from lowrank_cnn.core.text import printable
 
 if TYPE_CHECKING:
@@ -33,20 +34,41 @@ console, errors = SafeConsole(), SafeConsole(stderr=True, soft_wrap=True)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table: the first column and those headed `<name` are left-aligned, the others right-aligned."""
-    # Text objects, because rich would read markup in names of files and classes.
+    """Print a table without the columns that are empty in all rows.
+
+    The first column and those headed `<name` are left-aligned, the others right-aligned.
+    """
+    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    shown = [index for index in range(len(columns)) if not cells or any(row[index] for row in cells)]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0))
-    for index, heading in enumerate(columns):
-        left = index == 0 or heading.startswith("<")
-        table.add_column(heading.lstrip("<"), justify="left" if left else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text("" if value is None else printable(str(value))) for value in row))
+    for index in shown:
+        left = index == 0 or columns[index].startswith("<")
+        table.add_column(columns[index].lstrip("<"), justify="left" if left else "right", overflow="fold")
+    for row in cells:  # Text objects, because rich would read markup in names of files and classes
+        table.add_row(*(Text(printable(row[index])) for index in shown))
     console.print(Text(printable(title), "bold"))  # apart: as the table's own it would wrap at the table's width
     console.print(table)
 
 
+def print_accuracy(title: str, network: str, result: Mapping[str, Any], classes: int, **more: str) -> None:
+    """Print the accuracies of a network in a row, with what else is known of it."""
+    from lowrank_cnn.train.evaluate import TOP_FIVE
+
+    top5 = {"top-5": f"{result['top5']:.2%}"} if classes > TOP_FIVE else {}
+    row = {"network": network, "top-1": accuracy(result["top1"], result["n"]), **top5, "n": f"{result['n']:,}"}
+    print_table(title, [*row, *more], [[*row.values(), *more.values()]])
+
+
+def over_seeds(shares: Sequence[float]) -> str:
+    """Accuracies over seeds in percent, as 90.12 ± 0.30; one seed has no spread, and none are empty."""
+    middle, spread = mean(shares), deviation(shares)
+    return (
+        "" if middle is None else f"{100 * middle:.2f}" + (f" ± {100 * spread:.2f}" if spread is not None else "")
+    )
+
+
 @contextlib.contextmanager
-def continued_by_same_command() -> Iterator[None]:
+def resumable() -> Iterator[None]:
     """Let Ctrl-C and SIGTERM stop a command that resumes by itself when it is started again."""
     from lowrank_cnn.train.failure import Interrupted
 

@@ -16,20 +16,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+import lowrank_cnn as lr
 from lowrank_cnn.cli.show import errors
+from lowrank_cnn.core.compare import mapped
 from lowrank_cnn.core.errors import LowRankError, check_file
 from lowrank_cnn.core.files import read_json, write_json
-from lowrank_cnn.core.modules import InputSize
+from lowrank_cnn.core.modules import InputSize, is_example
 from lowrank_cnn.core.notes import note, notes
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.prune import cheaper
 from lowrank_cnn.method.schemes import parse_scheme
-from lowrank_cnn.models import create_model, list_models
+from lowrank_cnn.models import create_model
+from lowrank_cnn.models.build import dense_twin, rebuild, rebuild_options, with_classes
 from lowrank_cnn.models.foreign import build_foreign, called, copy_equal_shapes, function_of, is_foreign
+from lowrank_cnn.models.hub import WEIGHTS, resolve
+from lowrank_cnn.models.network import Network
+from lowrank_cnn.models.network_file import dtype_of, read_weights
 
 if TYPE_CHECKING:
-    from lowrank_cnn.data import Data
     from lowrank_cnn.train.trained import Trained
 
 Size = tuple[int, ...]
@@ -37,19 +42,21 @@ Size = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Source:
-    """A network, and the size of the images it takes where that is known.
-
-    - `trained`: its classes and preprocessing, if it comes from a run or from the package.
-    - `dense`: the network before it was converted.
-    - `remark`: a sentence for the user about its weights.
-    """
+    """A network with its name, and the size of the images it takes where that is known."""
 
     name: str
     network: nn.Module
     input_size: Size | None
     trained: Trained | None = None
+    """Its classes and preprocessing, if it comes from a run or from the package."""
     dense: nn.Module | None = None
+    """The network before it was converted."""
     remark: str = ""
+    """A sentence for the user about its weights."""
+
+    def twin(self) -> nn.Module | None:
+        """The dense network to compare it with: as it was before conversion, or the dense one of ours."""
+        return self.dense or dense_twin(self.network)
 
     def size(self, asked: Size | None) -> Size:
         """The size of its images: as asked, or as it is known."""
@@ -71,6 +78,12 @@ class Source:
         loader = make_loader(found.train, preprocess=preprocess, batch_size=count, seed=0, device="cpu", **how)
         return next(iter(loader.epoch(0)))
 
+    def export(self, network: nn.Module, path: Path, inputs: Any, **options: Any) -> Any:
+        """Write a network made from this one, for a size or an example, with the classes if they are known."""
+        model = network if self.trained is None else replace(self.trained, network=network)
+        kind = "example_input" if is_example(inputs) else "input_size"
+        return lr.export(model, path, **{kind: inputs} | options)
+
     def converted(self, scheme: str) -> Source:
         """The network with its convs rewritten, their weights fresh."""
         return replace(self, network=convert(self.network, scheme), trained=None, dense=self.network)
@@ -78,9 +91,7 @@ class Source:
     def cheaper(self, scheme: str | None, macs: float | None, size: InputSize, *, pretrained: bool) -> Source:
         """The network with low-rank filters, or thinner; its trained weights are decomposed or pruned."""
         new = cheaper(self.network, scheme=scheme, macs=macs, input_size=size, pretrained=pretrained)
-        told = (
-            f"Layers that {scheme} rewrites begin with fresh weights: separable and lr-join keep the trained ones."
-        )
+        told = f"Layers that {scheme} rewrites begin with fresh weights: separable and lr-join keep trained ones."
         if scheme is None:
             told = "It is made thinner: the channels of the largest weights stay."
         elif notes(new).decomposition:
@@ -96,6 +107,7 @@ def find_model(
     into: str | None = None,
     scheme: str | None = None,
     classes: Sequence[str] | None = None,
+    channels: int | None = None,
     **options: Any,
 ) -> Source:
     """The network that a text names; the options are those of `create_model`, for our own networks.
@@ -103,51 +115,43 @@ def find_model(
     - `pretrained`: trained weights for a network by name.
     - `into`: for weights of a network that is not ours, the text that names that network before conversion.
     - `scheme`: one of our networks is built by it, any other is converted.
-    - `classes`: names of the classes, for a network that is not built by name.
+    - `classes`, `channels`: those of the images to train on; `channels` only sets those of our own networks.
     """
+    number = None if classes is None else len(classes)
     if not is_path(text):
+        given = _given({"num_classes": number, "in_channels": channels, "scheme": scheme})
         # `create_model` refuses options that the weights are not for.
-        network = create_model(text, pretrained=pretrained, **_given({"scheme": scheme, **options}))
-        trained = replace(_pretrained(text, pretrained), network=network) if pretrained else None
-        return Source(text, network, network.input_size, trained)
+        network = create_model(text, pretrained=pretrained, **given, **_given(options))
+        source = Source(text, network, network.input_size)
+        if not pretrained:
+            return source
+        trained = replace(lr.load_pretrained(text, pretrained), network=network)
+        renewed = _for_classes(replace(source, trained=trained), classes)
+        note(renewed.network, begun_from=notes(network).begun_from)
+        return renewed
     _refuse_options(text, options)
     if pretrained and (not is_foreign(text) or ".py:" in text):
         told = "--pretrained is for networks by name. To begin with trained weights, name their run instead"
         raise LowRankError(f"{text} is taken with the weights it has; {told}.")
     if is_foreign(text):
-        network, size = build_foreign(text, pretrained, None if classes is None else len(classes))
+        network, size = build_foreign(text, pretrained, number)
         source = _with_new_head(Source(notes(network).name, network, size), pretrained, classes)
     else:
         source = _from_weights(text, into, classes)
     return source.converted(scheme) if scheme else source
 
 
-def check_model(text: str, *, scheme: str | None = None, **options: Any) -> None:
+def check_model(text: str, *, scheme: str | None = None, pretrained: str | None = None, **options: Any) -> None:
     """Refuse a wrong name, option or scheme before any image is read, without computing anything."""
     if not is_path(text):
-        with torch.device("cpu" if options.get("pretrained") else "meta"):
-            find_model(text, scheme=scheme, **options)
+        with torch.device("cpu" if pretrained else "meta"):
+            find_model(text, scheme=scheme, pretrained=pretrained, **options)
         return
-    _refuse_options(text, {key: value for key, value in options.items() if key != "pretrained"})
+    _refuse_options(text, options)
     if scheme is not None:
         parse_scheme(scheme)
-    kind, _, function = text.partition(":")
-    if function and kind.endswith(".py"):
-        check_file(Path(kind))
-
-
-def build_for(data: Data, text: str, *, into: str | None = None, **options: Any) -> Source:
-    """The network that a text names, for the classes of the data, and one of ours for its channels too."""
-    if is_path(text):
-        return find_model(text, into=into, classes=data.classes, **options)
-    shape = {"num_classes": len(data.classes), "in_channels": data.test.channels}
-    network = create_model(text, **shape, **_given(options))
-    source = Source(text, network, network.input_size)
-    if not (pretrained := options.get("pretrained")):
-        return source
-    renewed = _for_classes(replace(source, trained=_pretrained(text, pretrained)), data.classes)
-    note(renewed.network, begun_from=notes(network).begun_from)
-    return replace(renewed, trained=None)
+    if ".py:" in text:
+        check_file(Path(text.partition(":")[0]))
 
 
 def find_into(into: str | None, trained: str | Path) -> nn.Module | None:
@@ -220,11 +224,15 @@ def find_example(text: str, *, option: str = "--example") -> Any:
     return called(function_of(Path(path), function), text)
 
 
-def random_images(network: nn.Module, size: Size, batch: int, place: str) -> torch.Tensor:
-    """Random images on a device, in the network's precision."""
-    from lowrank_cnn.models.network_file import dtype_of
+def placed(network: nn.Module, given: Any, batch: int, device: str) -> tuple[str, nn.Module, Any]:
+    """The device, the network on it, and its inputs there: an example, or random images where a size is given."""
+    from lowrank_cnn.train.distributed import resolve_device
 
-    return torch.randn(batch, *size).to(place, dtype_of(network))
+    place = resolve_device(device)
+    network = network.eval().to(place)
+    if is_example(given):
+        return place, network, mapped(lambda value: value.to(place) if hasattr(value, "to") else value, given)
+    return place, network, torch.randn(batch, *given).to(place, dtype_of(network))
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
@@ -236,16 +244,8 @@ def _refuse_options(text: str, options: dict[str, Any]) -> None:
         raise LowRankError(f"{text} is taken as it is; {' and '.join(given)} can be set for our own networks.")
 
 
-def _pretrained(name: str, data: str) -> Trained:
-    from lowrank_cnn.train.trained import load_pretrained
-
-    return load_pretrained(name, data)
-
-
 def _from_weights(text: str, into: str | None, classes: Sequence[str] | None) -> Source:
     """An exported network, or that of a run, for the images that it was trained on."""
-    from lowrank_cnn.models.hub import WEIGHTS, resolve
-    from lowrank_cnn.models.network_file import read_weights
     from lowrank_cnn.train.trained import load_checkpoint, trained_of
 
     path, network = resolve(Path(text)), find_into(into, text)
@@ -273,9 +273,6 @@ def _for_classes(source: Source, classes: Sequence[str] | None, into: str | None
     """A trained network for other classes than it was trained on: with a new last layer."""
     if classes is None or source.trained is None or tuple(classes) == source.trained.classes:
         return source
-    from lowrank_cnn.models.build import rebuild, rebuild_options, with_classes
-    from lowrank_cnn.models.network import Network
-
     if isinstance(source.network, Network):
         network = with_classes(source.network, len(classes))
     elif into is None:
@@ -312,11 +309,6 @@ def is_path(text: str) -> bool:
 def is_weights(text: str) -> bool:
     """Whether a text names trained weights of ours: a run, a file or a repository on the Hub."""
     return text.startswith("hf-hub:") or Path(text).exists()
-
-
-def is_ours(text: str) -> bool:
-    """Whether a text names one of our networks; a run's directory of that name comes first."""
-    return text in list_models() and not Path(text).exists()
 
 
 def _with_new_head(source: Source, pretrained: str | None, classes: Sequence[str] | None) -> Source:

@@ -14,28 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import lowrank_cnn as lr
-from lowrank_cnn.cli.options import (
-    IMAGES,
-    NETWORK,
-    TRAINING,
-    ClassNames,
-    Device,
-    Into,
-    Json,
-    Limit,
-    Pretrained,
-    Scheme,
-    Settings,
-    Size,
-    Width,
-    Workers,
-    grouped,
-    option,
-)
-from lowrank_cnn.cli.show import console, print_json, print_problems, print_table
+from lowrank_cnn.cli import options as opt
+from lowrank_cnn.cli.options import IMAGES, NETWORK, TRAINING, DataOptions, Json, grouped, option
+from lowrank_cnn.cli.show import console, print_accuracy, print_json, print_problems
 from lowrank_cnn.core.errors import LowRankError, MissingExtra, check_number, first_line, nearest
 from lowrank_cnn.core.files import read_text
-from lowrank_cnn.core.numbers import accuracy
 from lowrank_cnn.core.processes import first_process
 from lowrank_cnn.core.text import counted, first_few, si
 
@@ -47,8 +30,6 @@ if TYPE_CHECKING:
 
 # The options of `lowrank train`, in groups. Rare settings have none: --set NAME=VALUE changes them.
 
-_MOST_GB = 2**30
-"""The limit for hold_gb=inf."""
 RARE = {"stride": int, "channels": int, "hold_gb": float, "bad": str}
 """Settings of the network and of the images; all others are `RunSettings` or fields of the recipe."""
 
@@ -64,13 +45,11 @@ def is_setting(name: str) -> bool:
 class NetworkOptions:
     """How the network is built."""
 
-    scheme: Scheme = None
-    width: Width = None
-    pretrained: Pretrained = None
-    into: Into = None
-    thin: Annotated[float | None, option("Train a thinner network of this share of the MACs.", panel=NETWORK)] = (
-        None
-    )
+    scheme: opt.Scheme = None
+    width: opt.Width = None
+    pretrained: opt.Pretrained = None
+    into: opt.Into = None
+    thin: Annotated[float | None, option("Train a thinner network, of this share of MACs.", panel=NETWORK)] = None
     macs: Annotated[float | None, option("Share of the MACs that the scheme keeps: 0.4.", panel=NETWORK)] = None
     shapes: Annotated[Path | None, option("Learned shapes.json to train from scratch.", panel=NETWORK)] = None
 
@@ -95,31 +74,17 @@ class NetworkOptions:
         found = lr.load_shapes(self.shapes)
         return None, lambda network, *given, **how: lr.fit(found.apply(network).train(), *given, **how)
 
-    def building(
-        self, model: str, scheme: str | None, recipe: Recipe, norm: str | None, stride: int | None
-    ) -> dict[str, Any]:
-        """The options that the network is built with.
-
-        The recipe chooses norm and pool, except for trained weights and for networks that are not ours.
-        """
-        from lowrank_cnn.cli.source import is_path
-
-        own = {"norm": norm} if self.pretrained or is_path(model) else recipe.network()
-        return {**own, "scheme": scheme, "width": self.width, "stride": stride, "pretrained": self.pretrained}
-
 
 @dataclass(frozen=True)
 class TrainingOptions:
     """The recipe, and what is changed of it."""
 
-    recipe: Annotated[
-        str | None, option("A name (`lowrank recipes`); by default chosen by the images.", panel=TRAINING)
-    ] = None
+    recipe: Annotated[str | None, option("A name (`lowrank recipes`); else images choose.", panel=TRAINING)] = None
     epochs: Annotated[int | None, option("Epochs to train at most.", panel=TRAINING)] = None
     batch_size: Annotated[int | None, option("Images per step, over all processes.", panel=TRAINING)] = None
     lr: Annotated[float | None, option("Learning rate at the start.", panel=TRAINING)] = None
     find_lr: Annotated[bool, option("Only test rates and suggest one.", "--find-lr", panel=TRAINING)] = False
-    settings: Settings = None
+    settings: opt.Settings = None
 
     def read(self, file: dict[str, Any]) -> tuple[Recipe, Callable[[int], Recipe], dict[str, Any]]:
         """The recipe, how it adapts to the number of images, and the settings that are no part of it.
@@ -145,49 +110,14 @@ class TrainingOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The device of the run, and its folder."""
+    """The options of `fit`: the device of the run, and its folder."""
 
     out: Annotated[Path | None, option("Directory for checkpoints and the record.", "--out", "-o")] = None
     resume: Annotated[bool, option("Resume the run in --out.", "--resume")] = False
     seed: Annotated[int, option("Seed of weights, data order, dropout.", panel=TRAINING)] = 0
     teacher: Annotated[Path | None, option("A run to distil from, as well as labels.", panel=TRAINING)] = None
-    device: Device = "auto"
+    device: opt.Device = "auto"
     log: Annotated[list[str] | None, option("tensorboard, csv, wandb.", metavar="<name>")] = None
-
-    def check(self, precision: str, data: str) -> None:
-        """Refuse a device that does not exist, a directory in use or of the images, and an unknown logger."""
-        from lowrank_cnn.train.distributed import resolve_device, resolve_precision
-        from lowrank_cnn.train.progress import check_loggers
-        from lowrank_cnn.train.run_folder import RunDirectory
-
-        resolve_precision(precision, resolve_device(self.device))
-        check_loggers(self.log or ())
-        directory = RunDirectory.open(self.out, data, resume=self.resume)
-        if directory and not self.resume:
-            directory.check_free()
-
-
-@dataclass(frozen=True)
-class ImageOptions:
-    """How images are read."""
-
-    test: Annotated[str | None, option("Other images to test on, named as --data.", panel=IMAGES)] = None
-    val_split: Annotated[float | None, option("Share to test on if there is no test set.", panel=IMAGES)] = None
-    class_names: ClassNames = None
-    image_size: Size = None
-    limit: Limit = None
-    workers: Workers = 0
-
-    def reading(self, data: str, *, progress: bool, rare: dict[str, Any]) -> Callable[..., Data]:
-        """A function that reads the images, with other options where those are given."""
-        from lowrank_cnn.data import open_data
-
-        hold = rare.pop("hold_gb", 2.0)
-        check_number("hold_gb", hold, least=0)
-        options = asdict(self) | {"channels": rare.pop("channels", None), "bad": rare.pop("bad", "skip")}
-        del options["workers"]
-        held = int(min(hold, _MOST_GB) * 2**30)
-        return partial(open_data, data, resident_bytes=held, progress=progress, **options)
 
 
 # `--config FILE`: options of the command, settings and a recipe from a TOML or JSON file, never code.
@@ -202,13 +132,11 @@ class ImageOptions:
 #
 # An option that is typed replaces that of the file. `recipe = "modern"` chooses a recipe as it is.
 
-_MOST_BYTES = 2**20
-
 
 def read_config(path: Path) -> dict[str, Any]:
     """The options of a file, and under `recipe` the fields of one."""
     try:
-        text = read_text(path, most=_MOST_BYTES)
+        text = read_text(path, most=2**20)
         found = json.loads(text) if path.suffix.lower() == ".json" else tomllib.loads(text)
     except OSError as error:
         raise LowRankError(f"{path} cannot be read ({error.strerror}).") from error
@@ -226,11 +154,11 @@ def _apply(context: typer.Context, path: Path | None) -> dict[str, Any]:
     settings = {"name": recipe} if isinstance(recipe, str) else dict(recipe)
     if "name" in settings:  # the recipe that the other fields change, as --recipe says it
         values["recipe"] = settings.pop("name")
-    options = {}
-    for parameter in context.command.params:
-        options |= {
-            word.lstrip("-").replace("-", "_"): parameter for word in (*parameter.opts, parameter.name or "")
-        }
+    options = {
+        word.lstrip("-").replace("-", "_"): parameter
+        for parameter in context.command.params
+        for word in (*parameter.opts, parameter.name or "")
+    }
     given = {}
     for key, value in values.items():
         name = key.replace("-", "_")
@@ -245,24 +173,17 @@ def _apply(context: typer.Context, path: Path | None) -> dict[str, Any]:
     return settings
 
 
-Config = Annotated[
-    Any,
-    option(
-        "TOML or JSON file with these options.",
-        "--config",
-        parser=Path,
-        metavar="<path>",
-        callback=_apply,
-        is_eager=True,
-    ),
-]
+_FILE: dict[str, Any] = {"parser": Path, "metavar": "<path>", "callback": _apply, "is_eager": True}
+Config = Annotated[Any, option("TOML or JSON file with these options.", "--config", **_FILE)]
 
 
 @grouped
 def train_command(
+    *,
     model: Annotated[str, typer.Argument(help="Name (`lowrank models`), run, file, or path.py:function.")],
     data: Annotated[str, option("Folder, .csv, shards, Hub name or digits.", panel=IMAGES)],
-    images: ImageOptions,
+    images: DataOptions,
+    workers: opt.Workers = 0,
     network: NetworkOptions,
     training: TrainingOptions,
     run: RunOptions,
@@ -280,17 +201,13 @@ def train_command(
       lowrank train vgg11-gmp-lr --data photos --image-size 64 -o runs/photos
       lowrank train runs/photos --data photos --set quantize=int8 --lr 0.001
     """
-    from lowrank_cnn.cli.source import build_for, check_model, is_weights, remember, remembered
-    from lowrank_cnn.train.distributed import seed_generators
-    from lowrank_cnn.train.inputs import (
-        as_network_wants,
-        augmentation,
-        check_classes,
-        check_network,
-        input_size,
-        trained_on,
-    )
+    from lowrank_cnn.cli.source import check_model, find_model, is_path, is_weights, remember, remembered
+    from lowrank_cnn.data import open_data
+    from lowrank_cnn.train import inputs
+    from lowrank_cnn.train.distributed import resolve_device, resolve_precision, seed_generators
+    from lowrank_cnn.train.progress import check_loggers
     from lowrank_cnn.train.recipes import defaults_in_words
+    from lowrank_cnn.train.run_folder import RunDirectory
 
     recipe, adapted, rare = training.read(config)
     scheme, train = network.training()
@@ -298,41 +215,52 @@ def train_command(
     cost = network.macs if network.thin is None else network.thin
     # Trained weights are made cheaper when their images are known, and so is a network within a budget.
     later = lr.parse_scheme(scheme) if scheme is not None and (pretrained or cost is not None) else None
-    building = network.building(
-        model, None if later else scheme, recipe, rare.pop("norm", None), rare.pop("stride", None)
-    )
-    reading = images.reading(data, progress=not as_json, rare=rare)
+    norm, stride, held = rare.pop("norm", None), rare.pop("stride", None), rare.pop("hold_gb", 2.0)
+    # The recipe chooses norm and pool, except for trained weights and for networks that are not ours.
+    building = {"norm": norm} if network.pretrained or is_path(model) else recipe.network()
+    building |= {"scheme": None if later else scheme, "width": network.width, "stride": stride}
+    building["pretrained"] = network.pretrained
+    check_number("hold_gb", held, least=0)
+    bytes_held = int(min(held, 2**30) * 2**30)  # of inf as well
+    options = {"resident_bytes": bytes_held, "channels": rare.pop("channels", None)}
+    options |= {"bad": rare.pop("bad", "skip"), "progress": not as_json, **vars(images)}
     seed_generators(run.seed)
-    check_model(model, **building)  # before the images are read, which may take long
-    run.check(recipe.precision, data)
+    # Everything that can be refused is, before the images are read, which may take long.
+    check_model(model, **building)
+    resolve_precision(recipe.precision, resolve_device(run.device))
+    check_loggers(run.log or ())
+    directory = RunDirectory.open(run.out, data, resume=run.resume)
+    if directory and not run.resume:
+        directory.check_free()
+    reading = partial(open_data, data, **options)
     found = reading()
     seed_generators(run.seed)
-    source = build_for(found, model, into=network.into, **building)
+    source = find_model(model, into=network.into, classes=found.classes, channels=found.test.channels, **building)
     wish = {"input_size": source.input_size, "sized": images.image_size is not None, "tuned": is_weights(model)}
-    wanted = as_network_wants(found, source.network, recipe, reading, **wish)
-    check_classes(wanted)
+    wanted = inputs.as_network_wants(found, source.network, recipe, reading, **wish)
+    inputs.check_classes(wanted)
     teacher = run.teacher and _load_teacher(run.teacher, network.into or model)
     if later or network.thin is not None:
-        size = input_size(wanted.test, augmentation(recipe))
+        size = inputs.input_size(wanted.test, inputs.augmentation(recipe))
         source = source.cheaper(later and str(later), cost, size, pretrained=pretrained)
         teacher = teacher or _own_teacher(source.dense, wanted, recipe, size)
-    check_network(source.network, wanted, recipe)
-    recipe = adapted(trained_on(wanted, recipe))
+    inputs.check_network(source.network, wanted, recipe)
+    recipe = adapted(inputs.trained_on(wanted, recipe))
     if first_process() and not as_json:
         _print_start(wanted, recipe, source.remark, tuned=wanted is not found and is_weights(model))
         if training.recipe is None:
-            console.print(defaults_in_words(recipe, trained_on(wanted, recipe)))
+            console.print(defaults_in_words(recipe, inputs.trained_on(wanted, recipe)))
         if run.out is None and not training.find_lr:
             console.print("This run is not saved: give --out to keep checkpoints and the record.")
         if teacher and not run.teacher:
             console.print("The network as it was is the teacher (--set distill_weight=0 trains without it).")
     if training.find_lr:
-        how = {"workers": images.workers, **rare, "seed": run.seed, "device": run.device}
+        how = {"workers": workers, **rare, "seed": run.seed, "device": run.device}
         return _find_rate(source.network, wanted, recipe, run.out, as_json=as_json, **how)
     if run.out and first_process():
         remember(network.into or remembered(model) or model, run.out)
     told = _problems_of(wanted)
-    how = {"workers": images.workers, **rare, **asdict(run), "teacher": teacher, "log": run.log or ()}
+    how = {"workers": workers, **rare, **vars(run), "teacher": teacher, "log": run.log or ()}
     record = train(source.network.train(), wanted, recipe, progress=not as_json, **how)
     if not first_process():
         return None
@@ -371,14 +299,10 @@ def _find_rate(network: Any, data: Data, recipe: Recipe, out: Path | None, *, as
 def _load_teacher(path: Path, into: str) -> Trained | Path:
     """The network of a run; one that is not ours is built by the function that builds the student."""
     from lowrank_cnn.cli.source import find_into, is_foreign
-    from lowrank_cnn.train.trained import load_checkpoint
+    from lowrank_cnn.train.trained import is_own, load_checkpoint
 
-    if not is_foreign(into):
-        return path
-    try:
-        return load_checkpoint(path)
-    except LowRankError:  # its run holds no code
-        return load_checkpoint(path, network=find_into(into, path))
+    own = is_foreign(into) and is_own(path)
+    return load_checkpoint(path, network=find_into(into, path)) if own else path
 
 
 def _own_teacher(network: Any, data: Data, recipe: Recipe, size: Any) -> Trained | None:
@@ -394,19 +318,14 @@ def _problems_of(data: Data) -> tuple[str, str]:
     return str(data.train.problems), str(data.test.problems)
 
 
-def _told(recipe: Recipe) -> str:
-    """The name, the usual settings, and every field that differs from its default."""
+def _print_start(data: Data, recipe: Recipe, remark: str, *, tuned: bool) -> None:
     from lowrank_cnn.train.optimizers import warmup_epochs
     from lowrank_cnn.train.recipe import Recipe
 
-    values, defaults = recipe.to_dict() | {"warmup": warmup_epochs(recipe)}, Recipe().to_dict()
-    shown = {"batch_size", "epochs", "lr", "optimizer", "schedule"}
-    told = [f"{field}={value}" for field, value in values.items() if field in shown or value != defaults[field]]
-    return "  ".join([recipe.name, *(text for text in told if not text.startswith("name="))])
-
-
-def _print_start(data: Data, recipe: Recipe, remark: str, *, tuned: bool) -> None:
-    console.print(f"Recipe: {_told(recipe)} (the record has every field)")
+    values, defaults = recipe.to_dict() | {"warmup": warmup_epochs(recipe)}, Recipe(name=recipe.name).to_dict()
+    usual = {"batch_size", "epochs", "lr", "optimizer", "schedule"}
+    told = [f"  {field}={value}" for field, value in values.items() if field in usual or value != defaults[field]]
+    console.print(f"Recipe: {recipe.name}{''.join(told)} (the record has every field)")
     counts = f"{len(data.train):,} to train on, {len(data.test):,} to test on"
     size = f"{'x'.join(map(str, data.train.size[1:]))} pixels" if data.train.size else "of many sizes"
     console.print(f"Images: {data.name}, {counts}, {counted(len(data.classes), 'class')}, {size}")
@@ -434,14 +353,10 @@ def _held_out_in_words(data: Data, share: float) -> str:
 
 
 def _print_result(record: Record) -> None:
-    from lowrank_cnn.train.evaluate import TOP_FIVE
-
-    r = record.result
-    top5 = {"top-5": f"{r['top5']:.2%}"} if len(record.data["classes"]) > TOP_FIVE else {}
-    row = {"network": record.model["name"], "top-1": accuracy(r["top1"], r["n"]), **top5, "n": f"{r['n']:,}"}
-    row |= {"MACs": si(r["macs"]) if r["macs"] else "", "params": si(r["params"])}
-    row |= {"seconds": f"{r['seconds']:.1f}", "images/s": f"{r['images_per_second']:,.0f}"}
-    print_table(f"Trained on {record.data['name']}", tuple(row), [tuple(row.values())])
+    r, data = record.result, record.data
+    more = {"MACs": si(r["macs"]) if r["macs"] else "", "params": si(r["params"])}
+    more |= {"seconds": f"{r['seconds']:.1f}", "images/s": f"{r['images_per_second']:,.0f}"}
+    print_accuracy(f"Trained on {data['name']}", record.model["name"], r, len(data["classes"]), **more)
 
 
 def _learn(network: Any, *given: Any, **options: Any) -> Record:

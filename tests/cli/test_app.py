@@ -92,7 +92,8 @@ def test_the_shell_completes_commands_and_options(typed: str, offered: str):
 
 @pytest.mark.parametrize("delay", [0.0, 0.05, 0.3])
 def test_ctrl_c_is_answered_from_the_first_moment(delay):
-    code = "import lowrank_cnn.cli as cli; print('ready', flush=True); cli.main()"
+    code = "import lowrank_cnn.cli as cli; handle = cli.CTRL_C.handle\n"
+    code += "cli.CTRL_C.handle = lambda: (handle(), print('ready', flush=True)); cli.main()"
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         [sys.executable, "-c", code, "audit"], stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT
