@@ -27,19 +27,19 @@ from torch.utils.data import (
 )
 
 from lowrank_cnn.core.errors import LowRankError, setting
-from lowrank_cnn.core.text import counted
 from lowrank_cnn.data.augment import send_to_device
 from lowrank_cnn.data.resident import MOST_PREPARED_BYTES, Loader
+from lowrank_cnn.data.streamed import loaded
 from lowrank_cnn.data.types import (
     Data,
     Problems,
     Size,
+    check_class_numbers,
     check_labels,
     evenly_spaced,
     fingerprint_of_parts,
     generator,
 )
-from lowrank_cnn.data.workers import loaded
 
 _SAMPLED, _SAMPLED_VOLUMES = 8, 1024
 
@@ -145,11 +145,7 @@ class DatasetSplit:
         if len(shape) != 1 or targets.is_floating_point():
             raise LowRankError(f"the targets of a batch are class numbers [n], not {in_short(targets)}.")
         numbers = targets.long()
-        for wrong in numbers[(numbers < 0) | (numbers >= self.classes)][:1].tolist():
-            raise LowRankError(
-                f"the data set has an image of class number {wrong}, and {counted(self.classes, 'class')}, "
-                f"numbered from 0 to {self.classes - 1}."
-            )
+        check_class_numbers(numbers, self.classes, "the data set has an image")
         return numbers
 
     @property
@@ -413,10 +409,7 @@ def _tested(part: Any) -> DatasetSplit:
         chosen = loader.sampler.weights.nonzero()[:, 0].tolist()
     else:
         with torch.random.fork_rng(devices=[]):  # a sampler may never end: its length is that of an epoch
-            batches: Any = loader.batch_sampler if loader.batch_size is None else [_one_epoch(loader.sampler)]
-            chosen = sorted({int(index) for batch in _one_epoch(batches) for index in batch})
+            single: Any = loader.sampler
+            batches: Any = loader.batch_sampler if loader.batch_size is None else [islice(single, len(single))]
+            chosen = sorted({int(index) for batch in islice(batches, len(batches)) for index in batch})
     return replace(split, dataset=Subset(split.dataset, chosen), own_loader=None)
-
-
-def _one_epoch(sampler: Any) -> Iterator[Any]:
-    return islice(sampler, len(sampler))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.core.errors import LowRankError, option
+from lowrank_cnn.core.files import read_regular
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.data.decode import BadImageError, decode_image, image_header
@@ -23,7 +24,8 @@ from lowrank_cnn.data.types import (
     digest_of,
     file_state,
     fingerprint_of_files,
-    fingerprint_of_subset,
+    fingerprint_of_parts,
+    hash_of,
     places_by_name,
 )
 
@@ -34,16 +36,18 @@ WRONG_LABEL = "wrong label"
 MOST_WRONG = 10**5
 """More wrong labels than this mean a wrong column, and naming each would take more memory than the images."""
 Item = TypeVar("Item")
+_LARGEST_FILE = 2**29
 _SAMPLED_HEADERS = 64
 _RUN = 8
 
 
 @dataclass
-class ImageStore(ABC):
-    """Numbered rows of encoded images below one folder, with their labels (NO_LABEL if a row has none).
+class ImageStore:
+    """Image files below one folder, each a numbered row with its label (NO_LABEL if it has none).
 
-    It remembers a stamp of each file and a digest of each image that was read, 8 bytes each: a run notices if an
-    image changes while it is in use, or before the run is resumed.
+    Another store (`ParquetStore`) may have many rows in a file. It remembers a stamp of each file and a digest of
+    each image that was read, 8 bytes each: a run notices if an image changes while it is in use, or before the run
+    is resumed.
     """
 
     root: Path
@@ -51,36 +55,32 @@ class ImageStore(ABC):
     """The files that hold the images."""
     labels: Tensor
 
-    @abstractmethod
     def read(self, row: int) -> bytes:
         """The bytes of an image file; raises `BadImageError` if they cannot be read."""
+        try:
+            return read_image(self.paths[row])
+        except OSError as error:
+            raise BadImageError(error.strerror or "unreadable") from error
 
-    @abstractmethod
     def file_of(self, row: int) -> int:
         """The place in `paths` of the file that holds a row."""
+        return row
 
-    @abstractmethod
     def where(self, row: int) -> str:
         """A name by which the user finds the row."""
+        return os.path.relpath(self.paths[row], self.root.parent)
 
-    @abstractmethod
     def shuffled(self, draw: torch.Generator) -> Tensor:
         """All rows in a random order that is still cheap to read."""
+        return torch.randperm(len(self.paths), generator=draw)
 
-    def keep(self, places: int, rows: int) -> None:  # noqa: B027  files that are read one by one need none of it
+    def keep(self, places: int, rows: int) -> None:
         """Announce that rows will be read at this many places, each mixing this many neighbours."""
 
     def fingerprint(self, rows: Tensor) -> str:
         """The identity of some rows, with their labels, without decoding any."""
         whole = fingerprint_of_files(self.root, self.paths)
-        return fingerprint_of_subset(whole, torch.stack([rows, self.labels[rows]]))
-
-    def shuffled_rows(self, rows: Tensor, draw: torch.Generator) -> Tensor:
-        """Some rows in a random order that is cheap to read."""
-        wanted = torch.zeros(len(self.labels), dtype=torch.bool)
-        wanted[rows] = True
-        order = self.shuffled(draw)
-        return order[wanted[order]]
+        return fingerprint_of_parts("subset", whole, hash_of(torch.stack([rows, self.labels[rows]])))
 
     def labelled_rows(self, classes: int, problems: Problems) -> Tensor:
         """The rows whose label names a class; the others are counted as problems."""
@@ -188,6 +188,11 @@ class ImageStore(ABC):
             return 0
 
 
+def read_image(path: str | Path) -> bytes:
+    """The content of an image file; `OSError` for anything but a regular file of bounded size."""
+    return read_regular(path, most=_LARGEST_FILE)
+
+
 def _stamp(path: str | Path) -> int:
     return hash(file_state(path))  # of whole numbers, so it is the same in every process
 
@@ -200,14 +205,9 @@ def sample_rows(n: int, most: int) -> Tensor:
     return (torch.arange(runs)[:, None] * n // runs + torch.arange(_RUN)).flatten()
 
 
-def no_problems() -> dict[str, Problems]:
-    """Counts of problems for both splits."""
-    return {"train": Problems(), "test": Problems()}
-
-
 @dataclass(frozen=True)
 class LabelledImages:
-    """The images of a source before they become splits; None for a split that it lacks.
+    """The images of a source before they become splits: stores and problems of "train", "test" or both.
 
     `tested` names the split to test on (test, val, ...), and then others that could be; `unlabelled` those whose
     images have no class folders.
@@ -215,11 +215,10 @@ class LabelledImages:
 
     name: str
     classes: tuple[str, ...]
-    train: ImageStore | None
-    test: ImageStore | None = None
+    stores: Mapping[str, ImageStore]
+    problems: dict[str, Problems]
     tested: tuple[str, ...] = ()
     unlabelled: tuple[str, ...] = ()
-    problems: dict[str, Problems] = field(default_factory=no_problems)
 
 
 def counting(items: Iterable[Item], what: str, total: int, images: Callable[[Item], int]) -> Iterator[Item]:
