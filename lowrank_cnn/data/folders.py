@@ -77,16 +77,12 @@ def _flat_classes(root: Path, problems: Problems) -> tuple[str, ...]:
 
     A folder `train` of images may be a class, of vehicles say, or hold images without classes: it is a problem.
     """
-    folders = _class_folders(root)
+    folders, parent = _class_folders(root), root.resolve().name
     names = [name for name in folders if next(image_files(root / name, Problems()), None)]
     classes = tuple(name for name in names if name.lower() not in TRAIN_NAMES + TEST_NAMES)
-    problems.add_all(
-        ("empty class folder", f"{root.resolve().name}/{name}") for name in folders if name not in names
-    )
+    problems.add_all(("empty class folder", f"{parent}/{name}") for name in folders if name not in names)
     for name in sorted(set(names) - set(classes)) if classes else ():
-        problems.add(
-            "folder", f"{root.resolve().name}/{name}: if it is a class, put all class folders into train/"
-        )
+        problems.add("folder", f"{parent}/{name}: if it is a class, put all class folders into train/")
     return classes
 
 

@@ -85,7 +85,7 @@ def inspect_data(source: str | Path, **options: Any) -> DataSummary:
     for name, split, summary in (("train", data.train, found.train), ("test", data.test, found.test)):
         labels, what = split.labels.tolist(), f"Looking at images of {name}" if shown else ""
         summary.classes = dict.fromkeys(data.classes, 0)
-        for index, (size, mode, digest) in counting(_looks(split), what, len(split), lambda _: 1):
+        for index, (size, mode, digest) in counting(_looks(split), what, len(split)):
             summary.images += 1
             summary.classes[data.classes[labels[index]]] += 1
             summary.sizes[size] += 1

@@ -6,9 +6,9 @@ import re
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate, count
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,9 @@ class RowGroup:
     shard: int
     number: int
     first: int
+    """Its first row in the shard."""
+    start: int
+    """Its first row in the store."""
     rows: int
 
 
@@ -76,10 +79,6 @@ class ParquetStore(ImageStore):
     image_column: str
     _held: OrderedDict[int, Any] = field(default_factory=OrderedDict, repr=False)
     _capacity: int = 2
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        return list(accumulate((group.rows for group in self.groups[:-1]), initial=0))
 
     def read(self, row: int) -> bytes:
         index, offset = self._find(row)
@@ -105,16 +104,16 @@ class ParquetStore(ImageStore):
         place = torch.randperm(len(self.paths), generator=draw)[shard_of]
         mixed = torch.randperm(len(self.groups), generator=draw)
         order = mixed[torch.argsort(place[mixed], stable=True)].tolist()
-        starts = self._starts
-        return torch.cat([torch.arange(starts[i], starts[i] + self.groups[i].rows) for i in order])
+        groups = (self.groups[index] for index in order)
+        return torch.cat([torch.arange(group.start, group.start + group.rows) for group in groups])
 
     def keep(self, places: int, rows: int) -> None:
         mean = max(1, len(self.labels) // len(self.groups))
         self._capacity = places * (ceil_div(rows, mean) + 1)
 
     def _find(self, row: int) -> tuple[int, int]:
-        index = bisect_right(self._starts, row) - 1
-        return index, row - self._starts[index]
+        index = bisect_right(self.groups, row, key=attrgetter("start")) - 1
+        return index, row - self.groups[index].start
 
     def _load(self, index: int) -> Any:
         """The image bytes of a row group, or None if the shard is damaged there."""
@@ -167,14 +166,17 @@ def open_shards(files: Sequence[Path]) -> tuple[ParquetStore, list[str]]:
         raise LowRankError(f"{files[0].parent} lacks the shard {', '.join(absent[:_NAMED])}{more}.")
     groups: list[RowGroup] = []
     labels: list[Tensor] = []
-    image, names = "", []
+    image, names, total = "", [], 0
     for shard, path in enumerate(files):
         try:
             with _opened(path) as file:
-                counts = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
-                firsts = accumulate(counts, initial=0)
-                groups += [RowGroup(shard, *group) for group in zip(count(), firsts, counts) if group[2]]
-                labels.append(_read_labels(file, path, sum(group.rows for group in groups)))
+                before = total
+                for number in range(file.num_row_groups):
+                    rows = file.metadata.row_group(number).num_rows
+                    if rows:
+                        groups.append(RowGroup(shard, number, total - before, total, rows))
+                    total += rows
+                labels.append(_read_labels(file, path, total))
                 schema = file.schema_arrow
         except READ_ERRORS as error:
             if isinstance(error, LowRankError):
@@ -204,11 +206,9 @@ def _numbered_classes(labels: Tensor, name: str) -> tuple[str, ...]:
 
 
 def _withheld(path: Path) -> bool:
-    try:
-        with _opened(path) as file:
-            return bool((_read_labels(file, path) < 0).all())
-    except READ_ERRORS:
-        return False  # opening the split says what is wrong with it
+    with suppress(*READ_ERRORS), _opened(path) as file:
+        return bool((_read_labels(file, path) < 0).all())
+    return False  # opening the split says what is wrong with it
 
 
 def _read_labels(file: Any, path: Path, rows: int = 0) -> Tensor:
@@ -290,10 +290,7 @@ def is_repository(source: str) -> bool:
 
 
 def download_shards(repository: str) -> Path:
-    """The local folder of the set's shards, downloaded where they are not cached yet.
-
-    Its progress is shown by huggingface_hub. A mistyped local path is not looked up on the Hub.
-    """
+    """The local folder of the set's shards, downloaded where they are not cached yet."""
     folder = Path(repository).parent
     if folder.is_dir():
         names = [entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."]

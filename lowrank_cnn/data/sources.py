@@ -29,7 +29,7 @@ from lowrank_cnn.core.modules import in_words
 from lowrank_cnn.core.text import counted, first_few
 from lowrank_cnn.data import folders, parquet, small_sets
 from lowrank_cnn.data.resident import ResidentSplit
-from lowrank_cnn.data.store import ImageStore, LabelledImages
+from lowrank_cnn.data.store import NO_LABEL, UNKNOWN_CLASS, ImageStore, LabelledImages
 from lowrank_cnn.data.streamed import StreamedSplit
 from lowrank_cnn.data.types import Bad, Data, Decoded, Problems, Size, Split, split_off, stratified
 
@@ -40,6 +40,8 @@ VAL_SEED = 0
 """Every opening of a set holds out the same images."""
 LARGE_SIDE = 256
 """Images whose shorter side is longer than this are resized to the network's own size by default."""
+MOST_WRONG = 10**5
+"""More wrong labels than this mean a wrong column, and naming each would take more memory than the images."""
 _LARGEST_SIDE = 2**14
 
 ImageSize = int | str | tuple[int, int] | None
@@ -251,15 +253,13 @@ class Reading:
         return self if fits else replace(self, image_size=self.default_size)
 
     def split(self, store: ImageStore, rows: Tensor, problems: Problems, which: str) -> Split:
-        """Some rows of a store, at most `limit`: held in memory if they fit and have one size, else streamed.
-
-        They are grey if all images of a sample are, unless `channels` says otherwise.
-        """
+        """Some rows of a store, at most `limit`: held in memory if they fit and have one size, else streamed."""
         if self.bad == "refuse":
             problems.refuse()
         if self.limit is not None:
             rows = rows[stratified(store.labels[rows], self.limit, seed=0)]
         headers = store.headers(rows) or [store.first_readable(rows, which)]
+        # They are grey if all images of a sample are.
         channels = self.channels or (1 if all(grey for _, grey in headers) else 3)
         sizes = {self.image_size} if self.image_size else {found for found, _ in headers}
         size: Size | None = (channels, *sizes.pop()) if len(sizes) == 1 else None
@@ -317,9 +317,19 @@ def _only_tested(found: LabelledImages, reading: Reading) -> Data:
 
 
 def _class_rows(found: LabelledImages, split: str) -> Tensor:
-    """The rows whose label names a class; refuses a store without any, or without an image that can be read."""
+    """The rows whose label names a class, the others being problems; refuses a store without a readable image."""
     store, problems = found.stores[split], found.problems[split]
-    rows = store.labelled_rows(len(found.classes), problems)
+    right = (store.labels >= 0) & (store.labels < len(found.classes))
+    wrong = (~right & (store.labels != UNKNOWN_CLASS)).nonzero()[:, 0]
+    if len(wrong) > MOST_WRONG:
+        raise LowRankError(
+            f"{len(wrong):,} of {counted(len(right), 'label')}, {store.where(int(wrong[0]))} first, are none of "
+            f"the {counted(len(found.classes), 'class')}: is this the column of labels?"
+        )
+    for row in wrong.tolist():
+        label = int(store.labels[row])
+        problems.add("wrong label", f"{store.where(row)}: {'none' if label == NO_LABEL else label}")
+    rows = right.nonzero()[:, 0]
     if not len(rows):
         raise LowRankError(f"there is no image to read, problems: {problems}.")
     store.first_readable(rows, f"of {found.name}")

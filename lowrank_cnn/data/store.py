@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,9 +32,6 @@ from lowrank_cnn.data.types import (
 NO_LABEL = torch.iinfo(torch.int64).min
 UNKNOWN_CLASS = NO_LABEL + 1
 """The label of an image whose class is counted as a problem already."""
-WRONG_LABEL = "wrong label"
-MOST_WRONG = 10**5
-"""More wrong labels than this mean a wrong column, and naming each would take more memory than the images."""
 Item = TypeVar("Item")
 _LARGEST_FILE = 2**29
 _SAMPLED_HEADERS = 64
@@ -82,20 +79,6 @@ class ImageStore:
         whole = fingerprint_of_files(self.root, self.paths)
         return fingerprint_of_parts("subset", whole, hash_of(torch.stack([rows, self.labels[rows]])))
 
-    def labelled_rows(self, classes: int, problems: Problems) -> Tensor:
-        """The rows whose label names a class; the others are counted as problems."""
-        right = (self.labels >= 0) & (self.labels < classes)
-        wrong = (~right & (self.labels != UNKNOWN_CLASS)).nonzero()[:, 0]
-        if len(wrong) > MOST_WRONG:
-            raise LowRankError(
-                f"{len(wrong):,} of {counted(len(right), 'label')}, {self.where(int(wrong[0]))} first, are none "
-                f"of the {counted(classes, 'class')}: is this the column of labels?"
-            )
-        for row in wrong.tolist():
-            label = int(self.labels[row])
-            problems.add(WRONG_LABEL, f"{self.where(row)}: {'none' if label == NO_LABEL else label}")
-        return right.nonzero()[:, 0]
-
     def with_classes(self, theirs: Sequence[str], ours: Sequence[str], problems: Problems) -> ImageStore:
         """The store with labels that are places among our classes; classes that we do not have are a problem."""
         labels, found = self.labels, places_by_name(theirs, ours)
@@ -110,17 +93,12 @@ class ImageStore:
         """The size of each image of a sample, and whether it is grey, without those that cannot be read."""
         headers = []
         for index in sample_rows(len(rows), _SAMPLED_HEADERS).tolist():
-            try:
+            with suppress(BadImageError):
                 headers.append(image_header(self.read(int(rows[index]))))
-            except BadImageError:
-                continue
         return headers
 
     def first_readable(self, rows: Tensor, which: str) -> tuple[tuple[int, int], bool]:
-        """The header of the first of these images that can be decoded; refuses rows of which none can.
-
-        `which` says in that sentence which images these are: "of photos", "to train on".
-        """
+        """The header of the first of these images that can be decoded; `which` names them where none can."""
         first = ""
         for row in rows.tolist():
             try:
@@ -173,11 +151,8 @@ class ImageStore:
             return ["some images"], 0
         written = (before["stamps"] != self.stamps).tolist()
         suspects = [row for row in rows.tolist() if written[self.file_of(row)]] if any(written) else []
-        changed = []
-        what = "Comparing images that were written since"
-        for row in counting(suspects, what, len(suspects), lambda _: 1):
-            if digests[row] and self._digest(row) != digests[row]:
-                changed.append(self.where(row))
+        compared = counting(suspects, "Comparing images that were written since", len(suspects))
+        changed = [self.where(row) for row in compared if digests[row] and self._digest(row) != digests[row]]
         self.digests.copy_(torch.where(self.digests == 0, before["digests"], self.digests))
         return changed, sum(not digests[row] for row in suspects)
 
@@ -221,11 +196,10 @@ class LabelledImages:
     unlabelled: tuple[str, ...] = ()
 
 
-def counting(items: Iterable[Item], what: str, total: int, images: Callable[[Item], int]) -> Iterator[Item]:
-    """The items, and beside them the number of images done on the line of `core.progress`.
-
-    `images` is the number of them in an item. No line is shown if `what` is empty.
-    """
+def counting(
+    items: Iterable[Item], what: str, total: int, images: Callable[[Item], int] = lambda _: 1
+) -> Iterator[Item]:
+    """The items, and beside them a line of `core.progress` with the images done, unless `what` is empty."""
     done, said = 0, 0.0
     with progress(what) if what else nullcontext():
         for item in items:

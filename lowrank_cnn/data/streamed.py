@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from lowrank_cnn.data.decode import UNDECODABLE, BadImageError, Framing, cover_a
 from lowrank_cnn.data.preprocess import Standardize, Whiten
 from lowrank_cnn.data.resident import Loader
 from lowrank_cnn.data.store import ImageStore, counting, sample_rows
-from lowrank_cnn.data.types import Bad, Decoded, Problems, Size, generator, rank_range
+from lowrank_cnn.data.types import Bad, Decoded, Problems, Size, Split, generator, rank_range
 
 OTHER_SIZE = "resized image"
 WINDOW = 256
@@ -39,7 +40,7 @@ _MOST_WORKERS = 16
 
 
 @dataclass(frozen=True, eq=False)
-class StreamedSplit:
+class StreamedSplit(Split):
     """Rows of a store, decoded when they are needed; bad ones are counted and left out."""
 
     store: ImageStore
@@ -86,10 +87,8 @@ class StreamedSplit:
 
     def pixels(self) -> Iterator[Tensor]:
         for index in sample_rows(len(self), _SAMPLE).tolist():
-            try:
+            with suppress(BadImageError):
                 yield self._decode(int(self.rows[index]))[None]
-            except BadImageError:
-                continue
 
     def decode(self, *, any_size: bool, what: str) -> Decoded:
         """All images as one tensor, without the bad ones, which are added to the problems.
@@ -142,7 +141,7 @@ class StreamedLoader(Loader):
         if isinstance(self.preprocess, Whiten):
             raise LowRankError("whitening needs a set held in memory, and this one is streamed.")
         _ = split.store.stamps  # of all files, listed here and not by each worker
-        mean = self.preprocess.mean.tolist() if isinstance(self.preprocess, Standardize) else [0] * split.channels
+        mean = self._prepare.mean.tolist() if isinstance(self._prepare, Standardize) else []
         fill = tuple(map(round, mean))  # the colour that preprocessing maps to zero
         self._framing = frame(split.size and split.size[1:], self.augment, train=self.train, fill=fill)
 

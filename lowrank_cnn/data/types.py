@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -80,59 +80,46 @@ class Problems:
             raise LowRankError(f"the data has bad images: {self} ({option('bad', 'skip')} leaves them out).")
 
 
-class Split(Protocol):
+class Split:
     """Images with labels: held decoded in memory, streamed from shards and folders, or a user's own Dataset."""
 
-    @property
-    def size(self) -> Size | None:
-        """The size of an image or a volume; None if they differ."""
-        ...
+    size: Size | None
+    """The size of an image or a volume; None if they differ."""
+    channels: int
+    """1 for grey images, 3 for colour."""
+    labels: Tensor
+    """One class number per image, int64 on the CPU."""
+    problems: Problems
+    """The problems of the images that were read so far."""
+    fingerprint: str
+    """The identity of the images and labels, without decoding an image."""
 
-    @property
-    def channels(self) -> int:
-        """1 for grey images, 3 for colour."""
-        ...
-
-    @property
-    def labels(self) -> Tensor:
-        """One class number per image, int64 on the CPU."""
-        ...
-
-    @property
-    def problems(self) -> Problems:
-        """The problems of the images that were read so far."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """The identity of the images and labels, without decoding an image."""
-        ...
+    def __len__(self) -> int:
+        return len(self.labels)
 
     def contents(self) -> dict[str, Tensor]:
         """For a checkpoint: stamps and digests that tell whether images were changed since; may be empty."""
-        ...
+        return {}
 
     def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
         """The images that have other contents than before, and how many cannot be compared."""
-        ...
-
-    def __len__(self) -> int: ...
+        return [], 0
 
     def subset(self, index: Tensor) -> Split:
         """The images at these positions."""
-        ...
+        raise NotImplementedError
 
     def describe(self, index: int) -> str:
         """The file or row of the image at this position."""
-        ...
+        raise NotImplementedError
 
     def picture(self, index: int) -> Tensor | None:
         """The image at this position as uint8 [C, H, W]; None if the user's own code has prepared it."""
-        ...
+        return None
 
     def pixels(self) -> Iterator[Tensor]:
         """uint8 images in chunks [n, C, H, W]: all that are in memory, or a sample of a streamed set."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
