@@ -68,7 +68,6 @@ class ExperimentLine:
     variant: str
 
     def directory(self, out: Path, seed: int) -> Path:
-        """The folder of its run with this seed."""
         variant = self.variant.replace(", ", "-").replace(" ", "-")
         return out / self.part / "-".join(filter(None, [self.network, variant, f"seed{seed}"]))
 
@@ -134,11 +133,9 @@ EXPERIMENTS: dict[str, dict[str, ExperimentPart]] = {
         ),
     },
 }
-"""Parts by experiment, in the order in which they run."""
 
 
 def parts_of(experiment: str) -> dict[str, ExperimentPart]:
-    """The parts of an experiment, by name."""
     if experiment not in EXPERIMENTS:
         raise LowRankError(f"there is no experiment {experiment!r}; {nearest(experiment, EXPERIMENTS)}")
     return EXPERIMENTS[experiment]
@@ -279,15 +276,11 @@ def build_table(
             found.append(_row(line, part, list(records.values())))
             made_with += [record.environment for record in records.values()]
     notes = {name: known[name].note for name in dict.fromkeys(row.part for row in found) if known[name].note}
-    return ExperimentTable(experiment, tuple(found), missing, notes, _distinct(made_with))
-
-
-def _distinct(made_with: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """The environments of runs, oldest first: the newest for each commit, device and torch."""
-    ordered = sorted(made_with, key=lambda known: known["date"])
-    return tuple(
-        {tuple(known.get(key) for key in ("commit", "gpu", "cpu", "torch")): known for known in ordered}.values()
-    )
+    newest = {  # for each commit, device and torch
+        tuple(one.get(key) for key in ("commit", "gpu", "cpu", "torch")): one
+        for one in sorted(made_with, key=lambda one: one["date"])
+    }
+    return ExperimentTable(experiment, tuple(found), missing, notes, tuple(newest.values()))
 
 
 def _finished(line: ExperimentLine, out: Path) -> dict[int, Record]:
@@ -322,11 +315,11 @@ def _unfinished(line: ExperimentLine, out: Path, seeds: Iterable[int]) -> dict[s
     """The state of the runs with these seeds, by the name of their directory."""
     found: dict[str, str] = {}
     for directory in (line.directory(out, seed) for seed in seeds):
-        found[f"{line.part}/{directory.name}"] = NOT_BEGUN
+        state = NOT_BEGUN
         if (directory / "record.json").exists():
             record = load_record(directory)
-            stands = f"{record.status}, {len(record.history)} of {counted(record.recipe['epochs'], 'epoch')}"
-            found[f"{line.part}/{directory.name}"] = stands
+            state = f"{record.status}, {len(record.history)} of {counted(record.recipe['epochs'], 'epoch')}"
+        found[f"{line.part}/{directory.name}"] = state
     return found
 
 
@@ -337,8 +330,8 @@ def _row(line: ExperimentLine, part: ExperimentPart, records: list[Record]) -> A
         line.part,
         line.network,
         line.variant,
-        published.top1 if published else None,
-        published.top5 if published else None,
+        published and published.top1,
+        published and published.top5,
         tuple(result["top1"] for result in results),
         tuple(result["top5"] for result in results),
         results[0]["macs"],
@@ -346,18 +339,16 @@ def _row(line: ExperimentLine, part: ExperimentPart, records: list[Record]) -> A
         records[0].model.get("image_size"),
         mean(result["epochs"] for result in results),
         mean(result["seconds"] for result in results),
-        tuple(gap for record in records if (gap := _overfit(record)) is not None),
+        tuple(
+            trained - record.result["top1"]
+            for record in records
+            if record.history and (trained := record.history[-1].get("train_accuracy")) is not None
+        ),
         str(records[0].recipe["name"]),
     )
 
 
-def _overfit(record: Record) -> float | None:
-    trained = record.history[-1].get("train_accuracy") if record.history else None
-    return None if trained is None else trained - record.result["top1"]
-
-
 NETWORK_OPTIONS = {"init": str, "width": float, "scheme": str, "stride": int}
-"""Settings of the network rather than the recipe, and their types."""
 NETWORK = "network"
 """The folder in a finished run's directory with the network to use, share and fine-tune."""
 
@@ -391,8 +382,8 @@ def reproduce(
             try:
                 with locked(directory):
                     _check_made_by(recipe, directory)
-                    told = f"seed {seed}, {counted(recipe.epochs, 'epoch')}"
-                    say(f"{line.part}: {line.network} {line.variant} {told}")
+                    epochs = counted(recipe.epochs, "epoch")
+                    say(f"{line.part}: {line.network} {line.variant} seed {seed}, {epochs}")
                     torch.manual_seed(seed)
                     network = build(line.network, recipe, options, data)
                     record = _train(network, data, recipe, directory, seed=seed, **how)
@@ -409,7 +400,6 @@ def reproduce(
 def prepare(
     line: ExperimentLine, part: ExperimentPart, settings: Mapping[str, object], data: Data
 ) -> tuple[Recipe, dict[str, object]]:
-    """The recipe of a line, and the options of its network."""
     wanted = {**part.own.get(line.network, {}), **part.variants[line.variant], **settings}
     name = str(wanted.pop("recipe", part.recipe))
     options = {k: read_value(k, NETWORK_OPTIONS[k], wanted.pop(k)) for k in NETWORK_OPTIONS if k in wanted}
@@ -426,19 +416,22 @@ def macs(network: str, recipe: Recipe, options: Mapping[str, object], data: Data
 
 
 def build(network: str, recipe: Recipe, options: Mapping[str, object], data: Data) -> torch.nn.Module:
-    """A network for these images."""
     channels, height, width = image_size(data.test, augmentation(recipe))
     chosen: dict[str, Any] = {**recipe.network(), "image_size": height if height == width else None, **options}
     return create_model(network, num_classes=len(data.classes), in_channels=channels, **chosen)
 
 
 def _train(network: torch.nn.Module, data: Data, recipe: Recipe, directory: Path, **how: Any) -> Record:
-    """Finish a run. A recipe that evaluates on the test set does so only at the end."""
+    """Finish a run, and write the folder `network` that `from_pretrained` reads and `push_to_hub` publishes.
+
+    A recipe that evaluates on the test set does so only at the end.
+    """
     if not recipe.holdout:
         recipe = replace(recipe, evaluate_every=max(1, recipe.epochs))
     record = fit(network, data, recipe, out=directory, resume=RunDirectory(directory).holds_run(), **how)
-    if first_process():
-        _write_network(record, directory)
+    if first_process() and not (directory / NETWORK).exists() and any(directory.glob("step-*.json")):
+        metrics = {name: record.result[name] for name in ("top1", "top5")}
+        save_pretrained(load_checkpoint(directory).network, directory / NETWORK, metrics=metrics)
     return record
 
 
@@ -450,10 +443,3 @@ def _check_made_by(recipe: Recipe, directory: Path) -> None:
         return
     if differ := differences(record.recipe, recipe.to_dict()):
         raise LowRankError(f"{directory} was trained with {in_words(differ)}: choose another {option('out')}.")
-
-
-def _write_network(record: Record, directory: Path) -> None:
-    """Write the folder `network` that `from_pretrained` reads and `push_to_hub` publishes."""
-    if not (directory / NETWORK).exists() and any(directory.glob("step-*.json")):
-        metrics = {name: record.result[name] for name in ("top1", "top5")}
-        save_pretrained(load_checkpoint(directory).network, directory / NETWORK, metrics=metrics)

@@ -34,20 +34,13 @@ from lowrank_cnn.models.filters import (
     spatial_energy,
 )
 from lowrank_cnn.paper.published import rows
-from lowrank_cnn.report.charts import (
-    curves_spec,
-    layer_charts,
-    layers_spec,
-    short_names,
-    training_curves,
-)
+from lowrank_cnn.report.charts import curves_spec, layer_charts, layers_spec, short_names, training_curves
 from lowrank_cnn.report.records import Records, data_label
 from lowrank_cnn.report.results import comparable, gather
 from lowrank_cnn.report.style import GRID, Spec, check_format, filled, save_charts, template
 from lowrank_cnn.report.trade import AUGMENTED, TradePoint, our_point, published_point, trade_chart, trade_spec
 
 Titled = Sequence[tuple[str, nn.Module]]
-"""Networks, each with its title."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +57,6 @@ class TradeFigure:
 
 _ILSVRC = ("vgg-ilsvrc", "googlenet-ilsvrc", "big-picture", "big-picture-augmented")
 _BIG: dict[str, Any] = {"family": ("vgg11", "googlenet"), "size": (900, 560)}
-"""Room for the labels of twenty networks."""
 TRADE_FIGURES = {
     "vgg": TradeFigure("VGG-11 on ILSVRC", ("vgg-ilsvrc",), ("vgg11",)),
     "places": TradeFigure("VGG-11 on Places", ("vgg-places",), ("vgg11",)),
@@ -93,8 +85,10 @@ def trade_figure(figure: TradeFigure, *, records: Records | None) -> list[Spec]:
 def _told_apart(points: Sequence[TradePoint]) -> list[TradePoint]:
     """Published points of one name: those with more augmentation say so."""
     names = Counter(point.label for point in points)
-    twice = [p.kind == AUGMENTED and names[p.label] > 1 for p in points]
-    return [replace(p, label=f"{p.label}, augmented") if t else p for p, t in zip(points, twice, strict=True)]
+    return [
+        replace(p, label=f"{p.label}, augmented") if p.kind == AUGMENTED and names[p.label] > 1 else p
+        for p in points
+    ]
 
 
 def _ours(figure: TradeFigure, records: Records | None) -> dict[str, list[TradePoint]]:
@@ -112,7 +106,6 @@ def _ours(figure: TradeFigure, records: Records | None) -> dict[str, list[TradeP
 
 
 def curves_figure(*, records: Records | None) -> list[Spec]:
-    """A chart for each data set and recipe."""
     if records is None:
         raise LowRankError("the figure curves is of runs: give their folder (--runs runs).")
     curves = training_curves(gather(records))
@@ -123,7 +116,6 @@ def curves_figure(*, records: Records | None) -> list[Spec]:
 
 
 def timings_figure(*, records: Records | None) -> list[Spec]:
-    """The paper's layer timings, then those of the records."""
     charts = layer_charts(records.timings if records else [])
     if records is not None and len(charts) == 1:
         raise LowRankError(
@@ -143,7 +135,6 @@ SHAPE_COLOURS = {
 
 
 def shapes_figure(*, networks: Titled) -> list[Spec]:
-    """The shapes of a network's filters, layer by layer: of a run that learned them, say."""
     return [shapes_spec(f"Filters of {label}", network) for label, network in networks]
 
 
@@ -219,7 +210,6 @@ def _rgb(colours: Sequence[str]) -> Tensor:
 
 
 def _shaded(values: Tensor, colours: Sequence[str]) -> Tensor:
-    """Values from 0 to 1 as shades between these colours."""
     place = values.clamp(0, 1) * (len(colours) - 1)
     below = place.long().clamp_max(len(colours) - 2)
     table = _rgb(colours)
@@ -315,7 +305,6 @@ TAPS = {
     3: CYCLE[:3],
     9: (CYCLE[0], "#7d8792", CYCLE[5], CYCLE[4], CYCLE[1], "#8c564b", CYCLE[2], "#6a4fb3", CYCLE[3]),
 }
-"""The colours of the weights of a filter."""
 _BARE = {"grid": False, "labels": False, "ticks": False, "domain": False}
 
 

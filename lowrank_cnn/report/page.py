@@ -6,7 +6,6 @@ import base64
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,7 @@ from lowrank_cnn.report.records import (
     require_records,
     trained_label,
 )
-from lowrank_cnn.report.results import (
-    NetworkResult,
-    comparable,
-    gather,
-    is_twin,
-    kind_of,
-    of_paper,
-    twin_known,
-)
+from lowrank_cnn.report.results import NetworkResult, comparable, gather, is_twin, kind_of, of_paper, twin_known
 
 MOST_CARDS = 4
 COSTS = {GPU: "GPU time", CPU: "CPU time", "macs": "MACs", "params": "parameters"}
@@ -57,7 +48,6 @@ def cards(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
 
 
 def headline(results: Sequence[NetworkResult]) -> str:
-    """The title of the page: the kinds of networks that it is about."""
     kinds = sorted({kind_of(result) for result in results}, key=list(style.COLOURS).index)
     return f"{' and '.join(filter(None, (', '.join(kinds[:-1]), kinds[-1])))} networks".capitalize()
 
@@ -169,8 +159,8 @@ def _summary_row(result: NetworkResult) -> dict[str, TableCell]:
         "top-1": TableCell(percent(result.top1), result.top1, spread),
         "to twin": TableCell(_to_twin(result), result.ratios.get("top1"), reach),
         "top-5": TableCell(percent(result.top5), result.top5),
-        "MACs": _count(result.macs, _ratio(result, "macs")),
-        "parameters": _count(result.params, _ratio(result, "params")),
+        "MACs": _count(result, "macs"),
+        "parameters": _count(result, "params"),
         "CPU ms/image": _time(result, CPU),
         "GPU ms/image": _time(result, GPU),
         "training": TableCell(DASH if result.seconds is None else duration(result.seconds), result.seconds),
@@ -185,7 +175,6 @@ def runs_in_words(result: NetworkResult) -> str:
 
 
 def _named_runs(result: NetworkResult) -> Iterator[str]:
-    """Every run by its file, with its seed and its accuracy."""
     for run in result.runs:
         seed = "" if run.seed is None else f", seed {run.seed}"
         state = "" if run.finished else f", {run.status}"
@@ -200,8 +189,9 @@ def _to_twin(result: NetworkResult) -> str:
     return points(result.ratios["top1"]) if "top1" in result.ratios else DASH
 
 
-def _count(value: int | None, small: str) -> TableCell:
-    return TableCell(DASH if value is None else si(value), value, small)
+def _count(result: NetworkResult, name: str) -> TableCell:
+    value = getattr(result, name)
+    return TableCell(DASH if value is None else si(value), value, _ratio(result, name))
 
 
 def _time(result: NetworkResult, device: str) -> TableCell:
@@ -247,7 +237,6 @@ def _shown(name: str, machine: Mapping[str, Any]) -> str:
 
 
 SCRIPTS = ("vega/vega.js", "base.js", "drawing.js", "trade.js", "curves.js", "details.js", "page.js")
-"""In the order in which the page runs them."""
 
 
 def write_report(run_paths: Sequence[str | Path], out: str | Path, *, answer: str = "") -> Path:
@@ -273,8 +262,12 @@ def write_page(records: Records, out: str | Path, *, answer: str = "") -> Path:
 def render(records: Records, answer: str = "") -> str:
     """The page as text; an `answer` stands first, and what is before its colon is the title."""
     results, here, paper = gather(records), environment(), of_paper(records.runs)
-    css, script = _asset("page.css"), "\n".join(map(_asset, SCRIPTS))
-    return _template().render(
+    css, script = style.asset("page.css"), "\n".join(map(style.asset, SCRIPTS))
+    jinja2: Any = require("jinja2", extra="plots", purpose="writing a report")
+    options = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+    template = jinja2.Environment(undefined=jinja2.StrictUndefined, **options)
+    template.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return template.from_string(style.asset("page.html")).render(
         policy=_policy(css, script),
         style=css,
         script=script,
@@ -293,7 +286,6 @@ def render(records: Records, answer: str = "") -> str:
 
 
 def _chart_data(records: Records, results: Sequence[NetworkResult], *, paper: bool) -> dict[str, Any]:
-    """The charts' data, and once for all of them their specifications."""
     return {
         "trade": trade.trade_charts(trade.trade_points(results, paper=paper)),
         "curves": charts.training_curves(results),
@@ -311,31 +303,15 @@ def _chart_data(records: Records, results: Sequence[NetworkResult], *, paper: bo
 
 
 def found_in(records: Records) -> str:
-    """How many runs and timings there are, in words."""
     counts = [(len(records.runs), "training run"), (len(records.timings), "timing")]
     return " and ".join(counted(n, name) for n, name in counts if n)
 
 
-def _template() -> Any:
-    """The template, which escapes whatever it is given."""
-    jinja2: Any = require("jinja2", extra="plots", purpose="writing a report")
-    options = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
-    made = jinja2.Environment(undefined=jinja2.StrictUndefined, **options)
-    made.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    return made.from_string(_asset("page.html"))
-
-
-def _asset(name: str) -> str:
-    return (files("lowrank_cnn.report") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _policy(style: str, script: str) -> str:
+def _policy(*texts: str) -> str:
     """Only this style and this script may run, and nothing may be fetched, whatever a record holds."""
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+    style, script = (f"'sha256-{digest}'" for digest in digests)
     return (
-        f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
+        f"default-src 'none'; img-src data:; style-src {style}; script-src {script}; "
         "base-uri 'none'; form-action 'none'"
     )
-
-
-def _digest(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

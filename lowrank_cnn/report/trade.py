@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +31,6 @@ from lowrank_cnn.report.style import (
 )
 
 OURS = (DENSE, THIN, LOW_RANK, LEARNED)
-"""Kinds of networks that were trained here."""
 BASELINE, PAPER, AUGMENTED = "published, baseline", "published, low-rank", "published, more augmentation"
 KINDS = {
     BASELINE: ("square", "#e8b080", "#e8b080"),
@@ -79,9 +79,7 @@ class TradePoint:
     """Half the height of the interval around an accuracy: the standard deviation over seeds."""
     details: tuple[tuple[str, str], ...] = ()
     n: int | None = None
-    """The number of test images, if known."""
     twin: str = ""
-    """The label of the dense network that it is compared with."""
 
 
 def trade_points(results: Sequence[NetworkResult], *, paper: bool = True) -> list[TradePoint]:
@@ -133,7 +131,8 @@ def published_point(row: Published) -> TradePoint:
 def trade_charts(points: Sequence[TradePoint]) -> list[dict[str, Any]]:
     """The charts of every data set, recipe, accuracy and cost. Recipes are never mixed in one chart."""
     found = []
-    for data in dict.fromkeys(point.data for point in sorted(points, key=_published_last)):
+    published_last = sorted(points, key=lambda point: point.kind not in OURS)
+    for data in dict.fromkeys(point.data for point in published_last):
         within = [point for point in points if point.data == data]
         recipes = dict.fromkeys(point.protocol for point in within if point.kind in OURS) or {"": None}
         for recipe in recipes:
@@ -146,15 +145,11 @@ def trade_charts(points: Sequence[TradePoint]) -> list[dict[str, Any]]:
     return found
 
 
-def _published_last(point: TradePoint) -> bool:
-    return point.kind not in OURS
-
-
 def trade_chart(points: Sequence[TradePoint], axis: str, metric: str, *, error: bool = False) -> dict[str, Any]:
     """One chart as plain data; with `error`, the share of images that are wrong takes the place of accuracy."""
     marks = [_row(point, axis, metric, error=error) for point in points]
     costs = [mark["x"] for mark in marks]
-    accuracies = [(point.values[metric], point.n) for point in points]
+    low, high = min(costs), max(costs)
     arrows, fronts = _arrows(points, marks), _fronts(points, marks, -1 if error else 1)
     return {
         "axis": axis,
@@ -162,9 +157,9 @@ def trade_chart(points: Sequence[TradePoint], axis: str, metric: str, *, error: 
         "x": AXES[axis],
         "format": "~s" if axis in COUNTS else "~r",
         "y": METRICS[metric].replace("accuracy", "error") if error else METRICS[metric],
-        "log": min(costs) > 0 and max(costs) / min(costs) > WIDE,
-        "domain": _domain([end for mark in marks for end in (mark["low"], mark["high"])], least_span(accuracies)),
-        "costs": _padded(costs),
+        "log": low > 0 and high / low > WIDE,
+        "domain": _domain(marks, [(point.values[metric], point.n) for point in points]),
+        "costs": {"linear": [0.0, 1.15 * high or 1.0], "log": [low / 1.4, high * 1.4]},  # with room for labels
         "points": marks,
         "arrows": arrows,
         "labels": label_rows(marks),
@@ -197,59 +192,40 @@ def _arrows(points: Sequence[TradePoint], marks: Sequence[dict[str, Any]]) -> li
 
 
 def _fronts(points: Sequence[TradePoint], marks: Sequence[dict[str, Any]], sign: int) -> list[dict[str, Any]]:
-    """A Pareto front for each protocol with more than one point on it: points of two protocols share none."""
+    """A Pareto front for each protocol with more than one point on it: points of two protocols share none.
+
+    On a front are the points that gain more than all cheaper ones, and those equal to them. Costs count to the
+    three digits that are shown: a hair's breadth below them saves nothing.
+    """
     found: list[dict[str, Any]] = []
     for protocol in dict.fromkeys(point.protocol for point in points):
         mine = [mark for point, mark in zip(points, marks, strict=True) if point.protocol == protocol]
-        front = [mine[i] for i in pareto_front([(_as_shown(mark["x"]), sign * mark["y"]) for mark in mine])]
+        places = [(float(f"{mark['x']:.3g}"), -sign * mark["y"]) for mark in mine]
+        front, best = [], (0.0, math.inf)
+        for place, mark in sorted(zip(places, mine, strict=True), key=lambda one: one[0]):
+            if place[1] < best[1] or place == best:
+                front.append(mark)
+                best = place
         if len({(mark["x"], mark["y"]) for mark in front}) > 1:
             corners = sorted(front, key=lambda mark: mark["x"])
             found += [{"x": mark["x"], "y": mark["y"], "front": protocol} for mark in corners]
     return found
 
 
-def _as_shown(cost: float) -> float:
-    """A cost to the three digits that are shown: a hair's breadth below them saves nothing."""
-    return float(f"{cost:.3g}")
+def _domain(marks: Sequence[dict[str, Any]], accuracies: Iterable[tuple[float, int | None]]) -> list[float]:
+    """The ends of an axis of shares: all marks with some room, within 0 and 1.
 
-
-def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the points (cost, gain) that none dominates, by rising cost.
-
-    A point dominates another that costs no less and gains no more, and is worse in one of the two. Equal points
-    do not dominate each other: all of them are kept.
+    The accuracies, with the number of images that each was measured on, say how far they are apart at least.
     """
-    front: list[int] = []
-    best = float("-inf")
-    for i in sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1])):
-        if points[i][1] > best or (front and points[i] == points[front[-1]]):
-            front.append(i)
-            best = points[i][1]
-    return front
-
-
-def least_span(measured: Iterable[tuple[float, int | None]]) -> float:
-    """The least height of an axis, from accuracies and the number of images that each was measured on."""
-    errors = [(accuracy * (1 - accuracy) / n) ** 0.5 for accuracy, n in measured if n]
-    return min(1.0, max([LEAST_SPAN, *(SPAN_ERRORS * error for error in errors)]))
-
-
-def _domain(values: Sequence[float], span: float) -> list[float]:
-    """The ends of an axis of shares: all values with some room, at least `span` apart, within 0 and 1."""
-    low, high = min(values), max(values)
+    errors = [(accuracy * (1 - accuracy) / n) ** 0.5 for accuracy, n in accuracies if n]
+    span = min(1.0, max([LEAST_SPAN, *(SPAN_ERRORS * error for error in errors)]))
+    low, high = min(mark["low"] for mark in marks), max(mark["high"] for mark in marks)
     room = max(0.12 * (high - low), (span - (high - low)) / 2)
     top = min(1.0, high + room)
     return [max(0.0, min(low - room, top - span)), top]
 
 
-def _padded(costs: Sequence[float]) -> dict[str, list[float]]:
-    """The ends of an axis of costs, with room for labels: from zero, or over a factor of two at least."""
-    low, high = min(costs), max(costs)
-    return {"linear": [0.0, 1.15 * high or 1.0], "log": [low / 1.4, high * 1.4]}
-
-
 def trade_spec(chart: dict[str, Any]) -> Spec:
-    """The specification of a chart that is written to a file."""
     kinds = chart["kinds"]
     scales = {
         "{x}": chart["x"],
