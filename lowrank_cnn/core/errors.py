@@ -94,7 +94,7 @@ def option(name: str, value: object = None) -> str:
     >>> option("resume", True), option("out")
     ('resume=True', 'out')
     """
-    dashed = "--" + {"num_classes": "classes"}.get(name, name).replace("_", "-")
+    dashed = "--" + {"num_classes": "classes", "example_input": "example"}.get(name, name).replace("_", "-")
     if value is None:
         return to_caller(name, dashed)
     return to_caller(f"{name}={value!r}", dashed if value is True else f"{dashed} {value}")

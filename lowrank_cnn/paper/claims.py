@@ -174,10 +174,7 @@ class RankAgreement:
 
 
 def answer_claims(scores: Mapping[str, Sequence[Scores]]) -> dict[str, list[ClaimAnswer]]:
-    """The gaps by measure for all claims whose two networks were trained; verdicts are corrected together.
-
-    Accuracies of ours answer a claim in each of their measures, over-fitting only claims about it.
-    """
+    """The gaps by measure for all claims whose two networks were trained; verdicts are corrected together."""
     found: list[tuple[str, ClaimAnswer]] = []
     for measure, rows in scores.items():
         known = {score.network: score for score in rows}
@@ -239,19 +236,10 @@ def standard_error(one: Scores, base: Scores, scores: Sequence[Scores]) -> tuple
 def _one_sided(expected: str, gap: float, error: float, freedom: float) -> tuple[float, str]:
     """The stronger of the two one-sided answers, with its p-value: inside the expected range, or outside."""
     least, most = EXPECTED[expected]
-    above_least, below_most = _below(least, gap, error, freedom), _below(gap, most, error, freedom)
-    holds = max(above_least, below_most)
-    fails = min(1 - above_least, 1 - below_most)
+    ends = (least - gap, gap - most)  # both below zero inside
+    outside = [student_p(end / error, freedom) if error else float(end >= 0) for end in ends]
+    holds, fails = max(outside), min(1 - p for p in outside)
     return (holds, HOLDS) if holds <= fails else (fails, FAILS)
-
-
-def _below(low: float, high: float, error: float, freedom: float) -> float:
-    """The p-value of "low lies below high", where their difference has this standard error."""
-    if math.isinf(low) or math.isinf(high):
-        return 0.0
-    if not error:
-        return float(low >= high)
-    return student_p((low - high) / error, freedom)
 
 
 def _ranks(values: Sequence[float]) -> list[float]:

@@ -1,8 +1,6 @@
 """The experiments that compare the paper's accuracies with ours: their networks and recipes, runs and tables.
 
-A run has its own directory, named after its network, variant and seed. It uses the test set once, at its end:
-earlier decisions use held-out training images.
-
+A run has its own directory and uses the test set once, at its end: earlier decisions use held-out training images.
 Several processes may share the work, with the same directory for all: each takes runs that are not locked.
 """
 
@@ -100,39 +98,26 @@ _BY_HAND = (
 CLASSES = {"cifar10": 10}
 """Classes of data sets that are used whole; the others may be tried on some of their classes."""
 
+_TINY = {network: {"recipe": "tiny-googlenet", "stride": 1} for network in GOOGLENET}
+_FULL = {network: {"recipe": "googlenet-paper"} for network in GOOGLENET}
+_DROPOUT = {"nin-c3": {"dropout": 0.4}, "nin-c3-lr": {"dropout": 0.2}}
+
 EXPERIMENTS: dict[str, dict[str, ExperimentPart]] = {
     "cifar10": {
-        "paper": ExperimentPart(
-            NIN, "nin-paper", own={"nin-c3": {"dropout": 0.4}, "nin-c3-lr": {"dropout": 0.2}}, note=_BY_HAND
-        ),
+        "paper": ExperimentPart(NIN, "nin-paper", own=_DROPOUT, note=_BY_HAND),
         "modern": ExperimentPart(NIN, "nin-modern"),
         "modern-equal-compute": ExperimentPart(("nin-c3-lr",), "nin-modern", as_costly_as="nin"),
         "init": ExperimentPart(("nin-c3-lr",), "nin-init", _INITS),
     },
-    "tiny-imagenet": {
-        "paper": ExperimentPart(
-            (*VGG, *GOOGLENET),
-            "tiny-vgg",
-            seeds=2,
-            own={network: {"recipe": "tiny-googlenet", "stride": 1} for network in GOOGLENET},
-            note=_SMALL,
-        ),
-    },
-    "ilsvrc": {
-        "paper": ExperimentPart(
-            (*VGG, *GOOGLENET),
-            "vgg-paper",
-            seeds=1,
-            own={network: {"recipe": "googlenet-paper"} for network in GOOGLENET},
-            note=_ONE_RUN,
-        ),
-    },
+    "tiny-imagenet": {"paper": ExperimentPart(VGG + GOOGLENET, "tiny-vgg", seeds=2, own=_TINY, note=_SMALL)},
+    "ilsvrc": {"paper": ExperimentPart(VGG + GOOGLENET, "vgg-paper", seeds=1, own=_FULL, note=_ONE_RUN)},
     "places": {
         "paper": ExperimentPart(
             PLACES, "vgg-paper", {"": {"stride": 2}}, seeds=1, tables=("vgg-places",), note=_ONE_RUN
-        ),
+        )
     },
 }
+"""Parts by experiment, in the order in which they run."""
 
 
 def parts_of(experiment: str) -> dict[str, ExperimentPart]:
@@ -249,7 +234,6 @@ class ExperimentTable:
         }
 
     def save(self, out: Path) -> Path:
-        """Write `table.json`, with the environments of its runs."""
         write_json(out / "table.json", self.to_dict())
         return out / "table.json"
 
@@ -266,15 +250,17 @@ def build_table(
     found: list[AccuracyRow] = []
     made_with: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
-    known = parts_of(experiment)
+    known, out = parts_of(experiment), Path(out)
     for line in lines(experiment, parts, networks):
-        part = known[line.part]
-        wanted = part.seeds if seeds is None else seeds
-        records = _finished(line, Path(out))
-        missing |= _unfinished(line, Path(out), [seed for seed in range(1, 1 + wanted) if seed not in records])
-        if records:
-            found.append(_row(line, part, list(records.values())))
-            made_with += [record.environment for record in records.values()]
+        part, records = known[line.part], _records(line, out)
+        finished = {seed: record for seed, record in records.items() if record.status == "finished"}
+        for seed in range(1, 1 + (part.seeds if seeds is None else seeds)):
+            if seed not in finished:
+                missing[f"{line.part}/{line.directory(out, seed).name}"] = _state(records.get(seed))
+        if finished:
+            _check_alike(finished, line, out)
+            found.append(_row(line, part, list(finished.values())))
+            made_with += [record.environment for record in finished.values()]
     notes = {name: known[name].note for name in dict.fromkeys(row.part for row in found) if known[name].note}
     newest = {  # for each commit, device and torch
         tuple(one.get(key) for key in ("commit", "gpu", "cpu", "torch")): one
@@ -283,22 +269,24 @@ def build_table(
     return ExperimentTable(experiment, tuple(found), missing, notes, tuple(newest.values()))
 
 
-def _finished(line: ExperimentLine, out: Path) -> dict[int, Record]:
-    """The records of a line by seed, from 1 up; all by the same recipe."""
-    records: dict[int, Record] = {}
+def _records(line: ExperimentLine, out: Path) -> dict[int, Record]:
+    """The records of a line by seed, from 1 up."""
     start = line.directory(out, 0).name.removesuffix("0")
-    for path in sorted((out / line.part).glob(f"{start}*/record.json")):
-        seed = path.parent.name.removeprefix(start)
-        if seed.isdigit() and (record := load_record(path)).status == "finished":
-            records[int(seed)] = record
-    _check_alike(records, line, out)
-    return dict(sorted(records.items()))
+    seeds = {path.name.removeprefix(start): path for path in (out / line.part).glob(f"{start}*")}
+    runs = {int(seed): path for seed, path in seeds.items() if seed.isdigit() and (path / "record.json").exists()}
+    return {seed: load_record(runs[seed]) for seed in sorted(runs)}
+
+
+def _state(record: Record | None) -> str:
+    if record is None:
+        return NOT_BEGUN
+    return f"{record.status}, {len(record.history)} of {counted(record.recipe['epochs'], 'epoch')}"
 
 
 def _check_alike(records: dict[int, Record], line: ExperimentLine, out: Path) -> None:
     """Refuse to average runs that were trained in different ways."""
+    first, one = next(iter(records.items()))
     for seed, record in records.items():
-        first, one = next(iter(records.items()))
         fields = differences(one.recipe, record.recipe)
         if fields or _options(record) != _options(one):
             where = f"{line.directory(out, first)} and {line.directory(out, seed)}"
@@ -311,40 +299,26 @@ def _options(record: Record) -> dict[str, Any]:
     return {name: value for name, value in record.model.items() if value is not None}
 
 
-def _unfinished(line: ExperimentLine, out: Path, seeds: Iterable[int]) -> dict[str, str]:
-    """The state of the runs with these seeds, by the name of their directory."""
-    found: dict[str, str] = {}
-    for directory in (line.directory(out, seed) for seed in seeds):
-        state = NOT_BEGUN
-        if (directory / "record.json").exists():
-            record = load_record(directory)
-            state = f"{record.status}, {len(record.history)} of {counted(record.recipe['epochs'], 'epoch')}"
-        found[f"{line.part}/{directory.name}"] = state
-    return found
-
-
 def _row(line: ExperimentLine, part: ExperimentPart, records: list[Record]) -> AccuracyRow:
     results = [record.result for record in records]
     published = next((row for row in rows() if row.network == line.network and row.table in part.tables), None)
     return AccuracyRow(
-        line.part,
-        line.network,
-        line.variant,
-        published and published.top1,
-        published and published.top5,
-        tuple(result["top1"] for result in results),
-        tuple(result["top5"] for result in results),
-        results[0]["macs"],
-        results[0]["params"],
-        records[0].model.get("image_size"),
-        mean(result["epochs"] for result in results),
-        mean(result["seconds"] for result in results),
-        tuple(
+        **asdict(line),
+        published=published and published.top1,
+        published_top5=published and published.top5,
+        top1=tuple(result["top1"] for result in results),
+        top5=tuple(result["top5"] for result in results),
+        macs=results[0]["macs"],
+        params=results[0]["params"],
+        image_size=records[0].model.get("image_size"),
+        epochs=mean(result["epochs"] for result in results),
+        seconds=mean(result["seconds"] for result in results),
+        overfit=tuple(
             trained - record.result["top1"]
             for record in records
             if record.history and (trained := record.history[-1].get("train_accuracy")) is not None
         ),
-        str(records[0].recipe["name"]),
+        recipe=str(records[0].recipe["name"]),
     )
 
 

@@ -71,8 +71,7 @@ def _curve(result: NetworkResult, run: Run, look: Look) -> dict[str, Any]:
 def curves_spec(title: str, curves: Sequence[dict[str, Any]]) -> Spec:
     """The specification of the curves of one data set and recipe, for a file; dots are test accuracies.
 
-    Lines are accuracies on training images if no run was watched on the way. The axis is that of lines and dots:
-    the subtitle says which images they are of.
+    Lines are accuracies on training images if no run was watched on the way: the subtitle says so.
     """
     watched = any(sum(value is not None for value in curve["accuracy"]) > 1 for curve in curves)
     measure = "accuracy" if watched else "train_accuracy"
@@ -100,10 +99,8 @@ def curves_spec(title: str, curves: Sequence[dict[str, Any]]) -> Spec:
     last = max((row["epoch"] for row in rows), default=1)
     late = [row["value"] for row in [*rows, *ends] if row["epoch"] >= EARLY * last]
     if late:
-        spec["layer"][1]["encoding"]["y"]["scale"]["domain"] = [
-            max(0.0, min(late) - 0.02),
-            min(1.0, max(late) + 0.02),
-        ]
+        domain = [max(0.0, min(late) - 0.02), min(1.0, max(late) + 0.02)]
+        spec["layer"][1]["encoding"]["y"]["scale"]["domain"] = domain
     return {**spec, "title": {"text": title, "subtitle": subtitle}, "datasets": {"curves": rows, "ends": ends}}
 
 
@@ -127,8 +124,7 @@ SPECS = {name: template(name) for name in ("bars", "confusion", "calibration")}
 def details_data(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
     """For every network whose runs have details: the answers of all its runs together, as complete charts.
 
-    The page fills in the colour, which depends on its theme, and the cells of a confusion matrix: they would be
-    megabytes.
+    The page fills in the colour of its theme, and the cells of a confusion matrix, which would be megabytes.
     """
     return [_details(result) for result in results if any(run.details for run in result.scored)]
 

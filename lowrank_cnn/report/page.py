@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from lowrank_cnn.report.records import (
     GPU,
     LONGEST_TEXT,
     Records,
+    TimedNetwork,
     read_records,
     require_records,
     trained_label,
@@ -35,10 +36,8 @@ def cards(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
     """By data set, its best recipe and kind: the most accurate network, and the cheapest comparable one."""
     found: list[dict[str, Any]] = []
     for group in _compared(results):
-        kind = kind_of(group[0])
-        title = (
-            f"Most accurate of {len(group)} {kind} networks" if len(group) > 1 else f"{kind} network".capitalize()
-        )
+        kind, n = kind_of(group[0]), len(group)
+        title = f"Most accurate of {n} {kind} networks" if n > 1 else f"{kind.capitalize()} network"
         best = max(group, key=lambda result: result.ratios["top1"])
         near = [result for result in group if result.ratios["top1"] >= -COMPARABLE and _cost(result) < 1]
         found.append(_card(title, best))
@@ -154,17 +153,29 @@ def _summary_row(result: NetworkResult) -> dict[str, TableCell]:
     spread = f"±{100 * result.top1_spread:.2f}" if result.top1_spread is not None else ""
     known = result.gap_half_width is not None and not is_twin(result)
     reach = f"±{result.gap_half_width:.2f}" if known else ""
+    shares = {name: ratio(value) for name, value in result.ratios.items()}
     return {
         "network": TableCell(result.network.label, result.label, origin, list(_named_runs(result)), kind),
-        "top-1": TableCell(percent(result.top1), result.top1, spread),
+        "top-1": _cell(result.top1, percent, spread),
         "to twin": TableCell(_to_twin(result), result.ratios.get("top1"), reach),
-        "top-5": TableCell(percent(result.top5), result.top5),
-        "MACs": _count(result, "macs"),
-        "parameters": _count(result, "params"),
-        "CPU ms/image": _time(result, CPU),
-        "GPU ms/image": _time(result, GPU),
-        "training": TableCell(DASH if result.seconds is None else duration(result.seconds), result.seconds),
+        "top-5": _cell(result.top5, percent),
+        "MACs": _cell(result.macs, si, shares.get("macs", "")),
+        "parameters": _cell(result.params, si, shares.get("params", "")),
+        "CPU ms/image": _time(result.time(CPU), shares.get(CPU)),
+        "GPU ms/image": _time(result.time(GPU), shares.get(GPU)),
+        "training": _cell(result.seconds, duration),
     }
+
+
+def _cell(value: float | None, show: Callable[[float], str], small: str = "") -> TableCell:
+    return TableCell(DASH if value is None else show(value), value, small)
+
+
+def _time(timing: TimedNetwork | None, share: str | None) -> TableCell:
+    if timing is None:
+        return TableCell(DASH)
+    small = f"{share or f'batch {timing.batch}'} {_RUN_BY.get(timing.runtime, timing.runtime)}"
+    return _cell(timing.ms_per_image, "{:.3g}".format, small)
 
 
 def runs_in_words(result: NetworkResult) -> str:
@@ -189,41 +200,19 @@ def _to_twin(result: NetworkResult) -> str:
     return points(result.ratios["top1"]) if "top1" in result.ratios else DASH
 
 
-def _count(result: NetworkResult, name: str) -> TableCell:
-    value = getattr(result, name)
-    return TableCell(DASH if value is None else si(value), value, _ratio(result, name))
-
-
-def _time(result: NetworkResult, device: str) -> TableCell:
-    timing = result.time(device)
-    if timing is None:
-        return TableCell(DASH)
-    small = f"{_ratio(result, device) or f'batch {timing.batch}'} {_RUN_BY.get(timing.runtime, timing.runtime)}"
-    return TableCell(f"{timing.ms_per_image:.3g}", timing.ms_per_image, small)
-
-
-def _ratio(result: NetworkResult, name: str) -> str:
-    return ratio(result.ratios[name]) if name in result.ratios else ""
-
-
 def environment_table(records: Records, here: Mapping[str, Any]) -> PageTable:
     """Every machine that a record was made on, and the one that made this page."""
-
-    def essence(machine: Mapping[str, Any]) -> str:
-        """Records of one day's runs differ in their date alone: those share a column."""
-        return repr(sorted((key, str(value)) for key, value in machine.items() if key != "date"))
-
     made = [record.environment for record in (*records.runs, *records.timings) if record.environment]
-    machines = [*{essence(machine): machine for machine in made}.values(), here]
-    headings = [*(f"records {number}" for number in range(1, len(machines))), "this page"]
-    names = dict.fromkeys(name for machine in machines for name in machine)
+    # Records of one day's runs differ in their date alone: those share a column.
+    different = {repr(sorted((k, str(v)) for k, v in one.items() if k != "date")): one for one in made}
+    machines = {f"records {number}": one for number, one in enumerate(different.values(), 1)} | {"this page": here}
+    names = dict.fromkeys(name for machine in machines.values() for name in machine)
     found = [
-        {"": TableCell(name)}
-        | {heading: TableCell(_shown(name, machine)) for heading, machine in zip(headings, machines, strict=True)}
+        {"": TableCell(name), **{title: TableCell(_shown(name, machine)) for title, machine in machines.items()}}
         for name in names
-        if any(machine.get(name) is not None for machine in machines)
+        if any(machine.get(name) is not None for machine in machines.values())
     ]
-    return PageTable("machines", "Environment", found, ["", *headings], sortable=False)
+    return PageTable("machines", "Environment", found, ["", *machines], sortable=False)
 
 
 def _shown(name: str, machine: Mapping[str, Any]) -> str:

@@ -232,7 +232,7 @@ def read_training(values: Fields, path: str) -> Run:
     config = model.object("config") if "conversion" in model else model
     history = tuple(map(_epoch, values.objects("history")))
     latest = next((row.accuracy for row in reversed(history) if row.accuracy is not None), None)
-    top1, dense = result.share("top1"), result.object("dense")
+    top1 = result.share("top1")
     return Run(
         path=path,
         network=read_network(model, _image_size(config, recipe, data)),
@@ -251,7 +251,7 @@ def read_training(values: Fields, path: str) -> Run:
         history=history,
         settings=settings_of(recipe.values, config.values, data.whole("train"), values.text("begun_from")),
         n=result.whole("n") or data.whole("test"),
-        dense={name: cost for name in ("macs", "params") if (cost := dense.whole(name))} or None,
+        dense={name: cost for name in ("macs", "params") if (cost := result.object("dense").whole(name))} or None,
         environment=values.environment(),
         details=read_details(result.object("details").values),
     )
@@ -370,10 +370,7 @@ def read_network(model: Fields, image: tuple[int, ...]) -> NetworkId:
 
 
 def read_timing(values: Fields, path: str) -> list[TimedNetwork]:
-    """A timing, and that of its twin. If the input has four numbers, the MACs are those of a whole batch.
-
-    `lowrank demo` adds the options of the network as `model`.
-    """
+    """A timing, and that of its twin. If the input has four numbers, the MACs are those of a whole batch."""
     size, ms = values.sizes("input"), values.object("total").number("ms")
     batch = size[0] if len(size) == 4 else 1
     if not ms:
@@ -469,8 +466,8 @@ def _read_value(records: Records, value: object, file: Path) -> None:
     elif kind == "timing":
         records.timings += read_timing(fields, str(file))
     elif kind == "timings":
-        here = {"environment": fields.environment()}
-        timings = [Fields({**here, **one.values}) for one in fields.objects("timings")]
+        found = fields.objects("timings")
+        timings = [Fields({"environment": fields.environment(), **one.values}) for one in found]
         records.timings += [timed for one in timings for timed in read_timing(one, str(file))]
     elif kind == KIND:
         family = fields.text("family") or "FAMILY"
@@ -508,10 +505,7 @@ def trained_label(data: str, recipe: str) -> str:
 
 
 def data_name(data: Fields) -> str:
-    """A data set is called by its folder, which may be any; CIFAR-10 is known by its classes and their images.
-
-    A part of a known set gets a name of its own: its accuracies cannot be compared with published ones.
-    """
+    """A data set is called by its folder, which may be any; CIFAR-10 is known by its classes and their images."""
     name, sizes = data.text("name") or "unnamed data", (data.whole("train"), data.whole("test"))
     if data.text("held_out_of"):
         return f"{name}, images held out"
@@ -520,14 +514,12 @@ def data_name(data: Fields) -> str:
     full = _WHOLE.get(data_label(name))
     if full is None or all(size is None or size >= _NEARLY * n for size, n in zip(sizes, full, strict=True)):
         return name
+    # Accuracies on a part cannot be compared with published ones.
     return f"a part of {data_label(name)} ({' + '.join(f'{size or 0:,}' for size in sizes)} images)"
 
 
 def _data_identity(data: Fields) -> str:
-    """An identity of the images that does not depend on their name: a digest, or classes and image counts.
-
-    Parts held out of one set are one data set: each seed of `compare` holds out others.
-    """
+    """An identity of the images that does not depend on their name: a digest, or classes and image counts."""
     classes = zlib.crc32(repr([str(name) for name in data.list("classes")]).encode())
-    known = data.text("held_out_of") or data.text("digest")
+    known = data.text("held_out_of") or data.text("digest")  # each seed of `compare` holds out others of a set
     return known or f"{classes} {data.whole('train')} {data.whole('test')}"

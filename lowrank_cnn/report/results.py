@@ -50,10 +50,7 @@ class NetworkResult:
     """The label of the dense network that it is compared with; empty where none was trained."""
     otherwise: tuple[str, ...] = ()
     gap_half_width: float | None = None
-    """Half the 95% interval over seeds of `ratios["top1"]`, in percentage points; None for single seeds.
-
-    All intervals of a data set and recipe hold together with 95%: the best network is picked afterwards.
-    """
+    """Half the interval over seeds of `ratios["top1"]`: all of a data set and recipe hold together with 95%."""
 
     @property
     def label(self) -> str:
@@ -201,14 +198,11 @@ def _compared(
 def _find_twin(
     entry: NetworkResult, trained: Mapping[tuple[Any, ...], Sequence[NetworkResult]]
 ) -> NetworkResult | None:
-    """The twin trained with the same settings; if there is none, one that differs in a few of them.
-
-    Foreign networks may share a name: the twin must have the cost that the entry states.
-    """
+    """The twin trained with the same settings; if there is none, one that differs in a few of them."""
     if not twin_known(entry):
         return None
     network = twin_id(entry.network)
-    dense = None if network.ours else entry.dense
+    dense = None if network.ours else entry.dense  # foreign networks may share a name: the cost must be as stated
     found = (twin for free in FREE for twin in trained.get(_way(entry, network, free), ()))
     return next((twin for twin in found if dense is None or dense.get("macs") == twin.macs), None)
 
@@ -229,12 +223,9 @@ _PHRASES: dict[str, Callable[[str], str]] = {
 def gather(records: Records) -> list[NetworkResult]:
     """The entries of all records, each compared with its dense twin."""
     runs = _in_order(_name_data_apart(records.runs))
-    timings: dict[str, list[TimedNetwork]] = defaultdict(list)
-    for timing in records.timings:
-        timings[_network_name(timing)].append(timing)
     entries = []
     for run, *seeds in (tuple(group) for _, group in groupby(runs, key=_key)):
-        timed = tuple(timing for timing in timings[_network_name(run)] if _same_network(run, timing))
+        timed = tuple(timing for timing in records.timings if _same_network(run, timing))
         entries.append(NetworkResult(run.network, run.data, run.recipe, (run, *seeds), timed))
     entries = _told_apart(entries) + _timed_only(records.timings, entries)
     return _in_page_order(compare_all(entries))
@@ -247,8 +238,7 @@ def _in_page_order(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
     for entry in entries:
         best[entry.data, entry.recipe] = max(best[entry.data, entry.recipe], entry.top1 or 0.0)
     return sorted(
-        entries,
-        key=lambda e: (e.data not in compared, not e.data, e.data, -best[e.data, e.recipe], e.recipe),
+        entries, key=lambda e: (e.data not in compared, not e.data, e.data, -best[e.data, e.recipe], e.recipe)
     )
 
 
@@ -267,10 +257,7 @@ def _name_data_apart(runs: Sequence[Run]) -> list[Run]:
 
 
 def comparable(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
-    """Those trained by a recipe that trained other networks too; all of a data set that has no such recipe.
-
-    Ablations are excluded: a recipe of a single network shows no choice between accuracy and cost.
-    """
+    """Without ablations, recipes of a single network, unless a data set has no other recipe."""
     networks: dict[tuple[str, str], set[str]] = defaultdict(set)
     for entry in entries:
         networks[entry.data, entry.recipe].add(entry.network.label)
@@ -296,11 +283,6 @@ def _in_order(runs: Sequence[Run]) -> list[Run]:
         return run.data, run.recipe, order.get(run.network.name, "999"), _key(run)[:-1], settings, run.seed or 0
 
     return sorted(runs, key=place)
-
-
-def _network_name(record: Run | TimedNetwork) -> str:
-    """The name of the network, or of the one that it was converted from where that is not ours."""
-    return record.network.name if record.network.ours else record.network.base or record.network.name
 
 
 def _told_apart(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
@@ -378,16 +360,14 @@ FREE_SETTINGS = ("dropout", "precision", "epochs", "images")
 
 
 def accuracies(runs: Iterable[Run]) -> Accuracies:
-    """The accuracies of finished runs that the audit can compare with the paper's tables, one value per seed.
-
-    Runs of a row that saw different images are not mixed: those of the images with the most seeds count.
-    """
+    """The accuracies of finished runs that the audit can compare with the paper's tables, one value per seed."""
     found: dict[tuple[str, str, str], tuple[float, ...]] = {}
     told = [run for run in runs if run.finished]
     for row in (row for row in rows() if row.table in RECIPES):
         images: dict[str, list[Run]] = defaultdict(list)
         for run in (run for run in told if _is_of(run, row)):
             images[run.images].append(run)
+        # Runs that saw different images are not mixed.
         chosen = max(images.values(), key=lambda group: len({run.seed for run in group}), default=[])
         for measure in ("top1", "top5", "overfit"):
             if values := by_seed(chosen, measure):

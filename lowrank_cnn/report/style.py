@@ -163,10 +163,7 @@ LIKE_DENSE = ("#a67c00", "#e8d800")
 """Too close to the dense networks' colour for colour-blind readers."""
 OTHERS = (COLOURS[LOW_RANK], LIKE_DENSE, COLOURS[LEARNED], ("#222222", "#f5f5f5"), COLOURS[THIN])
 OTHERS += (("#8b2500", "#9c6b6b"),)
-"""Of networks of one kind in a chart where the colour is free to tell them apart.
-
-These are distinct to readers with any of the common colour deficiencies, and so are the kinds.
-"""
+"""Of networks of one kind; distinct to readers with any of the common colour deficiencies, as are the kinds."""
 DASHES = ([1, 0], [7, 4], [2, 3], [9, 3, 2, 3], [12, 4], [1, 5])
 """Networks of the same colour differ in their dash."""
 

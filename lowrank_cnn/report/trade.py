@@ -61,9 +61,9 @@ BASELINES = ("vgg11", "vgg11-gmp", "googlenet", "nin", "alexnet")
 WIDE = 20.0
 """A range of costs this wide, largest over smallest, is drawn on a logarithmic axis."""
 LEAST_SPAN = 0.02
-"""An axis of accuracies spans at least two percentage points, so that a small difference looks small."""
+"""An axis of accuracies spans at least two percentage points, so that a small difference looks small,"""
 SPAN_ERRORS = 6
-"""It also spans this many standard errors of an accuracy: what other test images might give."""
+"""and as many standard errors of an accuracy: what other test images might give."""
 
 
 @dataclass(frozen=True)
@@ -89,23 +89,23 @@ def trade_points(results: Sequence[NetworkResult], *, paper: bool = True) -> lis
 
 
 def our_point(result: NetworkResult) -> TradePoint:
-    measured = {"top1": result.top1, "top5": result.top5, "macs": result.macs, "params": result.params}
-    for device in (CPU, GPU):
-        timing = result.time(device)
-        measured[device] = timing.ms_per_image if timing else None
-    values = {name: float(value) for name, value in measured.items() if value is not None}
-    errors = {"top1": result.top1_spread} if result.top1_spread is not None else {}
+    measured = {name: getattr(result, name) for name in ("top1", "top5", "macs", "params")}
+    measured |= {device: timing.ms_per_image for device in (CPU, GPU) if (timing := result.time(device))}
     return TradePoint(
         label=result.label,
         kind=kind_of(result),
         data=data_label(result.data),
         protocol=result.recipe,
-        values=values,
-        errors=errors,
+        values=_known(measured),
+        errors=_known({"top1": result.top1_spread}),
         details=tuple(_details(result)),
         n=result.n,
         twin=result.twin,
     )
+
+
+def _known(measured: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in measured.items() if value is not None}
 
 
 def _details(result: NetworkResult) -> Iterable[tuple[str, str]]:
@@ -122,10 +122,9 @@ def published_point(row: Published) -> TradePoint:
     kind = BASELINE if row.network in BASELINES else PAPER
     kind = AUGMENTED if row.table == "big-picture-augmented" else kind
     measured = {"top1": row.top1, "top5": row.top5, "macs": row.macs_per_image, "params": row.params}
-    values = {name: float(value) for name, value in measured.items() if value is not None}
     details = (("table", row.table), ("crops per image", str(row.crops)))
     protocol = AUGMENTED if kind == AUGMENTED else "published"
-    return TradePoint(row.network, kind, data_label(row.dataset), protocol, values, {}, details)
+    return TradePoint(row.network, kind, data_label(row.dataset), protocol, _known(measured), {}, details)
 
 
 def trade_charts(points: Sequence[TradePoint]) -> list[dict[str, Any]]:
@@ -192,10 +191,9 @@ def _arrows(points: Sequence[TradePoint], marks: Sequence[dict[str, Any]]) -> li
 
 
 def _fronts(points: Sequence[TradePoint], marks: Sequence[dict[str, Any]], sign: int) -> list[dict[str, Any]]:
-    """A Pareto front for each protocol with more than one point on it: points of two protocols share none.
+    """A Pareto front for each protocol with more than one point on it: those that gain more than all cheaper ones.
 
-    On a front are the points that gain more than all cheaper ones, and those equal to them. Costs count to the
-    three digits that are shown: a hair's breadth below them saves nothing.
+    Costs count to the three digits that are shown: a hair's breadth below them saves nothing.
     """
     found: list[dict[str, Any]] = []
     for protocol in dict.fromkeys(point.protocol for point in points):
@@ -213,10 +211,7 @@ def _fronts(points: Sequence[TradePoint], marks: Sequence[dict[str, Any]], sign:
 
 
 def _domain(marks: Sequence[dict[str, Any]], accuracies: Iterable[tuple[float, int | None]]) -> list[float]:
-    """The ends of an axis of shares: all marks with some room, within 0 and 1.
-
-    The accuracies, with the number of images that each was measured on, say how far they are apart at least.
-    """
+    """The ends of an axis of shares, with room around all marks; accuracies come with their number of images."""
     errors = [(accuracy * (1 - accuracy) / n) ** 0.5 for accuracy, n in accuracies if n]
     span = min(1.0, max([LEAST_SPAN, *(SPAN_ERRORS * error for error in errors)]))
     low, high = min(mark["low"] for mark in marks), max(mark["high"] for mark in marks)
