@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ from lowrank_cnn.models.build import dense_cost, run_entry
 from lowrank_cnn.models.network import Network
 from lowrank_cnn.train.distributed import (
     batch_norm_over_all,
-    keep_threads,
     launch,
     repeatable,
     resolve_precision,
@@ -53,12 +52,9 @@ from lowrank_cnn.train.optimizers import flags_restored
 from lowrank_cnn.train.progress import Lines, Progress, check_loggers, showing
 from lowrank_cnn.train.recipe import Recipe, RunSettings, changed
 from lowrank_cnn.train.recipes import defaults_in_words, get_recipe, suited
-from lowrank_cnn.train.run_folder import Checkpoint, Record, RunDirectory
+from lowrank_cnn.train.run_folder import Record, RunDirectory
 from lowrank_cnn.train.step import put_back
 from lowrank_cnn.train.trained import Teacher, Trained, held_out_part, make_teacher
-
-if TYPE_CHECKING:
-    from lightning_fabric import Fabric
 
 FEW_STEPS = 40
 """Shorter runs learn little: batch norm alone needs some thirty steps to know its statistics."""
@@ -138,72 +134,86 @@ def fit(
     """
     loggers = (log,) if isinstance(log, str) else tuple(log)
     check_loggers(loggers)
-    fields, how = sorted_settings({"epochs": epochs, "batch_size": batch_size, "lr": lr, **settings})
     directory, chosen = RunDirectory.open(out, data, resume=resume), recipe is None
-    data, recipe = open_with_recipe(model, data, recipe, fields, how, loss=loss, teacher=teacher)
+    settings |= {"epochs": epochs, "batch_size": batch_size, "lr": lr}
+    data, recipe, how = open_with_recipe(model, data, recipe, settings, loss=loss, teacher=teacher)
     fabric = launch(device, recipe.precision)
     show = Lines() if progress and fabric.is_global_zero else Progress()
     if chosen:
         show.say(defaults_in_words(recipe, trained_on(data, recipe)))
     identity = about(model, data, seed)  # now: later the layers of the model are replaced by faster ones
-    with (
-        oom_as_user_error(recipe.batch_size, fabric.device),
-        directory.held() if directory else contextlib.nullcontext(),
-        repeatable(how.deterministic, processes=fabric.world_size),
-    ):
+    with contextlib.ExitStack() as run:
+        run.enter_context(oom_as_user_error(recipe.batch_size, fabric.device))
+        if directory:
+            run.enter_context(directory.held())
+        run.enter_context(repeatable(how.deterministic, processes=fabric.world_size))
         if directory and resume and (done := directory.finished(recipe, identity, show.say)):
             return done
         saved = directory.start(data, identity, show.say, resume=resume) if directory else None
-        keep_threads(saved.state["conditions"] if saved else {})
+        if saved and how.deterministic:  # as many threads as before, even on another machine
+            torch.set_num_threads(saved.state["conditions"]["threads"])
         seed_generators(seed, fabric.global_rank)
         model.to(fabric.device)
-        with batch_norm_over_all(fabric, model, show.say):
-            inputs = make_inputs(fabric, data, recipe, how, seed=seed, saved=saved and saved.part("preprocess"))
-            check_fits(model, inputs.size, None if loss else len(data.classes), fabric.device, recipe.output)
-            if recipe.whiten_first:
-                whiten_first_layer(model, inputs.train, add_up=partial(sum_over_processes, fabric))
-            for sentence in remarks(model, recipe, inputs, fabric.device):
-                show.say(sentence)
-            with (
-                trained_in_int8(model, recipe, processes=fabric.world_size),
-                flags_restored(model),
-                helped(model, recipe.helper) as helpers,
-            ):
-                trainer = Trainer(
-                    fabric,
-                    model,
-                    inputs,
-                    recipe,
-                    how,
-                    _record(fabric, model, inputs, recipe, identity, saved),
-                    objective=_objective(fabric, inputs, recipe, loss, teacher),
-                    directory=directory,
-                    helpers=helpers,
-                    callbacks=tuple(callbacks),
-                    progress=show,
-                )
-                if saved:
-                    trainer.restore(saved)
-                _attach(model, inputs, recipe, identity)
-                fabric.barrier()  # no process may write before all have read
-                if directory and fabric.is_global_zero:
-                    directory.begin(recipe)
-                _run(trainer, show, loggers)
-                _attach(model, inputs, recipe, identity)
-        return trainer.record
+        run.enter_context(batch_norm_over_all(fabric, model, show.say))
+        inputs = make_inputs(fabric, data, recipe, how, seed=seed, saved=saved and saved.part("preprocess"))
+        check_fits(model, inputs.size, None if loss else len(data.classes), fabric.device, recipe.output)
+        if recipe.whiten_first:
+            whiten_first_layer(model, inputs.train, add_up=partial(sum_over_processes, fabric))
+        for sentence in remarks(model, recipe, inputs, fabric.device):
+            show.say(sentence)
+        run.enter_context(trained_in_int8(model, recipe, processes=fabric.world_size))
+        run.enter_context(flags_restored(model))
+        helpers = run.enter_context(helped(model, recipe.helper))
+        weights = answers = None
+        if recipe.class_weights == "balanced":
+            weights = balanced_weights(data.train, len(data.classes)).to(fabric.device)
+        if teacher is not None:
+            answers = make_teacher(teacher, inputs, fabric.device, fabric.autocast)
+        record = Record(
+            **identity,
+            recipe=recipe.to_dict(),
+            watched=inputs.watched,
+            precision=resolve_precision(recipe.precision, fabric.device.type),
+            device=str(fabric.device),
+            processes=fabric.world_size,
+            begun_from=notes(model).begun_from,
+            execution=saved.state["execution"] if saved else {},
+        )
+        trainer = Trainer(
+            fabric,
+            model,
+            inputs,
+            recipe,
+            how,
+            record,
+            objective=Objective(recipe, class_weights=weights, loss=loss, teacher=answers),
+            directory=directory,
+            helpers=helpers,
+            callbacks=callbacks,
+            progress=show,
+        )
+        if saved:
+            trainer.restore(saved)
+        _attach(model, inputs, recipe, identity)
+        fabric.barrier()  # no process may write before all have read
+        if directory and fabric.is_global_zero:
+            directory.begin(recipe)
+        _run(trainer, show, loggers)
+        _attach(model, inputs, recipe, identity)
+    return record
 
 
 def open_with_recipe(
     model: nn.Module,
     data: Any,
     recipe: Recipe | str | None,
-    fields: Mapping[str, Any],
-    how: RunSettings,
+    settings: Mapping[str, Any],
     *,
     loss: Loss | None = None,
     teacher: Teacher | None = None,
-) -> tuple[Data, Recipe]:
+) -> tuple[Data, Recipe, RunSettings]:
     """The images of a run and its recipe, which their number determines if none is named; both are checked."""
+    fields, how = sorted_settings(settings)
     asked = "modern" if recipe is None else recipe
     found = recipe_for(data, asked, fields)
     check_request(model, found, how, loss, teacher)
@@ -214,7 +224,7 @@ def open_with_recipe(
         check_network(model, opened, found)
     if recipe is None:  # last: counting images may decode them
         found = recipe_for(data, asked, fields, images=trained_on(opened, found))
-    return opened, found
+    return opened, found, how
 
 
 def recipe_for(data: Any, recipe: Recipe | str, fields: Mapping[str, Any], *, images: int | None = None) -> Recipe:
@@ -315,38 +325,6 @@ def about(model: nn.Module, data: Data, seed: int) -> dict[str, Any]:
     }
 
 
-def _record(
-    fabric: Fabric,
-    model: nn.Module,
-    inputs: Inputs,
-    recipe: Recipe,
-    identity: Mapping[str, Any],
-    saved: Checkpoint | None,
-) -> Record:
-    """The record of a run that is about to start or to go on."""
-    return Record(
-        **identity,
-        recipe=recipe.to_dict(),
-        watched=inputs.watched,
-        precision=resolve_precision(recipe.precision, fabric.device.type),
-        device=str(fabric.device),
-        processes=fabric.world_size,
-        begun_from=notes(model).begun_from,
-        execution=saved.state["execution"] if saved else {},
-    )
-
-
-def _objective(
-    fabric: Fabric, inputs: Inputs, recipe: Recipe, loss: Loss | None, teacher: Teacher | None
-) -> Objective:
-    """The loss that the run minimises."""
-    weights, data = None, inputs.data
-    if recipe.class_weights == "balanced":
-        weights = balanced_weights(data.train, len(data.classes)).to(fabric.device)
-    answers = None if teacher is None else make_teacher(teacher, inputs, fabric.device, fabric.autocast)
-    return Objective(recipe, class_weights=weights, loss=loss, teacher=answers)
-
-
 def _attach(model: nn.Module, inputs: Inputs, recipe: Recipe, identity: Mapping[str, Any]) -> None:
     """Let the network carry its classes, the preparation of its images and its ranges of int8."""
     found = ranges_of(range_states(model))
@@ -361,7 +339,7 @@ def _run(trainer: Trainer, show: Progress, loggers: Sequence[str]) -> None:
     try:
         with contextlib.ExitStack() as stack:
             # Importing rich draws a random number, and loggers may: a resumed run draws what it would have drawn.
-            with put_back({}, trainer.fabric.device):
+            with put_back((), trainer.fabric.device):
                 trainer.progress = stack.enter_context(showing(show, trainer, loggers))
             evaluation = trainer.run()
             trainer.record.result = _result(trainer, evaluation)
@@ -376,11 +354,11 @@ def _run(trainer: Trainer, show: Progress, loggers: Sequence[str]) -> None:
 
 
 def _result(trainer: Trainer, evaluation: Evaluation | LossEvaluation) -> dict[str, Any]:
-    position, recipe = trainer.position, trainer.recipe
+    position, size = trainer.position, trainer.inputs.size
     cost = dense = None
     with contextlib.suppress(LowRankError):
-        network = finalize_shapes(trainer.network, trainer.inputs.size)
-        cost, dense = count(network, trainer.inputs.size), dense_cost(network, trainer.inputs.size)
+        network = finalize_shapes(trainer.network, size)
+        cost, dense = count(network, size), dense_cost(network, size)
     seconds = sum(row["seconds"] for row in position.history)
     speeds = sorted(row["images_per_second"] for row in position.history)
     return {
@@ -389,7 +367,7 @@ def _result(trainer: Trainer, evaluation: Evaluation | LossEvaluation) -> dict[s
         "epochs": position.epoch,
         "best_epoch": position.best_epoch,
         "best_accuracy": max(position.best_accuracy, 0.0),
-        "drop_epochs": list(recipe.drop_epochs or trainer.levels.drops),
+        "drop_epochs": list(trainer.recipe.drop_epochs or trainer.levels.drops),
         "macs": cost.macs if cost else None,
         "params": cost.params if cost else sum(p.numel() for p in trainer.network.parameters()),
         "dense": {"macs": dense[0], "params": dense[1]} if dense else None,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowrank_cnn.core.errors import LowRankError, check_choice, first_line, option, require
+from lowrank_cnn.core.errors import LowRankError, check_choice, explained, first_line, option, require
 from lowrank_cnn.core.files import below, read_text, replacing, write_atomically
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.progress import moves
@@ -57,7 +57,8 @@ class Progress:
     def epoch(self, row: Epoch, epochs: int) -> None:
         """Log and show a finished epoch."""
         self.epochs_done = row.epoch
-        self._log({name: value for name in _SHOWN if (value := getattr(row, name)) is not None})
+        values = {name: value for name in _SHOWN if (value := getattr(row, name)) is not None}
+        self._each(lambda logger: logger.log(values, row.epoch))
         watched = "" if row.accuracy is None else f"  accuracy {row.accuracy:.2%}"
         self.say(  # short enough for a terminal of 80 columns
             f"epoch {row.epoch}/{epochs}  loss {row.train_loss:.4f}  train {row.train_accuracy:.1%}{watched}  "
@@ -66,9 +67,7 @@ class Progress:
 
     def result(self, result: Mapping[str, Any]) -> None:
         """Log the result on the test images."""
-        self._log({f"test_{name}": result[name] for name in _RESULT if result.get(name) is not None})
-
-    def _log(self, values: dict[str, float]) -> None:
+        values = {f"test_{name}": result[name] for name in _RESULT if result.get(name) is not None}
         self._each(lambda logger: logger.log(values, self.epochs_done))
 
     def _each(self, call: Callable[[Logger], object]) -> None:
@@ -141,17 +140,17 @@ def showing(show: Progress, trainer: Trainer, names: Sequence[str]) -> Iterator[
     if names and trainer.fabric.is_global_zero:
         trainer.update_record()
         show.epochs_done = len(trainer.record.history)
-        show.loggers = start_loggers(names, trainer.record, trainer.directory and trainer.directory.path)
+        folder = trainer.directory and trainer.directory.path
+        for name in dict.fromkeys(names):
+            with explained(f"{option('log', name)} could not start"):  # no login, no server, no store
+                show.loggers[name] = LOGGERS[name](trainer.record, folder)
     with show:
         yield show
 
 
 @dataclass(frozen=True)
 class Logger:
-    """Receives figures by name with the number of an epoch; `close` gets whether the run failed.
-
-    A client is imported when its logger is used.
-    """
+    """Receives figures by name with the number of an epoch; `close` gets whether the run failed."""
 
     log: Callable[[dict[str, float], int], object]
     close: Callable[[bool], object] = lambda failed: None
@@ -216,19 +215,6 @@ def check_loggers(names: Sequence[str]) -> None:
     """Refuse an unknown name."""
     for name in names:
         check_choice("logger", name, LOGGERS)
-
-
-def start_loggers(names: Sequence[str], record: Record, folder: Path | None) -> dict[str, Logger]:
-    """The loggers of these names; one sentence if a client refuses: no login, no server, no store."""
-    loggers: dict[str, Logger] = {}
-    for name in dict.fromkeys(names):
-        try:
-            loggers[name] = LOGGERS[name](record, folder)
-        except LowRankError:
-            raise
-        except Exception as error:
-            raise LowRankError(f"{option('log', name)} could not start: {first_line(error):.200}") from error
-    return loggers
 
 
 def _needed(folder: Path | None) -> Path:

@@ -127,7 +127,7 @@ class Record:
         return html_table(columns, rows, repr(self))
 
     def save(self, path: Path, *, parents: bool = True) -> None:
-        """Write the record with its checksum, in one move; `parents` makes its folder if it is not there."""
+        """Write the record with its checksum; `parents` makes its folder if it is not there."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in NOT_WRITTEN}
         write_json(path, sealed(values), parents=parents)
 
@@ -139,19 +139,16 @@ def load_record(path: str | Path) -> Record:
     if not path.exists():
         raise LowRankError(f"there is no record of a run at {path}.")
     try:
-        return _checked(read_json(path), path)
+        stored = read_json(path)
+        values = unsealed(stored) if isinstance(stored, dict) else {}
     except UnreadableError as error:
         raise LowRankError(f"{path} is not the record of a run: {error}.") from error
     except BrokenSealError as error:
         raise LowRankError(
             f"{path} is damaged or was edited: {error}. To use it as it is, delete its field {SEAL}."
         ) from error
-
-
-def _checked(stored: object, path: Path) -> Record:
-    if not isinstance(stored, dict) or stored.get("kind") != KIND:
+    if values.get("kind") != KIND:
         raise LowRankError(f"{path} is not the record of a training run.")
-    values = unsealed(stored)
     if values.get("schema") != SCHEMA:
         raise LowRankError(f"{path} has schema {values.get('schema')}; this version reads schema {SCHEMA}.")
     known = {f.name for f in dataclasses.fields(Record)} - NOT_WRITTEN
@@ -224,7 +221,7 @@ def write_checkpoint(stem: Path, checkpoint: Checkpoint) -> None:
     # Contiguous copies in main memory: safetensors knows neither strides nor shared storage.
     how: dict[str, Any] = {"copy": True, "memory_format": torch.contiguous_format}
     payload = safetensors.save({name: t.detach().to("cpu", **how) for name, t in checkpoint.tensors.items()})
-    manifest = {"format": FORMAT, "tensors": _sha256(payload), "state": checkpoint.state}
+    manifest = {"format": FORMAT, "tensors": hashlib.sha256(payload).hexdigest(), "state": checkpoint.state}
     write_atomically(stem.with_suffix(".safetensors"), payload, parents=False)
     write_atomically(stem.with_suffix(".json"), _manifest_bytes(manifest), parents=False)
 
@@ -238,7 +235,7 @@ def read_checkpoint(stem: Path) -> Checkpoint:
         payload = read_regular(path, most=LARGEST_TENSORS)
     except OSError as error:
         raise DamagedCheckpointError(f"{path} cannot be read ({error.strerror}).") from error
-    if _sha256(payload) != manifest.get("tensors"):
+    if hashlib.sha256(payload).hexdigest() != manifest.get("tensors"):
         raise DamagedCheckpointError(f"{path} is damaged: its checksum is not the one that was written.")
     return Checkpoint(safetensors.load(payload), manifest["state"], stem)
 
@@ -255,22 +252,16 @@ def _manifest_bytes(manifest: Mapping[str, object]) -> bytes:
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         content = read_regular(path, most=LARGEST_JSON)
-        manifest = unsealed(parse_json(content))
+        manifest = {name: value for name, value in parse_json(content).items() if name != SEAL}
         known = manifest["format"] == FORMAT and isinstance(manifest["state"], dict)
     except OSError as error:
         raise DamagedCheckpointError(f"{path} cannot be read ({error.strerror}).") from error
-    except BrokenSealError as error:
-        raise DamagedCheckpointError(f"{path} is damaged: {error}.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"{path} is damaged or not a checkpoint of this library.") from error
     # Byte by byte: two ways to write one number have the same value, and so the same checksum.
     if content != _manifest_bytes(manifest) or not known:
         raise DamagedCheckpointError(f"{path} is damaged: its checksum is not the one that was written.")
     return manifest
-
-
-def _sha256(payload: bytes) -> str:
-    return hashlib.sha256(payload).hexdigest()
 
 
 IMAGES = "images with the digest"
@@ -377,9 +368,6 @@ class RunDirectory:
                 if not is_regular(path) or (name == RECORD and _status(path) is None):
                     set_aside(path)
         write_json(self.path / RECIPE, recipe.to_dict())
-
-    def write_record(self, record: Record) -> None:
-        record.save(self.path / RECORD, parents=False)
 
     def save(self, checkpoint: Checkpoint, iteration: int, *, kind: str = "step", keep: int = KEEP) -> None:
         """Write a checkpoint, and only then remove those that it replaces.
@@ -491,14 +479,8 @@ def _identity(about: Mapping[str, Any]) -> dict[str, Any]:
     model, data = about["model"], about["data"]
     found = entry_description(model)
     ours = found["model"] is not None
-    apart = (
-        "name",
-        "base",
-        "class",
-        "config",
-        "conversion",
-        "thinning",
-    )  # another network's name may change with its file
+    # The name of another network than ours may change with its file.
+    apart = ("name", "base", "class", "config", "conversion", "thinning")
     options = {field: value for field, value in {**model, **(found["model"] or {})}.items() if field not in apart}
     return {
         "network": model["name"] if ours else model.get("class", model["name"]),
@@ -532,8 +514,8 @@ def recipe_changes(saved: dict[str, Any], recipe: Recipe) -> dict[str, tuple[Any
     """Fields that differ from the saved recipe, as field: (before, now); refuses a change of a fixed field."""
     before, now = type(recipe).from_dict(saved).to_dict(), recipe.to_dict()  # an older one may lack a field
     changes = {name: (before[name], now[name]) for name in now if before[name] != now[name]}
-    fixed = [one.name for one in dataclasses.fields(recipe) if one.metadata.get("fixed")]
-    for name in fixed:
-        if name in changes:
-            raise _other_run(f"{name}={_short(changes[name][0])}", _short(changes[name][1]))
+    for one in dataclasses.fields(recipe):
+        if one.metadata.get("fixed") and one.name in changes:
+            then, offered = changes[one.name]
+            raise _other_run(f"{one.name}={_short(then)}", _short(offered))
     return changes

@@ -141,12 +141,11 @@ def load_checkpoint(
     check_weights(path, {name: tensor.shape for name, tensor in sorted(weights.items())}, network)
     network.load_state_dict(weights)
     note(network, begun_from=path.name)
-    trained = _trained(
-        network, checkpoint.part("preprocess"), {**state, "int8": ranges_of(checkpoint.part("int8"))}
-    )
-    return (
-        replace(trained, network=finalize_shapes(network, trained.input_size)) if has_learned(network) else trained
-    )
+    card = {**state, "int8": ranges_of(checkpoint.part("int8"))}
+    trained = _trained(network, checkpoint.part("preprocess"), card)
+    if has_learned(network):
+        return replace(trained, network=finalize_shapes(network, trained.input_size))
+    return trained
 
 
 def classes_of(path: str | Path) -> tuple[str, ...] | None:
