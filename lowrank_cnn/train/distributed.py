@@ -107,10 +107,9 @@ def batch_norm_over_all(fabric: Fabric, network: nn.Module, say: Callable[[str],
         for name, module in network.named_modules(remove_duplicate=False)
         if name and isinstance(module, nn.modules.batchnorm._BatchNorm)
     }
-    several, on_gpus = fabric.world_size > 1 and norms, fabric.device.type == "cuda"
-    if several and not on_gpus:
-        say(f"Batch norm sees only the part of a batch that each of the {fabric.world_size} processes has.")
-    if not several or not on_gpus:
+    if fabric.world_size == 1 or fabric.device.type != "cuda":
+        if norms and fabric.world_size > 1:
+            say(f"Batch norm sees only the part of a batch that each of the {fabric.world_size} processes has.")
         yield
         return
     nn.SyncBatchNorm.convert_sync_batchnorm(network)
@@ -122,7 +121,6 @@ def batch_norm_over_all(fabric: Fabric, network: nn.Module, say: Callable[[str],
 
 
 def sum_over_processes(fabric: Fabric, tensor: Tensor) -> Tensor:
-    """The sum of a tensor over all processes."""
     return fabric.all_reduce(tensor.clone(), reduce_op="sum")  # type: ignore[return-value]
 
 
@@ -177,23 +175,22 @@ def repeatable(on: bool, *, processes: int = 1) -> Iterator[None]:
     if processes > 1:
         raise LowRankError("deterministic is for one process: sums over several differ from run to run.")
     cudnn = torch.backends.cudnn
-    before = torch.are_deterministic_algorithms_enabled(), cudnn.benchmark, os.environ.get(_WORKSPACE)
-    os.environ.setdefault(_WORKSPACE, ":4096:8")  # which cuBLAS reads when it is first used
-    torch.use_deterministic_algorithms(True)
-    cudnn.benchmark = False
-    try:
-        with torch_threads(None), forced("off"):  # the fused kernels add some gradients in any order
-            yield
-    except RuntimeError as error:
-        if "deterministic" not in str(error):
-            raise
-        reason = str(error).partition(", but you set")[0].partition(". ")[0]
-        raise LowRankError(f"this network cannot be trained with deterministic=true: {reason}.") from error
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        cudnn.benchmark = before[1]
-        if before[2] is None:
-            os.environ.pop(_WORKSPACE, None)
+    with contextlib.ExitStack() as before:
+        before.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        before.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
+        if _WORKSPACE not in os.environ:
+            os.environ[_WORKSPACE] = ":4096:8"  # which cuBLAS reads when it is first used
+            before.callback(os.environ.pop, _WORKSPACE, None)
+        torch.use_deterministic_algorithms(True)
+        cudnn.benchmark = False
+        try:
+            with torch_threads(None), forced("off"):  # the fused kernels add some gradients in any order
+                yield
+        except RuntimeError as error:
+            if "deterministic" not in str(error):
+                raise
+            reason = str(error).partition(", but you set")[0].partition(". ")[0]
+            raise LowRankError(f"this network cannot be trained with deterministic=true: {reason}.") from error
 
 
 def seed_generators(seed: int, rank: int = 0) -> None:
@@ -207,7 +204,6 @@ def seed_generators(seed: int, rank: int = 0) -> None:
 
 
 def generator_states(device: torch.device) -> dict[str, Tensor]:
-    """The state of every generator, as tensors."""
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = _numpy().random.get_state(legacy=True)
     states = {
@@ -223,7 +219,6 @@ def generator_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_generators(states: dict[str, Tensor], device: torch.device) -> None:
-    """Restore every generator to the state that `generator_states` returned."""
     version, *words = states["python"].tolist()
     has_spare, spare = states["python_gauss"].tolist()
     random.setstate((version, tuple(words), spare if has_spare else None))

@@ -180,7 +180,10 @@ TOP_FIVE = 5
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The accuracy of a network on `n` images, as shares between 0 and 1, and its mean cross-entropy."""
+    """The accuracy of a network on `n` images, as shares between 0 and 1, and its mean cross-entropy.
+
+    `details` has accuracies per class, the confusion matrix, the worst images and the calibration.
+    """
 
     top1: float
     top5: float
@@ -217,7 +220,6 @@ class LossEvaluation:
         return -math.inf if math.isnan(self.loss) else -self.loss
 
     def to_dict(self) -> dict[str, float | None]:
-        """The figures in values that JSON can hold."""
         return {"top1": self.top1, "top5": None, "n": self.n, "loss": self.loss}
 
 
@@ -258,19 +260,15 @@ def score(
     with evaluating(network):
         for images, labels in batches:
             logits = class_scores((forward or partial(call, network))(images)).float()
-            sums += _count(logits, labels)
+            ranked = ranking(logits)[:, :TOP_FIVE] == labels[:, None]
+            loss = functional.cross_entropy(logits, labels, reduction="sum")
+            n = torch.full_like(loss, len(labels))
+            sums += torch.stack([ranked[:, 0].sum(), ranked.sum(), n, loss]).double()
             if classes:
                 rows.append(answers(logits, labels))
     top1, top5, n, loss = add_up(sums).tolist()
     details = details_of(torch.cat(rows), classes, split, add_up) if classes else None
     return Evaluation(top1 / max(n, 1), top5 / max(n, 1), int(n), loss / max(n, 1), details)
-
-
-def _count(logits: Tensor, labels: Tensor) -> Tensor:
-    ranked = ranking(logits)[:, :TOP_FIVE] == labels[:, None]
-    loss = functional.cross_entropy(logits, labels, reduction="sum")
-    n = torch.full_like(loss, len(labels))
-    return torch.stack([ranked[:, 0].sum(), ranked.sum(), n, loss]).double()
 
 
 def averaged_views(forward: Callable[[Tensor], Tensor], recipe: Recipe) -> Callable[[Tensor], Tensor]:

@@ -123,7 +123,6 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Listen until the block ends."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return

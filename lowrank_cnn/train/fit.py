@@ -49,11 +49,10 @@ from lowrank_cnn.train.int8 import range_states, ranges_of, trained_in_int8
 from lowrank_cnn.train.loop import Callback, Trainer
 from lowrank_cnn.train.objective import Loss, Objective, balanced_weights
 from lowrank_cnn.train.optimizers import flags_restored
-from lowrank_cnn.train.progress import Lines, Progress, check_loggers, showing
+from lowrank_cnn.train.progress import Progress, check_loggers, showing
 from lowrank_cnn.train.recipe import Recipe, RunSettings, changed
 from lowrank_cnn.train.recipes import defaults_in_words, get_recipe, suited
 from lowrank_cnn.train.run_folder import Record, RunDirectory
-from lowrank_cnn.train.step import put_back
 from lowrank_cnn.train.trained import Teacher, Trained, held_out_part, make_teacher
 
 FEW_STEPS = 40
@@ -120,8 +119,7 @@ def fit(
 
     - `out`: the directory of the run, for checkpoints, recipe and record; `resume=True` goes on from there, or
       starts a run if there is none yet. One process at a time can use it.
-    - `log`: where the figures of every epoch are sent: "tensorboard", "csv", "wandb", or several of
-      them.
+    - `log`: where the figures of every epoch are sent: "tensorboard", "csv", "wandb", or several of them.
     - `callbacks`: functions called after each epoch with its figures and the network; True ends the run.
     - `progress`: show a moving line, or the epochs.
 
@@ -138,7 +136,7 @@ def fit(
     settings |= {"epochs": epochs, "batch_size": batch_size, "lr": lr}
     data, recipe, how = open_with_recipe(model, data, recipe, settings, loss=loss, teacher=teacher)
     fabric = launch(device, recipe.precision)
-    show = Lines() if progress and fabric.is_global_zero else Progress()
+    show = Progress(progress and fabric.is_global_zero)
     if chosen:
         show.say(defaults_in_words(recipe, trained_on(data, recipe)))
     identity = about(model, data, seed)  # now: later the layers of the model are replaced by faster ones
@@ -147,9 +145,11 @@ def fit(
         if directory:
             run.enter_context(directory.held())
         run.enter_context(repeatable(how.deterministic, processes=fabric.world_size))
-        if directory and resume and (done := directory.finished(recipe, identity, show.say)):
-            return done
-        saved = directory.start(data, identity, show.say, resume=resume) if directory else None
+        if directory and not resume:
+            directory.check_free()
+        saved = directory.resume(data, recipe, identity, show.say) if directory and resume else None
+        if isinstance(saved, Record):  # nothing is left to do
+            return saved
         if saved and how.deterministic:  # as many threads as before, even on another machine
             torch.set_num_threads(saved.state["conditions"]["threads"])
         seed_generators(seed, fabric.global_rank)
@@ -189,7 +189,7 @@ def fit(
             objective=Objective(recipe, class_weights=weights, loss=loss, teacher=answers),
             directory=directory,
             helpers=helpers,
-            callbacks=callbacks,
+            callbacks=tuple(callbacks),
             progress=show,
         )
         if saved:
@@ -198,7 +198,7 @@ def fit(
         fabric.barrier()  # no process may write before all have read
         if directory and fabric.is_global_zero:
             directory.begin(recipe)
-        _run(trainer, show, loggers)
+        _run(trainer, loggers)
         _attach(model, inputs, recipe, identity)
     return record
 
@@ -235,9 +235,7 @@ def recipe_for(data: Any, recipe: Recipe | str, fields: Mapping[str, Any], *, im
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
     own = loader_batch(data[0] if isinstance(data, tuple | list) and data else data)
     if own is not None and fields.get("batch_size") not in (None, own):
-        raise LowRankError(
-            f"the DataLoader makes batches of {own}: leave batch_size out, or change the DataLoader."
-        )
+        raise LowRankError(f"the DataLoader makes batches of {own}: leave batch_size out, or change the loader.")
     fields = {**fields, "batch_size": own or fields.get("batch_size")}
     given = {name: value for name, value in fields.items() if value is not None}
     found = changed(recipe, given)
@@ -334,17 +332,15 @@ def _attach(model: nn.Module, inputs: Inputs, recipe: Recipe, identity: Mapping[
         Trained(model, inputs.preprocess, recipe, inputs.data.classes, image, held_out, found).attach()
 
 
-def _run(trainer: Trainer, show: Progress, loggers: Sequence[str]) -> None:
+def _run(trainer: Trainer, loggers: Sequence[str]) -> None:
     """Train to the end and test, shown and logged; the record says how the run ended."""
+    record = trainer.record
     try:
-        with contextlib.ExitStack() as stack:
-            # Importing rich draws a random number, and loggers may: a resumed run draws what it would have drawn.
-            with put_back((), trainer.fabric.device):
-                trainer.progress = stack.enter_context(showing(show, trainer, loggers))
+        with showing(trainer, loggers):
             evaluation = trainer.run()
-            trainer.record.result = _result(trainer, evaluation)
-            trainer.record.right = evaluation.details.right if evaluation.details else None
-            trainer.progress.result(trainer.record.result)
+            record.result = _result(trainer, evaluation)
+            record.right = evaluation.details.right if evaluation.details else None
+            trainer.progress.result(record.result)
     except BaseException as error:
         # The reason matters more than a record that cannot be written, on a full disk say.
         with contextlib.suppress(LowRankError):

@@ -72,7 +72,6 @@ class Inputs:
     """From a batch, the epoch and the number of the batch to the batch that the step sees."""
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Any]]:
-        """The batches to train on, varied and mixed as the recipe says."""
         for number, (images, targets) in enumerate(self.train.epoch(epoch, start), start=start):
             yield self.vary(images, targets, epoch, number)
 
@@ -181,7 +180,6 @@ def _check_settings(recipe: Recipe, size: InputSize, split: Split) -> None:
 
 
 def augmentation(recipe: Recipe) -> Augment:
-    """The part of a recipe that concerns images."""
     return Augment(
         crop=recipe.crop,
         pad=recipe.pad,
@@ -248,9 +246,7 @@ def open_for(network: nn.Module, data: Any, recipe: Recipe, *, classes: Sequence
         )
     opened = data_of(train, test)
     if (opened.train.size is None) != (opened.test.size is None):
-        raise LowRankError(
-            "the data sets to train and to test on differ: one has several inputs, the other images."
-        )
+        raise LowRankError("the data to train and to test on differ: one has several inputs, the other images.")
     size = input_size(opened.test, augmentation(recipe))
     names = opened.classes or classes or range(_outputs(network, size, recipe))
     return replace(opened, classes=tuple(map(str, names)))

@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -65,43 +65,44 @@ LOOK_EVERY = 10
 """Steps after which several processes agree on whether to save or stop; a process alone looks after each."""
 
 
+@dataclass(eq=False)
 class Trainer:
-    """One run: its network, its data, and its state."""
+    """One run: its network, its data, and its state.
 
-    def __init__(
-        self,
-        fabric: Fabric,
-        network: nn.Module,
-        inputs: Inputs,
-        recipe: Recipe,
-        how: RunSettings,
-        record: Record,
-        *,
-        objective: Objective,
-        directory: RunDirectory | None,
-        helpers: DenseHelpers | None,
-        callbacks: Sequence[Callback],
-        progress: Progress,
-    ) -> None:
-        """A resumed run has the `execution` of its checkpoint in `record`; `restore` sets the rest."""
-        self.fabric, self.network, self.inputs, self.recipe, self.how = fabric, network, inputs, recipe, how
-        self.record, self.directory, self.callbacks, self.progress = record, directory, callbacks, progress
+    A resumed run has the `execution` of its checkpoint in `record`; `restore` sets the rest.
+    """
+
+    fabric: Fabric
+    network: nn.Module
+    inputs: Inputs
+    recipe: Recipe
+    how: RunSettings
+    record: Record
+    objective: Objective
+    directory: RunDirectory | None
+    helpers: DenseHelpers | None
+    callbacks: Sequence[Callback]
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        fabric, network, recipe, ran = self.fabric, self.network, self.recipe, self.record.execution
+        plain = self.objective.loss is None and not is_example(self.inputs.size)
         alone = fabric.device.type == "cuda" and fabric.world_size == 1
-        self.graphs = alone and how.cuda_graphs and objective.own is None and not is_example(inputs.size)
-        self.compiled = bool(record.execution.get("compiled") if how.compile is None else how.compile)
+        self.graphs = alone and plain and self.how.cuda_graphs
+        self.compiled = bool(ran.get("compiled") if self.how.compile is None else self.how.compile)
         forward = self._forward()
         self.frozen = [*in_evaluation(network), *freeze_parameters(network, recipe.freeze)]
-        options = {"objective": objective, "scaled": record.precision == "fp16"}
+        options = {"objective": self.objective, "scaled": self.record.precision == "fp16"}
         self.step = TrainingStep(network, forward, fabric.backward, recipe, fabric.device, **options)
         self.position, self.levels = Position(), LevelOff()
         self.saved: Position | None = None  # the position of the last checkpoint
         self.unsaved_best: dict[str, Tensor] = {}
         self.update: Callable[[Any, Any], None] | None = None
-        self.per_epoch = len(inputs.train)
+        self.per_epoch = len(self.inputs.train)
         self.saved_at = self.epoch_began = time.monotonic()
         self.tested: Evaluation | LossEvaluation | None = None
-        changes = [getattr(callback, "changes_until", None) for callback in callbacks]
-        self.helpers, fades = helpers, math.ceil(recipe.helper * recipe.epochs)
+        changes = [getattr(callback, "changes_until", None) for callback in self.callbacks]
+        fades = math.ceil(recipe.helper * recipe.epochs)
         self.changes_until = max([fades, *(epoch for epoch in changes if epoch is not None)])
         self.may_change = None in changes  # a callback that tells nothing may change weights after any epoch
 
@@ -152,10 +153,10 @@ class Trainer:
                 ways = {"graphs": self.graphs, "compiled": self.compiled, "say": self.progress.say}
                 self.update = build_update(self.step, images, targets, **ways)
                 self.record.execution = {"compiled": self.compiled, "cuda_graph": self.update is not self.step}
-            # A step that is stopped before its update has changed statistics, the tally and the generators.
-            changed = (*self.network.buffers(), self.step.sums)
-            undone = put_back(changed, self.fabric.device, after=StoppedWithin)
-            with undone if self.fabric.device.type == "cpu" else contextlib.nullcontext():
+            with contextlib.ExitStack() as undone:
+                if self.fabric.device.type == "cpu":  # a step may be stopped after it has changed statistics
+                    changed = (*self.network.buffers(), self.step.sums)
+                    undone.enter_context(put_back(changed, self.fabric.device, after=StoppedWithin))
                 self.update(images, targets)
             self.position.batch += 1
             self._look_around(stop)
@@ -251,8 +252,8 @@ class Trainer:
             with self.fabric.autocast():
                 return call(self.network, images)
 
-        if own := self.step.objective.own:
-            return score_by_loss(self.network, loader.epoch(0), own, forward=forward)
+        if (loss := self.objective.loss) is not None:
+            return score_by_loss(self.network, loader.epoch(0), loss, forward=forward)
         data, alone = self.inputs.data, self.fabric.world_size == 1
         return score(
             self.network,
@@ -296,7 +297,6 @@ class Trainer:
             raise Interrupted(self._stop_message()) from stopped
 
     def _stop_message(self) -> str:
-        """The position of a run that was asked to stop, and how to resume it."""
         where = f"Stopped in epoch {self.position.epoch + 1}, after batch {self.position.batch}"
         if self.position.done(self.recipe.epochs):
             where = "Stopped after the last step"
@@ -335,7 +335,6 @@ class Trainer:
         self.saved = replace(self.position)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Everything that changes during training, gathered over all processes."""
         random: dict[str, Tensor] = {}
         for name, state in generator_states(self.fabric.device).items():
             random |= {f"random.{rank}.{name}": t for rank, t in enumerate(from_all(self.fabric, state))}
@@ -378,13 +377,11 @@ class Trainer:
                 split.problems.add_all(found)
 
     def update_record(self) -> None:
-        """Bring the record up to date."""
         data = self.inputs.data
         self.record.history, self.record.changes = self.position.history, self.position.changes
         self.record.data["problems"] = {"train": data.train.problems.counts, "test": data.test.problems.counts}
 
     def close(self, status: str) -> None:
-        """Write the record, with how the run ended."""
         self.update_record()
         self.record.status = status
         if self.directory and self.fabric.is_global_zero:

@@ -71,26 +71,22 @@ Loss = Callable[[Any, Any], Tensor]
 """From the network's outputs and the targets of a batch to one number."""
 
 
+@dataclasses.dataclass(frozen=True)
 class Objective:
     """The loss of a batch. Targets are class numbers, or probabilities of classes where images were mixed.
 
     With a `teacher`, a share of the loss (`distill_weight`) compares with the teacher's answers, not the labels.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        *,
-        class_weights: Tensor | None = None,
-        loss: Loss | None = None,
-        teacher: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        self.recipe, self.class_weights, self.own, self.teacher = recipe, class_weights, loss, teacher
+    recipe: Recipe
+    class_weights: Tensor | None = None
+    loss: Loss | None = None
+    teacher: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, outputs: Any, targets: Any, images: Tensor) -> tuple[Tensor, Tensor]:
         """The loss to minimise, and the part of it that is shown: without auxiliary classifiers and teacher."""
-        if self.own is not None:
-            loss = self.own(outputs, targets)
+        if self.loss is not None:
+            loss = self.loss(outputs, targets)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise LowRankError(f"a loss gives one number in a tensor for a batch, not {in_short(loss)}.")
             return loss, loss.detach()

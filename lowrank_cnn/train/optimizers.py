@@ -73,16 +73,20 @@ _CHECKPOINT_NAMES = {
 def parameter_groups(network: nn.Module, recipe: Recipe, device: torch.device) -> list[dict[str, Any]]:
     """Parameters of one weight decay and one share of the learning rate together; frozen ones are left out.
 
-    Biases of norms that learn faster have a smaller weight decay, so that each step decays all by the same amount.
+    Biases of norms may learn faster (Page, 2019). They then have a smaller weight decay, so that each step decays
+    all by the same amount.
     """
-    named, fast = dict(network.named_parameters()), norm_biases(network) if recipe.bias_rate != 1 else set()
-    factors, joins = layer_factors(named, recipe.layer_decay, whole_layers(network)), join_weights(network)
+    named = dict(network.named_parameters())
+    norms, chains = nn.modules.batchnorm._BatchNorm, FactoredConv2d | FactoredLayer
+    factors = layer_factors(named, recipe.layer_decay, whole_layers(network))
+    fast = {f"{name}.bias".lstrip(".") for name, one in network.named_modules() if isinstance(one, norms)}
+    joins = {f"{name}.join.weight".lstrip(".") for name, one in network.named_modules() if isinstance(one, chains)}
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in named.items():
         if parameter.requires_grad:
             is_weight = parameter.ndim > 1
             decay, factor = (recipe.weight_decay if is_weight else 0.0), factors[name]
-            if name in fast:
+            if name in fast and recipe.bias_rate != 1:
                 decay, factor = recipe.weight_decay / recipe.bias_rate, factor * recipe.bias_rate
             elif name in joins:
                 factor *= recipe.join_rate
@@ -100,12 +104,6 @@ def parameter_groups(network: nn.Module, recipe: Recipe, device: torch.device) -
 def is_strip(weight: Tensor) -> bool:
     """Whether these are 1xk or kx1 filters over several channels."""
     return weight.ndim > 3 and weight.shape[1] > 1 and sum(side > 1 for side in weight.shape[2:]) == 1
-
-
-def join_weights(network: nn.Module) -> set[str]:
-    """Names of the weights that mix the results of a basis."""
-    kinds = FactoredConv2d | FactoredLayer
-    return {f"{name}.join.weight".lstrip(".") for name, one in network.named_modules() if isinstance(one, kinds)}
 
 
 def layer_factors(names: Iterable[str], decay: float, whole: Collection[str] = ()) -> dict[str, float]:
@@ -193,33 +191,28 @@ def flags_restored(network: nn.Module) -> Iterator[None]:
 
 
 def _rules(groups: list[dict[str, Any]], recipe: Recipe, skip: Tensor) -> list[Any]:
+    """The rules with their states, which torch makes at the first step only."""
     if recipe.optimizer == "adamw":
-        return [_adamw(groups, recipe)]
-    if recipe.optimizer == "muon":
-        matrices = [group for group in groups if group["params"][0].ndim > 1]
-        others = [group for group in groups if group["params"][0].ndim <= 1]
-        return [Muon(matrices, recipe.momentum, skip), *([_sgd(others, recipe)] if others else [])]
-    return [_sgd(groups, recipe)]
-
-
-def _sgd(groups: list[dict[str, Any]], recipe: Recipe) -> torch.optim.SGD:
-    rule = torch.optim.SGD(groups, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=True)
-    for parameter in _parameters(groups):
-        rule.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return rule
-
-
-def _adamw(groups: list[dict[str, Any]], recipe: Recipe) -> torch.optim.AdamW:
-    # torch lets a CUDA graph record the step only if it is called capturable, which CPUs do not take.
-    on_gpu = all(parameter.is_cuda for parameter in _parameters(groups))
-    rule = torch.optim.AdamW(groups, betas=(recipe.momentum, recipe.beta2), fused=True, capturable=on_gpu)
-    for parameter in _parameters(groups):
-        rule.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
-    return rule
+        # torch lets a CUDA graph record the step only if it is called capturable, which CPUs do not take.
+        adamw = torch.optim.AdamW(
+            groups, betas=(recipe.momentum, recipe.beta2), fused=True, capturable=skip.is_cuda
+        )
+        for parameter in _parameters(groups):
+            adamw.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+        return [adamw]
+    matrices = [group for group in groups if recipe.optimizer == "muon" and group["params"][0].ndim > 1]
+    others = [group for group in groups if recipe.optimizer == "sgd" or group["params"][0].ndim <= 1]
+    rules: list[Any] = [Muon(matrices, recipe.momentum, skip)] if matrices else []
+    if others:
+        sgd = torch.optim.SGD(others, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=True)
+        for parameter in _parameters(others):
+            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        rules.append(sgd)
+    return rules
 
 
 def _parameters(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
@@ -268,18 +261,12 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return (x.T if tall else x).to(matrix.dtype)
 
 
-# For short runs: fast biases of norms (Page 2019) and Lookahead (Zhang et al. 2019), as in cifar10-airbench.
-
-
-def norm_biases(network: nn.Module) -> set[str]:
-    """Names of the biases of batch norms, which a recipe may let learn faster."""
-    kind = nn.modules.batchnorm._BatchNorm
-    return {f"{name}.bias".lstrip(".") for name, one in network.named_modules() if isinstance(one, kind)}
-
-
 @torch.no_grad()
 def look_ahead(weights: Mapping[str, Tensor], slow: Mapping[str, Tensor], decay: float) -> None:
-    """Move slow weights towards the weights, and go on from there; statistics of norms are weights too."""
+    """Move slow weights towards the weights, and go on from there: Lookahead (Zhang et al., 2019).
+
+    Statistics of norms are weights too, as in cifar10-airbench.
+    """
     names = [name for name, tensor in weights.items() if tensor.is_floating_point()]
     averages, fast = [slow[name] for name in names], [weights[name] for name in names]
     torch._foreach_lerp_(averages, fast, 1 - decay)  # pyright: ignore
@@ -299,25 +286,22 @@ def learning_rate(recipe: Recipe, iteration: int, *, per_epoch: int, drops: int 
     total = recipe.epochs * per_epoch
     rises = warmup and recipe.schedule != "triangle"  # which has its own rise
     ramp = min(1.0, (iteration + 1) / warmup) if rises else 1.0
-    return ramp * _base_rate(recipe, iteration, warmup, total) / recipe.drop_factor**drops
-
-
-def _base_rate(recipe: Recipe, iteration: int, warmup: int, total: int) -> float:
     match recipe.schedule:
         case "paper":  # g_t = g_0 / (1 + g_0 lambda t), lambda the weight decay
-            return recipe.lr / (1 + recipe.lr * recipe.weight_decay * iteration)
+            rate = recipe.lr / (1 + recipe.lr * recipe.weight_decay * iteration)
         case "poly":  # GoogLeNet's polynomial decay to zero
-            return recipe.lr * (1 - min(iteration, total) / max(total, 1)) ** recipe.power
+            rate = recipe.lr * (1 - min(iteration, total) / max(total, 1)) ** recipe.power
         case "cosine":  # half a cosine wave after the warm-up
             done, steps = max(0, iteration - warmup), total - warmup
-            return recipe.lr * (1 + math.cos(math.pi * min(done, steps) / max(steps, 1))) / 2
+            rate = recipe.lr * (1 + math.cos(math.pi * min(done, steps) / max(steps, 1))) / 2
         case "triangle" if iteration < warmup:  # up in a straight line, and down in another
-            return recipe.lr * (recipe.lr_start + (1 - recipe.lr_start) * iteration / warmup)
+            rate = recipe.lr * (recipe.lr_start + (1 - recipe.lr_start) * iteration / warmup)
         case "triangle":
             left = (total - iteration) / max(total - warmup, 1)
-            return recipe.lr * (recipe.lr_end + (1 - recipe.lr_end) * max(left, 0.0))
+            rate = recipe.lr * (recipe.lr_end + (1 - recipe.lr_end) * max(left, 0.0))
         case _:
-            return recipe.lr
+            rate = recipe.lr
+    return ramp * rate / recipe.drop_factor**drops
 
 
 @dataclass

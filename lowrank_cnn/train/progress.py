@@ -19,7 +19,7 @@ from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.progress import moves
 from lowrank_cnn.core.text import duration, printable
 from lowrank_cnn.train.run_folder import Epoch, Record
-from lowrank_cnn.train.step import Tally
+from lowrank_cnn.train.step import Tally, put_back
 
 if TYPE_CHECKING:
     from lowrank_cnn.train.loop import Trainer
@@ -32,11 +32,11 @@ _RESULT = ("top1", "top5", "loss", "macs", "params", "seconds")
 
 
 class Progress:
-    """Shows nothing and passes figures on to loggers; all processes but the first use it as it is."""
+    """Prints one line per epoch if it is `shown`, for logs and pipes, and passes figures on to loggers."""
 
-    def __init__(self) -> None:
+    def __init__(self, shown: bool) -> None:
+        self.shown = shown
         self.loggers: dict[str, Logger] = {}
-        self.epochs_done = 0
 
     def __enter__(self) -> Progress:
         return self
@@ -50,13 +50,13 @@ class Progress:
 
     def say(self, line: str) -> None:
         """Print a line that stays."""
+        if self.shown:
+            print(printable(line), flush=True)
 
     def step(self, tally: Tally, rate: float, iteration: int) -> None:
         """Show how far the run is."""
 
     def epoch(self, row: Epoch, epochs: int) -> None:
-        """Log and show a finished epoch."""
-        self.epochs_done = row.epoch
         values = {name: value for name in _SHOWN if (value := getattr(row, name)) is not None}
         self._each(lambda logger: logger.log(values, row.epoch))
         watched = "" if row.accuracy is None else f"  accuracy {row.accuracy:.2%}"
@@ -66,9 +66,8 @@ class Progress:
         )
 
     def result(self, result: Mapping[str, Any]) -> None:
-        """Log the result on the test images."""
         values = {f"test_{name}": result[name] for name in _RESULT if result.get(name) is not None}
-        self._each(lambda logger: logger.log(values, self.epochs_done))
+        self._each(lambda logger: logger.log(values, result["epochs"]))
 
     def _each(self, call: Callable[[Logger], object]) -> None:
         """Call every logger. One that fails, as when its server is gone, is dropped with a warning."""
@@ -80,18 +79,11 @@ class Progress:
                 self.say(f"Logging to {name} stopped ({first_line(error):.200}). Training continues without it.")
 
 
-class Lines(Progress):
-    """One line per epoch: for logs and pipes."""
-
-    def say(self, line: str) -> None:
-        print(printable(line), flush=True)
-
-
-class Live(Lines):
+class Live(Progress):
     """One line that moves, above it those of epochs: figures of the epoch so far and the time left."""
 
     def __init__(self, total: int, per_epoch: int, start: int, *, processes: int = 1) -> None:
-        super().__init__()
+        super().__init__(shown=True)
         self.total, self.per_epoch, self.start, self.processes = total, per_epoch, start, processes
         self.began = self.shown_at = time.monotonic()
         self.shown_images, self.width = 0.0, 0
@@ -132,20 +124,22 @@ class Live(Lines):
 
 
 @contextlib.contextmanager
-def showing(show: Progress, trainer: Trainer, names: Sequence[str]) -> Iterator[Progress]:
-    """The progress of a run, on a line that moves if there is a terminal, with these loggers."""
-    if isinstance(show, Lines) and moves(sys.stdout):
-        total, processes = trainer.recipe.epochs * trainer.per_epoch, trainer.fabric.world_size
-        show = Live(total, trainer.per_epoch, trainer.iteration, processes=processes)
-    if names and trainer.fabric.is_global_zero:
-        trainer.update_record()
-        show.epochs_done = len(trainer.record.history)
-        folder = trainer.directory and trainer.directory.path
-        for name in dict.fromkeys(names):
-            with explained(f"{option('log', name)} could not start"):  # no login, no server, no store
-                show.loggers[name] = LOGGERS[name](trainer.record, folder)
+def showing(trainer: Trainer, names: Sequence[str]) -> Iterator[None]:
+    """Show the progress of a run, on a line that moves if there is a terminal, and log it by these loggers."""
+    show = trainer.progress
+    # Importing rich draws a random number, and loggers may: a resumed run draws what it would have drawn.
+    with put_back((), trainer.fabric.device):
+        if show.shown and moves(sys.stdout):
+            total, processes = trainer.recipe.epochs * trainer.per_epoch, trainer.fabric.world_size
+            show = trainer.progress = Live(total, trainer.per_epoch, trainer.iteration, processes=processes)
+        if names and trainer.fabric.is_global_zero:
+            trainer.update_record()
+            folder = trainer.directory and trainer.directory.path
+            for name in dict.fromkeys(names):
+                with explained(f"{option('log', name)} could not start"):  # no login, no server, no store
+                    show.loggers[name] = LOGGERS[name](trainer.record, folder)
     with show:
-        yield show
+        yield
 
 
 @dataclass(frozen=True)
@@ -212,7 +206,6 @@ LOGGERS: dict[str, Callable[[Record, Path | None], Logger]] = {
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Refuse an unknown name."""
     for name in names:
         check_choice("logger", name, LOGGERS)
 

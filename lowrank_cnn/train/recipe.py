@@ -32,12 +32,10 @@ def declare(
 
 
 def within(default: Any, least: float = 0, most: float = LARGE, *, fixed: bool = False) -> Any:
-    """A number between two limits."""
     return declare(default, limits=(least, most), fixed=fixed)
 
 
 def one_of(default: str, options: Collection[str], *, fixed: bool = False) -> Any:
-    """A word out of a list."""
     return declare(default, options=options, fixed=fixed)
 
 
@@ -181,7 +179,6 @@ class Recipe(Checked):
     test_shift: int = within(0)
 
     def conflicts(self) -> Iterable[str]:
-        """What to change where fields exclude each other."""
         if (first := min(self.drop_epochs, default=1)) < 1:
             yield f"drop_epochs are numbers of epochs, 1 or more, not {first}."
         if self.nesterov and self.momentum == 0:
@@ -233,7 +230,6 @@ def differences(one: Mapping[str, object], other: Mapping[str, object]) -> dict[
 
 
 def in_words(differ: Mapping[str, tuple[object, object]]) -> str:
-    """Differences as a part of a sentence."""
     then, now = (", ".join(f"{field}={values[side]}" for field, values in differ.items()) for side in (0, 1))
     return f"{then}, not {now}"
 

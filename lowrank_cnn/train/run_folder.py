@@ -111,7 +111,6 @@ class Record:
     right: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
-        """One line: the run and its result."""
         about = f"{self.model['name']} on {self.data['name']}, recipe {self.recipe['name']}, seed {self.seed}"
         found = {key: value for key, value in self.result.items() if value is not None}
         shown = [f"top-{k} {accuracy(found[f'top{k}'], found['n'])}" for k in (1, 5) if f"top{k}" in found]
@@ -201,7 +200,6 @@ class Position:
     changes: list[dict[str, Any]] = field(default_factory=list)
 
     def done(self, epochs: int) -> bool:
-        """Whether a run of this many epochs is complete."""
         return self.stopped or self.epoch >= epochs
 
     def told(self, epochs: int) -> str:
@@ -290,7 +288,6 @@ class RunDirectory:
         return cls(path)
 
     def held(self) -> AbstractContextManager[None]:
-        """Keep every other process out of the directory while the block lasts."""
         if self.path.exists() and not self.path.is_dir():
             raise LowRankError(f"{self.path} is a file: give the name of a directory.")
         return locked(self.path)
@@ -299,63 +296,51 @@ class RunDirectory:
         return any((self.path / name).exists() for name in (RECIPE, RECORD)) or any(self.path.glob("step-*"))
 
     def check_free(self) -> None:
-        """Refuse to start a run over another."""
         if self.holds_run():
             raise LowRankError(
                 f"{self.path} already holds a run: go on with {option('resume', True)}, or choose another "
                 f"{option('out')}."
             )
 
-    def finished(self, recipe: Recipe, about: Mapping[str, Any], say: Callable[[str], None]) -> Record | None:
-        """The record of this run if it is complete; None if training has to continue.
+    def resume(
+        self, data: Data, recipe: Recipe, about: Mapping[str, Any], say: Callable[[str], None]
+    ) -> Record | Checkpoint | None:
+        """The record of this run if it is complete, else the newest whole checkpoint; None if there is none yet.
 
         Training continues if the record is damaged or of another run, or if the last checkpoint is damaged.
         """
-        if not (self.path / RECORD).exists():
-            return None
-        try:
-            record = load_record(self.path)
-            epochs = Recipe.from_dict(record.recipe).epochs
-        except LowRankError as damage:
-            say(f"{damage} The run continues from its checkpoints.")
-            return None
-        if record.status != "finished" or recipe.epochs > epochs:
-            return None
         damages: list[str] = []
-        last = self.latest(damages.append)
-        if damages:
-            return None
-        ran = record.history == last.state["position"]["history"] if last else True
-        if last and (not ran or _differing(vars(record), last.state)):
+        last, record, epochs = self.latest(damages.append), None, 0
+        if (self.path / RECORD).exists():
+            try:
+                record = load_record(self.path)
+                epochs = Recipe.from_dict(record.recipe).epochs
+            except LowRankError as damage:
+                say(f"{damage} The run continues from its checkpoints.")
+        if record and record.status == "finished" and recipe.epochs <= epochs and not damages:
+            ran = record.history == last.state["position"]["history"] if last else True
+            if ran and not (last and _differing(vars(record), last.state)):
+                check_same_run(vars(record), about)
+                differ = differences(record.recipe, recipe.to_dict())
+                fewer = f" its {counted(epochs, 'epoch')}" if differ.pop("epochs", None) else ""
+                if differ:
+                    raise LowRankError(f"the run in {self.path} has finished with {in_words(differ)}.")
+                say(f"The run in {self.path} has finished{fewer}: nothing is left to do.")
+                return record
             say(f"{self.path / RECORD} is not the record of the checkpoint beside it, which is used instead.")
-            return None
-        check_same_run(vars(record), about)
-        differ = differences(record.recipe, recipe.to_dict())
-        fewer = f" its {counted(epochs, 'epoch')}" if differ.pop("epochs", None) else ""
-        if differ:
-            raise LowRankError(f"the run in {self.path} has finished with {in_words(differ)}.")
-        say(f"The run in {self.path} has finished{fewer}: nothing is left to do.")
-        return record
-
-    def start(
-        self, data: Data, about: Mapping[str, Any], say: Callable[[str], None], *, resume: bool
-    ) -> Checkpoint | None:
-        """The newest whole checkpoint to resume from; None for a new run, which must not lie over another."""
-        if not resume:
-            self.check_free()
-            return None
-        checkpoint = self.latest(lambda damage: say(f"{damage} The one before it is used."))
-        if checkpoint:
-            check_same_run(checkpoint.state, about)
-            check_same_images(data, checkpoint, say)
-            return checkpoint
-        if _status(self.path) == "finished":  # a new run would overwrite the record
+        for damage in damages:
+            say(f"{damage} The one before it is used.")
+        if last:
+            check_same_run(last.state, about)
+            check_same_images(data, last, say)
+        elif record and record.status == "finished":  # a new run would overwrite the record
             raise LowRankError(
                 f"the run in {self.path} has finished and kept no weights to go on from: choose another "
                 f"{option('out')}."
             )
-        say(f"There is nothing to resume in {self.path} yet: the run starts anew.")
-        return None
+        else:
+            say(f"There is nothing to resume in {self.path} yet: the run starts anew.")
+        return last
 
     def begin(self, recipe: Recipe) -> None:
         """Remove leftovers of a killed process, and write the resolved recipe.
@@ -388,17 +373,12 @@ class RunDirectory:
 
     def latest(self, say: Callable[[str], None]) -> Checkpoint | None:
         """The newest intact checkpoint; `say` gets a sentence about each damaged newer one."""
-        damages: list[str] = []
-        for stem in reversed(self.stems("step")):
+        for stem in (stems := self.stems("step")[::-1]):
             try:
-                checkpoint = read_checkpoint(stem)
+                return read_checkpoint(stem)
             except DamagedCheckpointError as damage:
-                damages.append(str(damage))
-                continue
-            for damage in damages:
-                say(damage)
-            return checkpoint
-        if damages:
+                say(str(damage))
+        if stems:
             raise LowRankError(
                 f"every checkpoint in {self.path} is damaged, and none can be used: "
                 "train anew, in another directory."

@@ -84,9 +84,7 @@ class TrainingStep:
         parts, batches = self.recipe.accumulate, [(images, targets)]
         if parts > 1:  # gradients of equal parts of the batch are added up
             if not isinstance(targets, Tensor):
-                raise LowRankError(
-                    f"accumulate parts batches whose targets are one tensor: set {setting('accumulate', 1)}."
-                )
+                raise LowRankError(f"accumulate needs one tensor of targets: set {setting('accumulate', 1)}.")
             batches = zip(images.chunk(parts), targets.chunk(parts), strict=True)
         shown = torch.zeros_like(self.halted)
         for some, wanted in batches:
@@ -95,7 +93,10 @@ class TrainingStep:
             loss = loss / parts
             self.backward(loss * self.scaler.scale if self.scaler else loss)
             shown += told / parts
-            self._count(outputs, wanted, told, batch_length(some))
+            length = batch_length(some)
+            right = hits(outputs, wanted, blended=self.objective.loss is None, output=self.recipe.output)
+            correct = torch.zeros_like(told) if right is None else right.to(told.dtype)
+            self.sums[:3] += torch.stack([told * length, correct, torch.full_like(told, length)]).float()
         self._update(shown)
         self.sums[3] += 1 - self.halted
 
@@ -154,10 +155,7 @@ class TrainingStep:
             torch._foreach_mul_(gradients, 1 / self.scaler.scale)  # pyright: ignore
         norm = nn.utils.get_total_norm(gradients, foreach=True)
         bad = (~(norm + loss).isfinite()).float()
-        if self.scaler:
-            self.halted.copy_(torch.maximum(self.halted, self.scaler.update(bad)))
-        else:
-            self.halted.copy_(torch.maximum(self.halted, bad))
+        self.halted.copy_(torch.maximum(self.halted, self.scaler.update(bad) if self.scaler else bad))
         self.skipped.copy_(torch.maximum(self.halted, bad))
         if self.recipe.clip_norm:
             nn.utils.clip_grads_with_norm_(self.parameters.values(), self.recipe.clip_norm, norm, foreach=True)
@@ -174,12 +172,6 @@ class TrainingStep:
         change = torch._foreach_sub([self.weights[name] for name in names], averages)  # pyright: ignore
         torch._foreach_mul_(change, self.blend)  # pyright: ignore
         torch._foreach_add_(averages, change)  # pyright: ignore
-
-    @torch.no_grad()
-    def _count(self, outputs: Any, targets: Any, loss: Tensor, images: int) -> None:
-        right = hits(outputs, targets, blended=self.objective.own is None, output=self.recipe.output)
-        correct = torch.zeros_like(loss) if right is None else right.to(loss.dtype)
-        self.sums[:3] += torch.stack([loss * images, correct, torch.full_like(loss, images)]).float()
 
 
 class LossScale:
@@ -294,7 +286,11 @@ def fused_to_train(network: nn.Module, size: Sequence[int], say: Callable[[str],
     """
     try:
         twin = fuse(shared_copy(network).train(), say=say)
-        apart = _difference(network, twin, size)
+        with forced("off"), unchanged(network, twin):  # both by torch's operations
+            images = torch.randn(IMAGES, *size, device=next(network.parameters()).device)
+            seed = torch.seed()
+            right, ours = (_results(part.train(), images, network, seed) for part in (network, twin))
+        apart = difference(ours, right, by="norm")
     except Exception as error:  # a user's forward may fail in any way
         say(f"Layers are not fused: {first_line(error)}")
         return network
@@ -302,15 +298,6 @@ def fused_to_train(network: nn.Module, size: Sequence[int], say: Callable[[str],
         return twin.train()
     say(f"Layers are not fused: the results would differ by {apart:.1g}.")
     return network
-
-
-def _difference(network: nn.Module, twin: nn.Module, size: Sequence[int]) -> float:
-    """How far the twin's results and gradients in training are from the network's, both by torch's operations."""
-    with forced("off"), unchanged(network, twin):
-        images = torch.randn(IMAGES, *size, device=next(network.parameters()).device)
-        seed = torch.seed()
-        right, ours = (_results(part.train(), images, network, seed) for part in (network, twin))
-    return difference(ours, right, by="norm")
 
 
 def _results(run: nn.Module, images: Tensor, network: nn.Module, seed: int) -> tuple[Tensor, Tensor]:
