@@ -27,9 +27,9 @@ from lowrank_cnn.core.text import counted, first_few
 from lowrank_cnn.data import Augment, Data, Preprocess, Problems, Split, make_loader, open_data
 from lowrank_cnn.data.augment import centre_crop, resize_shorter
 from lowrank_cnn.data.decode import BadImageError, decode_image, stack, thumbnail
-from lowrank_cnn.data.folders import image_files, read_image
+from lowrank_cnn.data.folders import image_files
 from lowrank_cnn.data.own import as_dataset, for_classes, in_short, is_dataset
-from lowrank_cnn.data.store import counting
+from lowrank_cnn.data.store import counting, read_image
 from lowrank_cnn.data.streamed import frame
 from lowrank_cnn.data.types import places_by_name
 from lowrank_cnn.method.activations import evaluating
