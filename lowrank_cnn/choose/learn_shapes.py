@@ -327,8 +327,8 @@ def measure_views(
         own = taps[name].sum((1, 2))
         read = torch.zeros_like(own)  # the loss without each channel, in all layers that read it
         for reader in routes[name].readers if name in routes else ():
-            if reader.name in channels:
-                read += channels[reader.name].unflatten(0, (len(own), -1)).sum(1)
+            if reader in channels:
+                read += channels[reader].unflatten(0, (len(own), -1)).sum(1)
         whole = torch.maximum(own, read)
         measured = _TINY < float(whole.sum()) < torch.inf
         found[name] = _views(layer, taps[name], whole) if measured else views_by_weights(layer)
