@@ -85,7 +85,7 @@ def to_caller(python: str, command: str) -> str:
 
 def option(name: str, value: object = None) -> str:
     """An option for a message, with its value unless that is None: `batch_size=8`, or `--batch-size 8`."""
-    dashed = "--" + {"num_classes": "classes"}.get(name, name).replace("_", "-")
+    dashed = "--" + {"num_classes": "classes", "example_input": "example"}.get(name, name).replace("_", "-")
     if value is None:
         return to_caller(name, dashed)
     return to_caller(f"{name}={value!r}", dashed if value is True else f"{dashed} {value}")

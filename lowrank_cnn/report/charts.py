@@ -12,20 +12,12 @@ from typing import TYPE_CHECKING, Any
 from lowrank_cnn.core.numbers import ceil_div, pearson
 from lowrank_cnn.core.text import counted, percent, si
 from lowrank_cnn.paper.published import timings
-from lowrank_cnn.report.records import (
-    CPU,
-    GPU,
-    AnswerDetails,
-    Run,
-    TimedNetwork,
-    data_label,
-    pool_answers,
-    trained_label,
-)
+from lowrank_cnn.report.records import CPU, GPU, data_label, pool_answers
 from lowrank_cnn.report.results import NetworkResult, kind_of
-from lowrank_cnn.report.style import Look, Spec, filled, kind_colours, network_looks, template
+from lowrank_cnn.report.style import Spec, filled, kind_colours, network_looks, template
 
 if TYPE_CHECKING:
+    from lowrank_cnn.report.records import AnswerDetails, TimedNetwork
     from lowrank_cnn.train.find_lr import RateTest
 
 MOST_EPOCHS = 400
@@ -48,38 +40,32 @@ def training_curves(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
     for result, run in shown:
         charts.setdefault((result.data, run.recipe), {})[result.label] = kind_of(result)
     looks = {chart: network_looks(networks) for chart, networks in charts.items()}
-    return [_curve(result, run, looks[result.data, run.recipe][result.label]) for result, run in shown]
-
-
-def _curve(result: NetworkResult, run: Run, look: Look) -> dict[str, Any]:
-    step = ceil_div(len(run.history), MOST_EPOCHS)
-    kept = [*run.history[:-1:step], run.history[-1]]
-    values = {measure: [getattr(epoch, measure) for epoch in kept] for measure in MEASURES}
-    return {
-        "group": result.label,
-        "look": look,
-        "seed": run.seed,
-        "data": data_label(result.data),
-        "recipe": run.recipe,
-        "watched": run.watched,
-        "epochs": [epoch.epoch for epoch in kept],
-        "test": run.top1 if run.finished else None,
-        **values,
-    }
-
-
-def best_measure(curves: Sequence[dict[str, Any]]) -> str:
-    """Watched accuracy where some run was watched on the way; else accuracy on training images."""
-    watched = any(sum(value is not None for value in curve["accuracy"]) > 1 for curve in curves)
-    return "accuracy" if watched else "train_accuracy"
+    curves = []
+    for result, run in shown:
+        step = ceil_div(len(run.history), MOST_EPOCHS)
+        kept = [*run.history[:-1:step], run.history[-1]]
+        about = {
+            "group": result.label,
+            "look": looks[result.data, run.recipe][result.label],
+            "seed": run.seed,
+            "data": data_label(result.data),
+            "recipe": run.recipe,
+            "watched": run.watched,
+            "epochs": [epoch.epoch for epoch in kept],
+            "test": run.top1 if run.finished else None,
+        }
+        values = {measure: [getattr(epoch, measure) for epoch in kept] for measure in MEASURES}
+        curves.append(about | values)
+    return curves
 
 
 def curves_spec(title: str, curves: Sequence[dict[str, Any]]) -> Spec:
     """The specification of the curves of one data set and recipe, for a file; dots are test accuracies.
 
-    The axis is that of both: the subtitle says which images the lines and the dots are of.
+    Lines are accuracies on training images if no run was watched on the way: the subtitle says so.
     """
-    measure = best_measure(curves)
+    watched = any(sum(value is not None for value in curve["accuracy"]) > 1 for curve in curves)
+    measure = "accuracy" if watched else "train_accuracy"
     rows = [
         {"group": curve["group"], "epoch": epoch, "value": value}
         for curve in curves
@@ -104,10 +90,8 @@ def curves_spec(title: str, curves: Sequence[dict[str, Any]]) -> Spec:
     last = max((row["epoch"] for row in rows), default=1)
     late = [row["value"] for row in [*rows, *ends] if row["epoch"] >= EARLY * last]
     if late:
-        spec["layer"][1]["encoding"]["y"]["scale"]["domain"] = [
-            max(0.0, min(late) - 0.02),
-            min(1.0, max(late) + 0.02),
-        ]
+        domain = [max(0.0, min(late) - 0.02), min(1.0, max(late) + 0.02)]
+        spec["layer"][1]["encoding"]["y"]["scale"]["domain"] = domain
     return {**spec, "title": {"text": title, "subtitle": subtitle}, "datasets": {"curves": rows, "ends": ends}}
 
 
@@ -131,23 +115,23 @@ SPECS = {name: template(name) for name in ("bars", "confusion", "calibration")}
 def details_data(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
     """For every network whose runs have details: the answers of all its runs together, as complete charts.
 
-    The page fills in the colour, which depends on its theme, and the cells of a confusion matrix: they would be
-    megabytes.
+    The page fills in the colour of its theme, and the cells of a confusion matrix, which would be megabytes.
     """
-    return [_details(result) for result in results if any(run.details for run in result.scored)]
-
-
-def _details(result: NetworkResult) -> dict[str, Any]:
-    answers = pool_answers([run.details for run in result.scored if run.details])
-    return {
-        "network": result.label,
-        "trained": trained_label(result.data, result.recipe),
-        "colours": kind_colours(kind_of(result)),
-        "classes": list(answers.classes),
-        "confusion": answers.confusion.tolist(),
-        "charts": dict(_details_specs(answers)),
-        "worst": [vars(image) for image in answers.worst],
-    }
+    found = []
+    for result in results:
+        if details := [run.details for run in result.scored if run.details]:
+            answers = pool_answers(details)
+            about = {
+                "network": result.label,
+                "trained": result.trained,
+                "colours": kind_colours(kind_of(result)),
+                "classes": list(answers.classes),
+                "confusion": answers.confusion.tolist(),
+                "charts": dict(_details_specs(answers)),
+                "worst": [vars(image) for image in answers.worst],
+            }
+            found.append(about)
+    return found
 
 
 def _details_specs(answers: AnswerDetails) -> Iterator[tuple[str, Spec]]:
@@ -200,18 +184,19 @@ LAYER_COLOURS = {"MACs": "#7d8792", "CPU time": "#a94fd0", "GPU time": "#6aa121"
 def layer_charts(measured: Sequence[TimedNetwork], *, paper: bool = True) -> list[dict[str, Any]]:
     """MACs beside time as shares of their totals: the networks timed here, then the paper's own, as plain data."""
     detailed = sorted((timing for timing in measured if len(timing.layers) > 1), key=_same_layers)
-    ours = [_layers_of(list(group)) for _, group in groupby(detailed, key=_same_layers)]
-    return [*ours, _published_layers()] if paper else ours
+    charts = [_layers_of(list(group)) for _, group in groupby(detailed, key=_same_layers)]
+    if paper:
+        found = timings()
+        times = {CPU: [t.cpu_ms for t in found], GPU: [t.gpu_ms for t in found]}
+        names, macs = [t.layer for t in found], [t.macs for t in found]
+        charts.append(_chart("vgg11-gmp-lr, published", names, macs, times, "Caffe, as published"))
+    return charts
 
 
 def layers_spec(chart: dict[str, Any]) -> Spec:
-    """The specification of a chart that is written to a file."""
+    spec: Spec = filled(LAYERS_SPEC, {"{height}": chart["height"], "{series}": chart["series"]})
     title = {"text": chart["title"], "subtitle": chart["note"]}
-    return {
-        **filled(LAYERS_SPEC, {"{height}": chart["height"], "{series}": chart["series"]}),
-        "title": title,
-        "datasets": {"layers": chart["layers"]},
-    }
+    return {**spec, "title": title, "datasets": {"layers": chart["layers"]}}
 
 
 def _same_layers(timing: TimedNetwork) -> tuple[str, ...]:
@@ -244,36 +229,24 @@ def short_names(names: Sequence[str]) -> list[str]:
     return list(names)
 
 
-def _published_layers() -> dict[str, Any]:
-    found = timings()
-    times = {CPU: [t.cpu_ms for t in found], GPU: [t.gpu_ms for t in found]}
-    names, macs = [t.layer for t in found], [t.macs for t in found]
-    return _chart("vgg11-gmp-lr, published", names, macs, times, "Caffe, as published")
-
-
 def _chart(
     title: str, names: Sequence[str], macs: Sequence[int], times: dict[str, list[float]], note: str
 ) -> dict[str, Any]:
-    bars = _layer_bars("MACs", names, macs, [f"{si(value)} MACs" for value in macs])
-    for device, ms in times.items():
-        bars += _layer_bars(f"{device} time", names, ms, [f"{value:.3g} ms" for value in ms])
+    bars: list[dict[str, Any]] = []
+    series = {"MACs": macs, **{f"{device} time": ms for device, ms in times.items()}}
+    for kind, values in series.items():
+        total = sum(values)
+        for name, value in zip(names, values, strict=True):
+            cost = f"{si(value)} MACs" if kind == "MACs" else f"{value:.3g} ms"
+            told = f"{cost}, {value / total:.1%} of the total"
+            shown = {"details": [(kind, told)], "spoken": f"{name}, {kind} {told}"}
+            bars.append({"layer": name, "label": name, "series": kind, "share": value / total, **shown})
     found = {device: r for device, ms in times.items() if (r := pearson(macs, ms)) is not None}
     told = ", ".join(f"{device} r = {r:.2f}" for device, r in found.items())
-    note = f"{note}. Correlation of time with MACs over the layers: {told}" if told else note
-    shown = ["MACs", *(f"{device} time" for device in times)]
-    series = {"domain": shown, "range": [LAYER_COLOURS[name] for name in shown]}
-    height = 11 * len(bars) + 6 * len(names) + 60
-    return {"title": title, "note": note, "layers": bars, "series": series, "height": height}
-
-
-def _layer_bars(
-    name: str, layers: Sequence[str], values: Sequence[float], texts: Sequence[str]
-) -> list[dict[str, Any]]:
-    total = sum(values)
-    found = []
-    for layer, value, text in zip(layers, values, texts, strict=True):
-        shown = f"{text}, {value / total:.1%} of the total"
-        details = [(name, shown)]
-        bar = {"layer": layer, "label": layer, "series": name, "share": value / total, "details": details}
-        found.append(bar | {"spoken": f"{layer}, {name} {shown}"})
-    return found
+    return {
+        "title": title,
+        "note": f"{note}. Correlation of time with MACs over the layers: {told}" if told else note,
+        "layers": bars,
+        "series": {"domain": list(series), "range": [LAYER_COLOURS[kind] for kind in series]},
+        "height": 11 * len(bars) + 6 * len(names) + 60,
+    }

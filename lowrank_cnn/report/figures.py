@@ -1,7 +1,4 @@
-"""The figures, by name, drawn from published numbers, from records or from networks that are given.
-
-A new figure is a function of its name and options, and a row of `FIGURES`.
-"""
+"""The figures, drawn from published numbers, records or networks: a function each, and a row of `FIGURES`."""
 
 from __future__ import annotations
 
@@ -24,84 +21,55 @@ from torch.nn import functional as F
 from lowrank_cnn.core.errors import LowRankError, check_choice
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.text import TIMES, counted
-from lowrank_cnn.models.filters import (
-    dense_filters,
-    filter_shapes,
-    first_filters,
-    pixels_holding,
-    receptive_field,
-    singular_energy,
-    spatial_energy,
-)
+from lowrank_cnn.models import filters
 from lowrank_cnn.paper.published import rows
-from lowrank_cnn.report.charts import (
-    curves_spec,
-    layer_charts,
-    layers_spec,
-    short_names,
-    training_curves,
-)
+from lowrank_cnn.report.charts import curves_spec, layer_charts, layers_spec, short_names, training_curves
 from lowrank_cnn.report.records import Records, data_label
 from lowrank_cnn.report.results import comparable, gather
 from lowrank_cnn.report.style import GRID, Spec, check_format, filled, save_charts, template
 from lowrank_cnn.report.trade import AUGMENTED, TradePoint, our_point, published_point, trade_chart, trade_spec
 
 Titled = Sequence[tuple[str, nn.Module]]
-"""Networks, each with its title."""
 
 
-@dataclass(frozen=True)
-class TradeFigure:
-    """A figure of the paper: which tables it shows, which error against which cost."""
-
-    title: str
-    tables: tuple[str, ...]
-    family: tuple[str, ...]
-    error: str = "top5"
-    cost: str = "macs"
-    size: tuple[int, int] = (620, 340)
-
-
-_ILSVRC = ("vgg-ilsvrc", "googlenet-ilsvrc", "big-picture", "big-picture-augmented")
-_BIG: dict[str, Any] = {"family": ("vgg11", "googlenet"), "size": (900, 560)}
-"""Room for the labels of twenty networks."""
-TRADE_FIGURES = {
-    "vgg": TradeFigure("VGG-11 on ILSVRC", ("vgg-ilsvrc",), ("vgg11",)),
-    "places": TradeFigure("VGG-11 on Places", ("vgg-places",), ("vgg11",)),
-    "googlenet": TradeFigure("GoogLeNet on ILSVRC", ("googlenet-ilsvrc",), ("googlenet",)),
-    "nin": TradeFigure("Network-in-Network on CIFAR-10", ("nin-cifar10",), ("nin",), error="top1"),
-    "big-picture-macs": TradeFigure("Networks on ILSVRC: compute of all crops", _ILSVRC, **_BIG),
-    "big-picture-params": TradeFigure("Networks on ILSVRC: size", _ILSVRC, **_BIG, cost="params"),
-}
-
-
-def trade_figure(figure: TradeFigure, *, records: Records | None) -> list[Spec]:
-    """The published points with ours on the same data, then a chart for each other data set of ours."""
-    published = [published_point(row) for row in rows() if row.table in figure.tables]
+def trade_figure(
+    title: str,
+    tables: tuple[str, ...],
+    family: tuple[str, ...],
+    *,
+    records: Records | None,
+    error: str = "top5",
+    cost: str = "macs",
+    size: tuple[int, int] = (620, 340),
+) -> list[Spec]:
+    """The published points of tables with ours on the same data, then a chart for each other data set of ours."""
+    published = [published_point(row) for row in rows() if row.table in tables]
     home = published[0].data
-    ours = _ours(figure, records)
+    ours = _ours(family, error, records)
     charts = {home: [*published, *ours.pop(home, [])]} | ours
     specs = []
     for data, points in charts.items():
-        shown = _told_apart([p for p in points if figure.error in p.values and figure.cost in p.values])
-        title = figure.title if data == home else f"The same networks trained here on {data}"
-        spec = trade_spec(trade_chart(shown, figure.cost, figure.error, error=True))
-        specs.append({**spec, "title": title, "width": figure.size[0], "height": figure.size[1]})
+        shown = _told_apart([p for p in points if error in p.values and cost in p.values])
+        about = title if data == home else f"The same networks trained here on {data}"
+        spec = trade_spec(trade_chart(shown, cost, error, error=True))
+        specs.append({**spec, "title": about, "width": size[0], "height": size[1]})
     return specs
 
 
 def _told_apart(points: Sequence[TradePoint]) -> list[TradePoint]:
     """Published points of one name: those with more augmentation say so."""
     names = Counter(point.label for point in points)
-    twice = [p.kind == AUGMENTED and names[p.label] > 1 for p in points]
-    return [replace(p, label=f"{p.label}, augmented") if t else p for p, t in zip(points, twice, strict=True)]
+    return [
+        replace(p, label=f"{p.label}, augmented") if p.kind == AUGMENTED and names[p.label] > 1 else p
+        for p in points
+    ]
 
 
-def _ours(figure: TradeFigure, records: Records | None) -> dict[str, list[TradePoint]]:
-    """Our networks of the figure's family, by data set; where several recipes trained them, labels name theirs."""
+def _ours(family: tuple[str, ...], error: str, records: Records | None) -> dict[str, list[TradePoint]]:
+    """Our networks of a family, by data set; where several recipes trained them, labels name theirs."""
     found: dict[str, list[TradePoint]] = defaultdict(list)
     for result in comparable(gather(records)) if records else []:
-        if result.network.name.startswith(figure.family) and getattr(result, figure.error) is not None:
+        if result.network.name.startswith(family) and getattr(result, error) is not None:
             found[data_label(result.data)].append(our_point(result))
     for data, points in found.items():
         if len({point.protocol for point in points}) > 1:
@@ -112,7 +80,6 @@ def _ours(figure: TradeFigure, records: Records | None) -> dict[str, list[TradeP
 
 
 def curves_figure(*, records: Records | None) -> list[Spec]:
-    """A chart for each data set and recipe."""
     if records is None:
         raise LowRankError("the figure curves is of runs: give their folder (--runs runs).")
     curves = training_curves(gather(records))
@@ -123,7 +90,6 @@ def curves_figure(*, records: Records | None) -> list[Spec]:
 
 
 def timings_figure(*, records: Records | None) -> list[Spec]:
-    """The paper's layer timings, then those of the records."""
     charts = layer_charts(records.timings if records else [])
     if records is not None and len(charts) == 1:
         raise LowRankError(
@@ -134,27 +100,25 @@ def timings_figure(*, records: Records | None) -> list[Spec]:
 
 
 SHAPE_COLOURS = {
-    "columns": ("#009e73", "#00664b", "#7fcfb9"),
-    "rows": ("#e69f00", "#a85a00", "#f3d080"),
-    "points": ("#9a9fa6",),
-    "squares": ("#0072b2", "#003f63", "#7fb8d8"),
+    (True, False): ("#009e73", "#00664b", "#7fcfb9"),
+    (False, True): ("#e69f00", "#a85a00", "#f3d080"),
+    (False, False): ("#9a9fa6",),
+    (True, True): ("#0072b2", "#003f63", "#7fb8d8"),
 }
-"""Columns (kx1) green, rows (1xk) orange, points (1x1) grey and all others blue, from the smallest up."""
+"""By tall and wide: columns (kx1) green, rows (1xk) orange, points (1x1) grey, others blue, the smallest first."""
 
 
 def shapes_figure(*, networks: Titled) -> list[Spec]:
-    """The shapes of a network's filters, layer by layer: of a run that learned them, say."""
     return [shapes_spec(f"Filters of {label}", network) for label, network in networks]
 
 
 def shapes_spec(title: str, network: nn.Module) -> Spec:
     """A bar for each layer and shape, with its share of the layer's filters."""
-    layers, bars = filter_shapes(network), []
+    layers, bars = filters.filter_shapes(network), []
     for layer, label in zip(layers, short_names([layer.layer for layer in layers]), strict=True):
         for place, (shape, n) in enumerate(layer.filters):
-            spoken = f"{label}: {n} of {layer.dense} filters are {shape}"
-            bars.append({"layer": label, "shape": shape, "share": n / layer.dense, "place": place})
-            bars[-1]["spoken"] = spoken
+            bar = {"layer": label, "shape": shape, "share": n / layer.dense, "place": place}
+            bars.append(bar | {"spoken": f"{label}: {n} of {layer.dense} filters are {shape}"})
     colours = shape_colours({bar["shape"] for bar in bars})
     scale = {"domain": list(colours), "range": list(colours.values())}
     spec = filled(template("shapes"), {"{height}": 22 * len(layers), "{scale}": scale})
@@ -167,16 +131,11 @@ def shape_colours(shapes: Iterable[str]) -> dict[str, str]:
     >>> shape_colours(["1x1", "3x1", "5x1"])
     {'3x1': '#009e73', '5x1': '#00664b', '1x1': '#9a9fa6'}
     """
-    kinds: dict[str, list[str]] = {kind: [] for kind in SHAPE_COLOURS}
-    for height, width in sorted(tuple(map(int, shape.split("x"))) for shape in shapes):
-        tall, wide = height > 1, width > 1
-        kind = "squares" if tall and wide else "columns" if tall else "rows" if wide else "points"
-        kinds[kind].append(f"{height}x{width}")
-    return {
-        shape: SHAPE_COLOURS[kind][place % len(SHAPE_COLOURS[kind])]
-        for kind, found in kinds.items()
-        for place, shape in enumerate(found)
-    }
+    sides, colours = sorted(tuple(map(int, shape.split("x"))) for shape in shapes), {}
+    for kind, hues in SHAPE_COLOURS.items():
+        alike = [f"{height}x{width}" for height, width in sides if (height > 1, width > 1) == kind]
+        colours |= {shape: hues[place % len(hues)] for place, shape in enumerate(alike)}
+    return colours
 
 
 FINE = 1000
@@ -188,14 +147,13 @@ VIRIDIS = ("#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a
 def picture(pixels: Tensor, width: float, x: Spec | None = None, y: Spec | None = None) -> Spec:
     """A panel that shows an RGB image [height, width, 3] with values from 0 to 1; x and y are Vega-Lite axes."""
     down, across = pixels.shape[:2]
-    image = {"type": "image", "url": _png(pixels), "width": width, "height": width * down / across, "aria": False}
+    size = {"width": width, "height": width * down / across}
+    mark = {"type": "image", "url": _png(pixels), **size, "aria": False, "align": "left", "baseline": "top"}
     sides = {
         axis: {"datum": 0, "type": "quantitative", "scale": {"domain": [0, side], "nice": False}, "axis": shown}
         for axis, side, shown in (("x", across, x), ("y", down, y))
     }
     sides["y"]["scale"]["reverse"] = True
-    mark = {**image, "align": "left", "baseline": "top"}
-    size = {"width": width, "height": image["height"]}
     return {**size, "data": {"values": [{}]}, "mark": mark, "encoding": sides}
 
 
@@ -219,7 +177,6 @@ def _rgb(colours: Sequence[str]) -> Tensor:
 
 
 def _shaded(values: Tensor, colours: Sequence[str]) -> Tensor:
-    """Values from 0 to 1 as shades between these colours."""
     place = values.clamp(0, 1) * (len(colours) - 1)
     below = place.long().clamp_max(len(colours) - 2)
     table = _rgb(colours)
@@ -236,15 +193,11 @@ WIDTH = 660
 def filters_figure(*, networks: Titled) -> list[Spec]:
     """A mosaic per group of the first conv, and one of the filters that the join makes of them."""
     [(label, network)] = networks
-    banks, panels = first_filters(network), []
+    banks, panels = filters.first_filters(network), []
     for letter, (kind, weight) in zip("abcdef", banks, strict=False):
         shown, some = min(len(weight), MOST_FILTERS), counted(len(weight), "filter")
-        title = {
-            "text": f"({letter}) {kind}",
-            "subtitle": some if shown == len(weight) else f"{shown} of {some}",
-            "fontSize": 12,
-            "fontWeight": "normal",
-        }
+        told = some if shown == len(weight) else f"{shown} of {some}"
+        title = {"text": f"({letter}) {kind}", "subtitle": told, "fontSize": 12, "fontWeight": "normal"}
         panels.append(picture(mosaic(weight[:shown]), min(400, WIDTH / len(banks))) | {"title": title})
     return [{"title": {"text": f"First layer of {label}", "offset": 16}, "hconcat": panels, "spacing": 24}]
 
@@ -275,20 +228,20 @@ CYCLE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 def spectra_figure(*, networks: Titled) -> list[Spec]:
     """Left, in space: how much of a k x k kernel one column times one row holds. Right, over the channels."""
     [(label, network)] = networks
-    found = dense_filters(network)
+    found = filters.dense_filters(network)
     layers = dict(zip(short_names(list(found)), found.values(), strict=True))
     random = {name: torch.randn(w.shape, generator=torch.Generator().manual_seed(0)) for name, w in layers.items()}
     space = [
         {"layer": name, "rank": RANKS[min(rank, 5)], "place": rank, "share": share}
         for name, weight in layers.items()
-        for rank, share in enumerate(spatial_energy(weight).tolist())
+        for rank, share in enumerate(filters.spatial_energy(weight).tolist())
     ]
-    chance = [{"layer": name, "share": float(spatial_energy(weight)[0])} for name, weight in random.items()]
+    chance = [{"layer": name, "share": float(filters.spatial_energy(w)[0])} for name, w in random.items()]
     held = [
         {"layer": name, "filters": kind, "kept": n / len(energy), "energy": share}
         for kind, weights in (("", layers), ("random filters", random))
         for name, weight in weights.items()
-        for energy in [singular_energy(weight).tolist()]
+        for energy in [filters.singular_energy(weight).tolist()]
         for n, share in enumerate(energy, 1)
     ]
     names, ranks = list(layers), RANKS[: max(row["place"] for row in space) + 1]
@@ -315,7 +268,6 @@ TAPS = {
     3: CYCLE[:3],
     9: (CYCLE[0], "#7d8792", CYCLE[5], CYCLE[4], CYCLE[1], "#8c564b", CYCLE[2], "#6a4fb3", CYCLE[3]),
 }
-"""The colours of the weights of a filter."""
 _BARE = {"grid": False, "labels": False, "ticks": False, "domain": False}
 
 
@@ -369,8 +321,8 @@ def receptive_field_figure(*, networks: Titled, seed: int) -> list[Spec]:
     panels = []
     scale = filled(template("gradient"), {"{colours}": CIVIDIS})  # invisible points, for the legend that they have
     for label, network in networks:
-        field = receptive_field(network, seed=seed)
-        held = f"{pixels_holding(SHARE, field):,} of {field.numel():,} pixels hold {SHARE:.0%}"
+        field = filters.receptive_field(network, seed=seed)
+        held = f"{filters.pixels_holding(SHARE, field):,} of {field.numel():,} pixels hold {SHARE:.0%}"
         axes = [{"title": title, "grid": False, "tickCount": 4} for title in ("pixels across", "pixels down")]
         axes[1]["title"] = None if panels else "pixels down"
         # The square root lifts the faint rim, where the twins differ.
@@ -382,10 +334,10 @@ def receptive_field_figure(*, networks: Titled, seed: int) -> list[Spec]:
 
 @dataclass(frozen=True)
 class FigureKind:
-    """A figure: its subject, and the function that draws it.
+    """A figure: its subject, the function that draws it, and whether that takes records.
 
-    `network` is the network that the command draws by default, if the figure is of a network; `twin` says whether
-    it puts the dense twin beside it. `runs` says whether the figure takes records.
+    `network` is the one that the command draws by default, if the figure is of a network; with `twin`, beside its
+    dense twin.
     """
 
     shows: str
@@ -399,11 +351,23 @@ class FigureKind:
         return "runs" if self.runs else "model, pretrained, into" if self.network else ""
 
 
+def _trade(title: str, tables: tuple[str, ...], *family: str, **options: Any) -> FigureKind:
+    drawn = partial(trade_figure, title, tables, family, **options)
+    return FigureKind(f"{title}, error against cost", drawn, runs=True)
+
+
+_ILSVRC = ("vgg-ilsvrc", "googlenet-ilsvrc", "big-picture", "big-picture-augmented")
+_BIG: Any = {"size": (900, 560)}
+TRADE_FIGURES = {
+    "vgg": _trade("VGG-11 on ILSVRC", ("vgg-ilsvrc",), "vgg11"),
+    "places": _trade("VGG-11 on Places", ("vgg-places",), "vgg11"),
+    "googlenet": _trade("GoogLeNet on ILSVRC", ("googlenet-ilsvrc",), "googlenet"),
+    "nin": _trade("Network-in-Network on CIFAR-10", ("nin-cifar10",), "nin", error="top1"),
+    "big-picture-macs": _trade("Networks on ILSVRC: compute of all crops", _ILSVRC, "vgg11", "googlenet", **_BIG),
+    "big-picture-params": _trade("Networks on ILSVRC: size", _ILSVRC, "vgg11", "googlenet", **_BIG, cost="params"),
+}
 FIGURES = {
-    **{
-        name: FigureKind(f"{figure.title}, error against cost", partial(trade_figure, figure), runs=True)
-        for name, figure in TRADE_FIGURES.items()
-    },
+    **TRADE_FIGURES,
     "timings": FigureKind("MACs beside time, layer by layer", timings_figure, runs=True),
     "curves": FigureKind("accuracy by epoch, every network of a recipe", curves_figure, runs=True),
     "shapes": FigureKind(
