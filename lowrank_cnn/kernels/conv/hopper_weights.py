@@ -206,13 +206,8 @@ def launch_weights_hopper(
         GRAD_LAYOUT=shared_layout((tile.pixels, tile.filters), g),
         ACC=accumulator(tile.filters, (tile.warps, 1)), num_warps=tile.warps,
     )  # fmt: skip
-    return _unpacked(dw, problem)
-
-
-def _unpacked(dw: Tensor, problem: Problem) -> list[Tensor]:
-    """The groups' [filters, channels, height, width], from [height, width, channels, filters] in turn."""
     parts = dw.split([problem.channels * rows for rows in problem.rows])
     return [
-        part.view(group.height, group.width, problem.channels, group.filters).permute(3, 2, 0, 1)
-        for part, group in zip(parts, problem.groups, strict=True)
+        part.view(height, width, channels, filters).permute(3, 2, 0, 1)
+        for part, (filters, channels, height, width) in zip(parts, problem.shapes, strict=True)
     ]
