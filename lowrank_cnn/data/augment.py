@@ -50,10 +50,7 @@ class Augment:
         return self.crop, self.crop
 
     def for_any_size(self) -> Augment:
-        """The same for images that differ in size, which must be scaled before they are cropped.
-
-        Without `resize` their shorter side becomes 8/7 of the crop, which is 256 for 224.
-        """
+        """The same for images that differ in size: without `resize` their shorter side becomes 8/7 of the crop."""
         if self.resize is not None:
             return self
         if self.crop is None:
@@ -66,10 +63,7 @@ class Augment:
 
 @dataclass(frozen=True)
 class ByteScale:
-    """How images that are held as bytes become what the network sees: less the mean, over the deviation.
-
-    The outer `pad` pixels of each image are padding and become zero.
-    """
+    """From images held as bytes to what the network sees: (bytes - mean) / std, 0 in the outer `pad` pixels."""
 
     mean: Tensor
     std: Tensor
@@ -236,13 +230,9 @@ class PixelAugment:
                 pixels = OPERATIONS[name](pixels, send_to_device(strength, device))
         if self.auto != "none":
             pixels = _automatic(pixels, self.auto, draw)
-        varied = (pixels - mean) / std
-        return varied.to(images.dtype).contiguous(memory_format=_layout(images))
-
-
-def _layout(images: Tensor) -> torch.memory_format:
-    last = images.is_contiguous(memory_format=torch.channels_last)
-    return torch.channels_last if last else torch.contiguous_format
+        last = images.is_contiguous(memory_format=torch.channels_last)
+        layout = torch.channels_last if last else torch.contiguous_format
+        return ((pixels - mean) / std).to(images.dtype).contiguous(memory_format=layout)
 
 
 def _automatic(pixels: Tensor, kind: str, draw: torch.Generator) -> Tensor:
@@ -305,10 +295,6 @@ def _posterize(pixels: Tensor, s: Tensor) -> Tensor:
     return (pixels * 255 / (256 / levels)).floor() * (256 / levels) / 255
 
 
-def _solarize(pixels: Tensor, s: Tensor) -> Tensor:
-    return torch.where(pixels >= (1 - s.abs())[:, None, None, None], 1 - pixels, pixels)
-
-
 def _autocontrast(pixels: Tensor, _: Tensor) -> Tensor:
     low, high = pixels.amin((2, 3), keepdim=True), pixels.amax((2, 3), keepdim=True)
     return torch.where(high > low, (pixels - low) / (high - low).clamp_min(1e-6), pixels)
@@ -343,7 +329,7 @@ OPERATIONS: dict[str, Operation] = {
     "saturation": lambda pixels, s: _blend(_grey(pixels).expand_as(pixels), pixels, s),
     "sharpness": _sharpness,
     "posterize": _posterize,
-    "solarize": _solarize,
+    "solarize": lambda pixels, s: torch.where(pixels >= (1 - s.abs())[:, None, None, None], 1 - pixels, pixels),
     "autocontrast": _autocontrast,
     "equalize": _equalize,
 }
@@ -366,20 +352,16 @@ class Mixer:
         draw = generator("mix", self.seed, epoch, batch, self.rank)
         order = send_to_device(torch.randperm(len(images), generator=draw), images.device)
         use_cutmix = self.cutmix > 0 and (self.mixup == 0 or float(torch.rand((), generator=draw)) < 0.5)
-        share = _beta(self.cutmix if use_cutmix else self.mixup, draw)
+        alpha = self.cutmix if use_cutmix else self.mixup
+        numpy = require("numpy", extra="train", purpose="mixing images")  # torch's Beta takes no generator
+        seed = int(torch.randint(2**31, (), generator=draw))
+        share = float(numpy.random.default_rng(seed).beta(alpha, alpha))
         if use_cutmix:
             images, share = _pasted(images, order, share, draw)
         else:
             images = torch.lerp(images[order], images, share)
         targets = functional.one_hot(labels, self.classes).float()
         return images, torch.lerp(targets[order], targets, share)
-
-
-def _beta(alpha: float, draw: torch.Generator) -> float:
-    """A share drawn from Beta(alpha, alpha) by NumPy, since torch's own distribution takes no generator."""
-    numpy = require("numpy", extra="train", purpose="mixing images")
-    seed = int(torch.randint(2**31, (), generator=draw))
-    return float(numpy.random.default_rng(seed).beta(alpha, alpha))
 
 
 def _pasted(images: Tensor, order: Tensor, share: float, draw: torch.Generator) -> tuple[Tensor, float]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,15 +44,26 @@ def image_header(data: bytes) -> tuple[tuple[int, int], bool]:
 def decode_image(data: bytes, *, channels: int, at_least: int | None = None) -> Image:
     """Decode an image as grey (one channel) or RGB (three). A JPEG may come out smaller, down to `at_least`."""
     image = open_image(data)
-    try:
+    with _bad_image():
         if at_least is not None:
             image.draft(None, (at_least, at_least))
         image.load()
-        return _convert(_upright(image), channels)
+        if orientation(image) != 1:
+            image = require("PIL.ImageOps", extra="data", purpose="turning images").exif_transpose(image)
+        return _convert(image, channels)
+
+
+@contextmanager
+def _bad_image() -> Iterator[None]:
+    """Any error of a decoder as `BadImageError`: OSError, SyntaxError, struct.error, zlib.error and more."""
+    try:
+        yield
     except MemoryError:
         raise
-    except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, zlib.error and more
-        raise BadImageError(_reason(error)) from error
+    except Exception as error:
+        text = first_line(error)
+        text = "not a known image format" if text.startswith("cannot identify") else text
+        raise BadImageError(text) from error
 
 
 def scale_shorter(image: Image, side: int) -> Image:
@@ -99,21 +111,16 @@ def _resized(image: Image, width: int, height: int, box: tuple[float, float, flo
 
 def stack(pixels: Sequence[bytes], height: int, width: int, channels: int) -> Tensor:
     """The bytes of images of one size as uint8 [n, H, W, C]."""
-    if not pixels:
-        return torch.empty(0, height, width, channels, dtype=torch.uint8)
     joined = bytearray().join(pixels)
-    return torch.frombuffer(joined, dtype=torch.uint8).view(-1, height, width, channels)
+    flat = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+    return flat.view(len(pixels), height, width, channels)
 
 
 def open_image(data: bytes) -> Image:
     """An image of which only the header is read; a named reason where that fails."""
     pillow = _pillow()
-    try:
+    with _bad_image():
         image = pillow.open(io.BytesIO(data), formats=_FORMATS)
-    except MemoryError:
-        raise
-    except Exception as error:  # unknown format, broken header, decompression bomb
-        raise BadImageError(_reason(error)) from error
     if pillow.MAX_IMAGE_PIXELS and image.width * image.height > pillow.MAX_IMAGE_PIXELS:
         raise BadImageError(f"{image.width}x{image.height} pixels are too many")
     return image
@@ -132,12 +139,6 @@ def orientation(image: Image) -> int:
     return found if found in range(1, 9) else 1
 
 
-def _upright(image: Image) -> Image:
-    if orientation(image) == 1:
-        return image
-    return require("PIL.ImageOps", extra="data", purpose="turning images").exif_transpose(image)
-
-
 def _convert(image: Image, channels: int) -> Image:
     mode = "L" if channels == 1 else "RGB"
     if image.mode == "F":
@@ -147,11 +148,6 @@ def _convert(image: Image, channels: int) -> Image:
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image if image.mode == mode else image.convert(mode)
-
-
-def _reason(error: Exception) -> str:
-    text = first_line(error)
-    return "not a known image format" if text.startswith("cannot identify") else text
 
 
 @dataclass(frozen=True)
@@ -171,11 +167,7 @@ class Framing:
 
     @property
     def at_least(self) -> int:
-        """How far a decoder may scale the image down.
-
-        An image that comes to `size` first is decoded for that, as sets that are held in memory are: both show the
-        same pixels, also where `resize` is larger.
-        """
+        """How far a decoder may scale the image down: to `size` first, which shows what sets in memory show."""
         return max(self.size) if self.size else self.resize or 0
 
     def __call__(self, image: Image, draws: list[float] | None) -> Image:
@@ -202,31 +194,19 @@ class Framing:
         return int(draws[0] * (top + 2 * pad + 1)) - pad, int(draws[1] * (left + 2 * pad + 1)) - pad
 
 
-def frame_image(data: bytes, framing: Framing, channels: int, draws: list[float] | None) -> bytes:
-    """The window of an encoded image as bytes [h, w, C]; only the part that it shows is scaled."""
-    return framing(decode_image(data, channels=channels, at_least=framing.at_least), draws).tobytes()
-
-
 SIDE = 96
 _QUALITY = 80
 
 
 def thumbnail(pixels: Tensor | None) -> str | None:
-    """An image as a JPEG of at most 96 pixels in a data URI.
-
-    None without pixels, without Pillow, and of images that are neither grey nor RGB.
-
-    >>> import torch
-    >>> thumbnail(torch.zeros(3, 8, 8, dtype=torch.uint8))[:23]
-    'data:image/jpeg;base64,'
-    """
+    """An image as a JPEG of at most 96 pixels in a data URI; None without Pillow, and if it is not grey or RGB."""
     if pixels is None or pixels.shape[0] not in (1, 3):
         return None
     try:
         pillow = _pillow()
     except MissingExtra:
         return None
-    rows = pixels.permute(1, 2, 0).squeeze(2) if pixels.shape[0] == 1 else pixels.permute(1, 2, 0)
+    rows = pixels.permute(1, 2, 0).squeeze(2)
     image, written = pillow.fromarray(rows.contiguous().cpu().numpy()), io.BytesIO()
     image.thumbnail((SIDE, SIDE))
     image.save(written, "JPEG", quality=_QUALITY)

@@ -5,7 +5,7 @@ Volumes [C, D, H, W] come this way, too: those in bytes are standardized, all el
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -27,25 +27,26 @@ from torch.utils.data import (
 )
 
 from lowrank_cnn.core.errors import LowRankError, setting
-from lowrank_cnn.core.text import counted
 from lowrank_cnn.data.augment import send_to_device
 from lowrank_cnn.data.resident import MOST_PREPARED_BYTES, Loader
+from lowrank_cnn.data.streamed import loaded
 from lowrank_cnn.data.types import (
     Data,
     Problems,
     Size,
+    Split,
+    check_class_numbers,
     check_labels,
     evenly_spaced,
     fingerprint_of_parts,
     generator,
 )
-from lowrank_cnn.data.workers import loaded
 
 _SAMPLED, _SAMPLED_VOLUMES = 8, 1024
 
 
 @dataclass(frozen=True, eq=False)
-class DatasetSplit:
+class DatasetSplit(Split):
     """A Dataset whose items are (input, target), batched as its DataLoader would, or by torch's default.
 
     An input is a tensor; or a tuple or dictionary of them, for networks that take several.
@@ -113,13 +114,9 @@ class DatasetSplit:
         return torch.zeros(len(self), dtype=torch.int64) if found is None else found
 
     def for_classes(self, classes: int) -> DatasetSplit:
-        """The same for cross-entropy, which takes images as floats and a class number each.
-
-        The first item is checked here, and the class numbers of a batch when it is read. A collation of the user's
-        own may make such batches of other items.
-        """
+        """The same for cross-entropy: the first item is checked here, class numbers when a batch is read."""
         found, size = replace(self, classes=classes), self.size
-        if self.collate is None:
+        if self.collate is None:  # a collation of the user's own may make such batches of other items
             image, target = self.dataset[0]
             if size and (kind := torch.as_tensor(image).dtype) != torch.float32 and not self.in_bytes:
                 raise LowRankError(
@@ -145,25 +142,14 @@ class DatasetSplit:
         if len(shape) != 1 or targets.is_floating_point():
             raise LowRankError(f"the targets of a batch are class numbers [n], not {in_short(targets)}.")
         numbers = targets.long()
-        for wrong in numbers[(numbers < 0) | (numbers >= self.classes)][:1].tolist():
-            raise LowRankError(
-                f"the data set has an image of class number {wrong}, and {counted(self.classes, 'class')}, "
-                f"numbered from 0 to {self.classes - 1}."
-            )
+        check_class_numbers(numbers, self.classes, "the data set has an image")
         return numbers
 
     @property
     def fingerprint(self) -> str:
-        """From the class, the length, and a few items."""
+        """From the class, the length, and a few items: reading all takes long, and they may change at random."""
         some = [repr(_summary(self.dataset[index])) for index in evenly_spaced(len(self), _SAMPLED)]
         return fingerprint_of_parts("dataset", type(self.dataset).__name__, str(len(self)), *some)
-
-    def contents(self) -> dict[str, Tensor]:
-        """Nothing: reading all items takes long, and the user's code may change them at random."""
-        return {}
-
-    def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
-        return [], 0
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
@@ -178,9 +164,6 @@ class DatasetSplit:
 
     def describe(self, index: int) -> str:
         return f"item {index}"
-
-    def picture(self, index: int) -> None:
-        return None
 
     def pixels(self) -> Iterator[Tensor]:
         if not self.in_bytes:
@@ -205,16 +188,12 @@ class DatasetLoader(Loader):
         super().__post_init__()
         if self.split.own_loader is not None:
             self._batches = len(self.split.own_loader)
-        self._bytes, self._held = self.split.in_bytes, self._hold()
-
-    def _hold(self) -> tuple[Tensor, Tensor] | None:
-        """The inputs, channels last, and targets of a TensorDataset on the device; None of another data set."""
+        self._bytes, self._held = self.split.in_bytes, None
         usual = self.split.collate is None and self.split.own_loader is None
         tensors = held_tensors(self.split.dataset) if usual else None
-        if tensors is None or sum(tensor.nbytes for tensor in tensors) > MOST_PREPARED_BYTES:
-            return None
-        inputs, targets = tensors[0], self.split.class_numbers(tensors[1], train=self.train)
-        return _channels_last(inputs).to(self._device), targets.to(self._device)
+        if tensors is not None and sum(tensor.nbytes for tensor in tensors) <= MOST_PREPARED_BYTES:
+            targets = self.split.class_numbers(tensors[1], train=self.train)
+            self._held = _channels_last(tensors[0]).to(self._device), targets.to(self._device)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Any]]:
         def move(value: Any) -> Any:
@@ -227,36 +206,29 @@ class DatasetLoader(Loader):
 
         if self._held is not None:
             inputs, targets = self._held
-            for rows in send_to_device(self._order(epoch), self._device).split(self.batch_size)[start : len(self)]:
+            n, draw = len(self.split), generator("dataset", self.seed, epoch)
+            torch.empty((), dtype=torch.int64).random_(generator=draw)  # as a DataLoader, for its workers
+            order = torch.randperm(n, generator=draw) if self.train else torch.arange(n)
+            for rows in send_to_device(order, self._device).split(self.batch_size)[start : len(self)]:
                 yield prepared(inputs[rows].movedim(-1, 1)), targets[rows]
             return
-        for batch in islice(loaded(self._loader(epoch)), start, None):
+        loader = self.split.own_loader
+        if loader is None:
+            loader = DataLoader(
+                self.split.dataset,
+                batch_size=self.batch_size,
+                shuffle=self.train,
+                drop_last=self.train,
+                collate_fn=self.split.collate or stacked,
+                num_workers=self.workers or self.split.workers,
+                pin_memory=self._device.type == "cuda",
+                generator=generator("dataset", self.seed, epoch),
+            )
+        for batch in islice(loaded(loader), start, None):
             if not isinstance(batch, tuple | list) or len(batch) != 2:
                 raise LowRankError(f"a batch of a DataLoader is (images, targets), not {in_short(batch)}.")
             images = prepared(tree_map(move, batch[0]))
             yield images, tree_map(move, self.split.class_numbers(batch[1], train=self.train))
-
-    def _order(self, epoch: int) -> Tensor:
-        """The order of an epoch, as that of `_loader`, which draws the seed of its workers first."""
-        if not self.train:
-            return torch.arange(len(self.split))
-        draw = generator("dataset", self.seed, epoch)
-        torch.empty((), dtype=torch.int64).random_(generator=draw)
-        return torch.randperm(len(self.split), generator=draw)
-
-    def _loader(self, epoch: int) -> DataLoader:
-        if self.split.own_loader is not None:
-            return self.split.own_loader
-        return DataLoader(
-            self.split.dataset,
-            batch_size=self.batch_size,
-            shuffle=self.train,
-            drop_last=self.train,
-            collate_fn=self.split.collate or stacked,
-            num_workers=self.workers or self.split.workers,
-            pin_memory=self._device.type == "cuda",
-            generator=generator("dataset", self.seed, epoch),
-        )
 
 
 def stacked(items: list[Any]) -> Any:
@@ -346,10 +318,7 @@ def named_classes(dataset: Dataset) -> Sequence[Any]:
 
 
 def data_of(train: Any, test: Any) -> Data:
-    """A `Data` of the user's Datasets or DataLoaders; where there is none to test on, the training one is used.
-
-    Class names are those that the data set has (`classes`), if any.
-    """
+    """A `Data` of the user's Datasets or DataLoaders; where there is none to test on, the training one is used."""
     to_train, to_test = _split(train), _tested(train if test is None else test)
     details = {"prepared_by": "user", **({"tested_on": "training images"} if test is None else {})}
     names = tuple(map(str, named_classes(to_train.dataset)))
@@ -402,21 +371,15 @@ def _split(part: Any) -> DatasetSplit:
 
 
 def _tested(part: Any) -> DatasetSplit:
-    """The split to test on: each item that a sampler of the user's own gives, once, in the order of the data set.
-
-    Weights say how often an item is drawn to train on, and not that it is tested on more than once.
-    """
+    """The split to test on: each item that the user's sampler gives, once, in the order of the data set."""
     split = _split(part)
     if (loader := split.own_loader) is None:
         return split
-    if isinstance(loader.sampler, WeightedRandomSampler):
+    if isinstance(loader.sampler, WeightedRandomSampler):  # weights say how often to train on an item
         chosen = loader.sampler.weights.nonzero()[:, 0].tolist()
     else:
         with torch.random.fork_rng(devices=[]):  # a sampler may never end: its length is that of an epoch
-            batches: Any = loader.batch_sampler if loader.batch_size is None else [_one_epoch(loader.sampler)]
-            chosen = sorted({int(index) for batch in _one_epoch(batches) for index in batch})
+            single: Any = loader.sampler
+            batches: Any = loader.batch_sampler if loader.batch_size is None else [islice(single, len(single))]
+            chosen = sorted({int(index) for batch in islice(batches, len(batches)) for index in batch})
     return replace(split, dataset=Subset(split.dataset, chosen), own_loader=None)
-
-
-def _one_epoch(sampler: Any) -> Iterator[Any]:
-    return islice(sampler, len(sampler))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -15,35 +16,39 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.core.errors import LowRankError, option
+from lowrank_cnn.core.files import open_regular, read_regular
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.data.decode import BadImageError, decode_image, image_header
 from lowrank_cnn.data.types import (
     Problems,
     digest_of,
-    file_state,
-    fingerprint_of_files,
-    fingerprint_of_subset,
+    evenly_spaced,
+    fingerprint_of_parts,
+    hash_of,
     places_by_name,
 )
 
 NO_LABEL = torch.iinfo(torch.int64).min
 UNKNOWN_CLASS = NO_LABEL + 1
 """The label of an image whose class is counted as a problem already."""
-WRONG_LABEL = "wrong label"
-MOST_WRONG = 10**5
-"""More wrong labels than this mean a wrong column, and naming each would take more memory than the images."""
 Item = TypeVar("Item")
+_LARGEST_FILE = 2**29
+MOST_SIZES = 2**16
+"""File sizes are read for this many files at most: each costs a request to a network file system."""
+SAMPLED_FILES = 64
+_PIECE = 2**14
 _SAMPLED_HEADERS = 64
 _RUN = 8
 
 
 @dataclass
-class ImageStore(ABC):
-    """Numbered rows of encoded images below one folder, with their labels (NO_LABEL if a row has none).
+class ImageStore:
+    """Image files below one folder, each a numbered row with its label (NO_LABEL if it has none).
 
-    It remembers a stamp of each file and a digest of each image that was read, 8 bytes each: a run notices if an
-    image changes while it is in use, or before the run is resumed.
+    Another store (`ParquetStore`) has many rows in a file. A store remembers a stamp of each file and a digest of
+    each image that was read, 8 bytes each: a run notices if an image changes while it is in use, or before the run
+    is resumed.
     """
 
     root: Path
@@ -51,50 +56,32 @@ class ImageStore(ABC):
     """The files that hold the images."""
     labels: Tensor
 
-    @abstractmethod
     def read(self, row: int) -> bytes:
         """The bytes of an image file; raises `BadImageError` if they cannot be read."""
+        try:
+            return read_image(self.paths[row])
+        except OSError as error:
+            raise BadImageError(error.strerror or "unreadable") from error
 
-    @abstractmethod
     def file_of(self, row: int) -> int:
         """The place in `paths` of the file that holds a row."""
+        return row
 
-    @abstractmethod
     def where(self, row: int) -> str:
         """A name by which the user finds the row."""
+        return os.path.relpath(self.paths[row], self.root.parent)
 
-    @abstractmethod
     def shuffled(self, draw: torch.Generator) -> Tensor:
         """All rows in a random order that is still cheap to read."""
+        return torch.randperm(len(self.paths), generator=draw)
 
-    def keep(self, places: int, rows: int) -> None:  # noqa: B027  files that are read one by one need none of it
+    def keep(self, places: int, rows: int) -> None:
         """Announce that rows will be read at this many places, each mixing this many neighbours."""
 
     def fingerprint(self, rows: Tensor) -> str:
         """The identity of some rows, with their labels, without decoding any."""
         whole = fingerprint_of_files(self.root, self.paths)
-        return fingerprint_of_subset(whole, torch.stack([rows, self.labels[rows]]))
-
-    def shuffled_rows(self, rows: Tensor, draw: torch.Generator) -> Tensor:
-        """Some rows in a random order that is cheap to read."""
-        wanted = torch.zeros(len(self.labels), dtype=torch.bool)
-        wanted[rows] = True
-        order = self.shuffled(draw)
-        return order[wanted[order]]
-
-    def labelled_rows(self, classes: int, problems: Problems) -> Tensor:
-        """The rows whose label names a class; the others are counted as problems."""
-        right = (self.labels >= 0) & (self.labels < classes)
-        wrong = (~right & (self.labels != UNKNOWN_CLASS)).nonzero()[:, 0]
-        if len(wrong) > MOST_WRONG:
-            raise LowRankError(
-                f"{len(wrong):,} of {counted(len(right), 'label')}, {self.where(int(wrong[0]))} first, are none "
-                f"of the {counted(classes, 'class')}: is this the column of labels?"
-            )
-        for row in wrong.tolist():
-            label = int(self.labels[row])
-            problems.add(WRONG_LABEL, f"{self.where(row)}: {'none' if label == NO_LABEL else label}")
-        return right.nonzero()[:, 0]
+        return fingerprint_of_parts("subset", whole, hash_of(torch.stack([rows, self.labels[rows]])))
 
     def with_classes(self, theirs: Sequence[str], ours: Sequence[str], problems: Problems) -> ImageStore:
         """The store with labels that are places among our classes; classes that we do not have are a problem."""
@@ -110,17 +97,12 @@ class ImageStore(ABC):
         """The size of each image of a sample, and whether it is grey, without those that cannot be read."""
         headers = []
         for index in sample_rows(len(rows), _SAMPLED_HEADERS).tolist():
-            try:
+            with suppress(BadImageError):
                 headers.append(image_header(self.read(int(rows[index]))))
-            except BadImageError:
-                continue
         return headers
 
     def first_readable(self, rows: Tensor, which: str) -> tuple[tuple[int, int], bool]:
-        """The header of the first of these images that can be decoded; refuses rows of which none can.
-
-        `which` says in that sentence which images these are: "of photos", "to train on".
-        """
+        """The header of the first of these images that can be decoded; `which` names them where none can."""
         first = ""
         for row in rows.tolist():
             try:
@@ -133,8 +115,8 @@ class ImageStore(ABC):
 
     @cached_property
     def stamps(self) -> Tensor:
-        """The size and time of each file as one number, as they are when they are first asked for."""
-        return torch.tensor([_stamp(path) for path in self.paths], dtype=torch.int64)
+        """The size and time of each file, as first seen, as one number that is the same in every process."""
+        return torch.tensor([hash(file_state(path)) for path in self.paths], dtype=torch.int64)
 
     @cached_property
     def digests(self) -> Tensor:
@@ -149,7 +131,7 @@ class ImageStore(ABC):
         """Read an image; `fresh` gets its digest if it is read first, or its file was written since."""
         data, file = self.read(row), self.file_of(row)
         # The stamp is that after reading: with one before, new contents could pass for old ones.
-        if not self.digests[row] or _stamp(self.paths[file]) != self.stamps[file]:
+        if not self.digests[row] or hash(file_state(self.paths[file])) != self.stamps[file]:
             fresh[row] = digest_of(data)
         return data
 
@@ -164,20 +146,14 @@ class ImageStore(ABC):
             self.digests[row] = digest or self.digests[row]
 
     def changed(self, rows: Tensor, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
-        """The images that have other contents than before, and how many cannot be compared.
-
-        Only images whose files have another size or time are compared, by their digests.
-        """
+        """The images of written files that have other contents than before, and how many cannot be compared."""
         digests = before["digests"].tolist()
         if before["stamps"].shape != self.stamps.shape or len(digests) != len(self.digests):
             return ["some images"], 0
         written = (before["stamps"] != self.stamps).tolist()
         suspects = [row for row in rows.tolist() if written[self.file_of(row)]] if any(written) else []
-        changed = []
-        what = "Comparing images that were written since"
-        for row in counting(suspects, what, len(suspects), lambda _: 1):
-            if digests[row] and self._digest(row) != digests[row]:
-                changed.append(self.where(row))
+        compared = counting(suspects, "Comparing images that were written since", len(suspects))
+        changed = [self.where(row) for row in compared if digests[row] and self._digest(row) != digests[row]]
         self.digests.copy_(torch.where(self.digests == 0, before["digests"], self.digests))
         return changed, sum(not digests[row] for row in suspects)
 
@@ -188,8 +164,44 @@ class ImageStore(ABC):
             return 0
 
 
-def _stamp(path: str | Path) -> int:
-    return hash(file_state(path))  # of whole numbers, so it is the same in every process
+def read_image(path: str | Path) -> bytes:
+    """The content of an image file; `OSError` for anything but a regular file of bounded size."""
+    return read_regular(path, most=_LARGEST_FILE)
+
+
+def fingerprint_of_files(root: Path, files: Sequence[str | Path]) -> str:
+    """From the names below `root`, the sizes, and pieces of some of the files: cheap on a million files.
+
+    A copy of a set in another place, with other dates, has the same fingerprint. As content is only sampled, a
+    resumed run compares digests of the images as well (`ImageStore.changed`).
+    """
+    names = [os.path.relpath(file, root) for file in files]
+    sizes = [file_state(files[index])[0] for index in evenly_spaced(len(files), MOST_SIZES)]
+    pieces = [_pieces(files[index]) for index in evenly_spaced(len(files), SAMPLED_FILES)]
+    return fingerprint_of_parts("files", "\0".join(names), str(sizes), *pieces)
+
+
+def file_state(path: str | Path) -> tuple[int, int]:
+    """The file's size and time of change; -1 if it cannot be read, which decoding reports."""
+    try:
+        found = os.stat(path)  # noqa: PTH116  a Path for each of a million files takes longer than the look
+    except OSError:
+        return -1, -1
+    return found.st_size, found.st_mtime_ns
+
+
+def _pieces(path: str | Path) -> str:
+    """A digest of the beginning, the middle and the end of a file."""
+    hashed = hashlib.sha256()
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            for start in (0, size // 2, max(0, size - _PIECE)):
+                file.seek(start)
+                hashed.update(file.read(_PIECE))
+    except OSError:
+        return "unreadable"
+    return hashed.hexdigest()
 
 
 def sample_rows(n: int, most: int) -> Tensor:
@@ -200,14 +212,9 @@ def sample_rows(n: int, most: int) -> Tensor:
     return (torch.arange(runs)[:, None] * n // runs + torch.arange(_RUN)).flatten()
 
 
-def no_problems() -> dict[str, Problems]:
-    """Counts of problems for both splits."""
-    return {"train": Problems(), "test": Problems()}
-
-
 @dataclass(frozen=True)
 class LabelledImages:
-    """The images of a source before they become splits; None for a split that it lacks.
+    """The images of a source before they become splits: stores and problems of "train", "test" or both.
 
     `tested` names the split to test on (test, val, ...), and then others that could be; `unlabelled` those whose
     images have no class folders.
@@ -215,18 +222,16 @@ class LabelledImages:
 
     name: str
     classes: tuple[str, ...]
-    train: ImageStore | None
-    test: ImageStore | None = None
+    stores: Mapping[str, ImageStore]
+    problems: dict[str, Problems]
     tested: tuple[str, ...] = ()
     unlabelled: tuple[str, ...] = ()
-    problems: dict[str, Problems] = field(default_factory=no_problems)
 
 
-def counting(items: Iterable[Item], what: str, total: int, images: Callable[[Item], int]) -> Iterator[Item]:
-    """The items, and beside them the number of images done on the line of `core.progress`.
-
-    `images` is the number of them in an item. No line is shown if `what` is empty.
-    """
+def counting(
+    items: Iterable[Item], what: str, total: int, images: Callable[[Item], int] = lambda _: 1
+) -> Iterator[Item]:
+    """The items, and beside them a line of `core.progress` with the images done, unless `what` is empty."""
     done, said = 0, 0.0
     with progress(what) if what else nullcontext():
         for item in items:

@@ -146,10 +146,8 @@ def in_blocks(model: nn.Module, *inputs: Any) -> tuple[fx.GraphModule, list[Bloc
         if not isinstance(captured.root.get_submodule(pattern.name), nn.Conv1d)  # which has one way to run
     ]
     blocks = [pattern_block(captured, pattern) for pattern in patterns]
-    made = dict(zip([pattern.name for pattern in patterns], blocks, strict=True))
-    network = rewritten(
-        captured, patterns, lambda p: BlockAsGiven(made[p.name].layer, made[p.name].epilogue).eval()
-    )
+    made = [BlockAsGiven(block.layer, block.epilogue).eval() for block in blocks]
+    network = rewritten(captured, dict(zip(patterns, made, strict=True)))
     return network.eval(), blocks, captured
 
 
@@ -270,17 +268,15 @@ def groups_apart(model: nn.Module) -> nn.Module:
         captured = capture(copy_with(model)).complete()
     except CaptureError:
         return model
-    made: dict[str, nn.Module] = {}
-    patterns = []
+    made: dict[Pattern, nn.Module] = {}
     for pattern in find_patterns(captured):
         block = pattern_block(captured, pattern)
         stages = [_apart(layer) for layer in _stages(block.layer)]
         if any(len(convs) > 1 for convs in stages):
             *front, last = stages
             before: list[nn.Module] = [GroupsApart(convs, Epilogue()) for convs in front]
-            made[pattern.name] = Staged(before, GroupsApart(last, block.epilogue)).eval()
-            patterns.append(pattern)
-    return rewritten(captured, patterns, lambda pattern: made[pattern.name]).eval() if patterns else model
+            made[pattern] = Staged(before, GroupsApart(last, block.epilogue)).eval()
+    return rewritten(captured, made).eval() if made else model
 
 
 def _apart(layer: nn.Module) -> list[nn.Module]:

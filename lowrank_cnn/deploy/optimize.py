@@ -40,7 +40,7 @@ from lowrank_cnn.deploy.plan import (
     open_times,
     plan,
 )
-from lowrank_cnn.graph.bands import splits_as_composites
+from lowrank_cnn.graph.bands import split_as_composite
 from lowrank_cnn.graph.capture import layer_kind
 from lowrank_cnn.graph.examples import Example, by_position, in_order
 from lowrank_cnn.graph.fuse import shared_copy
@@ -353,7 +353,7 @@ class FormSearch:
 
     def _folded(self, *, chains: bool) -> nn.Module:
         # On a GPU the kernels run a split as one layer, which also takes the batch norm after it.
-        model = splits_as_composites(shared_copy(self.model)) if self.on_gpu else self.model
+        model = shared_copy(self.model, split_as_composite) if self.on_gpu else self.model
         return merge(model, chains=chains, example_input=self.inputs)
 
     def _on_cpu(self) -> Iterator[Form]:

@@ -31,7 +31,7 @@ from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.search import Search
 from lowrank_cnn.core.text import si, text_table
 from lowrank_cnn.deploy.blocks import CANDIDATES, Block, BlockAsGiven, Candidate, as_network, fused, in_blocks
-from lowrank_cnn.graph.bands import with_bands
+from lowrank_cnn.graph.bands import fused_bands
 from lowrank_cnn.graph.capture import CaptureError
 from lowrank_cnn.graph.examples import ByKeyword, Example, by_position, check_runs
 from lowrank_cnn.graph.fuse import fuse_neighbours, shared_copy
@@ -366,7 +366,7 @@ def apply_ways(model: nn.Module, inputs: tuple[Any, ...], *, ways: Mapping[str, 
 
 def fuse_blocks(model: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
     """The network with GPU kernels for every block, depthwise conv, pool and response norm that they support."""
-    network, blocks, captured = in_blocks(with_bands(shared_copy(model)), *inputs)
+    network, blocks, captured = in_blocks(shared_copy(model, fused_bands), *inputs)
     for block in blocks:
         if (way := fused(block)) is not None:
             network.set_submodule(block.name, way.eval())
