@@ -12,6 +12,7 @@ import shlex
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class NetworkId:
     base: str | None = None
     thin: bool = False
 
-    @property
+    @cached_property
     def ours(self) -> bool:
         """Whether the name identifies the network; others are named after their class, which many share."""
         return self.name in list_models()
