@@ -499,11 +499,6 @@ def data_label(name: str) -> str:
     return _NAMES.get(re.sub(r"[^a-z0-9]", "", name.rpartition("/")[2].lower()), name)
 
 
-def trained_label(data: str, recipe: str) -> str:
-    """A data set and the recipe trained on it, once where both have one name (`digits`)."""
-    return ", ".join(dict.fromkeys(filter(None, (data_label(data), recipe))))
-
-
 def data_name(data: Fields) -> str:
     """A data set is called by its folder, which may be any; CIFAR-10 is known by its classes and their images."""
     name, sizes = data.text("name") or "unnamed data", (data.whole("train"), data.whole("test"))
