@@ -101,7 +101,7 @@ class RateTry:
 
 @dataclass
 class DesignRow:
-    """A design: what it costs, what it takes, and its runs. `failed` are the seeds whose loss was not finite."""
+    """A design: its costs, its time and its runs. `failed` are the seeds whose loss was not finite."""
 
     design: dict[str, Any]
     macs: int
@@ -160,7 +160,6 @@ class Frontier:
 
     @property
     def title(self) -> str:
-        """The network, its width where it is not the family's own, the images, and who taught."""
         width, teacher = self.about["network"]["base"], self.about["teacher"]
         wide = f" (width {width:g})" if width != 1 else ""
         taught = f", taught by {teacher}" if teacher else ""
@@ -197,7 +196,6 @@ class Frontier:
             )
 
     def save(self) -> None:
-        """Write the record with its checksum, in one move."""
         values = {
             "kind": KIND,
             "schema": SCHEMA,
@@ -343,9 +341,7 @@ def about_runs(
 
 def shared_settings(about: dict[str, Any]) -> dict[str, Any]:
     """The settings of all runs by name, with defaults for recipe fields that are newer than the record."""
-    whole = {
-        **{key: about.get(key) for key in (*ABOUT, "target")},
-        "recipe": {**json.loads(json.dumps(Recipe().to_dict())), **(about["recipe"] or {})},
-    }
+    whole = {key: about.get(key) for key in (*ABOUT, "target")}
+    whole["recipe"] = Recipe().to_dict() | about["recipe"]
     nested = {key: value if isinstance(value, dict) else {"": value} for key, value in whole.items()}
     return {f"{key} {name}".strip(): value for key, fields in nested.items() for name, value in fields.items()}
