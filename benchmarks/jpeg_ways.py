@@ -14,7 +14,7 @@ import torch
 
 from lowrank_cnn.data import open_data
 from lowrank_cnn.data.augment import scaled
-from lowrank_cnn.data.decode import Framing, crop_at, decode_image, frame_image, scale_shorter
+from lowrank_cnn.data.decode import Framing, crop_at, decode_image, scale_shorter
 
 WIDTH, HEIGHT, TILE, QUALITY = 500, 375, 64, 90
 FRAMING = Framing((224, 224), None, 256, 0, True, (0, 0, 0))
@@ -75,7 +75,7 @@ def ways() -> Iterator[tuple[str, Decoder]]:
     yield "torch, whole image scaled", whole_by_torch
     if cv2 := found("cv2"):
         yield "OpenCV, not antialiased", partial(scaled_by_opencv, cv2)
-    yield "chosen here", lambda data: frame_image(data, FRAMING, 3, DRAWS)
+    yield "chosen here", window_by_pillow
 
 
 def whole_then_crop(data: bytes) -> bytes:

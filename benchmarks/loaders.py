@@ -147,7 +147,7 @@ def training_step(arguments: argparse.Namespace) -> tuple[Step, float]:
     images = images.to(torch.bfloat16 if on_gpu else torch.float32, memory_format=torch.channels_last)
     labels = torch.arange(arguments.batch, device=device) % CLASSES
     step.prepare(1e-4, 0)
-    update, _ = build_update(step, images, labels, graphs=on_gpu)
+    update = build_update(step, images, labels, graphs=on_gpu)
     return update, alone_rate(update, images, labels, arguments.seconds)
 
 

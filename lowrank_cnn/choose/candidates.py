@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -237,23 +237,34 @@ class Builder:
     """Builds the designs of one network for images of one size.
 
     `make` gives the dense network with fresh weights, by torch's generator as it stands. `kept` names the layers
-    that have one width in all designs. `on_meta`: `make` works on the meta device, where counting is fast.
+    that have one width in all designs.
     """
 
     make: Callable[[], nn.Module]
     size: tuple[int, ...]
     kept: tuple[str, ...] = ()
-    on_meta: bool = False
 
     @classmethod
     def of_family(cls, family: Family, size: tuple[int, ...], *more: Any, **options: Any) -> Builder:
         """The builder of a family; the arguments are those of `family_network`."""
-        make = partial(family_network, family, size, *more, **options)
-        return cls(make, size, family.kept, on_meta=not is_foreign(family.network))
+        return cls(partial(family_network, family, size, *more, **options), size, family.kept)
 
     def __call__(self, design: Design) -> nn.Module:
         """The network with fresh weights, by torch's generator as it stands."""
-        network = dense = self.make()
+        return self._designed(self.make(), design)
+
+    def count(self, design: Design) -> Count:
+        """The cost for one image, as the network runs once it is trained."""
+        return count(self._designed(copy_with(self._blank), design), self.size)
+
+    @cached_property
+    def _blank(self) -> nn.Module:
+        """The dense network without values: a search counts dozens of designs."""
+        with torch.random.fork_rng():
+            return self.make().to("meta")
+
+    def _designed(self, dense: nn.Module, design: Design) -> nn.Module:
+        network = dense
         if design.width != 1 or design.last != 1 or design.layers:
             own = dict.fromkeys(self.kept, 1.0)
             if design.last != 1:
@@ -272,11 +283,6 @@ class Builder:
         elif network is not dense:
             begin_alike(network, dense)
         return network
-
-    def count(self, design: Design) -> Count:
-        """The cost for one image, as the network runs once it is trained."""
-        with torch.device("meta") if self.on_meta else contextlib.nullcontext():
-            return count(self(design), self.size)
 
     def _where(self, network: nn.Module, where: str) -> Sequence[str] | None:
         """The convs that a scheme is for; never the layer that whitens patches, which is not trained."""

@@ -51,8 +51,13 @@ STEPS = 400
 MOST_MINUTES = 60
 PLANNED = 0.9
 """The share of the budget that is planned for training; timing and what was not foreseen have the rest."""
-NEAR = 0.1
-"""How near the MACs of a thin network in 32s of filters come to those wanted, as a share."""
+NEAR, UNEVEN = 0.1, 1.5
+"""How near the MACs of a thin network in 16s or 32s of filters come to those wanted, as a share, and by which
+factor a layer may have more or fewer filters than in 8s."""
+MOST_WIDTHS = 4
+"""The widths at which a thin network is timed to find that of a low-rank one's time."""
+NEAR_LATE = 0.8
+"""The share of that time which is near enough once timing has had its share of the budget."""
 TIMING = 0.015
 """The share of the budget in which the fastest form of one network is searched."""
 MOST_TIMING = 1 / 3
@@ -262,35 +267,46 @@ class Comparing(TimedDesigns):
     def _thin_of(self, macs: float) -> tuple[Design, float]:
         """The dense network that is made thin, and its width of so many MACs.
 
-        A GPU runs other numbers of filters no faster than the next 32, which narrow layers cannot be divided by.
+        A GPU runs other numbers of filters no faster than the next 32. Narrow layers that cannot be divided so
+        would lose their balance with the others: then filters come in 16s or 8s.
         """
-        found: list[tuple[Design, float]] = []
-        for multiple in (32, 8) if self.target.gpu else (8,):
-            thin = replace(DENSE, multiple=multiple)
-            found.append((thin, min(1.0, width_of_macs(self.builder, thin, macs))))
-            if abs(self.builder.count(at_width(*found[-1])).macs / macs - 1) <= NEAR:
-                break
-        return found[-1]
+        kinds = [replace(DENSE, multiple=multiple) for multiple in ((8, 16, 32) if self.target.gpu else (8,))]
+        fair, *coarser = [(kind, min(1.0, width_of_macs(self.builder, kind, macs))) for kind in kinds]
+        usual = self.builder.count(at_width(*fair))
+        for found in reversed(coarser):
+            count = self.builder.count(at_width(*found))
+            filters = [
+                (ours.output[0], theirs.output[0]) for ours, theirs in zip(count.layers, usual.layers, strict=True)
+            ]
+            alike = all(max(pair) <= UNEVEN * min(pair) for pair in filters)
+            if alike and all(abs(count.macs / other - 1) <= NEAR for other in (macs, usual.macs)):
+                return found
+        return fair
 
     def _add_thin(self, row: DesignRow) -> None:
-        """The thin network that takes the time of a low-rank one, or that of its MACs where that takes longer."""
-        thin, width = self._thin_of(row.macs)
-        times: dict[float, float] = {}
+        """The widest thin network that is as fast as a low-rank one; that of its MACs where this takes longer."""
+        thin, least = self._thin_of(row.macs)
+        width, times, before = least, {1.0: 1.0}, set(self.rows)
+        timed = {self.rows[DENSE.name].macs}  # widths that differ may give the same network
+        kept: Design | None = None
         assert row.timing is not None
-        for _ in range(3):
-            if width >= 1:
-                return  # the dense network is its rival
-            design = at_width(thin, width, f"time of {row.name}")
+        wanted = row.timing.ratio
+        while len(times) <= (2 if self._late else MOST_WIDTHS):
+            design: Design | None = at_width(thin, width, f"time of {row.name}")
+            if (macs := self.builder.count(design).macs) in timed:
+                return
+            timed.add(macs)
             timing = self.add(design)
             assert timing is not None
             times[width] = timing.ratio
-            if abs(timing.ratio / row.timing.ratio - 1) <= 1 - SAME_TIME or self._late:
-                return
-            last, width = width, min(1.0, width_of_time({1.0: 1.0, **times}, row.timing.ratio))
-            if width == last or width in times:
-                return
-            if len(times) < 3:
+            in_time, near = SAME_TIME * timing.ratio <= wanted, NEAR_LATE if self._late else SAME_TIME
+            if kept is None or (in_time and width > kept.width):
+                kept, design = design, kept
+            if design is not None and design.name not in before:
                 self._drop(design)
+            if timing.ratio >= near * wanted and (in_time or width == least):
+                return
+            width = max(least, min(1.0, width_of_time(times, wanted)))
 
     # The runs.
 

@@ -182,9 +182,9 @@ def _where(
     items = [tuple(map(int, p.split("x"))) if re.fullmatch(r"\d+x\d+", p) else p for p in patterns or []]
     found = lr.stages(network, size) if numbers else ()
     for number in numbers or []:
-        if not 1 <= number <= len(found):
+        if found and not 1 <= number <= len(found):
             raise LowRankError(
                 f"the network has {counted(len(found), 'stage')}, counted from 1; there is no stage {number}."
             )
-        items += found[number - 1]
-    return items or None
+        items += found[number - 1] if found else ()  # without any stage, `convert` says why nothing is left
+    return items if patterns or numbers else None

@@ -47,7 +47,7 @@ def data_command(
         check_sheet(sheet, overwrite=overwrite)
     found = lr.inspect_data(images, **vars(reading), progress=not as_json)
     if sheet is not None:
-        write_contact_sheet(found.data, sheet, overwrite=overwrite)
+        write_contact_sheet(found.data, sheet)
     recipe = defaults_for(found.train.images)
     if as_json:
         training = {name: getattr(recipe, name) for name in ("batch_size", "epochs", "lr")}

@@ -18,7 +18,6 @@ import torch
 from lowrank_cnn.core.errors import check_number
 
 Key = TypeVar("Key", bound=Hashable)
-TimedCall = Callable[[], object]
 _FEWEST = 3
 _MOST_REPEATS = 10**6
 _STEADY = 1.5
@@ -47,7 +46,7 @@ class Sample:
 
 
 def measure(
-    runs: Mapping[Key, TimedCall],
+    runs: Mapping[Key, Callable[[], object]],
     *,
     repeats: int = 15,
     budget: float = 20.0,
@@ -80,7 +79,9 @@ def measure(
             time.sleep(rest)
             for _ in range(warm):
                 run()
-            times[name].append(_clock(run, cuda))
+            start = _mark(cuda)
+            run()
+            times[name].append(_between(start, _mark(cuda)))
     quartiles = {name: quantiles(taken, n=4) if len(taken) > 1 else 3 * taken for name, taken in times.items()}
     return {
         name: Sample(of(times[name]), low, high, len(times[name])) for name, (low, _, high) in quartiles.items()
@@ -162,12 +163,6 @@ class Marks:
         """The time of each name since the last call."""
         marks, self.marks = self.marks, defaultdict(list)
         return {name: sum(map(_between, found[::2], found[1::2])) for name, found in marks.items()}
-
-
-def _clock(run: TimedCall, cuda: bool) -> float:
-    start = _mark(cuda)
-    run()
-    return _between(start, _mark(cuda))
 
 
 def _mark(cuda: bool) -> Any:

@@ -32,11 +32,7 @@ from lowrank_cnn.core.errors import LostDeviceError, first_line
 
 
 def flattened(result: Any) -> tuple[list[Any], Any]:
-    """The values in a result, and its structure, which is equal for results of the same classes and lengths.
-
-    >>> flattened({"maps": [1, 2], "logits": 3})[0]
-    [1, 2, 3]
-    """
+    """The values in a result, and its structure, which is equal for results of the same classes and lengths."""
     values: list[Any] = []
     inner = []
     leaves, structure = tree_flatten(result)

@@ -89,12 +89,8 @@ def to_caller(python: str, command: str) -> str:
 
 
 def option(name: str, value: object = None) -> str:
-    """An option for a message, with its value unless that is None: `batch_size=8`, or `--batch-size 8`.
-
-    >>> option("resume", True), option("out")
-    ('resume=True', 'out')
-    """
-    dashed = "--" + {"num_classes": "classes"}.get(name, name).replace("_", "-")
+    """An option for a message, with its value unless that is None: `batch_size=8`, or `--batch-size 8`."""
+    dashed = "--" + {"num_classes": "classes", "example_input": "example"}.get(name, name).replace("_", "-")
     if value is None:
         return to_caller(name, dashed)
     return to_caller(f"{name}={value!r}", dashed if value is True else f"{dashed} {value}")
@@ -149,14 +145,8 @@ def _installed_from() -> str:
 
 
 def check_type(name: str, value: object, *kinds: type) -> None:
-    """Refuse a value of another type. None counts as a type, and True does not count as an int.
-
-    >>> check_type("stride", "two", int)
-    Traceback (most recent call last):
-    lowrank_cnn.core.errors.LowRankError: stride must be of type int, not 'two'.
-    """
-    right = isinstance(value, kinds) and (not isinstance(value, bool) or bool in kinds)
-    if not right:
+    """Refuse a value of another type. None counts as a type, and True does not count as an int."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
         raise LowRankError(f"{name} must be of type {wanted}, not {value!r:.60}.")
 
@@ -187,12 +177,7 @@ def check_number(
 
 
 def check_choice(name: str, value: object, known: Iterable[str]) -> None:
-    """Refuse a value that is not one of the known ones. Of more than four, the nearest are named.
-
-    >>> check_choice("bad", "ignore", ("skip", "refuse"))
-    Traceback (most recent call last):
-    lowrank_cnn.core.errors.LowRankError: bad must be skip or refuse, not 'ignore'.
-    """
+    """Refuse a value that is not one of the known ones. Of more than four, the nearest are named."""
     known = tuple(known)
     if isinstance(value, str) and value in known:
         return
@@ -202,12 +187,7 @@ def check_choice(name: str, value: object, known: Iterable[str]) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Refuse a path without a file. A file that cannot be read is refused by its reader.
-
-    >>> check_file(Path("absent.onnx"))
-    Traceback (most recent call last):
-    lowrank_cnn.core.errors.LowRankError: there is no file absent.onnx.
-    """
+    """Refuse a path without a file. A file that cannot be read is refused by its reader."""
     if not path.is_file():
         raise LowRankError(f"there is no file {path}.")
 

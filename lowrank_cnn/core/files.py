@@ -275,11 +275,7 @@ class BrokenSealError(LowRankError):
 
 
 def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with their checksum, which does not depend on the order of keys or on spaces in the file.
-
-    >>> sealed({"top1": 0.9})["sha256"][:8]
-    '8a0ed2d5'
-    """
+    """The values with their checksum, which does not depend on the order of keys or on spaces in the file."""
     values = json.loads(json.dumps(values))  # as they will be read: keys become text
     return {**values, SEAL: _checksum(values)}
 
@@ -290,11 +286,6 @@ def unsealed(values: Mapping[str, Any]) -> dict[str, Any]:
     if SEAL in values and values[SEAL] != _checksum(content):
         raise BrokenSealError("its checksum is not the one that was written")
     return content
-
-
-def is_sealed(values: Mapping[str, Any]) -> bool:
-    """Whether the values have a checksum; older files have none."""
-    return SEAL in values
 
 
 def _checksum(values: Mapping[str, Any]) -> str:

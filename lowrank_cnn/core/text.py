@@ -21,11 +21,7 @@ def si(number: float, digits: int = 3) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun, which takes an s or es unless the number is 1.
-
-    >>> counted(1, "image"), counted(1200, "image"), counted(2, "class")
-    ('1 image', '1,200 images', '2 classes')
-    """
+    """A number with its noun, which takes an s or es unless the number is 1: `1 image`, `2 classes`."""
     ending = "es" if noun.endswith(("s", "x", "sh", "tch")) else "s"
     return f"{number:,} {noun}{ending * (number != 1)}"
 
@@ -62,9 +58,6 @@ def printable(text: str) -> str:
 
     Escape sequences in a class name or a file name could rewrite the screen, and marks of the direction of writing
     could reorder it. Half of a surrogate pair cannot be printed at all.
-
-    >>> printable("cat\x1b[2J")
-    'cat\\x1b[2J'
     """
     return _HARMFUL.sub(lambda one: one[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
 
@@ -102,9 +95,5 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def p_value(p: float) -> str:
-    """A p-value with four digits. It is never exactly zero.
-
-    >>> p_value(0.0040), p_value(1e-5)
-    ('0.0040', '< 0.0001')
-    """
+    """A p-value with four digits. It is never exactly zero."""
     return f"{p:.4f}" if p >= 1e-4 else "< 0.0001"

@@ -236,13 +236,9 @@ class PixelAugment:
                 pixels = OPERATIONS[name](pixels, send_to_device(strength, device))
         if self.auto != "none":
             pixels = _automatic(pixels, self.auto, draw)
-        varied = (pixels - mean) / std
-        return varied.to(images.dtype).contiguous(memory_format=_layout(images))
-
-
-def _layout(images: Tensor) -> torch.memory_format:
-    last = images.is_contiguous(memory_format=torch.channels_last)
-    return torch.channels_last if last else torch.contiguous_format
+        last = images.is_contiguous(memory_format=torch.channels_last)
+        layout = torch.channels_last if last else torch.contiguous_format
+        return ((pixels - mean) / std).to(images.dtype).contiguous(memory_format=layout)
 
 
 def _automatic(pixels: Tensor, kind: str, draw: torch.Generator) -> Tensor:
@@ -305,10 +301,6 @@ def _posterize(pixels: Tensor, s: Tensor) -> Tensor:
     return (pixels * 255 / (256 / levels)).floor() * (256 / levels) / 255
 
 
-def _solarize(pixels: Tensor, s: Tensor) -> Tensor:
-    return torch.where(pixels >= (1 - s.abs())[:, None, None, None], 1 - pixels, pixels)
-
-
 def _autocontrast(pixels: Tensor, _: Tensor) -> Tensor:
     low, high = pixels.amin((2, 3), keepdim=True), pixels.amax((2, 3), keepdim=True)
     return torch.where(high > low, (pixels - low) / (high - low).clamp_min(1e-6), pixels)
@@ -343,7 +335,7 @@ OPERATIONS: dict[str, Operation] = {
     "saturation": lambda pixels, s: _blend(_grey(pixels).expand_as(pixels), pixels, s),
     "sharpness": _sharpness,
     "posterize": _posterize,
-    "solarize": _solarize,
+    "solarize": lambda pixels, s: torch.where(pixels >= (1 - s.abs())[:, None, None, None], 1 - pixels, pixels),
     "autocontrast": _autocontrast,
     "equalize": _equalize,
 }

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,15 +44,26 @@ def image_header(data: bytes) -> tuple[tuple[int, int], bool]:
 def decode_image(data: bytes, *, channels: int, at_least: int | None = None) -> Image:
     """Decode an image as grey (one channel) or RGB (three). A JPEG may come out smaller, down to `at_least`."""
     image = open_image(data)
-    try:
+    with _bad_image():
         if at_least is not None:
             image.draft(None, (at_least, at_least))
         image.load()
-        return _convert(_upright(image), channels)
+        if orientation(image) != 1:
+            image = require("PIL.ImageOps", extra="data", purpose="turning images").exif_transpose(image)
+        return _convert(image, channels)
+
+
+@contextmanager
+def _bad_image() -> Iterator[None]:
+    """Any error of a decoder as `BadImageError`: OSError, SyntaxError, struct.error, zlib.error and more."""
+    try:
+        yield
     except MemoryError:
         raise
-    except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, zlib.error and more
-        raise BadImageError(_reason(error)) from error
+    except Exception as error:
+        text = first_line(error)
+        text = "not a known image format" if text.startswith("cannot identify") else text
+        raise BadImageError(text) from error
 
 
 def scale_shorter(image: Image, side: int) -> Image:
@@ -108,12 +120,8 @@ def stack(pixels: Sequence[bytes], height: int, width: int, channels: int) -> Te
 def open_image(data: bytes) -> Image:
     """An image of which only the header is read; a named reason where that fails."""
     pillow = _pillow()
-    try:
+    with _bad_image():
         image = pillow.open(io.BytesIO(data), formats=_FORMATS)
-    except MemoryError:
-        raise
-    except Exception as error:  # unknown format, broken header, decompression bomb
-        raise BadImageError(_reason(error)) from error
     if pillow.MAX_IMAGE_PIXELS and image.width * image.height > pillow.MAX_IMAGE_PIXELS:
         raise BadImageError(f"{image.width}x{image.height} pixels are too many")
     return image
@@ -132,12 +140,6 @@ def orientation(image: Image) -> int:
     return found if found in range(1, 9) else 1
 
 
-def _upright(image: Image) -> Image:
-    if orientation(image) == 1:
-        return image
-    return require("PIL.ImageOps", extra="data", purpose="turning images").exif_transpose(image)
-
-
 def _convert(image: Image, channels: int) -> Image:
     mode = "L" if channels == 1 else "RGB"
     if image.mode == "F":
@@ -147,11 +149,6 @@ def _convert(image: Image, channels: int) -> Image:
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image if image.mode == mode else image.convert(mode)
-
-
-def _reason(error: Exception) -> str:
-    text = first_line(error)
-    return "not a known image format" if text.startswith("cannot identify") else text
 
 
 @dataclass(frozen=True)
@@ -200,11 +197,6 @@ class Framing:
             return top // 2, left // 2
         pad = self.pad
         return int(draws[0] * (top + 2 * pad + 1)) - pad, int(draws[1] * (left + 2 * pad + 1)) - pad
-
-
-def frame_image(data: bytes, framing: Framing, channels: int, draws: list[float] | None) -> bytes:
-    """The window of an encoded image as bytes [h, w, C]; only the part that it shows is scaled."""
-    return framing(decode_image(data, channels=channels, at_least=framing.at_least), draws).tobytes()
 
 
 SIDE = 96

@@ -7,55 +7,34 @@ import io
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from lowrank_cnn.core.errors import LowRankError, nearest
-from lowrank_cnn.core.files import is_regular, read_regular, read_text
-from lowrank_cnn.data.decode import BadImageError
-from lowrank_cnn.data.store import ImageStore, LabelledImages, no_problems
+from lowrank_cnn.core.files import is_regular, read_text
+from lowrank_cnn.data.store import ImageStore, LabelledImages
 from lowrank_cnn.data.types import Problems
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 TRAIN_NAMES = ("train", "training")
 TEST_NAMES = ("test", "testing", "val", "valid", "validation", "eval", "evaluation")
-_LARGEST_FILE = 2**29
-
-
-class FolderStore(ImageStore):
-    """Image files, each a row. The places in `paths` are the rows."""
-
-    def read(self, row: int) -> bytes:
-        try:
-            return read_image(self.paths[row])
-        except OSError as error:
-            raise BadImageError(error.strerror or "unreadable") from error
-
-    def file_of(self, row: int) -> int:
-        return row
-
-    def where(self, row: int) -> str:
-        return os.path.relpath(self.paths[row], self.root.parent)
-
-    def shuffled(self, draw: torch.Generator) -> Tensor:
-        return torch.randperm(len(self.paths), generator=draw)
-
-
-def read_image(path: str | Path) -> bytes:
-    """The content of an image file; `OSError` for anything but a regular file of bounded size."""
-    return read_regular(path, most=_LARGEST_FILE)
 
 
 def open_images(path: Path) -> LabelledImages:
     """A folder with train and test folders, or one with the classes themselves."""
-    name, problems = path.resolve().name, no_problems()
+    name, problems = path.resolve().name, {"train": Problems(), "test": Problems()}
     train, tested = next(iter(_named(path, TRAIN_NAMES)), None), _named(path, TEST_NAMES)
     if train is None and not tested:
         if not (flat := _flat_classes(path, problems["train"])):
-            raise LowRankError(_no_images(path))
-        return LabelledImages(name, flat, open_folder(path, flat, problems["train"]), problems=problems)
+            if _holds_images(path):
+                raise LowRankError(
+                    f"{path} holds images without classes: put those of each class into a folder of its own."
+                )
+            raise LowRankError(
+                f"{path} holds neither parquet shards (train-00000-of-...) nor images as CLASS/* or "
+                "train/CLASS/*: each class needs a folder with its images."
+            )
+        return LabelledImages(name, flat, {"train": open_folder(path, flat, problems["train"])}, problems)
     classes = _class_folders(train or tested[0])
     stores = {}
     for split, folder in (("train", train), ("test", next(iter(tested), None))):
@@ -66,10 +45,10 @@ def open_images(path: Path) -> LabelledImages:
     named = [path / folder for folder in _class_folders(path) if folder.lower() in TEST_NAMES]
     unlabelled = tuple(f.name for f in named if not _class_folders(f) and _holds_images(f))
     names = tuple(folder.name for folder in tested)
-    return LabelledImages(name, classes, stores.get("train"), stores.get("test"), names, unlabelled, problems)
+    return LabelledImages(name, classes, stores, problems, names, unlabelled)
 
 
-def open_folder(folder: Path, classes: Sequence[str], problems: Problems) -> FolderStore:
+def open_folder(folder: Path, classes: Sequence[str], problems: Problems) -> ImageStore:
     """The images of these classes; a class without images is a problem."""
     files: list[str] = []
     labels: list[int] = []
@@ -79,7 +58,7 @@ def open_folder(folder: Path, classes: Sequence[str], problems: Problems) -> Fol
         labels += [label] * len(found)
         if not found:
             problems.add("empty class folder", f"{folder.name}/{name}")
-    return FolderStore(folder, files, torch.tensor(labels, dtype=torch.int64))
+    return ImageStore(folder, files, torch.tensor(labels, dtype=torch.int64))
 
 
 def _class_folders(folder: Path) -> tuple[str, ...]:
@@ -98,30 +77,17 @@ def _flat_classes(root: Path, problems: Problems) -> tuple[str, ...]:
 
     A folder `train` of images may be a class, of vehicles say, or hold images without classes: it is a problem.
     """
-    folders = _class_folders(root)
+    folders, parent = _class_folders(root), root.resolve().name
     names = [name for name in folders if next(image_files(root / name, Problems()), None)]
     classes = tuple(name for name in names if name.lower() not in TRAIN_NAMES + TEST_NAMES)
-    problems.add_all(
-        ("empty class folder", f"{root.resolve().name}/{name}") for name in folders if name not in names
-    )
+    problems.add_all(("empty class folder", f"{parent}/{name}") for name in folders if name not in names)
     for name in sorted(set(names) - set(classes)) if classes else ():
-        problems.add(
-            "folder", f"{root.resolve().name}/{name}: if it is a class, put all class folders into train/"
-        )
+        problems.add("folder", f"{parent}/{name}: if it is a class, put all class folders into train/")
     return classes
 
 
 def _holds_images(folder: Path) -> bool:
     return any(entry.suffix.lower() in SUFFIXES for entry in folder.iterdir())
-
-
-def _no_images(path: Path) -> str:
-    if _holds_images(path):
-        return f"{path} holds images without classes: put those of each class into a folder of its own."
-    return (
-        f"{path} holds neither parquet shards (train-00000-of-...) nor images as CLASS/* or train/CLASS/*: "
-        "each class needs a folder with its images."
-    )
 
 
 def image_files(folder: Path, problems: Problems) -> Iterator[str]:
@@ -155,14 +121,6 @@ _DELIMITERS = (",", ";", "\t")
 _MOST_BYTES = 2**28
 
 
-class TableRow(NamedTuple):
-    """A line of a table of images."""
-
-    path: str
-    label: str
-    split: str
-
-
 def open_table(path: Path) -> LabelledImages:
     """The images that a CSV file lists: a column path, a column label, and perhaps a column split.
 
@@ -170,32 +128,25 @@ def open_table(path: Path) -> LabelledImages:
     that are to be trained and tested on. If there are lines for `test` and for `val`, those for `test` are used.
     """
     try:
-        rows, problems = _table_rows(path), no_problems()
+        rows, problems = _table_rows(path), {"train": Problems(), "test": Problems()}
     except csv.Error as error:
         raise LowRankError(f"{path} cannot be read as a table: {error}.") from error
-    splits = tuple(name for name in TEST_NAMES if any(row.split == name for row in rows))
-    train = [row for row in rows if row.split in TRAIN_NAMES]
+    splits = tuple(name for name in TEST_NAMES if any(split == name for _, _, split in rows))
+    train = [row for row in rows if row[2] in TRAIN_NAMES]
     if not train:
         raise LowRankError(f"{path} lists no image to train on.")
-    trained = {os.path.normpath(row.path) for row in train}
-    test = []
-    for row in (row for row in rows if row.split in splits[:1]):
-        if os.path.normpath(row.path) in trained:
-            problems["test"].add("file to train on", row.path)
-        else:
-            test.append(row)
-    classes = sorted({row.label for row in rows})
-    return LabelledImages(
-        f"{path.resolve().parent.name}/{path.name}",
-        tuple(classes),
-        _store(path.parent, train, classes, problems["train"]),
-        _store(path.parent, test, classes, problems["test"]) if test else None,
-        tested=splits,
-        problems=problems,
-    )
+    trained = {os.path.normpath(file) for file, _, _ in train}
+    test = [row for row in rows if row[2] in splits[:1]]
+    problems["test"].add_all(("file to train on", row[0]) for row in test if os.path.normpath(row[0]) in trained)
+    test = [row for row in test if os.path.normpath(row[0]) not in trained]
+    classes = sorted({label for _, label, _ in rows})
+    chosen = {"train": train, "test": test} if test else {"train": train}
+    stores = {split: _store(path.parent, rows, classes, problems[split]) for split, rows in chosen.items()}
+    return LabelledImages(f"{path.resolve().parent.name}/{path.name}", tuple(classes), stores, problems, splits)
 
 
-def _table_rows(path: Path) -> list[TableRow]:
+def _table_rows(path: Path) -> list[tuple[str, str, str]]:
+    """The path, the label and the split of each line."""
     text = _text(path)
     first = text.partition("\n")[0]
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=max(_DELIMITERS, key=first.count))
@@ -218,20 +169,22 @@ def _table_rows(path: Path) -> list[TableRow]:
         split = (line[at_split].strip().lower() if at_split is not None else "") or TRAIN_NAMES[0]
         if split not in TRAIN_NAMES + TEST_NAMES:
             raise LowRankError(f"{where} has the split {split!r}: {nearest(split, TRAIN_NAMES + TEST_NAMES)}")
-        rows.append(TableRow(line[at_path].strip(), line[at_label].strip(), split))
+        rows.append((line[at_path].strip(), line[at_label].strip(), split))
     return rows
 
 
-def _store(folder: Path, rows: Sequence[TableRow], classes: Sequence[str], problems: Problems) -> FolderStore:
-    there = []
-    for row in rows:
-        if (folder / row.path).is_file():
-            there.append(row)
-        else:
-            problems.add("missing file", row.path)
+def _store(
+    folder: Path, rows: Sequence[tuple[str, str, str]], classes: Sequence[str], problems: Problems
+) -> ImageStore:
     number = {name: index for index, name in enumerate(classes)}
-    labels = torch.tensor([number[row.label] for row in there], dtype=torch.int64)
-    return FolderStore(folder, [str(folder / row.path) for row in there], labels)
+    files, labels = [], []
+    for file, label, _ in rows:
+        if (folder / file).is_file():
+            files.append(str(folder / file))
+            labels.append(number[label])
+        else:
+            problems.add("missing file", file)
+    return ImageStore(folder, files, torch.tensor(labels, dtype=torch.int64))
 
 
 def read_class_names(path: Path) -> dict[str, str]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _CHUNK = 256
-_TILE, _GAP, _NAME_WIDTH = 96, 4, 180
+_TILE, _GAP, _NAME_WIDTH, _PER_CLASS = 96, 4, 180, 8
 MOST_CLASSES = 100
 """Rows of a contact sheet: more would make a picture that nobody opens."""
 _READING = Lock()
@@ -85,7 +85,7 @@ def inspect_data(source: str | Path, **options: Any) -> DataSummary:
     for name, split, summary in (("train", data.train, found.train), ("test", data.test, found.test)):
         labels, what = split.labels.tolist(), f"Looking at images of {name}" if shown else ""
         summary.classes = dict.fromkeys(data.classes, 0)
-        for index, (size, mode, digest) in counting(_looks(split), what, len(split), lambda _: 1):
+        for index, (size, mode, digest) in counting(_looks(split), what, len(split)):
             summary.images += 1
             summary.classes[data.classes[labels[index]]] += 1
             summary.sizes[size] += 1
@@ -147,15 +147,14 @@ def check_sheet(path: Path, *, overwrite: bool) -> None:
         raise LowRankError(f"{path} exists; {option('overwrite', True)} replaces it.")
 
 
-def write_contact_sheet(data: Data, path: Path, *, per_class: int = 8, overwrite: bool = False) -> None:
+def write_contact_sheet(data: Data, path: Path) -> None:
     """Draw a few training images of each class in a row beside its name, as a PNG file."""
-    check_sheet(path, overwrite=overwrite)
     images, draws, fonts, ops = (
         require(f"PIL.{name}", extra="data", purpose="drawing images")
         for name in ("Image", "ImageDraw", "ImageFont", "ImageOps")
     )
     classes, step = data.classes[:MOST_CLASSES], _TILE + _GAP
-    sheet = images.new("RGB", (_NAME_WIDTH + per_class * step + _GAP, len(classes) * step + _GAP), "white")
+    sheet = images.new("RGB", (_NAME_WIDTH + _PER_CLASS * step + _GAP, len(classes) * step + _GAP), "white")
     pen, font = draws.Draw(sheet), fonts.load_default(14)
     for label, name in enumerate(classes):
         top, text = _GAP + label * step, printable(name)
@@ -163,7 +162,7 @@ def write_contact_sheet(data: Data, path: Path, *, per_class: int = 8, overwrite
             text = text[:-2] + "…"
         pen.text((_GAP, top + _TILE // 2 - 8), text, fill="black", font=font)
         of_class = (data.train.labels == label).nonzero()[:, 0].tolist()
-        for place, number in enumerate(evenly_spaced(len(of_class), per_class)):
+        for place, number in enumerate(evenly_spaced(len(of_class), _PER_CLASS)):
             with suppress(BadImageError):
                 image = ops.contain(_decoded(data.train, of_class[number])[0], (_TILE, _TILE))
                 sheet.paste(image, (_NAME_WIDTH + place * step, top))

@@ -5,7 +5,7 @@ Volumes [C, D, H, W] come this way, too: those in bytes are standardized, all el
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -27,25 +27,26 @@ from torch.utils.data import (
 )
 
 from lowrank_cnn.core.errors import LowRankError, setting
-from lowrank_cnn.core.text import counted
 from lowrank_cnn.data.augment import send_to_device
 from lowrank_cnn.data.resident import MOST_PREPARED_BYTES, Loader
+from lowrank_cnn.data.streamed import loaded
 from lowrank_cnn.data.types import (
     Data,
     Problems,
     Size,
+    Split,
+    check_class_numbers,
     check_labels,
     evenly_spaced,
     fingerprint_of_parts,
     generator,
 )
-from lowrank_cnn.data.workers import loaded
 
 _SAMPLED, _SAMPLED_VOLUMES = 8, 1024
 
 
 @dataclass(frozen=True, eq=False)
-class DatasetSplit:
+class DatasetSplit(Split):
     """A Dataset whose items are (input, target), batched as its DataLoader would, or by torch's default.
 
     An input is a tensor; or a tuple or dictionary of them, for networks that take several.
@@ -145,25 +146,14 @@ class DatasetSplit:
         if len(shape) != 1 or targets.is_floating_point():
             raise LowRankError(f"the targets of a batch are class numbers [n], not {in_short(targets)}.")
         numbers = targets.long()
-        for wrong in numbers[(numbers < 0) | (numbers >= self.classes)][:1].tolist():
-            raise LowRankError(
-                f"the data set has an image of class number {wrong}, and {counted(self.classes, 'class')}, "
-                f"numbered from 0 to {self.classes - 1}."
-            )
+        check_class_numbers(numbers, self.classes, "the data set has an image")
         return numbers
 
     @property
     def fingerprint(self) -> str:
-        """From the class, the length, and a few items."""
+        """From the class, the length, and a few items: reading all takes long, and they may change at random."""
         some = [repr(_summary(self.dataset[index])) for index in evenly_spaced(len(self), _SAMPLED)]
         return fingerprint_of_parts("dataset", type(self.dataset).__name__, str(len(self)), *some)
-
-    def contents(self) -> dict[str, Tensor]:
-        """Nothing: reading all items takes long, and the user's code may change them at random."""
-        return {}
-
-    def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
-        return [], 0
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
@@ -178,9 +168,6 @@ class DatasetSplit:
 
     def describe(self, index: int) -> str:
         return f"item {index}"
-
-    def picture(self, index: int) -> None:
-        return None
 
     def pixels(self) -> Iterator[Tensor]:
         if not self.in_bytes:
@@ -205,16 +192,12 @@ class DatasetLoader(Loader):
         super().__post_init__()
         if self.split.own_loader is not None:
             self._batches = len(self.split.own_loader)
-        self._bytes, self._held = self.split.in_bytes, self._hold()
-
-    def _hold(self) -> tuple[Tensor, Tensor] | None:
-        """The inputs, channels last, and targets of a TensorDataset on the device; None of another data set."""
+        self._bytes, self._held = self.split.in_bytes, None
         usual = self.split.collate is None and self.split.own_loader is None
         tensors = held_tensors(self.split.dataset) if usual else None
-        if tensors is None or sum(tensor.nbytes for tensor in tensors) > MOST_PREPARED_BYTES:
-            return None
-        inputs, targets = tensors[0], self.split.class_numbers(tensors[1], train=self.train)
-        return _channels_last(inputs).to(self._device), targets.to(self._device)
+        if tensors is not None and sum(tensor.nbytes for tensor in tensors) <= MOST_PREPARED_BYTES:
+            targets = self.split.class_numbers(tensors[1], train=self.train)
+            self._held = _channels_last(tensors[0]).to(self._device), targets.to(self._device)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Any]]:
         def move(value: Any) -> Any:
@@ -346,10 +329,7 @@ def named_classes(dataset: Dataset) -> Sequence[Any]:
 
 
 def data_of(train: Any, test: Any) -> Data:
-    """A `Data` of the user's Datasets or DataLoaders; where there is none to test on, the training one is used.
-
-    Class names are those that the data set has (`classes`), if any.
-    """
+    """A `Data` of the user's Datasets or DataLoaders; where there is none to test on, the training one is used."""
     to_train, to_test = _split(train), _tested(train if test is None else test)
     details = {"prepared_by": "user", **({"tested_on": "training images"} if test is None else {})}
     names = tuple(map(str, named_classes(to_train.dataset)))
@@ -413,10 +393,7 @@ def _tested(part: Any) -> DatasetSplit:
         chosen = loader.sampler.weights.nonzero()[:, 0].tolist()
     else:
         with torch.random.fork_rng(devices=[]):  # a sampler may never end: its length is that of an epoch
-            batches: Any = loader.batch_sampler if loader.batch_size is None else [_one_epoch(loader.sampler)]
-            chosen = sorted({int(index) for batch in _one_epoch(batches) for index in batch})
+            single: Any = loader.sampler
+            batches: Any = loader.batch_sampler if loader.batch_size is None else [islice(single, len(single))]
+            chosen = sorted({int(index) for batch in islice(batches, len(batches)) for index in batch})
     return replace(split, dataset=Subset(split.dataset, chosen), own_loader=None)
-
-
-def _one_epoch(sampler: Any) -> Iterator[Any]:
-    return islice(sampler, len(sampler))

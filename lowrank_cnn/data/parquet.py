@@ -6,9 +6,9 @@ import re
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from lowrank_cnn.core.errors import LowRankError, first_line, nearest, require
 from lowrank_cnn.core.files import UnreadableError, is_regular, parse_json, regular
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.data.decode import BadImageError
-from lowrank_cnn.data.store import NO_LABEL, ImageStore, LabelledImages, no_problems
+from lowrank_cnn.data.store import NO_LABEL, ImageStore, LabelledImages
+from lowrank_cnn.data.types import Problems
 
 MOST_ROWS = 3 * 10**7
 """Images of one split: twice those of ImageNet-21k."""
@@ -40,7 +41,7 @@ _NAMED = 5
 
 def open_parquet(folder: Path, *, name: str) -> LabelledImages:
     """The images of the shards in a folder. Test shards may number their classes in another order."""
-    shards, problems = find_shards(folder), no_problems()
+    shards, problems = find_shards(folder), {"train": Problems(), "test": Problems()}
     # `test` first, unless its labels are withheld, that is, all negative.
     tested = tuple(split for split in _TEST_SPLITS if split in shards and not _withheld(shards[split][0]))
     stores: dict[str, ImageStore] = {}
@@ -54,7 +55,7 @@ def open_parquet(folder: Path, *, name: str) -> LabelledImages:
     if not stores:
         raise LowRankError(f"{name} needs shards train-* with labels; it has {', '.join(shards) or 'none'}.")
     classes = tuple(names) or _numbered_classes(next(iter(stores.values())).labels, name)
-    return LabelledImages(name, classes, stores.get("train"), stores.get("test"), tested, problems=problems)
+    return LabelledImages(name, classes, stores, problems, tested)
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,9 @@ class RowGroup:
     shard: int
     number: int
     first: int
+    """Its first row in the shard."""
+    start: int
+    """Its first row in the store."""
     rows: int
 
 
@@ -75,10 +79,6 @@ class ParquetStore(ImageStore):
     image_column: str
     _held: OrderedDict[int, Any] = field(default_factory=OrderedDict, repr=False)
     _capacity: int = 2
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        return list(accumulate((group.rows for group in self.groups[:-1]), initial=0))
 
     def read(self, row: int) -> bytes:
         index, offset = self._find(row)
@@ -104,16 +104,16 @@ class ParquetStore(ImageStore):
         place = torch.randperm(len(self.paths), generator=draw)[shard_of]
         mixed = torch.randperm(len(self.groups), generator=draw)
         order = mixed[torch.argsort(place[mixed], stable=True)].tolist()
-        starts = self._starts
-        return torch.cat([torch.arange(starts[i], starts[i] + self.groups[i].rows) for i in order])
+        groups = (self.groups[index] for index in order)
+        return torch.cat([torch.arange(group.start, group.start + group.rows) for group in groups])
 
     def keep(self, places: int, rows: int) -> None:
         mean = max(1, len(self.labels) // len(self.groups))
         self._capacity = places * (ceil_div(rows, mean) + 1)
 
     def _find(self, row: int) -> tuple[int, int]:
-        index = bisect_right(self._starts, row) - 1
-        return index, row - self._starts[index]
+        index = bisect_right(self.groups, row, key=attrgetter("start")) - 1
+        return index, row - self.groups[index].start
 
     def _load(self, index: int) -> Any:
         """The image bytes of a row group, or None if the shard is damaged there."""
@@ -166,13 +166,17 @@ def open_shards(files: Sequence[Path]) -> tuple[ParquetStore, list[str]]:
         raise LowRankError(f"{files[0].parent} lacks the shard {', '.join(absent[:_NAMED])}{more}.")
     groups: list[RowGroup] = []
     labels: list[Tensor] = []
-    image, names = "", []
+    image, names, total = "", [], 0
     for shard, path in enumerate(files):
         try:
             with _opened(path) as file:
-                groups += _groups(file.metadata, shard)
-                _check_rows(sum(group.rows for group in groups), path)
-                labels.append(_read_labels(file, path))
+                before = total
+                for number in range(file.num_row_groups):
+                    rows = file.metadata.row_group(number).num_rows
+                    if rows:
+                        groups.append(RowGroup(shard, number, total - before, total, rows))
+                    total += rows
+                labels.append(_read_labels(file, path, total))
                 schema = file.schema_arrow
         except READ_ERRORS as error:
             if isinstance(error, LowRankError):
@@ -202,28 +206,24 @@ def _numbered_classes(labels: Tensor, name: str) -> tuple[str, ...]:
 
 
 def _withheld(path: Path) -> bool:
-    try:
-        with _opened(path) as file:
-            return bool((_read_labels(file, path) < 0).all())
-    except READ_ERRORS:
-        return False  # opening the split says what is wrong with it
+    with suppress(*READ_ERRORS), _opened(path) as file:
+        return bool((_read_labels(file, path) < 0).all())
+    return False  # opening the split says what is wrong with it
 
 
-def _groups(metadata: Any, shard: int) -> list[RowGroup]:
-    counts = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-    firsts = accumulate(counts, initial=0)
-    numbered = enumerate(zip(firsts, counts, strict=False))
-    return [RowGroup(shard, number, first, rows) for number, (first, rows) in numbered if rows]
-
-
-def _read_labels(file: Any, path: Path) -> Tensor:
+def _read_labels(file: Any, path: Path, rows: int = 0) -> Tensor:
+    """The labels of a shard; `rows` are those that this and earlier shards claim to have."""
     name = next((name for name in _LABEL_COLUMNS if name in file.schema_arrow.names), None)
     if name is None:
         raise LowRankError(f"{path} has no column label, only {', '.join(file.schema_arrow.names)}.")
     kind = file.schema_arrow.field(name).type
     if not str(kind).startswith(("int", "uint")):
         raise LowRankError(f"the column {name} of {path} holds {kind}, not class numbers.")
-    _check_rows(file.metadata.num_rows, path)
+    for claimed in (rows, file.metadata.num_rows):
+        if not 0 <= claimed <= MOST_ROWS:
+            raise LowRankError(
+                f"{path} claims {claimed:,} rows; at most {MOST_ROWS:,} images of a split are read."
+            )
     return read_integers(file, name, missing=NO_LABEL)
 
 
@@ -245,12 +245,6 @@ def _class_names(schema: Any) -> list[str]:
     except (KeyError, TypeError, UnreadableError, StopIteration):
         return []
     return [str(name) for name in names] if isinstance(names, list) else []
-
-
-def _check_rows(rows: int, path: Path) -> None:
-    """Refuse more rows than any set of images has."""
-    if not 0 <= rows <= MOST_ROWS:
-        raise LowRankError(f"{path} claims {rows:,} rows; at most {MOST_ROWS:,} images of a split are read.")
 
 
 def read_integers(file: Any, name: str, *, missing: int) -> Tensor:
@@ -296,11 +290,15 @@ def is_repository(source: str) -> bool:
 
 
 def download_shards(repository: str) -> Path:
-    """The local folder of the set's shards, downloaded where they are not cached yet.
-
-    Its progress is shown by huggingface_hub. A mistyped local path is not looked up on the Hub.
-    """
-    _check_not_local(repository)
+    """The local folder of the set's shards, downloaded where they are not cached yet."""
+    folder = Path(repository).parent
+    if folder.is_dir():
+        names = [entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."]
+        there = nearest(Path(repository).name, names) if names else f"{folder} holds no folders."
+        raise LowRankError(
+            f"there is no folder {repository}; {there} A set of the Hub is not looked up by the name of a local "
+            "folder."
+        )
     hub = require("huggingface_hub", extra="data", purpose="fetching a set from the Hub")
     wanted = list(_WANTED.get(repository, ("*.parquet",)))
     try:
@@ -310,15 +308,3 @@ def download_shards(repository: str) -> Path:
             f"{repository} is no local folder and cannot be fetched from the Hub ({first_line(error)}): "
             "check its name, the network, and for a gated set that you are logged in."
         ) from error
-
-
-def _check_not_local(source: str) -> None:
-    """Refuse `photos/trian` where there is a folder `photos`: the name of a local folder was mistyped."""
-    folder = Path(source).parent
-    if not folder.is_dir():
-        return
-    names = [entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."]
-    there = nearest(Path(source).name, names) if names else f"{folder} holds no folders."
-    raise LowRankError(
-        f"there is no folder {source}; {there} A set of the Hub is not looked up by the name of a local folder."
-    )

@@ -144,11 +144,6 @@ def normalise_contrast(flat: Tensor, *, scale: float) -> Tensor:
     return centred / torch.where(norm < _MIN_NORM, 1.0, norm)
 
 
-def to_unit(images: Tensor) -> Tensor:
-    """Pixel values as 0 to 1, if no preprocessing is chosen."""
-    return images.float() / 255
-
-
 def fit_preprocess(
     name: str,
     split: Split,

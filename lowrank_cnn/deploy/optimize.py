@@ -32,7 +32,7 @@ from lowrank_cnn.core.search import RESERVED, Search
 from lowrank_cnn.core.text import counted, text_table
 from lowrank_cnn.deploy.blocks import as_network, fused, in_blocks
 from lowrank_cnn.deploy.plan import GIVEN, apply_ways, check_ready, network_key, objection_on, open_times, plan
-from lowrank_cnn.graph.bands import splits_as_composites, with_bands
+from lowrank_cnn.graph.bands import fused_bands, split_as_composite
 from lowrank_cnn.graph.capture import layer_kind
 from lowrank_cnn.graph.examples import Example, by_position, in_order
 from lowrank_cnn.graph.fuse import fuse_neighbours, shared_copy
@@ -331,7 +331,7 @@ class FormSearch:
 
     def _folded(self, *, chains: bool) -> nn.Module:
         # On a GPU the kernels run a split as one layer, which also takes the batch norm after it.
-        model = splits_as_composites(shared_copy(self.model)) if self.on_gpu else self.model
+        model = shared_copy(self.model, split_as_composite) if self.on_gpu else self.model
         return merge(model, chains=chains, example_input=self.inputs)
 
     def _on_cpu(self) -> Iterator[Form]:
@@ -369,7 +369,7 @@ class FormSearch:
 
 def fuse_blocks(model: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
     """The network with GPU kernels for every block, depthwise conv, pool and response norm that they support."""
-    network, blocks, captured = in_blocks(with_bands(shared_copy(model)), *inputs)
+    network, blocks, captured = in_blocks(shared_copy(model, fused_bands), *inputs)
     for name, block in blocks.items():
         if (way := fused(block)) is not None:
             network.set_submodule(name, way.eval())

@@ -91,8 +91,6 @@ def _call_error(
     return worst
 
 
-# A network's file as a module: called with tensors, run by the engine of the file on the CPU.
-
 _MOST_IMAGES = 1024
 """Largest fixed batch to which a smaller one is padded: a file may declare any."""
 

@@ -49,21 +49,22 @@ class FusedBands(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         x = input  # named as that of a conv, which some call by keyword
         weights, biases = self._of("weight"), self._of("bias")
+        sizes = [band.channels for band in self.bands]
         if x.dim() == 4:
-            # Passed and bare channels have zeros, if any others have a bias.
             added = None
-            if any(bias is not None for bias in biases):
-                sizes = [band.channels for band in self.bands]
-                like = next(bias for bias in biases if bias is not None)
-                added = torch.cat(
-                    [like.new_zeros(n) if b is None else b for b, n in zip(biases, sizes, strict=True)]
-                )
+            if (like := next((bias for bias in biases if bias is not None), None)) is not None:
+                # Passed and bare channels have zeros.
+                pairs = zip(biases, sizes, strict=True)
+                added = torch.cat([like.new_zeros(n) if bias is None else bias for bias, n in pairs])
             filters = [weight for weight in weights if weight is not None]
             given = (self.bands, self.stride, self.dilation, self._size(x))
             if (fused := depthwise_conv2d(x, filters, added, *given)) is not None:
                 return fused
-        parts = x.split([band.channels for band in self.bands], -3) if len(self.bands) > 1 else [x]
-        found = [self._by_torch(*four) for four in zip(parts, self.bands, weights, biases, strict=True)]
+        parts = x.split(sizes, -3) if len(sizes) > 1 else [x]
+        found = []
+        for part, band, weight, bias in zip(parts, self.bands, weights, biases, strict=True):
+            options = (self.stride, (band.top, band.left), self.dilation, band.channels)
+            found.append(part if weight is None else F.conv2d(part, weight, bias, *options))
         return torch.cat(found, -3) if len(found) > 1 else found[0]
 
     def _of(self, kind: str) -> list[Tensor | None]:
@@ -71,11 +72,6 @@ class FusedBands(nn.Module):
 
     def _name(self, kind: str, place: int) -> str:
         return kind if len(self.bands) == 1 else f"{kind}_{place}"
-
-    def _by_torch(self, x: Tensor, band: Band, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        if weight is None:
-            return x
-        return F.conv2d(x, weight, bias, self.stride, (band.top, band.left), self.dilation, band.channels)
 
     def _size(self, x: Tensor) -> Pair:
         band = next(band for band in self.bands if band.taps)
@@ -88,30 +84,20 @@ class FusedBands(nn.Module):
         return " + ".join(f"{shape},{band.channels}" for shape, band in zip(shapes, self.bands, strict=True))
 
 
-def with_bands(module: nn.Module) -> nn.Module:
-    """Replace depthwise convs, and modules that split channels among them, possibly in place."""
-    if (parts := _parts_of(module)) is not None:
-        return FusedBands(parts).train(module.training)
-    for name, part in module._modules.items():
-        module._modules[name] = part and with_bands(part)
-    return module
+def fused_bands(module: nn.Module) -> FusedBands | None:
+    """A depthwise conv, or a module that splits channels among such convs, as one layer; None for others."""
+    parts = _parts_of(module)
+    return None if parts is None else FusedBands(parts).train(module.training)
 
 
-def splits_as_composites(module: nn.Module) -> nn.Module:
-    """Replace modules that split channels by composites with copies of their weights, possibly in place.
+def split_as_composite(module: nn.Module) -> CompositeConv2d | None:
+    """A module that splits channels as a composite with copies of its weights, which can take the norm after it.
 
-    A batch norm after such a module can then be folded into it.
+    None for others, and if a kernel is even or changes the size of its map.
     """
-    for name, part in module._modules.items():
-        parts = None if part is None or isinstance(part, nn.Conv2d) else _parts_of(part)
-        composite = None if parts is None else _composite(parts)
-        if part is not None:
-            module._modules[name] = composite or splits_as_composites(part)
-    return module
-
-
-def _composite(parts: Sequence[_Part]) -> CompositeConv2d | None:
-    """The composite of these parts; None if a kernel is even or changes the size of its map."""
+    parts = None if isinstance(module, nn.Conv2d) else _parts_of(module)
+    if parts is None:
+        return None
     convs = [part.conv for part in parts if part.conv is not None]
     sides = [(k, p, d) for c in convs for k, p, d in zip(c.kernel_size, c.padding, c.dilation, strict=True)]
     if any(k % 2 == 0 or 2 * p != d * (k - 1) for k, p, d in sides):  # type: ignore[operator]
@@ -149,49 +135,38 @@ def _split(module: nn.Module) -> list[_Part] | None:
         graph = fx.Tracer().trace(module)
     except Exception:  # a forward may fail on symbolic values in any way
         return None
-    steps = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    (result,) = (node.args[0] for node in graph.nodes if node.op == "output")
-    if len(inputs) != 1 or not steps or steps[0].target is not torch.split or result is not steps[-1]:
-        return None
-    whole, sizes, *axis = (*steps[0].args, *steps[0].kwargs.values())
-    joined = (*result.args, *result.kwargs.values())
-    if whole is not inputs[0] or axis != [1] or result.target is not torch.cat or joined[1:] != (1,):
-        return None
-    # A split into equal parts, say, names one size.
-    if not all(isinstance(several, tuple | list) for several in (sizes, joined[0])):
-        return None
-    parts: list[_Part] = []
-    for place, (size, given) in enumerate(zip(sizes, joined[0], strict=False)):
-        conv = module.get_submodule(str(given.target)) if given.op == "call_module" else None
-        source: Any = next(iter(given.args), given) if conv is not None else given
-        if (
-            not isinstance(source, fx.Node)
-            or source.target is not operator.getitem
-            or source.args != (steps[0], place)
-        ):
+    nodes = list(graph.nodes)
+    match [(node.target, [*node.args, *node.kwargs.values()]) for node in nodes]:
+        case [_, (torch.split, [_, [*sizes], 1]), *between, (torch.cat, [[*joined], 1]), (_, [result])]:
+            if result is not nodes[-2] or len(sizes) != len(joined):
+                return None
+        case _:
             return None
-        parts.append(_Part(size, conv))  # type: ignore[arg-type]
-    used = 2 + 2 * len(parts) - sum(part.conv is None for part in parts)
-    return parts if len(parts) == len(sizes) == len(joined[0]) and len(steps) == used else None
+    parts: list[_Part] = []
+    for place, (size, given) in enumerate(zip(sizes, joined, strict=True)):
+        conv: Any = module.get_submodule(given.target) if given.op == "call_module" else None
+        source: Any = given if conv is None else next(iter(given.args), None)  # a keyword is no argument
+        if getattr(source, "target", None) is not operator.getitem or source.args != (nodes[1], place):
+            return None
+        parts.append(_Part(size, conv))
+    used = sum(1 if part.conv is None else 2 for part in parts)
+    return parts if len(between) == used else None
 
 
 def _alike(parts: Sequence[_Part]) -> bool:
     """Whether one launch can run these: plain depthwise convs of one stride, whose results have one size."""
     convs = [part.conv for part in parts if part.conv is not None]
     for conv in convs:
-        parameters = (conv._parameters.get("weight"), conv.bias)
+        weight = conv._parameters.get("weight")
+        owned = weight is not None and (conv.bias is None or isinstance(conv.bias, nn.Parameter))
         plain = is_plain(conv, nn.Conv2d) and conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
-        owned = all(p is None or isinstance(p, nn.Parameter) for p in parameters) and parameters[0] is not None
-        if not plain or not owned or not conv.groups == conv.in_channels == conv.out_channels > 1:
+        if not (owned and plain and conv.groups == conv.in_channels == conv.out_channels > 1):
             return False
-    if len({(conv.stride, conv.dilation) for conv in convs}) != 1:
-        return False
     if any(part.conv is not None and part.conv.in_channels != part.channels for part in parts):
         return False
     lost = {
         tuple(2 * p - d * (k - 1) for k, p, d in zip(c.kernel_size, c.padding, c.dilation, strict=True))  # type: ignore[arg-type, operator]
         for c in convs
     }
-    passed = len(convs) < len(parts)
-    return len(lost) == 1 and (not passed or (lost == {(0, 0)} and convs[0].stride == (1, 1)))
+    one = len(lost) == len({(conv.stride, conv.dilation) for conv in convs}) == 1
+    return one and (len(convs) == len(parts) or (lost == {(0, 0)} and convs[0].stride == (1, 1)))

@@ -1,9 +1,7 @@
 """Capture a network once, as a graph of module and function calls that every transform reads and rewrites.
 
-The capture is a `torch.fx` trace in which torch's layers, ours, and modules with hooks stay whole. It keeps the
-calls of modules: `merge` replaces modules in the user's class, and a fused block is a module under the name of its
-layer. `torch.export` would turn modules into operators of one input size, from which modules would have to be
-guessed.
+The capture is a `torch.fx` trace in which torch's layers, ours, and modules with hooks stay whole. `torch.export`
+would turn modules into operators of one input size, but `merge` replaces modules in the user's class.
 
 A graph is valid for the kind of call that it was captured from, and `NetworkGraph.calls` says for which. A plain
 trace holds for inputs of every size and dtype, because a question about these fails in it. A test such as
@@ -19,6 +17,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
+from functools import partialmethod
 from inspect import Parameter, signature
 from itertools import product
 from types import MappingProxyType
@@ -28,10 +27,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.fx.proxy import TraceError
+from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_leaves
 
-from lowrank_cnn.core.compare import copied, unchanged
+from lowrank_cnn.core.compare import copied, tensors_of, unchanged
 from lowrank_cnn.core.errors import first_line
 from lowrank_cnn.core.modules import has_hooks, is_part_of, is_plain
 
@@ -39,15 +39,8 @@ CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _SIZE_ATTRIBUTES = {"shape", "ndim", "dtype", "device", "is_cuda", "layout", "requires_grad", "itemsize", "nbytes"}
 _SIZE_METHODS = {
-    "size",
-    "dim",
-    "ndimension",
-    "numel",
-    "nelement",
-    "is_floating_point",
-    "is_complex",
-    "element_size",
-}
+    "size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "is_complex", "element_size",
+}  # fmt: skip
 _MOST_KINDS = 16
 """The most kinds of call that are traced and compared: four optional inputs, each given or not."""
 
@@ -92,14 +85,11 @@ class NetworkGraph:
         """Whether two graphs make the same calls, and read the same values of tensors of their networks."""
         if _calls_of(self.graph) != _calls_of(other.graph):
             return False
-        pairs = zip(self.reads(), other.reads(), strict=True)
-        return all(ours.dtype == theirs.dtype and torch.equal(ours, theirs) for ours, theirs in pairs)
-
-    def reads(self) -> Iterator[Tensor]:
-        """The tensors that the forward reads directly, in the order of the graph."""
-        return (
-            operator.attrgetter(str(node.target))(self.root) for node in self.graph.nodes if node.op == "get_attr"
+        ours, theirs = (
+            [operator.attrgetter(str(node.target))(one.root) for node in one.graph.nodes if node.op == "get_attr"]
+            for one in (self, other)
         )
+        return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
     def called(self) -> set[str]:
         """The names of all modules that are called."""
@@ -111,21 +101,13 @@ class NetworkGraph:
         Left out are modules that are called several times, that are part of a module kept whole, or whose tensors
         the forward reads directly: replacing them would miss a use, or change another one.
         """
-        calls = [node for node in self.graph.nodes if node.op == "call_module"]
-        times = Counter(id(self.module(node)) for node in calls)
-        inside = {id(part) for node in calls for part in list(self._parts(node))[1:]}
+        called = [node for node in self.graph.nodes if node.op == "call_module"]
+        modules = {node: self.root.get_submodule(str(node.target)) for node in called}
+        times = Counter(modules.values())
+        inside = {part for module in times for child in module.children() for part in child.modules()}
         read = {str(node.target).rpartition(".")[0] for node in self.graph.nodes if node.op == "get_attr"}
-        return {
-            str(node.target): node
-            for node in calls
-            if times[id(self.module(node))] == 1
-            and id(self.module(node)) not in inside
-            and not any(is_part_of(name, str(node.target)) for name in read)
-        }
-
-    def _parts(self, node: fx.Node) -> Iterator[nn.Module]:
-        module = self.module(node)
-        return iter(()) if module is None else module.modules()
+        once = {str(n.target): n for n in called if times[modules[n]] == 1 and modules[n] not in inside}
+        return {name: node for name, node in once.items() if not any(is_part_of(own, name) for own in read)}
 
 
 def capture(root: nn.Module, *example: Any) -> NetworkGraph:
@@ -144,16 +126,12 @@ def capture(root: nn.Module, *example: Any) -> NetworkGraph:
         given = list(signature(type(root).forward).parameters)[1 : len(example) + 1]
         more = len(example) > len(given)  # than there are names: these are in `*args`
         left_out = {n: v for n, v in optional.items() if n.strip("*") not in given and not (more and v == ())}
-        tracer = _Tracer(left_out)
-        graph = _finished(root, tracer.trace(root))
-        return NetworkGraph(root, graph, (None,) * len(example) if optional else None, tracer.keeps)
+        return _Tracer(left_out).captured(root, (None,) * len(example) if optional else None)
     except Exception:  # a forward may fail on symbolic values in any way
         pass
     try:
-        tracer = _SizedTracer(root, copied(*example))
         with torch.no_grad():
-            graph = tracer.trace(root)
-        return NetworkGraph(root, _finished(root, graph), tuple(map(kind_of, example)), tracer.keeps)
+            return _SizedTracer(root, copied(*example)).captured(root, tuple(map(kind_of, example)))
     except Exception as error:
         raise _cannot_trace(error) from error
 
@@ -162,8 +140,7 @@ def captures(root: nn.Module) -> list[NetworkGraph]:
     """A graph for each kind of call: first with all inputs, then with some of the optional ones left out."""
     _check_hooks(root)
     try:
-        tracer = _Tracer()
-        graphs = [NetworkGraph(root, _finished(root, tracer.trace(root)), None, tracer.keeps)]
+        graphs = [_Tracer().captured(root)]
         optional = _optional_inputs(root)
         values = [[(), (v,), (not v,)] if isinstance(v, bool) else [(), (v,)] for v in optional.values()]
         kinds = list(product(*values)) if len(values) < _MOST_KINDS else []
@@ -172,7 +149,7 @@ def captures(root: nn.Module) -> list[NetworkGraph]:
         for kind in kinds[1:]:
             left_out = {name: value[0] for name, value in zip(optional, kind, strict=True) if value}
             try:
-                graphs.append(NetworkGraph(root, _finished(root, _Tracer(left_out).trace(root))))
+                graphs.append(_Tracer(left_out).captured(root))
             except (AttributeError, TypeError, ValueError, AssertionError) as error:
                 if isinstance(error, TraceError) or "Proxy" in str(error):
                     raise
@@ -205,7 +182,7 @@ def _cannot_trace(error: Exception) -> CaptureError:
 
 
 def _check_hooks(root: nn.Module) -> None:
-    if has_hooks(root) or _any_global_hook():
+    if has_hooks(root) or _has_any_global_hook():
         raise CaptureError("hooks are registered on the network as a whole")
 
 
@@ -223,26 +200,23 @@ def layer_kind(module: nn.Module | None) -> str | None:
         parts = list(module)
         plain = hasattr(module, "scheme") and type(module).forward is nn.Sequential.forward and parts
         return "chain" if plain and all(layer_kind(part) in ("conv", "composite") for part in parts) else None
-    if any(is_plain(module, kind) for kind in CONVS):
-        return "conv"
-    if any(is_plain(module, kind) for kind in TRANSPOSED):
-        return "transposed conv"
-    return "linear" if is_plain(module, nn.Linear) else None
+    kinds = {"conv": CONVS, "transposed conv": TRANSPOSED, "linear": (nn.Linear,)}
+    return next((name for name, own in kinds.items() if any(is_plain(module, kind) for kind in own)), None)
 
 
 class _Proxy(fx.Proxy):
     """Records `y += x` as a change in place; fx alone would record a sum that does not change y."""
 
-
-def _in_place(change: Any) -> Any:
-    def method(self: fx.Proxy, other: Any) -> Any:
+    def _change(self, change: Any, other: Any) -> Any:
         return self.tracer.create_proxy("call_function", change, (self, other), {})
 
-    return method
 
-
-for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
-    setattr(_Proxy, f"__{_name}__", _in_place(getattr(operator, _name)))
+AUGMENTED = (
+    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
+    operator.ipow, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift,
+)  # fmt: skip
+for _operator in AUGMENTED:
+    setattr(_Proxy, f"__{_operator.__name__}__", partialmethod(_Proxy._change, _operator))
 
 
 class _Tracer(fx.Tracer):
@@ -253,17 +227,23 @@ class _Tracer(fx.Tracer):
     def __init__(self, left_out: Mapping[str, Any] = MappingProxyType({})) -> None:
         super().__init__()
         self.left_out = left_out
-        self.keeps: tuple[str, ...] = ()
 
-    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+    def captured(self, root: nn.Module, calls: tuple[InputKind | None, ...] | None = None) -> NetworkGraph:
         """Trace a network and leave it as it was, but for the tensors that its forward creates."""
         before = _attributes(root)
         with unchanged(root):
-            graph = super().trace(root, concrete_args)
-            self.keeps = tuple(name for name, held in _attributes(root).items() if held != before.get(name))
+            graph = self.trace(root)
+            keeps = tuple(name for name, held in _attributes(root).items() if held != before.get(name))
             constants = {name: value for name, value in vars(root).items() if name.startswith("_tensor_")}
         vars(root).update(constants)
-        return graph
+        for node in graph.nodes:
+            node.type = None  # fx cannot write annotations, which are strings here, to a file
+            module = root.get_submodule(str(node.target)) if node.op == "call_module" and node.kwargs else None
+            if module is not None and not has_hooks(module):  # a hook sees how its layer is called
+                bound = signature(module.forward).bind(*node.args, **node.kwargs)  # `conv(input=x)` by position
+                node.args, node.kwargs = bound.args, bound.kwargs
+        graph.lint()
+        return NetworkGraph(root, graph, calls, keeps)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
         """Inputs that a call leaves out have the values given for them."""
@@ -335,8 +315,7 @@ class _SizedTracer(_Tracer):
         return attr_val if self.computing else super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> Any:
-        values = (map_aggregate(part, _value) for part in (args, kwargs))
-        positional, named = values
+        positional, named = (map_aggregate(part, _value) for part in (args, kwargs))
         if kind == "call_method" and target in _SIZE_METHODS:
             return getattr(positional[0], target)(*positional[1:], **named)
         made = super().create_proxy(kind, target, args, kwargs, *rest, **options)
@@ -348,7 +327,7 @@ class _SizedTracer(_Tracer):
                 value = getattr(self.interpreter, kind)(target, positional, named)
         finally:
             self.computing = False
-        if kind.startswith("call") and not _has_tensors(value):
+        if kind.startswith("call") and not tensors_of(value):
             raise CaptureError(f"{getattr(target, '__name__', target)} gives Python a value that depends on data")
         assert isinstance(made, _SizedProxy)
         made.value = value
@@ -357,28 +336,3 @@ class _SizedTracer(_Tracer):
 
 def _value(proxy: Any) -> Any:
     return proxy.value if isinstance(proxy, _SizedProxy) else proxy
-
-
-def _has_tensors(value: Any) -> bool:
-    found: list[bool] = []
-    map_aggregate(value, lambda part: found.append(isinstance(part, Tensor)))  # type: ignore[arg-type, func-returns-value]
-    return any(found)
-
-
-def _finished(root: nn.Module, graph: fx.Graph) -> fx.Graph:
-    """A graph that fx can write, in which layers take their inputs by position (`conv(input=x)`)."""
-    for node in graph.nodes:
-        node.type = None  # fx cannot write annotations, which are strings here, to a file
-        module = root.get_submodule(str(node.target)) if node.op == "call_module" and node.kwargs else None
-        if module is not None and not has_hooks(module):  # a hook sees how its layer is called
-            bound = signature(module.forward).bind(*node.args, **node.kwargs)
-            node.args, node.kwargs = bound.args, bound.kwargs
-    graph.lint()
-    return graph
-
-
-def _any_global_hook() -> bool:
-    """Whether hooks are registered for the calls of all modules."""
-    hooks = torch.nn.modules.module
-    names = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
-    return any(getattr(hooks, name, None) for name in (*names, "_global_backward_pre_hooks"))

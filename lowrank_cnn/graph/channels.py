@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 
 from lowrank_cnn.core.errors import first_line
 from lowrank_cnn.core.modules import is_part_of
-from lowrank_cnn.graph.capture import NetworkGraph, capture, layer_kind
+from lowrank_cnn.graph.capture import CaptureError, capture, layer_kind
 from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.method.select import parameter_uses
 from lowrank_cnn.method.shaped_layers import ShapedConv2d
@@ -53,34 +53,20 @@ def free_routes(model: nn.Module, input_size: Sequence[int]) -> dict[str, Route]
     {'0': Route(norms=(), readers=(Reader(name='2', block=1),))}
     """
     try:
-        walk = _Walk.through(model, input_size)
+        walk = _Walk(model, input_size)
         if not walk.has_idle_layers:
             return walk.routes()
         # A layer that runs in training alone, such as an auxiliary head, reads channels too.
-        trained = _Walk.through(model, input_size, training=True).routes()
+        trained = _Walk(model, input_size, training=True).routes()
         return {name: route for name, route in walk.routes().items() if trained.get(name) == route}
-    except _Uncaptured:
+    except CaptureError:
         return {}
 
 
-class _Uncaptured(Exception):
-    """The graph of a network cannot be captured; the message gives the reason."""
-
-
-@dataclass
 class _Walk:
     """Follows the channels of each conv through a captured network, whose values on random images are known."""
 
-    captured: NetworkGraph
-    interpreter: fx.Interpreter
-    once: dict[str, fx.Node]
-
-    @property
-    def values(self) -> dict[fx.Node, Any]:
-        return self.interpreter.env
-
-    @classmethod
-    def through(cls, model: nn.Module, input_size: Sequence[int], *, training: bool = False) -> _Walk:
+    def __init__(self, model: nn.Module, input_size: Sequence[int], *, training: bool = False) -> None:
         """Capture a copy of the network, and run it on random images.
 
         In `training` only modules with parts are in that mode: they decide what runs. Dropout would draw numbers.
@@ -92,19 +78,20 @@ class _Walk:
         image = torch.randn(2, *input_size, dtype=dtype, generator=torch.Generator().manual_seed(0))
         try:
             with torch.no_grad():
-                captured = capture(root, image)
-                interpreter = fx.Interpreter(fx.GraphModule(root, captured.graph), garbage_collect_values=False)
-                interpreter.run(image)
+                self.captured = capture(root, image)
+                network = fx.GraphModule(root, self.captured.graph)
+                self.interpreter = fx.Interpreter(network, garbage_collect_values=False)
+                self.interpreter.run(image)
         except Exception as error:  # a forward may fail in any way without real values
-            raise _Uncaptured(first_line(error)) from error
+            raise CaptureError(first_line(error)) from error
+        self.values: dict[fx.Node, Any] = self.interpreter.env
         uses = parameter_uses(root)
         # A layer that shares a parameter cannot follow: the other layer would have to read the same order.
-        alone = {
+        self.once = {
             name: node
-            for name, node in captured.called_once().items()
+            for name, node in self.captured.called_once().items()
             if all(uses[id(parameter)] == 1 for parameter in root.get_submodule(name).parameters())
         }
-        return cls(captured, interpreter, alone)
 
     @property
     def has_idle_layers(self) -> bool:
@@ -117,11 +104,8 @@ class _Walk:
         )
 
     def routes(self) -> dict[str, Route]:
-        found = {}
-        for name, node in self.once.items():
-            if _is_conv(self.captured.module(node)) and (route := self._route(node)) is not None:
-                found[name] = route
-        return found
+        convs = {name: node for name, node in self.once.items() if _is_conv(self.captured.module(node))}
+        return {name: route for name, node in convs.items() if (route := self._route(node)) is not None}
 
     def _route(self, conv: fx.Node) -> Route | None:
         channels, norms, readers = self.values[conv].shape[1], [], []
@@ -160,17 +144,16 @@ class _Walk:
             return False
         if len(result) != len(given) or result.shape[1] % channels:
             return False
+
+        def call(x: Tensor) -> Any:
+            both: Any = (node.args, node.kwargs)
+            concrete = map_arg(both, lambda other: x.clone() if other is value else self.values[other])
+            return getattr(self.interpreter, node.op)(node.target, *concrete)
+
         try:
-            return _treats_apart(lambda x: self._call(node, value, x), given.shape, channels)
+            return _treats_apart(call, given.shape, channels)
         except Exception:  # a function of the user may fail on random numbers
             return False
-
-    def _call(self, node: fx.Node, value: fx.Node, x: Tensor) -> Tensor:
-        def concrete(other: fx.Node) -> Any:
-            return x.clone() if other is value else self.values[other]
-
-        args, kwargs = map_arg(node.args, concrete), map_arg(node.kwargs, concrete)
-        return getattr(self.interpreter, node.op)(node.target, args, kwargs)
 
 
 def _treats_apart(function: Any, shape: Sequence[int], channels: int) -> bool:

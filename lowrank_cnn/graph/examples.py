@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.core.compare import copied, is_finite, unchanged
-from lowrank_cnn.core.errors import LowRankError, first_line
+from lowrank_cnn.core.errors import LowRankError, explained
 from lowrank_cnn.core.notes import notes
-from lowrank_cnn.method.layers import CompositeConv2d, CompositeConv3d
+from lowrank_cnn.graph.capture import CONVS
+from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.select import check_module
 
 _SIZES = (32, 64, 28, 224, 299)
@@ -80,20 +82,25 @@ def in_signature(model: nn.Module, example: Any) -> tuple[Any, ...] | dict[str, 
     args, kwargs = arguments_of(example)
     if not kwargs:
         return args
-    try:
+    with explained("the network cannot be called with these inputs"):
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
-    except (TypeError, ValueError) as error:
-        raise LowRankError(f"the network cannot be called with these inputs: {first_line(error)}.") from error
     return dict(bound.arguments) if bound.kwargs else bound.args
 
 
-def example_for(model: nn.Module, given: Tensor | tuple[Any, ...] | None) -> tuple[tuple[Any, ...] | None, bool]:
-    """The inputs to compare on, and whether the user gave them; None if no known input runs."""
+def example_for(model: nn.Module, given: Tensor | tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+    """The inputs to compare on: those given, else random ones; None if no known input runs."""
     if given is not None:
         example = copied(*(given if isinstance(given, tuple) else (given,)))
         check_runs(model, *example)
-        return example, True
-    return next((example for example in _guesses(model) if _runs(model, *example)), None), False
+        return example
+    tensors = (t for t in chain(model.parameters(), model.buffers()) if t.is_floating_point())
+    like = next(tensors, torch.zeros(()))
+    for shape in _shapes(model):
+        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
+        with suppress(LowRankError):
+            check_runs(model, drawn)
+            return (drawn,)
+    return None
 
 
 def check_runs(model: nn.Module, *example: Any) -> None:
@@ -105,14 +112,9 @@ def check_runs(model: nn.Module, *example: Any) -> None:
             raise LowRankError(f"an example input is a tensor, not {type(value).__name__}.")
         if value.numel() == 0:
             raise LowRankError(f"an example input of {_shape(value)} is empty.")
-    try:
-        with torch.no_grad(), unchanged(model):
-            result = model(*copied(*example))
-    except LowRankError:
-        raise
-    except Exception as error:  # a forward may fail in any way on another size, dtype or device
-        shapes = " and ".join(f"{_shape(value)}, {str(value.dtype).removeprefix('torch.')}" for value in example)
-        raise LowRankError(f"the network does not run on an input of {shapes}: {first_line(error)}") from error
+    shapes = " and ".join(f"{_shape(value)}, {str(value.dtype).removeprefix('torch.')}" for value in example)
+    with explained(f"the network does not run on an input of {shapes}"), torch.no_grad(), unchanged(model):
+        result = model(*copied(*example))
     if not is_finite(result):
         raise LowRankError(
             "the network gives NaN or infinite values for the example input, so nothing can be compared with it: "
@@ -124,35 +126,17 @@ def _shape(value: Tensor) -> str:
     return "x".join(map(str, value.shape)) or "no dimensions"
 
 
-def _guesses(model: nn.Module) -> Iterator[tuple[Tensor, ...]]:
-    """Random inputs: of the known size, else of sizes that the first layer could take."""
-    tensors = (t for t in chain(model.parameters(), model.buffers()) if t.is_floating_point())
-    like = next(tensors, torch.zeros(()))
-    for shape in _shapes(model):
-        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        yield (drawn.to(like.device, like.dtype),)
-
-
 def _shapes(model: nn.Module) -> Iterator[tuple[int, ...]]:
-    size = notes(model).input_size
-    if size is not None:
+    """The known size of the inputs, else sizes that the first layer could take."""
+    if (size := notes(model).input_size) is not None:
         yield (2, *size)
         return
-    kinds = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3, CompositeConv3d: 3, CompositeConv2d: 2}
     for module in model.modules():
-        dimensions = next((count for kind, count in kinds.items() if isinstance(module, kind)), None)
         if isinstance(module, nn.Linear):
             yield (2, module.in_features)
             return
-        if dimensions is not None:
-            sizes = (16, 32, 64) if dimensions == 3 else _SIZES
-            yield from ((2, module.in_channels, *[side] * dimensions) for side in sizes)  # type: ignore[misc]
+        if isinstance(module, (*CONVS, CompositeConv2d)):
+            axes = len(module.stride)
+            for side in (16, 32, 64) if axes == 3 else _SIZES:
+                yield (2, module.in_channels, *[side] * axes)
             return
-
-
-def _runs(model: nn.Module, *example: Any) -> bool:
-    try:
-        check_runs(model, *example)
-    except LowRankError:
-        return False
-    return True

@@ -8,6 +8,7 @@ whole.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -155,8 +156,7 @@ def _order(layer: ShapedConv2d, *, free: bool) -> Tensor:
 
 def _groups(layer: ShapedConv2d) -> list[tuple[Pair, int]]:
     """The number of filters of each shape."""
-    chosen = layer.choice.tolist()
-    return [(layer.starts[shape], chosen.count(shape)) for shape in sorted(set(chosen))]
+    return [(layer.starts[shape], count) for shape, count in sorted(Counter(layer.choice.tolist()).items())]
 
 
 def _plain_conv(layer: ShapedConv2d, order: Tensor, arriving: Tensor | None) -> nn.Module:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import fx, nn
 
-from lowrank_cnn.graph.bands import with_bands
+from lowrank_cnn.graph.bands import fused_bands
 from lowrank_cnn.graph.capture import CaptureError, NetworkGraph, capture
 from lowrank_cnn.graph.fused_between import FusedNorm, NormedConv, fused_neighbour, fused_pool
-from lowrank_cnn.graph.patterns import LAYERS, Pattern, find_patterns, rewritten, split_norm
+from lowrank_cnn.graph.patterns import LAYERS, Pattern, find_patterns, rewritten, shared_copy, split_norm
 from lowrank_cnn.kernels.fused_convs import FrozenComposite, FusedComposite, fused_layer, pool_name
 
 
@@ -28,7 +29,7 @@ def fuse(model: nn.Module, *, say: Callable[[str], None] | None = None) -> nn.Mo
 
         fused = fuse(model.train())
     """
-    twin = _fused(with_bands(_with_split_norms(shared_copy(model))), say)
+    twin = _fused(shared_copy(model, split_norm, fused_bands), say)
     fuse_neighbours(twin)
     return twin
 
@@ -48,27 +49,11 @@ def freeze(model: nn.Module) -> nn.Module:
 
 def fuse_neighbours(model: nn.Module) -> int:
     """Replace max-pools and response norms inside a network by layers that use the kernels; returns how many."""
-    found = [(name, part, fused_neighbour(part)) for name, part in model.named_modules(remove_duplicate=False)]
-    known = [(name, part, layer) for name, part, layer in found if name and layer is not None]
-    for name, part, layer in known:
-        model.set_submodule(name, layer.train(part.training))
-    return len(known)
-
-
-def shared_copy(module: nn.Module) -> nn.Module:
-    """New modules around the same parameters and buffers: their modes and parts may be changed."""
-    twin = module.__class__.__new__(module.__class__)  # copy.copy refuses modules with parametrized weights
-    twin.__dict__.update(module.__dict__)
-    parts = {name: part and shared_copy(part) for name, part in module._modules.items()}
-    twin._modules = parts  # type: ignore[assignment]
-    return twin
-
-
-def _with_split_norms(module: nn.Module) -> nn.Module:
-    """Split norms that also activate into torch's own layers, possibly in place."""
-    for name, part in module._modules.items():
-        module._modules[name] = part and (split_norm(part) or _with_split_norms(part))
-    return module
+    parts = model.named_modules(remove_duplicate=False)
+    found = {name: layer.train(part.training) for name, part in parts if (layer := fused_neighbour(part)) and name}
+    for name, layer in found.items():
+        model.set_submodule(name, layer)
+    return len(found)
 
 
 def _fused(module: nn.Module, say: Callable[[str], None] | None = None) -> nn.Module:
@@ -85,49 +70,39 @@ def _fused(module: nn.Module, say: Callable[[str], None] | None = None) -> nn.Mo
         for name, part in module._modules.items():
             module._modules[name] = part and _fused(part)
         return module
-    found = find_patterns(captured, norms=True, kinds=(*LAYERS, "norm"), accepts=_Accepts(captured))
-    made = {pattern.name: _layer(captured, pattern) for pattern in found}
-    patterns = [pattern for pattern in found if made[pattern.name] is not None]
-    twin = rewritten(captured, patterns, lambda pattern: made[pattern.name])  # type: ignore[arg-type, return-value]
+    found = find_patterns(captured, norms=True, kinds=(*LAYERS, "norm"), accepts=partial(_accepts, captured))
+    made = {pattern: layer for pattern in found if (layer := _layer(captured, pattern)) is not None}
+    twin = rewritten(captured, made)
     _split_results(twin)
     return twin
 
 
-class _Accepts:
-    """Whether one of our layers computes a pattern in one call; `find_patterns` calls it."""
-
-    def __init__(self, captured: NetworkGraph) -> None:
-        self.captured = captured
-
-    def __call__(self, layer: fx.Node, parts: dict[str, Any]) -> bool:
-        pool, norm = parts.get("pool"), parts.get("norm")
-        if norm is not None and type(self.captured.module(norm)) is not nn.BatchNorm2d:
-            return False
-        if norm is not None or isinstance(self.captured.module(layer), nn.BatchNorm2d):
-            return pool is None or fused_pool(pool) is not None
-        # Without a norm: a conv's gradient supports ReLU and pool, and its kernels need a residual of the full
-        # size.
-        pooled = pool is None or (parts.get("activation") in (None, "relu") and pool_name(pool) is not None)
-        return pooled and "add" not in parts
+def _accepts(captured: NetworkGraph, layer: fx.Node, parts: dict[str, Any]) -> bool:
+    """Whether one of our layers computes a pattern in one call."""
+    pool, norm = parts.get("pool"), parts.get("norm")
+    if norm is not None and type(captured.module(norm)) is not nn.BatchNorm2d:
+        return False
+    if norm is not None or isinstance(captured.module(layer), nn.BatchNorm2d):
+        return pool is None or fused_pool(pool) is not None
+    # Without a norm: a conv's gradient supports ReLU and pool, and its kernels need a residual of the full size.
+    pooled = pool is None or (parts.get("activation") in (None, "relu") and pool_name(pool) is not None)
+    return pooled and "add" not in parts
 
 
 def _layer(captured: NetworkGraph, pattern: Pattern) -> nn.Module | None:
     """The fused layer of a pattern; None if there is nothing to fuse."""
-    first = captured.module(pattern.nodes[0])
-    assert first is not None
-    pool = None if pattern.pool is None else fused_pool(pattern.pool)
-    if type(first) is nn.BatchNorm2d:
-        norm = FusedNorm(first, pattern.activation, pool=pool, add_last=pattern.add_last)
-        return norm if len(pattern.nodes) > 1 else None
-    if pattern.norm is None:
+    first = captured.root.get_submodule(pattern.name)
+    norm = None if pattern.norm is None else captured.module(pattern.norm)
+    whole = first if isinstance(first, nn.BatchNorm2d) else norm
+    if not isinstance(whole, nn.BatchNorm2d):
         name = None if pattern.pool is None else pool_name(pattern.pool)
         made = fused_layer(first, activation=pattern.activation, pool=name)
         return None if made is None else made.train(first.training)
-    norm = captured.module(pattern.norm)
-    assert isinstance(norm, nn.BatchNorm2d)
-    conv = fused_layer(first) or first
-    fused = FusedNorm(norm, pattern.activation, pool=pool, add_last=pattern.add_last)
-    return NormedConv(conv, fused).train(norm.training)
+    pool = None if pattern.pool is None else fused_pool(pattern.pool)
+    fused = FusedNorm(whole, pattern.activation, pool=pool, add_last=pattern.add_last)
+    if norm is None:
+        return fused if len(pattern.nodes) > 1 else None
+    return NormedConv(fused_layer(first) or first, fused).train(norm.training)
 
 
 def _split_results(twin: fx.GraphModule) -> None:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.utils import _pair
 
 from lowrank_cnn.core.modules import is_plain
 from lowrank_cnn.kernels.device import takes
-from lowrank_cnn.kernels.problem import Pair, activate, canonical, parsed
+from lowrank_cnn.kernels.problem import activate, canonical, parsed
 
 WIDEST = 15
 """Rows or columns of the largest window: a place in it must fit in a byte."""
@@ -54,7 +55,7 @@ class FusedNorm(nn.Module):
         return self
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        if not (self.takes(x) and (residual is None or _alike(residual, x))):
+        if not self.takes(x, residual):
             y = self._by_torch(x, residual)
             return (y, y) if self.twice else y
         from lowrank_cnn.kernels.between.batch_statistics import batch_norm_statistics
@@ -64,10 +65,12 @@ class FusedNorm(nn.Module):
         mean, rstd = batch_norm_statistics(x.detach(), *running, norm.momentum, norm.eps)
         return self.normalised(x, mean, rstd, residual)
 
-    def takes(self, x: Tensor) -> bool:
-        """Whether the kernels normalise `x` now: in training, with more than one value per channel."""
+    def takes(self, x: Tensor, residual: Tensor | None = None) -> bool:
+        """Whether the kernels normalise `x` now: in training, with a residual of the same size and type."""
         norm = self.norm
-        return norm.training and norm.momentum is not None and _several(x) and kernels_take(x)
+        several = x.numel() > x.shape[1]  # torch refuses to normalise a single value
+        alike = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
+        return norm.training and norm.momentum is not None and several and kernels_take(x) and alike
 
     def normalised(self, x: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None) -> Any:
         """The result by the kernels, for given statistics of the batch."""
@@ -78,13 +81,13 @@ class FusedNorm(nn.Module):
         if self.pool is not None and residual is None and self.activation == "relu" and self.pool.unrolls(x):
             codes = torch.is_grad_enabled() and x.requires_grad
             y = batch_norm_relu_pool(x, *scales, *self.pool.options(), codes)[0]
-            return (y, y) if self.twice else y
-        inputs = (x, *scales, residual, *parsed(self.activation), self.add_last)
-        # Not under torch.compile, which adds gradients in kernels of its own.
-        if self.twice and self.pool is None and not torch.compiler.is_compiling():
-            return TwiceRead.apply(*inputs)
-        y = batch_norm_activation(*inputs)
-        y = y if self.pool is None else self.pool(y)
+        else:
+            inputs = (x, *scales, residual, *parsed(self.activation), self.add_last)
+            # Not under torch.compile, which adds gradients in kernels of its own.
+            if self.twice and self.pool is None and not torch.compiler.is_compiling():
+                return TwiceRead.apply(*inputs)
+            y = batch_norm_activation(*inputs)
+            y = y if self.pool is None else self.pool(y)
         return (y, y) if self.twice else y
 
     def _by_torch(self, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -113,7 +116,7 @@ class NormedConv(nn.Module):
         if gathers is None or not self.norm.takes(x):
             return self.norm(self.conv(x), residual)
         y, mean, variance = gathers(x)
-        if mean is None or not (self.norm.takes(y) and (residual is None or _alike(residual, y))):
+        if mean is None or not self.norm.takes(y, residual):
             return self.norm(y, residual)
         from lowrank_cnn.kernels.between.batch_statistics import batch_norm_track
 
@@ -127,9 +130,10 @@ class NormedConv(nn.Module):
 class FusedPool(nn.Module):
     """A max-pool without dilation."""
 
-    def __init__(self, *, kernel: Pair, stride: Pair, padding: Pair, ceil: bool) -> None:
+    def __init__(self, pool: nn.MaxPool2d) -> None:
         super().__init__()
-        self.kernel, self.stride, self.padding, self.ceil = kernel, stride, padding, ceil
+        self.kernel, self.stride, self.padding = map(_pair, (pool.kernel_size, pool.stride, pool.padding))
+        self.ceil = pool.ceil_mode
 
     def forward(self, x: Tensor) -> Tensor:
         if not (kernels_take(x) and self._fits(x)):
@@ -165,9 +169,9 @@ class FusedResponseNorm(nn.Module):
     which the next conv would round anyway.
     """
 
-    def __init__(self, *, size: int, alpha: float, beta: float, k: float) -> None:
+    def __init__(self, norm: nn.LocalResponseNorm) -> None:
         super().__init__()
-        self.size, self.alpha, self.beta, self.k = size, float(alpha), float(beta), float(k)
+        self.size, self.alpha, self.beta, self.k = norm.size, float(norm.alpha), float(norm.beta), float(norm.k)
 
     def forward(self, x: Tensor) -> Tensor:
         if not kernels_take(x):
@@ -191,40 +195,19 @@ def kernels_take(x: Tensor) -> bool:
     return not torch.compiler.is_exporting() and takes(*asked)
 
 
-def _alike(residual: Tensor, x: Tensor) -> bool:
-    """Whether a kernel can add a residual: it has the same size and type."""
-    return residual.shape == x.shape and residual.dtype == x.dtype
-
-
-def _several(x: Tensor) -> bool:
-    """Whether there is more than one value per channel; torch refuses to normalise a single value."""
-    return x.numel() > x.shape[1]
-
-
 def fused_pool(module: nn.Module) -> FusedPool | None:
     """A plain max-pool as a layer that uses the kernels; None for anything else."""
     if not isinstance(module, nn.MaxPool2d) or not is_plain(module, nn.MaxPool2d):
         return None
     if module.return_indices or _pair(module.dilation) != (1, 1):
         return None
-    kernel, stride, padding = map(_pair, (module.kernel_size, module.stride, module.padding))
-    return FusedPool(kernel=kernel, stride=stride, padding=padding, ceil=module.ceil_mode)
-
-
-def fused_response_norm(module: nn.Module) -> FusedResponseNorm | None:
-    """A plain local response norm as a layer that uses the kernels; None for anything else."""
-    if not isinstance(module, nn.LocalResponseNorm) or not is_plain(module, nn.LocalResponseNorm):
-        return None
-    # With a denominator below zero torch still computes integer powers; the kernels do not.
-    if not 0 < module.size <= MOST_CHANNELS or module.alpha < 0 or module.k < 0:
-        return None
-    return FusedResponseNorm(size=module.size, alpha=module.alpha, beta=module.beta, k=module.k)
+    return FusedPool(module)
 
 
 def fused_neighbour(module: nn.Module) -> FusedPool | FusedResponseNorm | None:
-    """A max-pool or a response norm as a layer that uses the kernels; None for anything else."""
-    return fused_pool(module) or fused_response_norm(module)
-
-
-def _pair(value: Any) -> Pair:
-    return (value, value) if isinstance(value, int) else (value[0], value[1])
+    """A plain max-pool or local response norm as a layer that uses the kernels; None for anything else."""
+    if not isinstance(module, nn.LocalResponseNorm) or not is_plain(module, nn.LocalResponseNorm):
+        return fused_pool(module)
+    # With a denominator below zero torch still computes integer powers; the kernels do not.
+    fits = 0 < module.size <= MOST_CHANNELS and module.alpha >= 0 and module.k >= 0
+    return FusedResponseNorm(module) if fits else None

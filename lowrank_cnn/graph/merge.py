@@ -16,7 +16,6 @@ import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -26,28 +25,18 @@ from lowrank_cnn.core.compare import copied, difference, objection, tolerance, u
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.modules import watched
 from lowrank_cnn.core.notes import AsDict, note, notes
-from lowrank_cnn.graph.capture import (
-    TRANSPOSED,
-    CaptureError,
-    NetworkGraph,
-    capture,
-    captures,
-    layer_kind,
-)
+from lowrank_cnn.graph.capture import TRANSPOSED, CaptureError, NetworkGraph, capture, captures, layer_kind
 from lowrank_cnn.graph.examples import Example, by_position, example_for, in_signature
-from lowrank_cnn.graph.patterns import NORMS, Pattern, find_patterns, split_active_norms
+from lowrank_cnn.graph.patterns import NORMS, Pattern, find_patterns, split_norm
 from lowrank_cnn.kernels.reference import compose
 from lowrank_cnn.method.branches import fold_branches
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.geometry import Sides, enclosing_padding
-from lowrank_cnn.method.layers import CompositeConv2d, conv_of
+from lowrank_cnn.method.layers import CompositeConv2d, conv_of, weights_of
 from lowrank_cnn.method.rewrite import copy_with, laid_out_as
 from lowrank_cnn.method.schemes import FactoredConv2d
 from lowrank_cnn.method.select import check_rewritable
-from lowrank_cnn.method.spec import Composite, FilterGroup, Kernel
-
-# Two convs with nothing between them equal one conv if, along each axis, at most one of them has more than one
-# tap: its kernel is the product of theirs.
+from lowrank_cnn.method.spec import Composite, FilterGroup
 
 
 @dataclass(frozen=True)
@@ -66,89 +55,55 @@ class InexactError(Exception):
 
 def merge_chain(chain: FactoredConv2d) -> nn.Module:
     """The single conv that equals a chain, in float64 on the CPU; raises `InexactError` if there is none."""
-    return reduce(_joined, (_Plain.of(copy.deepcopy(stage).cpu().double()) for stage in chain)).conv()
+    return reduce(_joined, (copy.deepcopy(stage).cpu().double() for stage in chain))
 
 
-@dataclass(frozen=True)
-class _Plain:
-    """Any conv of ours as one dense weight and its geometry."""
-
-    weight: Tensor
-    bias: Tensor | None
-    stride: Kernel
-    dilation: Kernel
-    sides: Sides
-    groups: int
-    mode: str
-
-    @classmethod
-    def of(cls, layer: nn.Module) -> _Plain:
-        if isinstance(layer, CompositeConv2d) and (len(layer.composite.groups) > 1 or layer.shuffle):
-            layer = layer.dense_view()
-        if isinstance(layer, CompositeConv2d):
-            weight, sides, groups = layer.weights[0], layer.padding, layer.groups
-        elif isinstance(layer, nn.Conv2d | nn.Conv3d) and type(layer) in (nn.Conv2d, nn.Conv3d):
-            weight, groups = layer.weight, layer.groups
-            sides = enclosing_padding(layer.padding, layer.kernel_size, layer.dilation)  # type: ignore[arg-type]
-        else:
-            raise InexactError(f"a {type(layer).__name__} is no convolution")
-        bias = None if layer.bias is None else layer.bias.detach()
-        return cls(weight.detach(), bias, layer.stride, layer.dilation, sides, groups, layer.padding_mode)  # type: ignore[arg-type]
-
-    @property
-    def pads(self) -> bool:
-        return any(side > 0 for both in self.sides for side in both)
-
-    def reaches(self, axis: int) -> bool:
-        """Whether an output reads other pixels than its own along this axis."""
-        return self.weight.shape[2 + axis] > 1 or self.stride[axis] > 1 or self.sides[axis] != (0, 0)
-
-    def conv(self) -> nn.Module:
-        filters, depth, *kernel = self.weight.shape
-        single = Composite((FilterGroup(*kernel, filters),))
-        options = {"stride": self.stride, "padding": self.sides, "dilation": self.dilation}
-        options |= {"channel_groups": self.groups, "padding_mode": self.mode, "bias": self.bias is not None}
-        layer = conv_of(depth * self.groups, single, **options).to(self.weight)
-        target = layer.weights[0] if isinstance(layer, CompositeConv2d) else layer.weight
-        with torch.no_grad():
-            target.copy_(self.weight)  # type: ignore[operator]
-            if self.bias is not None:
-                layer.bias.copy_(self.bias)  # type: ignore[union-attr]
-        return layer
-
-
-def _joined(first: _Plain, second: _Plain) -> _Plain:
-    """Two convs as one, or the reason why not."""
-    strips = first.groups == 1 and second.groups == len(first.weight) == len(second.weight)  # one per channel
+@torch.no_grad()
+def _joined(first: Any, second: Any) -> nn.Module:
+    """Two convs as one whose kernel is the product of theirs, or the reason why not."""
+    strips = first.groups == 1 and second.groups == second.in_channels == second.out_channels  # one per channel
     if first.groups != second.groups and not strips:
         raise InexactError("its channel groups do not match: one conv would cost more than both")
     axes = range(len(first.stride))
-    if any(first.reaches(axis) and second.reaches(axis) for axis in axes):
+    if any(_reaches(first, axis) and _reaches(second, axis) for axis in axes):
         raise InexactError("both of its layers reach along the same axis")
-    if first.pads and second.pads and first.mode != second.mode:
+    pads = [any(side > 0 for both in _sides(conv) for side in both) for conv in (first, second)]
+    if all(pads) and first.padding_mode != second.padding_mode:
         raise InexactError("its layers pad in different ways")
     biased = first.bias is not None and bool(first.bias.any())
-    if biased and second.pads and second.mode == "zeros":
+    if biased and pads[1] and second.padding_mode == "zeros":
         raise InexactError("the first layer's bias meets the zero padding of the second")
-    bias = second.bias
+    before, after, bias = first.weight, second.weight, second.bias
     if first.bias is not None:  # which the second conv multiplies and sums
-        seen = second.weight.flatten(2).sum(2).reshape(second.groups, -1, second.weight.shape[1])
+        seen = after.flatten(2).sum(2).reshape(second.groups, -1, after.shape[1])
         carried = torch.einsum("gdm,gm->gd", seen, first.bias.reshape(second.groups, -1)).flatten()
         bias = carried if bias is None else carried + bias
-    along = [second if second.reaches(axis) else first for axis in axes]
-    weight = first.weight * second.weight if strips else compose(first.weight, second.weight, groups=first.groups)
-    return _Plain(
-        weight,
-        bias,
-        tuple(own.stride[axis] for axis, own in enumerate(along)),
-        tuple(own.dilation[axis] for axis, own in enumerate(along)),
-        tuple(own.sides[axis] for axis, own in enumerate(along)),
-        first.groups,
-        second.mode if second.pads else first.mode,
-    )
+    along = [second if _reaches(second, axis) else first for axis in axes]
+    weight = before * after if strips else compose(before, after, groups=first.groups)
+    filters, depth, *kernel = weight.shape
+    new: Any = conv_of(
+        depth * first.groups,
+        Composite((FilterGroup(*kernel, filters),)),
+        stride=tuple(conv.stride[axis] for axis, conv in enumerate(along)),
+        dilation=tuple(conv.dilation[axis] for axis, conv in enumerate(along)),
+        padding=tuple(_sides(conv)[axis] for axis, conv in enumerate(along)),
+        channel_groups=first.groups,
+        padding_mode=(second if pads[1] else first).padding_mode,
+        bias=bias is not None,
+    ).to(weight)
+    weights_of(new)[0].copy_(weight)
+    if bias is not None:
+        new.bias.copy_(bias)
+    return new
 
 
-# In evaluation a batch norm scales and shifts each channel, which the weights of the layer before it can do.
+def _sides(conv: Any) -> Sides:
+    return enclosing_padding(conv.padding, conv.kernel_size, conv.dilation)
+
+
+def _reaches(conv: Any, axis: int) -> bool:
+    """Whether an output reads other pixels than its own along this axis."""
+    return conv.kernel_size[axis] > 1 or conv.stride[axis] > 1 or _sides(conv)[axis] != (0, 0)
 
 
 class FoldedLinear(nn.Identity):
@@ -164,7 +119,7 @@ class FoldedLinear(nn.Identity):
 
 
 def fold(layer: nn.Module, norm: Any) -> nn.Module:
-    """Fold a batch norm into the layer before it; in a chain, into its last layer."""
+    """Fold a batch norm, which scales and shifts channels, into the layer before it; in a chain, into its last."""
     last: Any = list(layer.children())[-1] if isinstance(layer, FactoredConv2d) else layer
     scale = torch.rsqrt(norm.running_var + norm.eps)
     scale = scale if norm.weight is None else scale * norm.weight
@@ -202,12 +157,9 @@ def _input_shape(layer: Any) -> tuple[int, ...]:
     stages: list[Any] = list(layer) if isinstance(layer, FactoredConv2d) else [layer]
     spans = []
     for stage in stages:  # how far it looks along each axis, padding included
-        if isinstance(stage, CompositeConv2d):
-            kernel, pads = stage.composite.kernel, [max(sides) for sides in stage.padding]
-        else:
-            kernel = stage.kernel_size
-            pads = [0] * len(kernel) if isinstance(stage.padding, str) else stage.padding
-        spans.append([d * (k - 1) + max(p, 0) for d, k, p in zip(stage.dilation, kernel, pads, strict=True)])
+        pads = [0] * len(stage.stride) if isinstance(stage.padding, str) else map(max, _sides(stage))
+        axes = zip(stage.dilation, stage.kernel_size, pads, strict=True)
+        spans.append([d * (k - 1) + max(p, 0) for d, k, p in axes])
     return 1, stages[0].in_channels, *(3 + 2 * sum(axis) for axis in zip(*spans, strict=True))
 
 
@@ -219,11 +171,7 @@ _NOT_FED, _NOT_RUN = "no layer feeds it and nothing else", "it does not run in e
 
 @unchanged()  # layers draw weights when they are built
 def merge(
-    model: nn.Module,
-    *,
-    chains: bool | None = None,
-    norms: bool = True,
-    example_input: Example | None = None,
+    model: nn.Module, *, chains: bool | None = None, norms: bool = True, example_input: Example | None = None
 ) -> nn.Module:
     """A copy of `model` with its batch norms folded into the layers before them, if that is exact.
 
@@ -263,9 +211,11 @@ def _part(merged: nn.Module, name: str) -> nn.Module:
 
 
 def _merged_network(model: nn.Module, chains: bool | None, norms: bool, example_input: Any) -> nn.Module:
-    example, given = example_for(model, example_input)
-    original, folded = model, fold_branches(model)
-    model = split_active_norms(folded) if norms else folded
+    example, given = example_for(model, example_input), example_input is not None
+    original, model = model, fold_branches(model)
+    folded, parts = model, model.modules() if norms else ()
+    if splits := {part: split for part in parts if (split := split_norm(part)) is not None}:
+        model = copy_with(model, splits)
     try:
         if example is None:
             raise CaptureError("no example input is known to compare the result on: pass example_input")
@@ -283,25 +233,25 @@ def _merged_network(model: nn.Module, chains: bool | None, norms: bool, example_
     if replaced and captured.calls is not None and not _same_calls(model, merged):
         return _left_alone(original, _READ, norms=norms)
     told = {row.name for row in report}
-    rest = (
-        Merging(name, (kind,), reason=_NOT_FED if name in seen else _NOT_RUN)
-        for name, kind in _norms(merged)
-        if name not in told
-    )
-    note(merged, merging=(*report, *(rest if norms else ())))
+    left = [(name, kind) for name, kind in _norms(merged) if norms and name not in told]
+    rest = (Merging(name, (kind,), reason=_NOT_FED if name in seen else _NOT_RUN) for name, kind in left)
+    note(merged, merging=(*report, *rest))
     return merged
+
+
+def _every_call(model: nn.Module) -> list[NetworkGraph]:
+    """A graph for each kind of call; empty if these are not known."""
+    try:
+        return captures(copy_with(model))
+    except CaptureError:
+        return []
 
 
 def _same_calls(model: nn.Module, merged: nn.Module) -> bool:
     """Whether every kind of call still reads the same weights: the example shows one kind alone."""
-    try:
-        before = captures(copy_with(model))
-    except CaptureError:
+    if not (before := _every_call(model)):
         return True  # folds were made within parts whose calls are known
-    try:
-        after = captures(copy_with(merged))
-    except CaptureError:
-        return False
+    after = _every_call(merged)
     return len(before) == len(after) and all(map(NetworkGraph.computes_like, before, after))
 
 
@@ -315,7 +265,8 @@ class _Folds:
     chains: bool | None
     norms: bool
     given: bool
-    known: dict[str, Any] = field(default_factory=dict)
+    known: dict[str, list[tuple[set[tuple[str, str]], set[str]]]] = field(default_factory=dict)
+    """By module, for each kind of call its pairs of layer and norm, and all its calls; empty if not known."""
 
     def all(self) -> tuple[dict[nn.Module, nn.Module], list[Merging]]:
         """The replacement of each replaced module, and a row about every layer that changes or cannot."""
@@ -336,9 +287,7 @@ class _Folds:
             if new is not None:
                 replaced[layer] = new
                 if norm is not None:
-                    replaced[norm] = (
-                        FoldedLinear().eval() if isinstance(layer, nn.Linear) else nn.Identity().eval()
-                    )
+                    replaced[norm] = (FoldedLinear() if isinstance(layer, nn.Linear) else nn.Identity()).eval()
         return replaced, report
 
     def _wrong_axis(self, pattern: Pattern, layer: Any, norm: str) -> str:
@@ -358,25 +307,19 @@ class _Folds:
         """
         if self.captured.calls is None:
             return ""
-        pairs = zip(layer.split("."), norm.split("."), strict=False)
-        shared = [ours for ours, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
-        for depth in range(len(shared) + 1):
-            parent = ".".join(shared[:depth])
-            there = tuple(name.removeprefix(f"{parent}.") for name in (layer, norm))
-            if graphs := self._graphs(parent):
-                fits = all(there in pairs or not called.intersection(there) for pairs, called in graphs)
+        *within, _ = layer.split(".")
+        for depth in range(len(within) + 1):
+            parent = ".".join(within[:depth])
+            if parent and not norm.startswith(f"{parent}."):
+                break
+            if parent not in self.known:
+                graphs = _every_call(self.model.get_submodule(parent))
+                self.known[parent] = [(_pairs(graph), graph.called()) for graph in graphs]
+            if calls := self.known[parent]:
+                there = tuple(name.removeprefix(f"{parent}.") for name in (layer, norm))
+                fits = all(there in pairs or not called.intersection(there) for pairs, called in calls)
                 return "" if fits else _ELSEWHERE
         return _ELSEWHERE
-
-    def _graphs(self, name: str) -> list[tuple[set[tuple[str, str]], set[str]]]:
-        """For each kind of call of a module its pairs of layer and norm, and all its calls; empty if unknown."""
-        if name not in self.known:
-            try:
-                graphs = captures(copy_with(self.model.get_submodule(name)))
-            except CaptureError:
-                graphs = []
-            self.known[name] = [(_pairs(graph), graph.called()) for graph in graphs]
-        return self.known[name]
 
     def _merged(
         self, name: str, layer: nn.Module, norm: nn.Module | None, norm_name: str
@@ -416,9 +359,9 @@ def _check(model: nn.Module) -> None:
     check_rewritable(model)
     for name, module in model.named_modules():
         if module.training:
-            label = f"{name} is" if name else "the network is"
+            part = name or "the network"
             raise LowRankError(
-                f"{label} in training mode, where batch norm is not linear: call model.eval() first."
+                f"{part} is in training mode, where batch norm is not linear: call model.eval() first."
             )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise LowRankError("the network has no weights to merge: it is on the meta device.")

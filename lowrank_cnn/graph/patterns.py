@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from lowrank_cnn.core.compare import objection
 from lowrank_cnn.core.modules import has_hooks, is_plain
-from lowrank_cnn.graph.capture import NetworkGraph, layer_kind
-from lowrank_cnn.kernels.problem import DEFAULT_SLOPE, canonical, is_monotone
+from lowrank_cnn.graph.capture import AUGMENTED, NetworkGraph, layer_kind
+from lowrank_cnn.kernels.problem import canonical, is_monotone
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 LAYERS = ("conv", "composite", "chain")
@@ -55,10 +55,11 @@ class Pattern:
         return next(value for value in self.add.all_input_nodes if value not in self.nodes)
 
 
-_FUNCTIONS: dict[Any, str] = {
-    F.relu: "relu", torch.relu: "relu", "relu": "relu", F.relu_: "relu", torch.relu_: "relu", "relu_": "relu",
-    F.leaky_relu: "leaky_relu", F.silu: "silu", F.hardswish: "hardswish", F.gelu: "gelu",
+_FUNCTIONS: dict[Any, type[nn.Module]] = {
+    F.relu: nn.ReLU, torch.relu: nn.ReLU, "relu": nn.ReLU, F.relu_: nn.ReLU, torch.relu_: nn.ReLU,
+    "relu_": nn.ReLU, F.leaky_relu: nn.LeakyReLU, F.silu: nn.SiLU, F.hardswish: nn.Hardswish, F.gelu: nn.GELU,
 }  # fmt: skip
+"""Functions as modules that take the same options in the same order."""
 _ADDS = (operator.add, operator.iadd, torch.add, "add", "add_")
 _ADDS_IN_PLACE = (operator.iadd, "add_")
 
@@ -83,17 +84,15 @@ def find_patterns(
     return sorted(found, key=lambda pattern: places[pattern.nodes[0]])
 
 
-def rewritten(
-    captured: NetworkGraph, patterns: list[Pattern], make: Callable[[Pattern], nn.Module]
-) -> fx.GraphModule:
-    """A network in which each pattern is one call of the module that `make` returns, under the layer's name.
+def rewritten(captured: NetworkGraph, made: Mapping[Pattern, nn.Module]) -> fx.GraphModule:
+    """A network in which each pattern is one call of the module made for it, under the layer's name.
 
     It shares the modules of the captured root. The captured graph is changed and cannot be used again.
     """
     graph = captured.graph
-    for pattern in patterns:
+    for pattern, module in made.items():
         layer, last = pattern.nodes[0], pattern.nodes[-1]
-        captured.root.set_submodule(pattern.name, make(pattern))
+        captured.root.set_submodule(pattern.name, module)
         residual = pattern.residual
         inputs = (pattern.input,) if residual is None else (pattern.input, residual)
         with graph.inserting_before(pattern.add or layer):
@@ -129,19 +128,16 @@ class _PatternWalk:
                 yield pattern
 
     def _from(self, layer: fx.Node) -> Pattern:
-        nodes, parts = [layer], {}
-        passed: list[fx.Node] = []
-        while (node := self._reader(passed[-1] if passed else nodes[-1])) is not None:
-            if self._does_nothing(node):
-                passed.append(node)
-                continue
-            part = self._part(layer, node, (passed or nodes)[-1], parts)
-            if part is None or not self.accepts(layer, parts | part):
-                break
-            parts |= part
-            nodes += [*passed, node]
-            passed = []
-        return Pattern(str(layer.target), tuple(nodes), **parts)
+        nodes, end, parts = [layer], 1, {}
+        while (node := self._reader(nodes[-1])) is not None:
+            if not self._does_nothing(node):
+                part = self._part(layer, node, nodes[-1], parts)
+                if part is None or not self.accepts(layer, parts | part):
+                    break
+                parts |= part
+                end = len(nodes) + 1
+            nodes.append(node)
+        return Pattern(str(layer.target), tuple(nodes[:end]), **parts)
 
     def _reader(self, node: fx.Node) -> fx.Node | None:
         """The one node that reads a value; None if several do, one reads it twice, or another pattern has it."""
@@ -204,8 +200,11 @@ class _PatternWalk:
         return True
 
 
-def activation_of(module: nn.Module | None) -> str | None:
-    """The name of an activation module that kernels can fuse; None for any other module."""
+def _activation(node: fx.Node, module: nn.Module | None) -> str | None:
+    """The name of an activation that kernels can fuse, which is a module or a function; None for others."""
+    if module is None and node.op != "call_module" and _has_constant_options(node):
+        kind = _FUNCTIONS.get(node.target)
+        module = None if kind is None else kind(*node.args[1:], **node.kwargs)
     if isinstance(module, nn.LeakyReLU) and is_plain(module, nn.LeakyReLU):
         return canonical(f"leaky_relu:{module.negative_slope}")
     if isinstance(module, nn.GELU) and module.approximate != "none":
@@ -214,24 +213,13 @@ def activation_of(module: nn.Module | None) -> str | None:
     return next((name for kind, name in kinds.items() if is_plain(module, kind)), None)
 
 
-def _activation(node: fx.Node, module: nn.Module | None) -> str | None:
-    """The name of an activation that is a module or a function."""
-    if module is not None:
-        return activation_of(module)
-    name = _FUNCTIONS.get(node.target) if node.op in ("call_function", "call_method") else None
-    options = dict(node.kwargs)
-    options.pop("inplace", None)
-    if name is None or (len(node.args) != 1 and name != "leaky_relu"):
-        return None
-    if name == "leaky_relu":
-        slope = node.args[1] if len(node.args) > 1 else options.pop("negative_slope", DEFAULT_SLOPE)
-        return canonical(f"{name}:{slope}") if isinstance(slope, int | float) and not options else None
-    exact = name == "gelu" and options in ({}, {"approximate": "none"})
-    return name if exact or not options else None
-
-
 def _reads_one(node: fx.Node) -> bool:
     return len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
+
+
+def _has_constant_options(node: fx.Node) -> bool:
+    """Whether a function's first argument is the only one that is not known."""
+    return node.all_input_nodes == list(node.args[:1])
 
 
 def _overwrites(node: fx.Node, module: nn.Module | None) -> bool:
@@ -240,55 +228,50 @@ def _overwrites(node: fx.Node, module: nn.Module | None) -> bool:
         return bool(getattr(module, "inplace", False))
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    augmented = getattr(node.target, "__module__", "") == "_operator" and name[:1] == "i" and name not in _KEPT
-    return in_place or augmented or name == "setitem" or bool(node.kwargs.get("inplace"))
-
-
-_KEPT = ("invert", "inv", "is_", "is_not", "index", "indexOf", "itemgetter")
+    return in_place or node.target in AUGMENTED or name == "setitem" or bool(node.kwargs.get("inplace"))
 
 
 def _pool(node: fx.Node, module: nn.Module | None) -> nn.MaxPool2d | None:
     """A max-pool that is a module or a function, as a module."""
     if module is not None:
         return module if type(module) is nn.MaxPool2d and not module.return_indices else None
-    if node.target not in (F.max_pool2d, torch.max_pool2d):
+    if node.target not in (F.max_pool2d, torch.max_pool2d) or not _has_constant_options(node):
         return None
     options: dict[str, Any] = dict(zip(_POOL_OPTIONS, node.args[1:], strict=False)) | dict(node.kwargs)
-    constant = all(map(_is_constant, options.values())) and set(options) <= set(_POOL_OPTIONS)
-    return nn.MaxPool2d(**options).eval() if constant and not options.get("return_indices") else None
+    return None if options.get("return_indices") else nn.MaxPool2d(**options).eval()
 
 
 _POOL_OPTIONS = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
 """In the order of the function's parameters, which differs from the module's."""
 
 
-def _is_constant(value: Any) -> bool:
-    numbers = value if isinstance(value, list | tuple) else (value,)
-    return all(isinstance(number, int | bool) or number is None for number in numbers)
+def shared_copy(module: nn.Module, *makers: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
+    """New modules around the same parameters and buffers: their modes and parts may be changed.
 
-
-# Batch norms that also drop and activate, as timm's BatchNormAct2d does, taken apart into torch's own layers.
-#
-# These norms are subclasses with children `drop` and `act`. Their forward calls functions, so a captured graph
-# would show no norm that can be folded or fused.
-
-_PARTS = ["drop", "act"]
-
-
-def split_active_norms(model: nn.Module) -> nn.Module:
-    """A copy of a model in which torch's own layers replace such norms; without any, the model itself."""
-    parts = {id(part): copy.deepcopy(split) for part in model.modules() if (split := split_norm(part)) is not None}
-    return copy.deepcopy(model, parts) if parts else model
+    A part for which one of `makers` returns a module is replaced by that.
+    """
+    for make in makers:
+        if (made := make(module)) is not None:
+            return made
+    twin = module.__class__.__new__(module.__class__)  # copy.copy refuses modules with parametrized weights
+    twin.__dict__.update(module.__dict__)
+    parts = {name: part and shared_copy(part, *makers) for name, part in module._modules.items()}
+    twin._modules = parts  # type: ignore[assignment]
+    return twin
 
 
 def split_norm(norm: nn.Module) -> nn.Sequential | None:
-    """The norm, its dropout and its activation in sequence, with the same tensors; None for other modules."""
-    if not isinstance(norm, nn.BatchNorm2d) or list(norm._modules) != _PARTS or has_hooks(norm):
+    """A batch norm that also drops and activates, such as timm's BatchNormAct2d, as torch's layers in sequence.
+
+    It shares the norm's tensors. Such norms are subclasses with children `drop` and `act`. Their forward calls
+    functions, in which no graph shows a norm that can be folded or fused. None for other modules.
+    """
+    if not isinstance(norm, nn.BatchNorm2d) or list(norm._modules) != ["drop", "act"] or has_hooks(norm):
         return None
     plain = nn.BatchNorm2d.__new__(nn.BatchNorm2d)
     plain.__dict__.update(norm.__dict__)
     plain._modules = {}
-    split = nn.Sequential(plain, *norm._modules.values())  # type: ignore[arg-type]
+    split = nn.Sequential(plain, *map(shared_copy, norm.children()))
     split.training = norm.training
     return split if _is_same(split, norm) else None
 

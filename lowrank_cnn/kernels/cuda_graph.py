@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowrank_cnn.core.compare import agree, mapped
+from lowrank_cnn.core.compare import agree, copied
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.kernels.device import for_graphs
 
@@ -95,11 +95,7 @@ class Recorded:
                 self.stream = stream
             self.input.copy_(x.detach())
             self.graph.replay()
-            return self.output.clone() if isinstance(self.output, Tensor) else mapped(_copied, self.output)
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+            return self.output.clone() if isinstance(self.output, Tensor) else copied(self.output)[0]
 
 
 @torch.inference_mode(False)

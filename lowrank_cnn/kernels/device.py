@@ -33,24 +33,18 @@ _tuning: ContextVar[bool] = ContextVar("lowrank_tuning", default=False)
 _recording: ContextVar[bool] = ContextVar("lowrank_recording", default=False)
 _ahead: ContextVar[bool] = ContextVar("lowrank_ahead", default=False)
 _survey: ContextVar[list[Any] | None] = ContextVar("lowrank_survey", default=None)
+T = TypeVar("T")
+Setting = contextlib.AbstractContextManager[Any]
 
 
-class KernelSettings(contextlib.ContextDecorator):
-    """Context variables that have other values within a block or a decorated function."""
-
-    def __init__(self, values: dict[ContextVar, object]) -> None:
-        self.values, self.tokens = values, {}
-
-    def __enter__(self) -> None:
-        self.tokens = {variable: variable.set(value) for variable, value in self.values.items()}
-
-    def __exit__(self, *_: object) -> None:
-        for variable, token in self.tokens.items():
-            variable.reset(token)
-
-    def _recreate_cm(self) -> KernelSettings:
-        """One for each call of a decorated function, as calls may overlap."""
-        return KernelSettings(self.values)
+@contextlib.contextmanager
+def _within(variable: ContextVar[T], value: T) -> Iterator[T]:
+    """A context variable has another value within a block or a decorated function."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
 
 
 def mode() -> str:
@@ -79,57 +73,40 @@ def asked_for() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1" and mode() == "on"
 
 
-def forced(chosen: str) -> KernelSettings:
+def forced(chosen: str) -> Setting:
     """Within the block, the mode is `chosen`: "off", "dense", "on" or "auto"."""
-    return KernelSettings({_forced: _known(chosen)})
+    return _within(_forced, _known(chosen))
 
 
-def for_graphs() -> KernelSettings:
+def for_graphs() -> Setting:
     """Within the block, choose as for a CUDA graph, in which launches cost the host nothing.
 
     Put it around the warm-up of a graph and around its capture, so that both make the same choices.
     """
-    return KernelSettings({_recording: True})
+    return _within(_recording, True)
 
 
-def tuning() -> KernelSettings:
+def tuning() -> Setting:
     """Within the block, measure every plan of each problem that runs."""
-    return KernelSettings({_tuning: True})
+    return _within(_tuning, True)
 
 
-def compiling_ahead() -> KernelSettings:
+def compiling_ahead() -> Setting:
     """Within the block, kernels are compiled but not run: their results are uninitialised memory."""
-    return KernelSettings({_ahead: True})
+    return _within(_ahead, True)
 
 
-@contextlib.contextmanager
-def surveying() -> Iterator[list[Any]]:
-    """Within the block, every layer runs by torch, and the requests for a choice are collected."""
-    asked: list[Any] = []
-    with KernelSettings({_survey: asked}):
-        yield asked
+def surveying() -> Setting:
+    """Within the block, every layer runs by torch, and the requests for a choice are collected in a list."""
+    return _within(_survey, [])
 
 
-def unsurveyed() -> KernelSettings:
+def unsurveyed() -> Setting:
     """Within the block, ignore a survey around it: a graph of torch.compile outlives the survey."""
-    return KernelSettings({_survey: None})
+    return _within(_survey, None)
 
 
-def is_tuning() -> bool:
-    return _tuning.get()
-
-
-def is_for_graphs() -> bool:
-    return _recording.get()
-
-
-def is_compiling_ahead() -> bool:
-    return _ahead.get()
-
-
-def survey() -> list[Any] | None:
-    """The list that collects requests within a `surveying` block, else None."""
-    return _survey.get()
+is_tuning, is_for_graphs, survey = _tuning.get, _recording.get, _survey.get
 
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -167,12 +144,17 @@ def operator(name: str, fake: Callable[..., Any], mutates: tuple[str, ...] = ())
 
 def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
     """Triton's `kernel[grid]`; within `compiling_ahead` the call only compiles the kernel."""
-    return partial(kernel.warmup, grid=grid) if is_compiling_ahead() else kernel[grid]
+    return partial(kernel.warmup, grid=grid) if _ahead.get() else kernel[grid]
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
     """The compute capability; (0, 0) for a CPU, where Triton's interpreter runs the kernels."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def is_recent(device: torch.device) -> bool:
+    """Whether the kernels are written for a device."""
+    return device.type != "cuda" or capability_of(device) >= OLDEST
 
 
 @lru_cache
@@ -206,16 +188,12 @@ def _able(device: torch.device) -> bool:
     """Whether Triton can build and launch a kernel here; without a C compiler, for example, it cannot."""
     if device not in _ABLE:
         try:
-            _ABLE[device] = _is_recent(device) and _runs(device)
+            _ABLE[device] = is_recent(device) and find_spec("triton") is not None and _runs(device)
         except Exception as error:  # whatever the reason, torch's own operations remain
             if is_out_of_memory(error):
                 return False  # for now: ask again later
             _ABLE[device] = False
     return _ABLE[device]
-
-
-def _is_recent(device: torch.device) -> bool:
-    return (device.type != "cuda" or capability_of(device) >= OLDEST) and find_spec("triton") is not None
 
 
 def _runs(device: torch.device) -> bool:

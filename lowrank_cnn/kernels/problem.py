@@ -5,7 +5,7 @@ A problem is hashable: choices and plans are stored per problem.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
@@ -259,6 +259,11 @@ class ForwardKernel:
     launch: Callable[[Problem, ConvTensors, Any], Tensor]
     part_count: Callable[[Problem, Any], int] = lambda problem, tile: 0
     decides: bool = False
+
+
+def first_reason(checks: Mapping[str, object]) -> str | None:
+    """The first reason that holds, of those why a kernel cannot run a problem; None if it can."""
+    return next((reason for reason, holds in checks.items() if holds), None)
 
 
 def imported(module: str, name: str) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ one launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -79,12 +79,16 @@ class _Call:
             x = pad_on_sides(x, [(0, 0), *around], "constant")[..., :: stride[1], :: stride[2]]
         else:
             x = pad_on_sides(x, [(before, after), (0, 0), (0, 0)], "constant")[:, :, :: stride[0]]
-        self.maps: Callable[[Tensor], Tensor] = _along_time if time else _by_frame
+        self.time = time
         self.apart = (3, x.shape[3:]) if time else (0, (x.shape[0], x.shape[2]))
         self.x = self.maps(x)
         self.weights = [weight.flatten(3) if time else weight.squeeze(2) for weight in weights]
         self.stride = (stride[0], 1) if time else (stride[1], stride[2])
         self.padding: list[Sides] = [(own[0], (0, 0)) if time else (own[1], own[2]) for own in padding]
+
+    def maps(self, x: Tensor) -> Tensor:
+        """A volume as maps."""
+        return x.flatten(3) if self.time else x.transpose(1, 2).flatten(0, 1)
 
     def volume(self, y: Tensor) -> Tensor:
         """A result as a volume."""
@@ -109,11 +113,3 @@ def _calls(x: Tensor, weights: Sequence[Tensor], stride: Sequence[int], padding:
 def _split(bias: Tensor | None, calls: Sequence[_Call]) -> Sequence[Tensor | None]:
     sizes = [sum(len(weight) for weight in call.weights) for call in calls]
     return [None] * len(calls) if bias is None else bias.split(sizes)
-
-
-def _along_time(x: Tensor) -> Tensor:
-    return x.flatten(3)
-
-
-def _by_frame(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).flatten(0, 1)

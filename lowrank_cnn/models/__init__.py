@@ -55,10 +55,7 @@ def create_model(
     torch.Size([1, 10])
     """
     options = {key: value for key, value in locals().items() if key not in ("name", "pretrained")}
-    check_type("a network's name", name, str)
-    check_type("init", init, str)
-    for option, value in {"norm": norm, "pool": pool, "pretrained": pretrained}.items():
-        check_type(option, value, str, type(None))
+    check_type("pretrained", pretrained, str, type(None))
     return build_network(name, **options) if pretrained is None else _with_weights(name, pretrained, options)
 
 

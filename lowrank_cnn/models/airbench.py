@@ -101,10 +101,6 @@ def begin_as_identity_(layer: nn.Module) -> None:
     for weight in weights_of(layer):
         count = min(len(weight), weight.shape[1] - first)
         if count > 0 and not weight.is_meta:
-            place = torch.arange(count, device=weight.device)
             weight[:count] = 0.0
-            weight[place, first + place, weight.shape[2] // 2, weight.shape[3] // 2] = 1.0
+            nn.init.dirac_(weight[:count, first : first + count])
         first += len(weight)
-
-
-build = Airbench

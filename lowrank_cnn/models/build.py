@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from math import prod
 from types import ModuleType
@@ -27,8 +27,15 @@ from lowrank_cnn.method.thin import Thinning, thin_again
 from lowrank_cnn.models import airbench, convnext, googlenet, nin, resnet, vgg
 from lowrank_cnn.models.network import Network, Options
 
-PAPER_FAMILIES: tuple[ModuleType, ...] = (vgg, googlenet, nin)
-FAMILIES = (*PAPER_FAMILIES, resnet, airbench, convnext)
+PAPER_FAMILIES = (vgg, googlenet, nin)
+FAMILIES: dict[ModuleType, Callable[[Any, Options], Network]] = {
+    vgg: vgg.VGG,
+    googlenet: googlenet.GoogLeNet,
+    nin: nin.NiN,
+    resnet: resnet.ResNet,
+    airbench: airbench.Airbench,
+    convnext: convnext.ConvNeXt,
+}
 
 
 def list_models(*, paper: bool = False) -> list[str]:
@@ -63,12 +70,11 @@ def build_network(name: str, *, init: str = "composite", **given: Any) -> Networ
         raise LowRankError(f"pool is a choice of the nin networks; {name} has none: leave it out (pool=none).")
     variant = family.VARIANTS[name]
     own = {"num_classes": family.CLASSES, "norm": getattr(family, "NORM", None), "stride": variant.stride}
-    chosen: dict[str, Any] = {**own}
-    chosen |= {key: value for key, value in given.items() if value is not None or key not in own}
+    chosen: Any = own | {key: value for key, value in given.items() if value is not None or key not in own}
     if chosen.get("scheme") is not None:
         chosen["scheme"] = str(parse_scheme(chosen["scheme"]))
     options = Options(**chosen)
-    model: Network = INITIALISATIONS[init](family.build(variant, options))  # type: ignore[assignment]
+    model: Network = INITIALISATIONS[init](FAMILIES[family](variant, options))  # type: ignore[assignment]
     model.adjust_init()
     model.config = {"name": name, **vars(options), "init": init}
     return model
@@ -113,13 +119,12 @@ def with_classes(network: nn.Module, classes: int) -> nn.Module:
     2
     """
 
-    def built_for(number: int) -> nn.Module:
-        description = rebuild_options(network)
-        if isinstance(config := description["model"], dict):
-            config["num_classes"] = number
-        return rebuild(description)
-
-    fresh, other = built_for(classes), built_for(2 * classes)
+    description = rebuild_options(network)
+    ours = description["model"]
+    fresh, other = (
+        rebuild({**description, "model": ours and {**ours, "num_classes": number}})
+        for number in (classes, 2 * classes)
+    )
     new, resized = fresh.state_dict(), other.state_dict()
     # The last layer is what has another shape for another number of classes.
     kept = {name: known for name, known in network.state_dict().items() if new[name].shape == resized[name].shape}
@@ -155,31 +160,26 @@ def entry_description(entry: Mapping[str, Any]) -> dict[str, Any]:
     if "conversion" in entry:
         known = {"model": entry.get("config"), "name": entry.get("base"), "class": entry.get("class")}
         return known | {key: entry[key] for key in ("conversion", "thinning") if key in entry}
-    ours = "num_classes" in entry
-    return {
-        "model": dict(entry) if ours else None,
-        "name": entry.get("name"),
-        "class": entry.get("class", entry.get("name")),
-        "conversion": {"changed": []},
-    }
+    model, name = dict(entry) if "num_classes" in entry else None, entry.get("name")
+    return {"model": model, "name": name, "class": entry.get("class", name), "conversion": {"changed": []}}
 
 
 def _schemes(conversion: object) -> dict[str, Scheme]:
-    changed = conversion.get("changed") if isinstance(conversion, Mapping) else None
-    rows: Sequence[Any] = changed if isinstance(changed, Sequence) else [None]
-    if not all(isinstance(row, Mapping) and {"name", "scheme"} <= row.keys() for row in rows):
+    rows: Any = conversion.get("changed") if isinstance(conversion, Mapping) else None
+    if not isinstance(rows, Sequence) or not all(
+        isinstance(row, Mapping) and {"name", "scheme"} <= row.keys() for row in rows
+    ):
         raise LowRankError("a stored conversion lists the layers that it changed, each with its scheme.")
     return {str(row["name"]): parse_scheme(str(row["scheme"])) for row in rows}
 
 
-def _thinning(stored: object) -> Thinning | None:
+def _thinning(stored: Any) -> Thinning | None:
     if stored is None:
         return None
     try:
-        given: Any = stored
-        channels = {str(name): int(n) for name, n in given["channels"].items()}
-        size = None if given["input_size"] is None else tuple(given["input_size"])
-        return Thinning(channels, size, *(int(given[name]) for name in ("macs_before", "params_before", "macs")))
+        channels = {str(name): int(n) for name, n in stored["channels"].items()}
+        size = None if stored["input_size"] is None else tuple(stored["input_size"])
+        return Thinning(channels, size, *(int(stored[name]) for name in ("macs_before", "params_before", "macs")))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise LowRankError("a stored thinner network lists the channels of its layers.") from error
 
@@ -204,16 +204,9 @@ def _ours(description: Mapping[str, Any]) -> nn.Module:
 
 
 _BASELINES = (
-    "vgg11-gmp",
-    "vgg11",
-    "googlenet",
-    "nin",
-    "resnet18-small",
-    "resnet18",
-    "airbench",
-    "convnext-small",
+    "vgg11-gmp", "vgg11", "googlenet", "nin", "resnet18-small", "resnet18", "airbench", "convnext-small",
     "convnext",
-)
+)  # fmt: skip
 """Dense networks; where one's name begins with another's, the longer comes first."""
 
 

@@ -87,6 +87,3 @@ class ConvNeXt(Network):
     def forward(self, x: Tensor) -> Tensor:
         self.check_input(x)
         return self.classes(self.norm(self.pool(self.stages(x))))
-
-
-build = ConvNeXt

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -33,10 +34,15 @@ def build_foreign(text: str, pretrained: str | None = None, num_classes: int | N
     those weights; a function of the user's gets it if it takes a parameter of that name.
     """
     kind, _, name = text.partition(":")
-    if kind == "timm":
-        return _from_timm(name, pretrained, num_classes)
-    if kind == "torchvision":
-        return _from_torchvision(name, pretrained, num_classes)
+    if kind in ("timm", "torchvision"):
+        library: Any = require("timm" if kind == "timm" else "torchvision.models", extra="zoo", purpose=text)
+        base = name.partition(".")[0] if kind == "timm" else name  # the part behind the point names the weights
+        if base not in (known := library.list_models()):
+            raise LowRankError(f"{kind} has no network {name!r}; {nearest(name, known)}")
+        build = _from_timm if kind == "timm" else _from_torchvision
+        network, size = build(library, name, pretrained, num_classes)
+        note(network, name=text)
+        return network, size
     make = function_of(Path(kind), name)
     takes = inspect.signature(make).parameters
     options = {"num_classes": num_classes} if num_classes is not None and "num_classes" in takes else {}
@@ -80,27 +86,17 @@ def copy_equal_shapes(trained: nn.Module, network: nn.Module) -> list[str]:
     return sorted(own.keys() - kept.keys())
 
 
-def _from_timm(name: str, pretrained: str | None, num_classes: int | None) -> Built:
-    timm: Any = require("timm", extra="zoo", purpose=f"timm:{name}")
-    known = timm.list_models()
-    if name.partition(".")[0] not in known:  # the part behind the point names the weights
-        raise LowRankError(f"timm has no network {name!r}; {nearest(name, known)}")
+def _from_timm(timm: Any, name: str, pretrained: str | None, num_classes: int | None) -> Built:
     chosen = f"{name}.{pretrained}" if pretrained not in (None, DEFAULT) else name
     # With another number of classes, timm keeps the trained weights of all layers but the last.
-    options = {"pretrained": pretrained is not None} | (
-        {} if num_classes is None else {"num_classes": num_classes}
-    )
-    network = called(lambda: timm.create_model(chosen, **options), f"timm:{chosen}")
+    options: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
+    make = partial(timm.create_model, chosen, pretrained=pretrained is not None, **options)
+    network = called(make, f"timm:{chosen}")
     config = getattr(network, "pretrained_cfg", None) or getattr(network, "default_cfg", {})
-    note(network, name=f"timm:{name}")
     return network, tuple(config.get("input_size") or ()) or None
 
 
-def _from_torchvision(name: str, pretrained: str | None, num_classes: int | None) -> Built:
-    models: Any = require("torchvision.models", extra="zoo", purpose=f"torchvision:{name}")
-    known = models.list_models()
-    if name not in known:
-        raise LowRankError(f"torchvision has no network {name!r}; {nearest(name, known)}")
+def _from_torchvision(models: Any, name: str, pretrained: str | None, num_classes: int | None) -> Built:
     options: dict[str, Any] = {}
     if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
         options["weights_backbone"] = None  # else they are downloaded although nobody asked for weights
@@ -112,5 +108,4 @@ def _from_torchvision(name: str, pretrained: str | None, num_classes: int | None
     network = build(weights=weights) if num_classes is None else build(weights=None, num_classes=num_classes)
     if num_classes is not None and weights:  # torchvision gives weights to networks of 1000 outputs alone
         copy_equal_shapes(build(weights=weights), network)
-    note(network, name=f"torchvision:{name}")
     return network, (3, 224, 224)

@@ -50,24 +50,33 @@ class GoogLeNet(Network):
     """Returns logits; in training a tuple of these and the logits of both auxiliary heads."""
 
     def __init__(self, variant: GoogLeNetVariant, options: Options) -> None:
-        heads = ("aux1", "aux2")
-        super().__init__(options.size_or(IMAGE), auxiliary=heads, unpublished=(*heads, "classifier.fc"))
+        names = ("aux1", "aux2")
+        super().__init__(options.size_or(IMAGE), auxiliary=names, unpublished=(*names, "classifier.fc"))
         self.smallest = 16 * options.stride
         scheme = options.scheme_or(variant.scheme)
         stem = parse_scheme(variant.stem) if variant.stem == "dense" else options.scheme_or(variant.stem)
-        self.stem, channels = _stem(options, stem)
-        self.inceptions = nn.ModuleDict()
-        heads = {}
+        first, second = options.filters(64), options.filters(192)
+        # conv1 and conv2 with Caffe's ceil pools; batch norm takes the place of local response norm.
+        layers = conv_block("conv1", options.in_channels, first, 7, options, scheme=stem, stride=options.stride)
+        layers["pool1"] = nn.MaxPool2d(3, 2, ceil_mode=True)
+        if options.norm is None:
+            layers["lrn1"] = nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75)
+        layers |= conv_block("conv2_reduce", stem.out_filters(first), first, 1, options)
+        layers |= conv_block("conv2", first, second, 3, options, scheme=stem)
+        if options.norm is None:
+            layers["lrn2"] = nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75)
+        layers["pool2"] = nn.MaxPool2d(3, 2, ceil_mode=True)
+        self.stem, channels = nn.Sequential(layers), stem.out_filters(second)
+        self.inceptions, heads = nn.ModuleDict(), []
         for name, counts in INCEPTIONS.items():
             module = Inception(channels, counts, options, scheme)
             self.inceptions[name], channels = module, module.out_channels
             if name in _AUXILIARY_AFTER:
-                heads[_AUXILIARY_AFTER[name]] = _auxiliary_head(channels, options)
-        self.aux1, self.aux2 = heads["aux1"], heads["aux2"]
+                heads.append(_auxiliary_head(channels, options))
+        self.aux1, self.aux2 = heads
         self.between = nn.MaxPool2d(3, 2, ceil_mode=True)
-        tail = {"pool": GlobalAveragePool(), "dropout": options.drop(0.4)}
-        tail |= {"fc": nn.Linear(channels, options.num_classes)}
-        self.classifier = nn.Sequential(OrderedDict(tail))
+        pool, fc = GlobalAveragePool(), nn.Linear(channels, options.num_classes)
+        self.classifier = nn.Sequential(OrderedDict(pool=pool, dropout=options.drop(0.4), fc=fc))
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         self.check_input(x)
@@ -122,22 +131,6 @@ def _reduced(
     return nn.Sequential(reduce | conv_block(name, reduced, filters, kernel, options, scheme=scheme))
 
 
-def _stem(options: Options, scheme: Scheme) -> tuple[nn.Sequential, int]:
-    """conv1 and conv2 with Caffe's ceil pools; batch norm takes the place of local response norm."""
-    first, second = options.filters(64), options.filters(192)
-    first_out = scheme.out_filters(first)
-    layers = conv_block("conv1", options.in_channels, first, 7, options, scheme=scheme, stride=options.stride)
-    layers["pool1"] = nn.MaxPool2d(3, 2, ceil_mode=True)
-    if options.norm is None:
-        layers["lrn1"] = nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75)
-    layers |= conv_block("conv2_reduce", first_out, first, 1, options)
-    layers |= conv_block("conv2", first, second, 3, options, scheme=scheme)
-    if options.norm is None:
-        layers["lrn2"] = nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75)
-    layers["pool2"] = nn.MaxPool2d(3, 2, ceil_mode=True)
-    return nn.Sequential(layers), scheme.out_filters(second)
-
-
 def _auxiliary_head(channels: int, options: Options) -> nn.Sequential:
     reduced, hidden = options.filters(128), options.filters(1024)
     layers: OrderedDict[str, nn.Module] = OrderedDict(pool=AuxiliaryPool())
@@ -148,6 +141,3 @@ def _auxiliary_head(channels: int, options: Options) -> nn.Sequential:
     layers["dropout"] = options.drop(0.7)
     layers["fc2"] = nn.Linear(hidden, options.num_classes)
     return nn.Sequential(layers)
-
-
-build = GoogLeNet

@@ -25,8 +25,6 @@ from lowrank_cnn.method.count import count
 from lowrank_cnn.models.build import dense_cost
 from lowrank_cnn.models.network_file import Stored, read_header, read_weights, write_weights
 
-# The model card: the network, its cost, its training, and its use.
-
 PAPER = (
     "[Training CNNs with Low-Rank Filters for Efficient Image Classification](https://arxiv.org/abs/1511.06744)"
 )
@@ -98,8 +96,8 @@ def _cost(stored: Stored) -> str:
         dense = dense_cost(stored.network, stored.input_size)
     except LowRankError:
         return f"It takes images of {size}.\n"
-    lines = ["| | MACs | parameters |", "| --- | ---: | ---: |"]
-    lines.append(f"| this network, {size} | {si(cost.macs)} | {si(cost.params)} |")
+    this = f"| this network, {size} | {si(cost.macs)} | {si(cost.params)} |"
+    lines = ["| | MACs | parameters |", "| --- | ---: | ---: |", this]
     if dense is not None and dense[0] != cost.macs:
         lines.append(f"| its dense twin | {si(dense[0])} | {si(dense[1])} |")
     return "\n".join(lines) + "\n"
@@ -140,10 +138,9 @@ def save_pretrained(
     'nin-c3-lr'
     """
     folder, about = Path(folder), notes(network)
-    carried: dict[str, Any] = {}  # its classes, and how it prepares images
-    if about.training_card is not None:
-        carried = {"card": about.training_card.card, "preprocess": dict(about.training_card.preprocess)}
-    stored = Stored(network, about.input_size, **carried)
+    stored = Stored(network, about.input_size)
+    if (known := about.training_card) is not None:  # its classes, and how it prepares images
+        stored = Stored(network, about.input_size, known.card, dict(known.preprocess))
     with replacing(folder / WEIGHTS) as temporary:
         write_weights(temporary, stored)
     description = read_header(folder / WEIGHTS).description

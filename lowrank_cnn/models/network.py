@@ -55,8 +55,6 @@ class Options:
             raise LowRankError(f"norm is None or 'batch', not {self.norm!r}.")
         if self.pool not in (None, "average"):
             raise LowRankError(f"pool is None (the paper's maximum) or 'average', not {self.pool!r}.")
-        if self.scheme is not None:
-            parse_scheme(self.scheme)
 
     def filters(self, count: int) -> int:
         """A number of filters, scaled by the width; never fewer than two, so that a pair of groups fits."""
@@ -160,16 +158,18 @@ class FlattenSized(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.jit.is_scripting():  # type: ignore[attr-defined]
-            self._check(x)
+            check_maps(x, self.size, self.image)
         return x.flatten(1)
 
-    @torch.jit.unused
-    def _check(self, x: Tensor) -> None:
-        if not isinstance(x, fx.Proxy) and x.shape[2:] != (self.size, self.size):
-            raise LowRankError(
-                f"this network takes {self.image}x{self.image} images: its fully connected layers need maps of "
-                f"{self.size}x{self.size}, not {x.shape[2]}x{x.shape[3]}; the -gmp variants take any size."
-            )
+
+@fx.wrap
+def check_maps(x: Tensor, size: int, image: int) -> None:
+    """Refuse maps of another size than fully connected layers need."""
+    if x.shape[2:] != (size, size):
+        raise LowRankError(
+            f"this network takes {image}x{image} images: its fully connected layers need maps of {size}x{size}, "
+            f"not {x.shape[2]}x{x.shape[3]}; the -gmp variants take any size."
+        )
 
 
 def conv_block(

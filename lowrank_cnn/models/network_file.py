@@ -13,6 +13,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -50,9 +51,7 @@ class NetworkFile:
         """The weights by name, in the precision they were written in, or in that which the description names."""
         dtype = _DTYPES.get(str(self.description.get("dtype")))
         found = self._tensors(prepared=False)
-        if dtype is None:
-            return found
-        return {name: t.to(dtype) if t.is_floating_point() else t for name, t in found.items()}
+        return {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in found.items()}
 
     def preprocess(self) -> dict[str, Tensor]:
         """The tensors that images are prepared with."""
@@ -78,20 +77,16 @@ def read_header(path: Path) -> NetworkFile:
         raise LowRankError(f"{path} is not a safetensors file: {error}.") from error
     if text is None:
         raise LowRankError(f"{path} holds weights but not how to build a network around them.")
-    try:
+    found = None
+    with suppress(ValueError, RecursionError):
         found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
     if not isinstance(found, dict):
         raise LowRankError(f"{path} does not say how to build a network: its description is damaged.")
     return NetworkFile(path, found, shapes)
 
 
 def write_network_file(
-    path: Path,
-    weights: Mapping[str, Tensor],
-    description: Mapping[str, Any],
-    preprocess: Mapping[str, Tensor],
+    path: Path, weights: Mapping[str, Tensor], description: Mapping[str, Any], preprocess: Mapping[str, Tensor]
 ) -> None:
     """Write weights, each in its own precision, with the description; a tensor of two names is written once."""
     safetensors = require("safetensors.torch", extra="train", purpose="writing weights")
@@ -116,8 +111,6 @@ def _once(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found.setdefault(place if tensor.numel() else (name,), name)
     return {name: weights[name] for name in found.values()}
 
-
-# Read and write networks as .safetensors files: weights, how to build the network, and what images it takes.
 
 CHANGED = (
     "the network no longer is what its configuration builds (merged, planned, optimised or changed by hand): "
@@ -235,12 +228,8 @@ def _size(value: object) -> tuple[int, ...] | None:
     return tuple(value) if right else None  # type: ignore[arg-type]
 
 
-# Trained weights that come with the package: a network file for each network and data set.
-#
-# The weights are stored in half precision and loaded in single. The card states recipe, classes, seed, accuracy,
-# and the environment that the network was trained in.
-
 FOLDER = Path(__file__).parent / "weights"
+"""Trained weights that come with the package, in half precision: a file for each network and data set."""
 
 
 def list_pretrained(folder: Path = FOLDER) -> list[tuple[str, str]]:

@@ -39,7 +39,26 @@ class NiN(Network):
     def __init__(self, variant: NiNVariant, options: Options) -> None:
         super().__init__(options.size_or(IMAGE))
         self.smallest = 4 * options.stride
-        self.features = _features(variant, options)
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        channels, stride = options.in_channels, options.stride
+        filters = options.filters(SPATIAL)
+        for stage, (spatial, pointwise) in enumerate(zip(variant.stages, POINTWISE, strict=True), start=1):
+            for index, (kernel, own) in enumerate(spatial, start=1):
+                scheme, name = options.scheme_or(own), f"conv{stage}_{index}"
+                layers |= conv_block(name, channels, filters, kernel, options, scheme=scheme, stride=stride)
+                channels, stride = scheme.out_filters(filters), 1
+            for index, count in enumerate(map(options.filters, pointwise), start=1):
+                layers |= conv_block(f"cccp{stage}_{index}", channels, count, 1, options)
+                channels = count
+            if stage < len(POINTWISE):
+                averaged = stage == 2 and options.pool == "average"
+                layers[f"pool{stage}"] = (nn.AvgPool2d if averaged else nn.MaxPool2d)(3, 2, ceil_mode=True)
+                # Dropout changes the variance that a batch norm behind it sees in training, but not in evaluation.
+                layers[f"dropout{stage}"] = options.drop(0.0 if options.norm == "batch" else 0.5)
+        # The paper rectifies the class maps too; with batch norm they are plain logits.
+        rectified = options.norm is None
+        layers |= conv_block("classes", channels, options.num_classes, 1, options, relu=rectified)
+        self.features = nn.Sequential(layers)
         self.pool = GlobalAveragePool()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,29 +78,3 @@ class NiN(Network):
             return
         nn.init.normal_(layer.weight, std=sigma(layer.in_channels, relu=rectified))
         nn.init.constant_(layer.bias, 1.0 if rectified else 0.0)  # type: ignore[arg-type]
-
-
-def _features(variant: NiNVariant, options: Options) -> nn.Sequential:
-    layers: OrderedDict[str, nn.Module] = OrderedDict()
-    channels, stride = options.in_channels, options.stride
-    filters = options.filters(SPATIAL)
-    for stage, (spatial, pointwise) in enumerate(zip(variant.stages, POINTWISE, strict=True), start=1):
-        for index, (kernel, own) in enumerate(spatial, start=1):
-            scheme, name = options.scheme_or(own), f"conv{stage}_{index}"
-            layers |= conv_block(name, channels, filters, kernel, options, scheme=scheme, stride=stride)
-            channels, stride = scheme.out_filters(filters), 1
-        for index, count in enumerate(map(options.filters, pointwise), start=1):
-            layers |= conv_block(f"cccp{stage}_{index}", channels, count, 1, options)
-            channels = count
-        if stage < len(POINTWISE):
-            averaged = stage == 2 and options.pool == "average"
-            layers[f"pool{stage}"] = (nn.AvgPool2d if averaged else nn.MaxPool2d)(3, 2, ceil_mode=True)
-            # Dropout changes the variance that a batch norm behind it sees in training, but not in evaluation.
-            layers[f"dropout{stage}"] = options.drop(0.0 if options.norm == "batch" else 0.5)
-    # The paper rectifies the class maps too; with batch norm they are plain logits.
-    rectified = options.norm is None
-    layers |= conv_block("classes", channels, options.num_classes, 1, options, relu=rectified)
-    return nn.Sequential(layers)
-
-
-build = NiN

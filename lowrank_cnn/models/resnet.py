@@ -75,7 +75,13 @@ class ResNet(Network):
             raise LowRankError("a residual network adds maps of equal width, which embed changes: use lr-join.")
         filters = [options.sixteens(count) for count in FILTERS]
         schemes = [scheme if stage in variant.where else parse_scheme("dense") for stage in ALL]
-        self.stem = _stem(variant, options, filters[0], schemes[0])
+        sides: Any = {"stride": options.stride, "padding": variant.kernel // 2}
+        conv = build_conv(options.in_channels, filters[0], variant.kernel, schemes[0], bias=False, **sides)
+        stem: OrderedDict[str, nn.Module] = OrderedDict(conv=conv, norm=nn.BatchNorm2d(filters[0]))
+        stem["relu"] = nn.ReLU(inplace=True)
+        if variant.pool:
+            stem["pool"] = nn.MaxPool2d(3, 2, padding=1)
+        self.stem = nn.Sequential(stem)
         self.stages = nn.Sequential()
         channels = filters[0]
         for stage, count in enumerate(filters, start=1):
@@ -89,19 +95,3 @@ class ResNet(Network):
     def forward(self, x: Tensor) -> Tensor:
         self.check_input(x)
         return self.classes(self.pool(self.stages(self.stem(x))))
-
-
-def _stem(variant: ResNetVariant, options: Options, filters: int, scheme: Scheme) -> nn.Sequential:
-    kernel = variant.kernel
-    conv = build_conv(
-        options.in_channels, filters, kernel, scheme, stride=options.stride, padding=kernel // 2, bias=False
-    )
-    layers: OrderedDict[str, nn.Module] = OrderedDict(
-        conv=conv, norm=nn.BatchNorm2d(filters), relu=nn.ReLU(inplace=True)
-    )
-    if variant.pool:
-        layers["pool"] = nn.MaxPool2d(3, 2, padding=1)
-    return nn.Sequential(layers)
-
-
-build = ResNet

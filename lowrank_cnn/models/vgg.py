@@ -8,7 +8,6 @@ from math import ceil
 
 from torch import Tensor, nn
 
-from lowrank_cnn.method.schemes import Scheme
 from lowrank_cnn.models.network import FlattenSized, GlobalMaxPool, Network, Options, Variant, conv_block
 
 STAGES = ((64,), (128,), (256, 256), (512, 512), (512, 512))
@@ -41,51 +40,41 @@ class VGG(Network):
     def __init__(self, variant: VGGVariant, options: Options) -> None:
         super().__init__(options.size_or(IMAGE))
         scheme = options.scheme_or(variant.scheme)
-        self.features = _features(variant, options, scheme)
-        self.head = _head(scheme.out_filters(options.filters(variant.last)), variant, options)
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        channels, stride = options.in_channels, options.stride
+        stages = (*STAGES[:-1], (variant.last,) * len(STAGES[-1]))
+        for stage, convs in enumerate(stages, start=1):
+            for index, count in enumerate(map(options.filters, convs), start=1):
+                name = f"conv{stage}_{index}"
+                layers |= conv_block(name, channels, count, 3, options, scheme=scheme, stride=stride)
+                channels, stride = scheme.out_filters(count), 1
+            if stage < len(stages):
+                layers[f"pool{stage}"] = nn.MaxPool2d(2, ceil_mode=True)
+        self.features = nn.Sequential(layers)
+        self.head = _head(channels, variant, options)
 
     def forward(self, x: Tensor) -> Tensor:
         self.check_input(x)
         return self.head(self.features(x))
 
 
-def _features(variant: VGGVariant, options: Options, scheme: Scheme) -> nn.Sequential:
-    layers: OrderedDict[str, nn.Module] = OrderedDict()
-    channels, stride = options.in_channels, options.stride
-    stages = (*STAGES[:-1], (variant.last,) * len(STAGES[-1]))
-    for stage, convs in enumerate(stages, start=1):
-        for index, count in enumerate(map(options.filters, convs), start=1):
-            name = f"conv{stage}_{index}"
-            layers |= conv_block(name, channels, count, 3, options, scheme=scheme, stride=stride)
-            channels, stride = scheme.out_filters(count), 1
-        if stage < len(stages):
-            layers[f"pool{stage}"] = nn.MaxPool2d(2, ceil_mode=True)
-    return nn.Sequential(layers)
-
-
 def _head(channels: int, variant: VGGVariant, options: Options) -> nn.Sequential:
-    hidden = options.filters(4096)
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
     if variant.global_pool:
-        top: list[tuple[str, nn.Module]] = [("pool5", GlobalMaxPool())]
+        layers["pool5"] = GlobalMaxPool()
     else:
-        side = ceil(options.size_or(IMAGE)[1] / options.stride)
+        image = options.size_or(IMAGE)[1]
+        side = ceil(image / options.stride)
         for _ in STAGES:
             side = ceil(side / 2)
-        top = [
-            ("pool5", nn.MaxPool2d(2, ceil_mode=True)),
-            ("flatten", FlattenSized(side, options.size_or(IMAGE)[1])),
-        ]
+        layers["pool5"] = nn.MaxPool2d(2, ceil_mode=True)
+        layers["flatten"] = FlattenSized(side, image)
         channels *= side * side
-    classifier = [
-        ("fc6", nn.Linear(channels, hidden)),
-        ("fc6_relu", nn.ReLU(inplace=True)),
-        ("fc6_dropout", options.drop(0.5)),
-        ("fc7", nn.Linear(hidden, hidden)),
-        ("fc7_relu", nn.ReLU(inplace=True)),
-        ("fc7_dropout", options.drop(0.5)),
-        ("fc8", nn.Linear(hidden, options.num_classes)),
-    ]
-    return nn.Sequential(OrderedDict(top + classifier))
-
-
-build = VGG
+    hidden = options.filters(4096)
+    for name in ("fc6", "fc7"):
+        layers[name] = nn.Linear(channels, hidden)
+        layers[f"{name}_relu"] = nn.ReLU(inplace=True)
+        layers[f"{name}_dropout"] = options.drop(0.5)
+        channels = hidden
+    layers["fc8"] = nn.Linear(hidden, options.num_classes)
+    return nn.Sequential(layers)

@@ -48,7 +48,6 @@ class CostClaim:
     at_least: bool = False
 
     def value(self, ours: float, base: float) -> float:
-        """The claimed percentage, from the costs of both networks."""
         return 100 * (1 - ours / base) if self.kind == "less" else 100 * ours / base
 
     def holds(self, value: float) -> bool:
@@ -72,9 +71,12 @@ class AccuracyClaim:
     digits: int = 0
     measure: str = "top5"
 
-    def asked_of(self, measure: str) -> bool:
-        """Whether runs can answer the claim in this measure."""
-        return (measure == "overfit") == (self.measure == "overfit")
+    def holds(self, gap: float) -> bool:
+        """Whether a gap agrees with the text, to the digits that the text gives."""
+        if self.stated is not None:
+            return abs(gap - self.stated) <= 0.5 * 10**-self.digits
+        least, most = EXPECTED[self.expected]
+        return least <= gap <= most
 
 
 _GMP, _VGG = "vgg11-gmp", "vgg11"
@@ -173,16 +175,24 @@ class RankAgreement:
 
 def answer_claims(scores: Mapping[str, Sequence[Scores]]) -> dict[str, list[ClaimAnswer]]:
     """The gaps by measure for all claims whose two networks were trained; verdicts are corrected together."""
-    found = [(measure, gap) for measure, rows in scores.items() for gap in _gaps(measure, rows)]
-    corrected = _corrected([gap for _, gap in found])
+    found: list[tuple[str, ClaimAnswer]] = []
+    for measure, rows in scores.items():
+        known = {score.network: score for score in rows}
+        for claim in ACCURACY_CLAIMS:
+            asked = (measure == "overfit") == (claim.measure == "overfit")
+            if asked and claim.network in known and claim.base in known:
+                found.append((measure, _gap(claim, known[claim.network], known[claim.base], rows)))
+    corrected = iter(holm([gap.p for _, gap in found if gap.p is not None]))
     answers: dict[str, list[ClaimAnswer]] = {measure: [] for measure in scores}
-    for (measure, _), gap in zip(found, corrected, strict=True):
+    for measure, gap in found:
+        if gap.p is not None:
+            p = next(corrected)
+            gap = replace(gap, p=p, verdict=gap.verdict if p <= ALPHA else UNDECIDED)
         answers[measure].append(gap)
     return answers
 
 
 def rank_agreement(scores: Sequence[Scores]) -> RankAgreement:
-    """Compare the order of our means with the published one."""
     rated = [(score.published, fmean(score.ours)) for score in scores if score.published is not None]
     stated, ours = [published for published, _ in rated], [our for _, our in rated]
     pairs = [(a, b) for a, b in combinations(range(len(rated)), 2) if stated[a] != stated[b]]
@@ -192,16 +202,6 @@ def rank_agreement(scores: Sequence[Scores]) -> RankAgreement:
     return RankAgreement(len(rated), len(pairs), alike, ranked, pearson(stated, ours) if several else None)
 
 
-def _gaps(measure: str, scores: Sequence[Scores]) -> list[ClaimAnswer]:
-    by_name = {score.network: score for score in scores}
-    asked = [claim for claim in ACCURACY_CLAIMS if claim.asked_of(measure)]
-    return [
-        _gap(claim, by_name[claim.network], by_name[claim.base], scores)
-        for claim in asked
-        if claim.network in by_name and claim.base in by_name
-    ]
-
-
 def _gap(claim: AccuracyClaim, one: Scores, base: Scores, scores: Sequence[Scores]) -> ClaimAnswer:
     """The uncorrected answer: `p` is that of one claim alone."""
     ours = 100 * (fmean(one.ours) - fmean(base.ours))
@@ -209,8 +209,10 @@ def _gap(claim: AccuracyClaim, one: Scores, base: Scores, scores: Sequence[Score
     if one.published is not None and base.published is not None:
         stated = 100 * (one.published - base.published)
     error, freedom = standard_error(one, base, scores)
-    p, verdict = (None, UNDECIDED) if error is None else _one_sided(claim.expected, ours, error, freedom)
-    half_width = None if error is None else error * student_t(0.975, freedom)
+    p, verdict, half_width = None, UNDECIDED, None
+    if error is not None:
+        p, verdict = _one_sided(claim.expected, ours, error, freedom)
+        half_width = error * student_t(0.975, freedom)
     names = (claim.text, one.network, base.network, claim.expected)
     return ClaimAnswer(*names, stated, ours, error, half_width, one.macs / base.macs, p, verdict)
 
@@ -234,28 +236,10 @@ def standard_error(one: Scores, base: Scores, scores: Sequence[Scores]) -> tuple
 def _one_sided(expected: str, gap: float, error: float, freedom: float) -> tuple[float, str]:
     """The stronger of the two one-sided answers, with its p-value: inside the expected range, or outside."""
     least, most = EXPECTED[expected]
-    above_least, below_most = _below(least, gap, error, freedom), _below(gap, most, error, freedom)
-    holds = max(above_least, below_most)
-    fails = min(1 - above_least, 1 - below_most)
+    ends = (least - gap, gap - most)  # both below zero inside
+    outside = [student_p(end / error, freedom) if error else float(end >= 0) for end in ends]
+    holds, fails = max(outside), min(1 - p for p in outside)
     return (holds, HOLDS) if holds <= fails else (fails, FAILS)
-
-
-def _below(low: float, high: float, error: float, freedom: float) -> float:
-    """The p-value of "low lies below high", where their difference has this standard error."""
-    if math.isinf(low) or math.isinf(high):
-        return 0.0
-    if not error:
-        return float(low >= high)
-    return student_p((low - high) / error, freedom)
-
-
-def _corrected(answers: Sequence[ClaimAnswer]) -> list[ClaimAnswer]:
-    """Correct the p-values for the number of claims tested, and withdraw the verdicts that do not survive it."""
-    tested = [i for i, answer in enumerate(answers) if answer.p is not None]
-    found = list(answers)
-    for i, p in zip(tested, holm([answers[i].p or 0.0 for i in tested]), strict=True):
-        found[i] = replace(answers[i], p=p, verdict=answers[i].verdict if p <= ALPHA else UNDECIDED)
-    return found
 
 
 def _ranks(values: Sequence[float]) -> list[float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -55,7 +56,6 @@ class PublishedTiming:
 
 @cache
 def rows() -> tuple[Published, ...]:
-    """Every row of every table."""
     return tuple(_row(line) for line in _read("published.csv"))
 
 
@@ -68,16 +68,12 @@ def published() -> dict[str, Published]:
 @cache
 def timings() -> tuple[PublishedTiming, ...]:
     """The paper's layer timings (its figure of MACs against time)."""
-    lines = _read("published_timings.csv")
-    return tuple(
-        PublishedTiming(r["layer"], int(r["macs"]), float(r["caffe_cpu_ms"]), float(r["caffe_gpu_ms"]))
-        for r in lines
-    )
+    lines = map(dict.values, _read("published_timings.csv"))
+    return tuple(PublishedTiming(layer, int(macs), float(cpu), float(gpu)) for layer, macs, cpu, gpu in lines)
 
 
-def _read(name: str) -> list[dict[str, str]]:
-    text = (files("lowrank_cnn.paper") / name).read_text(encoding="utf-8")
-    return list(csv.DictReader(text.splitlines()))
+def _read(name: str) -> Iterator[dict[str, str]]:
+    return csv.DictReader((files("lowrank_cnn.paper") / name).read_text(encoding="utf-8").splitlines())
 
 
 def _row(line: dict[str, str]) -> Published:

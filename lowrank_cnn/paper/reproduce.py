@@ -1,8 +1,6 @@
 """The experiments that compare the paper's accuracies with ours: their networks and recipes, runs and tables.
 
-A run has its own directory, named after its network, variant and seed. It uses the test set once, at its end:
-earlier decisions use held-out training images.
-
+A run has its own directory and uses the test set once, at its end: earlier decisions use held-out training images.
 Several processes may share the work, with the same directory for all: each takes runs that are not locked.
 """
 
@@ -68,7 +66,6 @@ class ExperimentLine:
     variant: str
 
     def directory(self, out: Path, seed: int) -> Path:
-        """The folder of its run with this seed."""
         variant = self.variant.replace(", ", "-").replace(" ", "-")
         return out / self.part / "-".join(filter(None, [self.network, variant, f"seed{seed}"]))
 
@@ -101,44 +98,29 @@ _BY_HAND = (
 CLASSES = {"cifar10": 10}
 """Classes of data sets that are used whole; the others may be tried on some of their classes."""
 
+_TINY = {network: {"recipe": "tiny-googlenet", "stride": 1} for network in GOOGLENET}
+_FULL = {network: {"recipe": "googlenet-paper"} for network in GOOGLENET}
+_DROPOUT = {"nin-c3": {"dropout": 0.4}, "nin-c3-lr": {"dropout": 0.2}}
+
 EXPERIMENTS: dict[str, dict[str, ExperimentPart]] = {
     "cifar10": {
-        "paper": ExperimentPart(
-            NIN, "nin-paper", own={"nin-c3": {"dropout": 0.4}, "nin-c3-lr": {"dropout": 0.2}}, note=_BY_HAND
-        ),
+        "paper": ExperimentPart(NIN, "nin-paper", own=_DROPOUT, note=_BY_HAND),
         "modern": ExperimentPart(NIN, "nin-modern"),
         "modern-equal-compute": ExperimentPart(("nin-c3-lr",), "nin-modern", as_costly_as="nin"),
         "init": ExperimentPart(("nin-c3-lr",), "nin-init", _INITS),
     },
-    "tiny-imagenet": {
-        "paper": ExperimentPart(
-            (*VGG, *GOOGLENET),
-            "tiny-vgg",
-            seeds=2,
-            own={network: {"recipe": "tiny-googlenet", "stride": 1} for network in GOOGLENET},
-            note=_SMALL,
-        ),
-    },
-    "ilsvrc": {
-        "paper": ExperimentPart(
-            (*VGG, *GOOGLENET),
-            "vgg-paper",
-            seeds=1,
-            own={network: {"recipe": "googlenet-paper"} for network in GOOGLENET},
-            note=_ONE_RUN,
-        ),
-    },
+    "tiny-imagenet": {"paper": ExperimentPart(VGG + GOOGLENET, "tiny-vgg", seeds=2, own=_TINY, note=_SMALL)},
+    "ilsvrc": {"paper": ExperimentPart(VGG + GOOGLENET, "vgg-paper", seeds=1, own=_FULL, note=_ONE_RUN)},
     "places": {
         "paper": ExperimentPart(
             PLACES, "vgg-paper", {"": {"stride": 2}}, seeds=1, tables=("vgg-places",), note=_ONE_RUN
-        ),
+        )
     },
 }
 """Parts by experiment, in the order in which they run."""
 
 
 def parts_of(experiment: str) -> dict[str, ExperimentPart]:
-    """The parts of an experiment, by name."""
     if experiment not in EXPERIMENTS:
         raise LowRankError(f"there is no experiment {experiment!r}; {nearest(experiment, EXPERIMENTS)}")
     return EXPERIMENTS[experiment]
@@ -252,7 +234,6 @@ class ExperimentTable:
         }
 
     def save(self, out: Path) -> Path:
-        """Write `table.json`, with the environments of its runs."""
         write_json(out / "table.json", self.to_dict())
         return out / "table.json"
 
@@ -269,43 +250,43 @@ def build_table(
     found: list[AccuracyRow] = []
     made_with: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
-    known = parts_of(experiment)
+    known, out = parts_of(experiment), Path(out)
     for line in lines(experiment, parts, networks):
-        part = known[line.part]
-        wanted = part.seeds if seeds is None else seeds
-        records = _finished(line, Path(out))
-        missing |= _unfinished(line, Path(out), [seed for seed in range(1, 1 + wanted) if seed not in records])
-        if records:
-            found.append(_row(line, part, list(records.values())))
-            made_with += [record.environment for record in records.values()]
+        part, records = known[line.part], _records(line, out)
+        finished = {seed: record for seed, record in records.items() if record.status == "finished"}
+        for seed in range(1, 1 + (part.seeds if seeds is None else seeds)):
+            if seed not in finished:
+                missing[f"{line.part}/{line.directory(out, seed).name}"] = _state(records.get(seed))
+        if finished:
+            _check_alike(finished, line, out)
+            found.append(_row(line, part, list(finished.values())))
+            made_with += [record.environment for record in finished.values()]
     notes = {name: known[name].note for name in dict.fromkeys(row.part for row in found) if known[name].note}
-    return ExperimentTable(experiment, tuple(found), missing, notes, _distinct(made_with))
+    newest = {  # for each commit, device and torch
+        tuple(one.get(key) for key in ("commit", "gpu", "cpu", "torch")): one
+        for one in sorted(made_with, key=lambda one: one["date"])
+    }
+    return ExperimentTable(experiment, tuple(found), missing, notes, tuple(newest.values()))
 
 
-def _distinct(made_with: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """The environments of runs, oldest first: the newest for each commit, device and torch."""
-    ordered = sorted(made_with, key=lambda known: known["date"])
-    return tuple(
-        {tuple(known.get(key) for key in ("commit", "gpu", "cpu", "torch")): known for known in ordered}.values()
-    )
-
-
-def _finished(line: ExperimentLine, out: Path) -> dict[int, Record]:
-    """The records of a line by seed, from 1 up; all by the same recipe."""
-    records: dict[int, Record] = {}
+def _records(line: ExperimentLine, out: Path) -> dict[int, Record]:
+    """The records of a line by seed, from 1 up."""
     start = line.directory(out, 0).name.removesuffix("0")
-    for path in sorted((out / line.part).glob(f"{start}*/record.json")):
-        seed = path.parent.name.removeprefix(start)
-        if seed.isdigit() and (record := load_record(path)).status == "finished":
-            records[int(seed)] = record
-    _check_alike(records, line, out)
-    return dict(sorted(records.items()))
+    seeds = {path.name.removeprefix(start): path for path in (out / line.part).glob(f"{start}*")}
+    runs = {int(seed): path for seed, path in seeds.items() if seed.isdigit() and (path / "record.json").exists()}
+    return {seed: load_record(runs[seed]) for seed in sorted(runs)}
+
+
+def _state(record: Record | None) -> str:
+    if record is None:
+        return NOT_BEGUN
+    return f"{record.status}, {len(record.history)} of {counted(record.recipe['epochs'], 'epoch')}"
 
 
 def _check_alike(records: dict[int, Record], line: ExperimentLine, out: Path) -> None:
     """Refuse to average runs that were trained in different ways."""
+    first, one = next(iter(records.items()))
     for seed, record in records.items():
-        first, one = next(iter(records.items()))
         fields = differences(one.recipe, record.recipe)
         if fields or _options(record) != _options(one):
             where = f"{line.directory(out, first)} and {line.directory(out, seed)}"
@@ -318,46 +299,30 @@ def _options(record: Record) -> dict[str, Any]:
     return {name: value for name, value in record.model.items() if value is not None}
 
 
-def _unfinished(line: ExperimentLine, out: Path, seeds: Iterable[int]) -> dict[str, str]:
-    """The state of the runs with these seeds, by the name of their directory."""
-    found: dict[str, str] = {}
-    for directory in (line.directory(out, seed) for seed in seeds):
-        found[f"{line.part}/{directory.name}"] = NOT_BEGUN
-        if (directory / "record.json").exists():
-            record = load_record(directory)
-            stands = f"{record.status}, {len(record.history)} of {counted(record.recipe['epochs'], 'epoch')}"
-            found[f"{line.part}/{directory.name}"] = stands
-    return found
-
-
 def _row(line: ExperimentLine, part: ExperimentPart, records: list[Record]) -> AccuracyRow:
     results = [record.result for record in records]
     published = next((row for row in rows() if row.network == line.network and row.table in part.tables), None)
     return AccuracyRow(
-        line.part,
-        line.network,
-        line.variant,
-        published.top1 if published else None,
-        published.top5 if published else None,
-        tuple(result["top1"] for result in results),
-        tuple(result["top5"] for result in results),
-        results[0]["macs"],
-        results[0]["params"],
-        records[0].model.get("image_size"),
-        mean(result["epochs"] for result in results),
-        mean(result["seconds"] for result in results),
-        tuple(gap for record in records if (gap := _overfit(record)) is not None),
-        str(records[0].recipe["name"]),
+        **asdict(line),
+        published=published and published.top1,
+        published_top5=published and published.top5,
+        top1=tuple(result["top1"] for result in results),
+        top5=tuple(result["top5"] for result in results),
+        macs=results[0]["macs"],
+        params=results[0]["params"],
+        image_size=records[0].model.get("image_size"),
+        epochs=mean(result["epochs"] for result in results),
+        seconds=mean(result["seconds"] for result in results),
+        overfit=tuple(
+            trained - record.result["top1"]
+            for record in records
+            if record.history and (trained := record.history[-1].get("train_accuracy")) is not None
+        ),
+        recipe=str(records[0].recipe["name"]),
     )
 
 
-def _overfit(record: Record) -> float | None:
-    trained = record.history[-1].get("train_accuracy") if record.history else None
-    return None if trained is None else trained - record.result["top1"]
-
-
 NETWORK_OPTIONS = {"init": str, "width": float, "scheme": str, "stride": int}
-"""Settings of the network rather than the recipe, and their types."""
 NETWORK = "network"
 """The folder in a finished run's directory with the network to use, share and fine-tune."""
 
@@ -391,8 +356,8 @@ def reproduce(
             try:
                 with locked(directory):
                     _check_made_by(recipe, directory)
-                    told = f"seed {seed}, {counted(recipe.epochs, 'epoch')}"
-                    say(f"{line.part}: {line.network} {line.variant} {told}")
+                    epochs = counted(recipe.epochs, "epoch")
+                    say(f"{line.part}: {line.network} {line.variant} seed {seed}, {epochs}")
                     torch.manual_seed(seed)
                     network = build(line.network, recipe, options, data)
                     record = _train(network, data, recipe, directory, seed=seed, **how)
@@ -409,7 +374,6 @@ def reproduce(
 def prepare(
     line: ExperimentLine, part: ExperimentPart, settings: Mapping[str, object], data: Data
 ) -> tuple[Recipe, dict[str, object]]:
-    """The recipe of a line, and the options of its network."""
     wanted = {**part.own.get(line.network, {}), **part.variants[line.variant], **settings}
     name = str(wanted.pop("recipe", part.recipe))
     options = {k: read_value(k, NETWORK_OPTIONS[k], wanted.pop(k)) for k in NETWORK_OPTIONS if k in wanted}
@@ -426,19 +390,22 @@ def macs(network: str, recipe: Recipe, options: Mapping[str, object], data: Data
 
 
 def build(network: str, recipe: Recipe, options: Mapping[str, object], data: Data) -> torch.nn.Module:
-    """A network for these images."""
     channels, height, width = image_size(data.test, augmentation(recipe))
     chosen: dict[str, Any] = {**recipe.network(), "image_size": height if height == width else None, **options}
     return create_model(network, num_classes=len(data.classes), in_channels=channels, **chosen)
 
 
 def _train(network: torch.nn.Module, data: Data, recipe: Recipe, directory: Path, **how: Any) -> Record:
-    """Finish a run. A recipe that evaluates on the test set does so only at the end."""
+    """Finish a run, and write the folder `network` that `from_pretrained` reads and `push_to_hub` publishes.
+
+    A recipe that evaluates on the test set does so only at the end.
+    """
     if not recipe.holdout:
         recipe = replace(recipe, evaluate_every=max(1, recipe.epochs))
     record = fit(network, data, recipe, out=directory, resume=RunDirectory(directory).holds_run(), **how)
-    if first_process():
-        _write_network(record, directory)
+    if first_process() and not (directory / NETWORK).exists() and any(directory.glob("step-*.json")):
+        metrics = {name: record.result[name] for name in ("top1", "top5")}
+        save_pretrained(load_checkpoint(directory).network, directory / NETWORK, metrics=metrics)
     return record
 
 
@@ -450,10 +417,3 @@ def _check_made_by(recipe: Recipe, directory: Path) -> None:
         return
     if differ := differences(record.recipe, recipe.to_dict()):
         raise LowRankError(f"{directory} was trained with {in_words(differ)}: choose another {option('out')}.")
-
-
-def _write_network(record: Record, directory: Path) -> None:
-    """Write the folder `network` that `from_pretrained` reads and `push_to_hub` publishes."""
-    if not (directory / NETWORK).exists() and any(directory.glob("step-*.json")):
-        metrics = {name: record.result[name] for name in ("top1", "top5")}
-        save_pretrained(load_checkpoint(directory).network, directory / NETWORK, metrics=metrics)

@@ -68,18 +68,13 @@ def _curve(result: NetworkResult, run: Run, look: Look) -> dict[str, Any]:
     }
 
 
-def best_measure(curves: Sequence[dict[str, Any]]) -> str:
-    """Watched accuracy where some run was watched on the way; else accuracy on training images."""
-    watched = any(sum(value is not None for value in curve["accuracy"]) > 1 for curve in curves)
-    return "accuracy" if watched else "train_accuracy"
-
-
 def curves_spec(title: str, curves: Sequence[dict[str, Any]]) -> Spec:
     """The specification of the curves of one data set and recipe, for a file; dots are test accuracies.
 
-    The axis is that of both: the subtitle says which images the lines and the dots are of.
+    Lines are accuracies on training images if no run was watched on the way: the subtitle says so.
     """
-    measure = best_measure(curves)
+    watched = any(sum(value is not None for value in curve["accuracy"]) > 1 for curve in curves)
+    measure = "accuracy" if watched else "train_accuracy"
     rows = [
         {"group": curve["group"], "epoch": epoch, "value": value}
         for curve in curves
@@ -104,10 +99,8 @@ def curves_spec(title: str, curves: Sequence[dict[str, Any]]) -> Spec:
     last = max((row["epoch"] for row in rows), default=1)
     late = [row["value"] for row in [*rows, *ends] if row["epoch"] >= EARLY * last]
     if late:
-        spec["layer"][1]["encoding"]["y"]["scale"]["domain"] = [
-            max(0.0, min(late) - 0.02),
-            min(1.0, max(late) + 0.02),
-        ]
+        domain = [max(0.0, min(late) - 0.02), min(1.0, max(late) + 0.02)]
+        spec["layer"][1]["encoding"]["y"]["scale"]["domain"] = domain
     return {**spec, "title": {"text": title, "subtitle": subtitle}, "datasets": {"curves": rows, "ends": ends}}
 
 
@@ -131,8 +124,7 @@ SPECS = {name: template(name) for name in ("bars", "confusion", "calibration")}
 def details_data(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
     """For every network whose runs have details: the answers of all its runs together, as complete charts.
 
-    The page fills in the colour, which depends on its theme, and the cells of a confusion matrix: they would be
-    megabytes.
+    The page fills in the colour of its theme, and the cells of a confusion matrix, which would be megabytes.
     """
     return [_details(result) for result in results if any(run.details for run in result.scored)]
 
@@ -200,12 +192,16 @@ LAYER_COLOURS = {"MACs": "#7d8792", "CPU time": "#a94fd0", "GPU time": "#6aa121"
 def layer_charts(measured: Sequence[TimedNetwork], *, paper: bool = True) -> list[dict[str, Any]]:
     """MACs beside time as shares of their totals: the networks timed here, then the paper's own, as plain data."""
     detailed = sorted((timing for timing in measured if len(timing.layers) > 1), key=_same_layers)
-    ours = [_layers_of(list(group)) for _, group in groupby(detailed, key=_same_layers)]
-    return [*ours, _published_layers()] if paper else ours
+    charts = [_layers_of(list(group)) for _, group in groupby(detailed, key=_same_layers)]
+    if paper:
+        found = timings()
+        times = {CPU: [t.cpu_ms for t in found], GPU: [t.gpu_ms for t in found]}
+        names, macs = [t.layer for t in found], [t.macs for t in found]
+        charts.append(_chart("vgg11-gmp-lr, published", names, macs, times, "Caffe, as published"))
+    return charts
 
 
 def layers_spec(chart: dict[str, Any]) -> Spec:
-    """The specification of a chart that is written to a file."""
     title = {"text": chart["title"], "subtitle": chart["note"]}
     return {
         **filled(LAYERS_SPEC, {"{height}": chart["height"], "{series}": chart["series"]}),
@@ -244,36 +240,24 @@ def short_names(names: Sequence[str]) -> list[str]:
     return list(names)
 
 
-def _published_layers() -> dict[str, Any]:
-    found = timings()
-    times = {CPU: [t.cpu_ms for t in found], GPU: [t.gpu_ms for t in found]}
-    names, macs = [t.layer for t in found], [t.macs for t in found]
-    return _chart("vgg11-gmp-lr, published", names, macs, times, "Caffe, as published")
-
-
 def _chart(
     title: str, names: Sequence[str], macs: Sequence[int], times: dict[str, list[float]], note: str
 ) -> dict[str, Any]:
-    bars = _layer_bars("MACs", names, macs, [f"{si(value)} MACs" for value in macs])
-    for device, ms in times.items():
-        bars += _layer_bars(f"{device} time", names, ms, [f"{value:.3g} ms" for value in ms])
+    bars: list[dict[str, Any]] = []
+    series = {"MACs": macs, **{f"{device} time": ms for device, ms in times.items()}}
+    for kind, values in series.items():
+        total = sum(values)
+        for name, value in zip(names, values, strict=True):
+            cost = f"{si(value)} MACs" if kind == "MACs" else f"{value:.3g} ms"
+            told = f"{cost}, {value / total:.1%} of the total"
+            shown = {"details": [(kind, told)], "spoken": f"{name}, {kind} {told}"}
+            bars.append({"layer": name, "label": name, "series": kind, "share": value / total, **shown})
     found = {device: r for device, ms in times.items() if (r := pearson(macs, ms)) is not None}
     told = ", ".join(f"{device} r = {r:.2f}" for device, r in found.items())
-    note = f"{note}. Correlation of time with MACs over the layers: {told}" if told else note
-    shown = ["MACs", *(f"{device} time" for device in times)]
-    series = {"domain": shown, "range": [LAYER_COLOURS[name] for name in shown]}
-    height = 11 * len(bars) + 6 * len(names) + 60
-    return {"title": title, "note": note, "layers": bars, "series": series, "height": height}
-
-
-def _layer_bars(
-    name: str, layers: Sequence[str], values: Sequence[float], texts: Sequence[str]
-) -> list[dict[str, Any]]:
-    total = sum(values)
-    found = []
-    for layer, value, text in zip(layers, values, texts, strict=True):
-        shown = f"{text}, {value / total:.1%} of the total"
-        details = [(name, shown)]
-        bar = {"layer": layer, "label": layer, "series": name, "share": value / total, "details": details}
-        found.append(bar | {"spoken": f"{layer}, {name} {shown}"})
-    return found
+    return {
+        "title": title,
+        "note": f"{note}. Correlation of time with MACs over the layers: {told}" if told else note,
+        "layers": bars,
+        "series": {"domain": list(series), "range": [LAYER_COLOURS[kind] for kind in series]},
+        "height": 11 * len(bars) + 6 * len(names) + 60,
+    }

@@ -1,7 +1,4 @@
-"""The figures, by name, drawn from published numbers, from records or from networks that are given.
-
-A new figure is a function of its name and options, and a row of `FIGURES`.
-"""
+"""The figures, drawn from published numbers, records or networks: a function each, and a row of `FIGURES`."""
 
 from __future__ import annotations
 
@@ -34,74 +31,53 @@ from lowrank_cnn.models.filters import (
     spatial_energy,
 )
 from lowrank_cnn.paper.published import rows
-from lowrank_cnn.report.charts import (
-    curves_spec,
-    layer_charts,
-    layers_spec,
-    short_names,
-    training_curves,
-)
+from lowrank_cnn.report.charts import curves_spec, layer_charts, layers_spec, short_names, training_curves
 from lowrank_cnn.report.records import Records, data_label
 from lowrank_cnn.report.results import comparable, gather
 from lowrank_cnn.report.style import GRID, Spec, check_format, filled, save_charts, template
 from lowrank_cnn.report.trade import AUGMENTED, TradePoint, our_point, published_point, trade_chart, trade_spec
 
 Titled = Sequence[tuple[str, nn.Module]]
-"""Networks, each with its title."""
 
 
-@dataclass(frozen=True)
-class TradeFigure:
-    """A figure of the paper: which tables it shows, which error against which cost."""
-
-    title: str
-    tables: tuple[str, ...]
-    family: tuple[str, ...]
-    error: str = "top5"
-    cost: str = "macs"
-    size: tuple[int, int] = (620, 340)
-
-
-_ILSVRC = ("vgg-ilsvrc", "googlenet-ilsvrc", "big-picture", "big-picture-augmented")
-_BIG: dict[str, Any] = {"family": ("vgg11", "googlenet"), "size": (900, 560)}
-"""Room for the labels of twenty networks."""
-TRADE_FIGURES = {
-    "vgg": TradeFigure("VGG-11 on ILSVRC", ("vgg-ilsvrc",), ("vgg11",)),
-    "places": TradeFigure("VGG-11 on Places", ("vgg-places",), ("vgg11",)),
-    "googlenet": TradeFigure("GoogLeNet on ILSVRC", ("googlenet-ilsvrc",), ("googlenet",)),
-    "nin": TradeFigure("Network-in-Network on CIFAR-10", ("nin-cifar10",), ("nin",), error="top1"),
-    "big-picture-macs": TradeFigure("Networks on ILSVRC: compute of all crops", _ILSVRC, **_BIG),
-    "big-picture-params": TradeFigure("Networks on ILSVRC: size", _ILSVRC, **_BIG, cost="params"),
-}
-
-
-def trade_figure(figure: TradeFigure, *, records: Records | None) -> list[Spec]:
-    """The published points with ours on the same data, then a chart for each other data set of ours."""
-    published = [published_point(row) for row in rows() if row.table in figure.tables]
+def trade_figure(
+    title: str,
+    tables: tuple[str, ...],
+    family: tuple[str, ...],
+    *,
+    records: Records | None,
+    error: str = "top5",
+    cost: str = "macs",
+    size: tuple[int, int] = (620, 340),
+) -> list[Spec]:
+    """The published points of tables with ours on the same data, then a chart for each other data set of ours."""
+    published = [published_point(row) for row in rows() if row.table in tables]
     home = published[0].data
-    ours = _ours(figure, records)
+    ours = _ours(family, error, records)
     charts = {home: [*published, *ours.pop(home, [])]} | ours
     specs = []
     for data, points in charts.items():
-        shown = _told_apart([p for p in points if figure.error in p.values and figure.cost in p.values])
-        title = figure.title if data == home else f"The same networks trained here on {data}"
-        spec = trade_spec(trade_chart(shown, figure.cost, figure.error, error=True))
-        specs.append({**spec, "title": title, "width": figure.size[0], "height": figure.size[1]})
+        shown = _told_apart([p for p in points if error in p.values and cost in p.values])
+        about = title if data == home else f"The same networks trained here on {data}"
+        spec = trade_spec(trade_chart(shown, cost, error, error=True))
+        specs.append({**spec, "title": about, "width": size[0], "height": size[1]})
     return specs
 
 
 def _told_apart(points: Sequence[TradePoint]) -> list[TradePoint]:
     """Published points of one name: those with more augmentation say so."""
     names = Counter(point.label for point in points)
-    twice = [p.kind == AUGMENTED and names[p.label] > 1 for p in points]
-    return [replace(p, label=f"{p.label}, augmented") if t else p for p, t in zip(points, twice, strict=True)]
+    return [
+        replace(p, label=f"{p.label}, augmented") if p.kind == AUGMENTED and names[p.label] > 1 else p
+        for p in points
+    ]
 
 
-def _ours(figure: TradeFigure, records: Records | None) -> dict[str, list[TradePoint]]:
-    """Our networks of the figure's family, by data set; where several recipes trained them, labels name theirs."""
+def _ours(family: tuple[str, ...], error: str, records: Records | None) -> dict[str, list[TradePoint]]:
+    """Our networks of a family, by data set; where several recipes trained them, labels name theirs."""
     found: dict[str, list[TradePoint]] = defaultdict(list)
     for result in comparable(gather(records)) if records else []:
-        if result.network.name.startswith(figure.family) and getattr(result, figure.error) is not None:
+        if result.network.name.startswith(family) and getattr(result, error) is not None:
             found[data_label(result.data)].append(our_point(result))
     for data, points in found.items():
         if len({point.protocol for point in points}) > 1:
@@ -112,7 +88,6 @@ def _ours(figure: TradeFigure, records: Records | None) -> dict[str, list[TradeP
 
 
 def curves_figure(*, records: Records | None) -> list[Spec]:
-    """A chart for each data set and recipe."""
     if records is None:
         raise LowRankError("the figure curves is of runs: give their folder (--runs runs).")
     curves = training_curves(gather(records))
@@ -123,7 +98,6 @@ def curves_figure(*, records: Records | None) -> list[Spec]:
 
 
 def timings_figure(*, records: Records | None) -> list[Spec]:
-    """The paper's layer timings, then those of the records."""
     charts = layer_charts(records.timings if records else [])
     if records is not None and len(charts) == 1:
         raise LowRankError(
@@ -143,7 +117,6 @@ SHAPE_COLOURS = {
 
 
 def shapes_figure(*, networks: Titled) -> list[Spec]:
-    """The shapes of a network's filters, layer by layer: of a run that learned them, say."""
     return [shapes_spec(f"Filters of {label}", network) for label, network in networks]
 
 
@@ -219,7 +192,6 @@ def _rgb(colours: Sequence[str]) -> Tensor:
 
 
 def _shaded(values: Tensor, colours: Sequence[str]) -> Tensor:
-    """Values from 0 to 1 as shades between these colours."""
     place = values.clamp(0, 1) * (len(colours) - 1)
     below = place.long().clamp_max(len(colours) - 2)
     table = _rgb(colours)
@@ -315,7 +287,6 @@ TAPS = {
     3: CYCLE[:3],
     9: (CYCLE[0], "#7d8792", CYCLE[5], CYCLE[4], CYCLE[1], "#8c564b", CYCLE[2], "#6a4fb3", CYCLE[3]),
 }
-"""The colours of the weights of a filter."""
 _BARE = {"grid": False, "labels": False, "ticks": False, "domain": False}
 
 
@@ -382,10 +353,10 @@ def receptive_field_figure(*, networks: Titled, seed: int) -> list[Spec]:
 
 @dataclass(frozen=True)
 class FigureKind:
-    """A figure: its subject, and the function that draws it.
+    """A figure: its subject, the function that draws it, and whether that takes records.
 
-    `network` is the network that the command draws by default, if the figure is of a network; `twin` says whether
-    it puts the dense twin beside it. `runs` says whether the figure takes records.
+    `network` is the one that the command draws by default, if the figure is of a network; with `twin`, beside its
+    dense twin.
     """
 
     shows: str
@@ -399,11 +370,23 @@ class FigureKind:
         return "runs" if self.runs else "model, pretrained, into" if self.network else ""
 
 
+def _trade(title: str, tables: tuple[str, ...], *family: str, **options: Any) -> FigureKind:
+    drawn = partial(trade_figure, title, tables, family, **options)
+    return FigureKind(f"{title}, error against cost", drawn, runs=True)
+
+
+_ILSVRC = ("vgg-ilsvrc", "googlenet-ilsvrc", "big-picture", "big-picture-augmented")
+_BIG: Any = {"size": (900, 560)}
+TRADE_FIGURES = {
+    "vgg": _trade("VGG-11 on ILSVRC", ("vgg-ilsvrc",), "vgg11"),
+    "places": _trade("VGG-11 on Places", ("vgg-places",), "vgg11"),
+    "googlenet": _trade("GoogLeNet on ILSVRC", ("googlenet-ilsvrc",), "googlenet"),
+    "nin": _trade("Network-in-Network on CIFAR-10", ("nin-cifar10",), "nin", error="top1"),
+    "big-picture-macs": _trade("Networks on ILSVRC: compute of all crops", _ILSVRC, "vgg11", "googlenet", **_BIG),
+    "big-picture-params": _trade("Networks on ILSVRC: size", _ILSVRC, "vgg11", "googlenet", **_BIG, cost="params"),
+}
 FIGURES = {
-    **{
-        name: FigureKind(f"{figure.title}, error against cost", partial(trade_figure, figure), runs=True)
-        for name, figure in TRADE_FIGURES.items()
-    },
+    **TRADE_FIGURES,
     "timings": FigureKind("MACs beside time, layer by layer", timings_figure, runs=True),
     "curves": FigureKind("accuracy by epoch, every network of a recipe", curves_figure, runs=True),
     "shapes": FigureKind(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,12 @@ from lowrank_cnn.report.records import (
     GPU,
     LONGEST_TEXT,
     Records,
+    TimedNetwork,
     read_records,
     require_records,
     trained_label,
 )
-from lowrank_cnn.report.results import (
-    NetworkResult,
-    comparable,
-    gather,
-    is_twin,
-    kind_of,
-    of_paper,
-    twin_known,
-)
+from lowrank_cnn.report.results import NetworkResult, comparable, gather, is_twin, kind_of, of_paper, twin_known
 
 MOST_CARDS = 4
 COSTS = {GPU: "GPU time", CPU: "CPU time", "macs": "MACs", "params": "parameters"}
@@ -44,10 +36,8 @@ def cards(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
     """By data set, its best recipe and kind: the most accurate network, and the cheapest comparable one."""
     found: list[dict[str, Any]] = []
     for group in _compared(results):
-        kind = kind_of(group[0])
-        title = (
-            f"Most accurate of {len(group)} {kind} networks" if len(group) > 1 else f"{kind} network".capitalize()
-        )
+        kind, n = kind_of(group[0]), len(group)
+        title = f"Most accurate of {n} {kind} networks" if n > 1 else f"{kind.capitalize()} network"
         best = max(group, key=lambda result: result.ratios["top1"])
         near = [result for result in group if result.ratios["top1"] >= -COMPARABLE and _cost(result) < 1]
         found.append(_card(title, best))
@@ -57,7 +47,6 @@ def cards(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
 
 
 def headline(results: Sequence[NetworkResult]) -> str:
-    """The title of the page: the kinds of networks that it is about."""
     kinds = sorted({kind_of(result) for result in results}, key=list(style.COLOURS).index)
     return f"{' and '.join(filter(None, (', '.join(kinds[:-1]), kinds[-1])))} networks".capitalize()
 
@@ -164,17 +153,29 @@ def _summary_row(result: NetworkResult) -> dict[str, TableCell]:
     spread = f"±{100 * result.top1_spread:.2f}" if result.top1_spread is not None else ""
     known = result.gap_half_width is not None and not is_twin(result)
     reach = f"±{result.gap_half_width:.2f}" if known else ""
+    shares = {name: ratio(value) for name, value in result.ratios.items()}
     return {
         "network": TableCell(result.network.label, result.label, origin, list(_named_runs(result)), kind),
-        "top-1": TableCell(percent(result.top1), result.top1, spread),
+        "top-1": _cell(result.top1, percent, spread),
         "to twin": TableCell(_to_twin(result), result.ratios.get("top1"), reach),
-        "top-5": TableCell(percent(result.top5), result.top5),
-        "MACs": _count(result.macs, _ratio(result, "macs")),
-        "parameters": _count(result.params, _ratio(result, "params")),
-        "CPU ms/image": _time(result, CPU),
-        "GPU ms/image": _time(result, GPU),
-        "training": TableCell(DASH if result.seconds is None else duration(result.seconds), result.seconds),
+        "top-5": _cell(result.top5, percent),
+        "MACs": _cell(result.macs, si, shares.get("macs", "")),
+        "parameters": _cell(result.params, si, shares.get("params", "")),
+        "CPU ms/image": _time(result.time(CPU), shares.get(CPU)),
+        "GPU ms/image": _time(result.time(GPU), shares.get(GPU)),
+        "training": _cell(result.seconds, duration),
     }
+
+
+def _cell(value: float | None, show: Callable[[float], str], small: str = "") -> TableCell:
+    return TableCell(DASH if value is None else show(value), value, small)
+
+
+def _time(timing: TimedNetwork | None, share: str | None) -> TableCell:
+    if timing is None:
+        return TableCell(DASH)
+    small = f"{share or f'batch {timing.batch}'} {_RUN_BY.get(timing.runtime, timing.runtime)}"
+    return _cell(timing.ms_per_image, "{:.3g}".format, small)
 
 
 def runs_in_words(result: NetworkResult) -> str:
@@ -185,7 +186,6 @@ def runs_in_words(result: NetworkResult) -> str:
 
 
 def _named_runs(result: NetworkResult) -> Iterator[str]:
-    """Every run by its file, with its seed and its accuracy."""
     for run in result.runs:
         seed = "" if run.seed is None else f", seed {run.seed}"
         state = "" if run.finished else f", {run.status}"
@@ -200,40 +200,19 @@ def _to_twin(result: NetworkResult) -> str:
     return points(result.ratios["top1"]) if "top1" in result.ratios else DASH
 
 
-def _count(value: int | None, small: str) -> TableCell:
-    return TableCell(DASH if value is None else si(value), value, small)
-
-
-def _time(result: NetworkResult, device: str) -> TableCell:
-    timing = result.time(device)
-    if timing is None:
-        return TableCell(DASH)
-    small = f"{_ratio(result, device) or f'batch {timing.batch}'} {_RUN_BY.get(timing.runtime, timing.runtime)}"
-    return TableCell(f"{timing.ms_per_image:.3g}", timing.ms_per_image, small)
-
-
-def _ratio(result: NetworkResult, name: str) -> str:
-    return ratio(result.ratios[name]) if name in result.ratios else ""
-
-
 def environment_table(records: Records, here: Mapping[str, Any]) -> PageTable:
     """Every machine that a record was made on, and the one that made this page."""
-
-    def essence(machine: Mapping[str, Any]) -> str:
-        """Records of one day's runs differ in their date alone: those share a column."""
-        return repr(sorted((key, str(value)) for key, value in machine.items() if key != "date"))
-
     made = [record.environment for record in (*records.runs, *records.timings) if record.environment]
-    machines = [*{essence(machine): machine for machine in made}.values(), here]
-    headings = [*(f"records {number}" for number in range(1, len(machines))), "this page"]
-    names = dict.fromkeys(name for machine in machines for name in machine)
+    # Records of one day's runs differ in their date alone: those share a column.
+    different = {repr(sorted((k, str(v)) for k, v in one.items() if k != "date")): one for one in made}
+    machines = {f"records {number}": one for number, one in enumerate(different.values(), 1)} | {"this page": here}
+    names = dict.fromkeys(name for machine in machines.values() for name in machine)
     found = [
-        {"": TableCell(name)}
-        | {heading: TableCell(_shown(name, machine)) for heading, machine in zip(headings, machines, strict=True)}
+        {"": TableCell(name), **{title: TableCell(_shown(name, machine)) for title, machine in machines.items()}}
         for name in names
-        if any(machine.get(name) is not None for machine in machines)
+        if any(machine.get(name) is not None for machine in machines.values())
     ]
-    return PageTable("machines", "Environment", found, ["", *headings], sortable=False)
+    return PageTable("machines", "Environment", found, ["", *machines], sortable=False)
 
 
 def _shown(name: str, machine: Mapping[str, Any]) -> str:
@@ -247,7 +226,6 @@ def _shown(name: str, machine: Mapping[str, Any]) -> str:
 
 
 SCRIPTS = ("vega/vega.js", "base.js", "drawing.js", "trade.js", "curves.js", "details.js", "page.js")
-"""In the order in which the page runs them."""
 
 
 def write_report(run_paths: Sequence[str | Path], out: str | Path, *, answer: str = "") -> Path:
@@ -273,8 +251,12 @@ def write_page(records: Records, out: str | Path, *, answer: str = "") -> Path:
 def render(records: Records, answer: str = "") -> str:
     """The page as text; an `answer` stands first, and what is before its colon is the title."""
     results, here, paper = gather(records), environment(), of_paper(records.runs)
-    css, script = _asset("page.css"), "\n".join(map(_asset, SCRIPTS))
-    return _template().render(
+    css, script = style.asset("page.css"), "\n".join(map(style.asset, SCRIPTS))
+    jinja2: Any = require("jinja2", extra="plots", purpose="writing a report")
+    options = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+    template = jinja2.Environment(undefined=jinja2.StrictUndefined, **options)
+    template.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return template.from_string(style.asset("page.html")).render(
         policy=_policy(css, script),
         style=css,
         script=script,
@@ -293,7 +275,6 @@ def render(records: Records, answer: str = "") -> str:
 
 
 def _chart_data(records: Records, results: Sequence[NetworkResult], *, paper: bool) -> dict[str, Any]:
-    """The charts' data, and once for all of them their specifications."""
     return {
         "trade": trade.trade_charts(trade.trade_points(results, paper=paper)),
         "curves": charts.training_curves(results),
@@ -311,31 +292,15 @@ def _chart_data(records: Records, results: Sequence[NetworkResult], *, paper: bo
 
 
 def found_in(records: Records) -> str:
-    """How many runs and timings there are, in words."""
     counts = [(len(records.runs), "training run"), (len(records.timings), "timing")]
     return " and ".join(counted(n, name) for n, name in counts if n)
 
 
-def _template() -> Any:
-    """The template, which escapes whatever it is given."""
-    jinja2: Any = require("jinja2", extra="plots", purpose="writing a report")
-    options = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
-    made = jinja2.Environment(undefined=jinja2.StrictUndefined, **options)
-    made.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    return made.from_string(_asset("page.html"))
-
-
-def _asset(name: str) -> str:
-    return (files("lowrank_cnn.report") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _policy(style: str, script: str) -> str:
+def _policy(*texts: str) -> str:
     """Only this style and this script may run, and nothing may be fetched, whatever a record holds."""
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+    style, script = (f"'sha256-{digest}'" for digest in digests)
     return (
-        f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
+        f"default-src 'none'; img-src data:; style-src {style}; script-src {script}; "
         "base-uri 'none'; form-action 'none'"
     )
-
-
-def _digest(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,8 +1,7 @@
 """Records: find them in files and folders, check them, and read them as training runs and timings.
 
-A record is a JSON object with a `kind`. `READERS` maps a kind to the function that reads it; a new kind is one new
-entry. Records are files that anybody may have edited: a record that does not fit is skipped with one sentence, by
-`read_records` alone.
+A record is a JSON object with a `kind`. Anybody may have edited it: a record that does not fit is skipped with one
+sentence, by `read_records` alone.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ import math
 import re
 import shlex
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,8 +40,8 @@ MOST_WORST = 20
 class NetworkId:
     """The network of a record: its name, and the options that change its cost.
 
-    `base` is the name of the network that it was converted from or made thinner from, if it was; `thin` says
-    whether it has fewer filters than that network, all of them dense.
+    `base` is the name of the network that it was converted or made thinner from; `thin` says whether it has fewer
+    filters than that network, all of them dense.
     """
 
     name: str
@@ -73,8 +71,7 @@ class AnswerDetails:
 
     `per_class` [classes, 2] has the images and the right answers of each class. `confusion` [true class, predicted
     class] counts images; it is empty where the record has no matrix. `bins` [bins, 3] has the images, the sum of
-    their confidences and the right answers, by rising confidence. `pairs` are a true class, the
-    predicted class, and the number of images.
+    their confidences and the right answers, by rising confidence. `pairs` are true class, predicted class, images.
     """
 
     classes: tuple[str, ...]
@@ -158,8 +155,6 @@ class TimedNetwork:
 
 @dataclass(frozen=True)
 class SkippedFile:
-    """A file that the report does not show, and why."""
-
     path: str
     reason: str
 
@@ -219,34 +214,28 @@ class Fields:
         return None if value is None else int(value)
 
     def sizes(self, name: str) -> tuple[int, ...]:
-        """The size of an image or a batch."""
         for side in self.list(name):
             check_number(name, side, least=1, most=1e9, whole=True)
         return tuple(self.list(name))
 
-    def costs(self) -> dict[str, int]:
-        return {name: cost for name in ("macs", "params") if (cost := self.whole(name))}
-
     def environment(self) -> dict[str, Any]:
         """Versions and hardware by name: plain values alone."""
-        known = self.object("environment").values
-        told = {name: printable(value) if isinstance(value, str) else value for name, value in known.items()}
         return {
-            printable(name): value for name, value in told.items() if isinstance(value, str | int | float | None)
+            printable(name): printable(value) if isinstance(value, str) else value
+            for name, value in self.object("environment").values.items()
+            if isinstance(value, str | int | float | None)
         }
 
 
-def read_training(values: Fields, path: str) -> Iterator[Run]:
-    """The run of a record."""
+def read_training(values: Fields, path: str) -> Run:
     model, recipe, data, result = map(values.object, ("model", "recipe", "data", "result"))
     config = model.object("config") if "conversion" in model else model
     history = tuple(map(_epoch, values.objects("history")))
     latest = next((row.accuracy for row in reversed(history) if row.accuracy is not None), None)
     top1 = result.share("top1")
-    built = read_network(model, _image_size(config, recipe, data))
-    yield Run(
+    return Run(
         path=path,
-        network=built,
+        network=read_network(model, _image_size(config, recipe, data)),
         data=data_name(data),
         images=_data_identity(data),
         recipe=recipe.text("name") or "custom",
@@ -254,7 +243,7 @@ def read_training(values: Fields, path: str) -> Iterator[Run]:
         status=values.text("status") or "unknown",
         watched=values.text("watched") or "test",
         top1=latest if top1 is None else top1,
-        # With at most five classes, every answer is among the first five.
+        # Of five classes, every answer is among the first five.
         top5=None if 0 < len(data.list("classes")) <= TOP_FIVE else result.share("top5"),
         macs=result.whole("macs"),
         params=result.whole("params"),
@@ -262,7 +251,7 @@ def read_training(values: Fields, path: str) -> Iterator[Run]:
         history=history,
         settings=settings_of(recipe.values, config.values, data.whole("train"), values.text("begun_from")),
         n=result.whole("n") or data.whole("test"),
-        dense=result.object("dense").costs() or None,
+        dense={name: cost for name in ("macs", "params") if (cost := result.object("dense").whole(name))} or None,
         environment=values.environment(),
         details=read_details(result.object("details").values),
     )
@@ -271,8 +260,7 @@ def read_training(values: Fields, path: str) -> Iterator[Run]:
 def _epoch(row: Fields) -> Epoch:
     numbers = {name: row.number(name) for name in ("lr", "seconds", "images_per_second")}
     shares = {name: row.share(name) for name in ("train_accuracy", "accuracy")}
-    loss = row.number("train_loss", least=-1e18)
-    return Epoch(epoch=row.whole("epoch") or 0, train_loss=loss, **shares, **numbers)
+    return Epoch(row.whole("epoch") or 0, train_loss=row.number("train_loss", least=-1e18), **shares, **numbers)
 
 
 def _image_size(config: Fields, recipe: Fields, data: Fields) -> tuple[int, ...]:
@@ -290,13 +278,9 @@ def settings_of(
     fields |= {"init": config.get("init") or "composite"}
     fields |= {"images": images} if images else {}
     fields |= {"begun_from": begun_from} if begun_from else {}
-    # A name and the pauses between evaluations teach nothing.
-    kept = [
-        (printable(str(key)[:40]), printable(str(fields[key])[:40]))
-        for key in fields
-        if key not in ("name", "evaluate_every")
-    ]
-    return tuple(sorted(kept))
+    for name in ("name", "evaluate_every"):  # they teach nothing
+        fields.pop(name, None)
+    return tuple(sorted((printable(str(key)[:40]), printable(str(fields[key])[:40])) for key in fields))
 
 
 def read_details(values: Mapping[str, Any]) -> AnswerDetails | None:
@@ -385,11 +369,8 @@ def read_network(model: Fields, image: tuple[int, ...]) -> NetworkId:
     )
 
 
-def read_timing(values: Fields, path: str) -> Iterator[TimedNetwork]:
-    """A timing, and that of its twin. If the input has four numbers, the MACs are those of a whole batch.
-
-    `lowrank demo` adds the options of the network as `model`.
-    """
+def read_timing(values: Fields, path: str) -> list[TimedNetwork]:
+    """A timing, and that of its twin. If the input has four numbers, the MACs are those of a whole batch."""
     size, ms = values.sizes("input"), values.object("total").number("ms")
     batch = size[0] if len(size) == 4 else 1
     if not ms:
@@ -400,13 +381,12 @@ def read_timing(values: Fields, path: str) -> Iterator[TimedNetwork]:
     if twin.text("name") == built.name and twin.whole("macs") != values.whole("macs"):
         # Its twin has the same name, but another cost: it is the converted form of the twin.
         built = replace(built, name=f"{built.name}, converted", base=built.name)
-    dense = None if built.base else {"macs": macs} if macs else {}
-    if built.base and (cost := (twin.whole("macs") or 0) // batch):
-        dense = {"macs": cost}
-    yield TimedNetwork(
+    cost = (twin.whole("macs") or 0) // batch if built.base else macs
+    dense = {"macs": cost} if cost else None if built.base else {}
+    timed = TimedNetwork(
         path=path,
         network=built,
-        device=device_class(values.text("device") or ""),
+        device=GPU if (values.text("device") or "").startswith(("cuda", "mps")) else CPU,
         runtime=values.text("runtime") or "torch",
         batch=batch,
         ms=ms,
@@ -415,8 +395,10 @@ def read_timing(values: Fields, path: str) -> Iterator[TimedNetwork]:
         dense=None if built.ours else dense,
         environment=values.environment(),
     )
-    if twin.values:
-        yield from read_timing(Fields({**twin.values, "twin": None, "environment": values.environment()}), path)
+    if not twin.values:
+        return [timed]
+    own = {"twin": None, "environment": values.environment()}
+    return [timed, *read_timing(Fields({**twin.values, **own}), path)]
 
 
 def _layer(row: Fields, images: int) -> LayerTime | None:
@@ -424,24 +406,6 @@ def _layer(row: Fields, images: int) -> LayerTime | None:
     name, macs, ms = row.text("name"), row.whole("macs"), row.number("ms")
     return LayerTime(name, row.text("type") or "", macs // images, ms) if name and macs and ms else None
 
-
-def device_class(device: str) -> str:
-    """CPU or GPU, from a device of torch."""
-    return GPU if device.startswith(("cuda", "mps")) else CPU
-
-
-def read_timings(values: Fields, path: str) -> Iterator[TimedNetwork]:
-    """Several timings made in one environment."""
-    for timing in values.objects("timings"):
-        yield from read_timing(Fields({"environment": values.environment(), **timing.values}), path)
-
-
-READERS: dict[str, Callable[[Fields, str], Iterator[Run | TimedNetwork]]] = {
-    "training": read_training,
-    "timing": read_timing,
-    "timings": read_timings,
-    "reproduction": lambda _values, _path: iter(()),  # a table of runs that have records of their own
-}
 
 FIRST_STEP = "lowrank train nin-c3-lr --data digits --recipe digits --width 0.25 --out runs/first"
 
@@ -477,38 +441,42 @@ def _files(path: Path) -> Iterator[Path]:
 def _read_into(records: Records, file: Path) -> None:
     """Add the records of a file, which holds one or an array of them. Records that do not fit are skipped here."""
 
-    @contextmanager
-    def skipping() -> Iterator[None]:
-        try:
-            yield
-        except RecursionError:
-            records.skipped.append(SkippedFile(str(file), "it is nested too deeply."))
-        except LowRankError as error:
-            records.skipped.append(SkippedFile(str(file), f"{str(error).rstrip('.')}."))
+    def skip(error: Exception) -> None:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error).rstrip(".")
+        records.skipped.append(SkippedFile(str(file), f"{reason}."))
 
-    values: Any = []
-    with skipping():
+    try:
         values = read_json(file)
+    except LowRankError as error:
+        skip(error)
+        return
     for value in values if isinstance(values, list) else [values]:
-        with skipping():
+        try:
             _read_value(records, value, file)
+        except (LowRankError, RecursionError) as error:
+            skip(error)
 
 
 def _read_value(records: Records, value: object, file: Path) -> None:
     fields = Fields(value)
     unsealed(fields.values)  # refuses a checksum that does not fit
     kind = fields.text("kind") or ("timings" if fields.list("timings") else None)  # of `lowrank time --json`
-    if kind == KIND:
+    if kind == "training":
+        records.runs.append(read_training(fields, str(file)))
+    elif kind == "timing":
+        records.timings += read_timing(fields, str(file))
+    elif kind == "timings":
+        found = fields.objects("timings")
+        timings = [Fields({"environment": fields.environment(), **one.values}) for one in found]
+        records.timings += [timed for one in timings for timed in read_timing(one, str(file))]
+    elif kind == KIND:
         family = fields.text("family") or "FAMILY"
         command = shlex.join(["lowrank", "frontier", family, "--out", str(file.parent)])
         raise LowRankError(f"`{command}` shows it.")
-    if kind is None:
-        raise LowRankError(f"it has no kind ({', '.join(READERS)}).")
-    if kind not in READERS:
+    elif kind is None:
+        raise LowRankError("it has no kind (training, timing, timings, reproduction).")
+    elif kind != "reproduction":  # a table of runs that have records of their own
         raise LowRankError(f"a record of kind {kind!r} has no training run and no timing of a network.")
-    found = list(READERS[kind](fields, str(file)))
-    records.runs += [record for record in found if isinstance(record, Run)]
-    records.timings += [record for record in found if isinstance(record, TimedNetwork)]
 
 
 def require_records(paths: Iterable[str | Path], records: Records) -> None:
@@ -537,10 +505,7 @@ def trained_label(data: str, recipe: str) -> str:
 
 
 def data_name(data: Fields) -> str:
-    """A data set is called by its folder, which may be any; CIFAR-10 is known by its classes and their images.
-
-    A part of a known set gets a name of its own: its accuracies cannot be compared with published ones.
-    """
+    """A data set is called by its folder, which may be any; CIFAR-10 is known by its classes and their images."""
     name, sizes = data.text("name") or "unnamed data", (data.whole("train"), data.whole("test"))
     if data.text("held_out_of"):
         return f"{name}, images held out"
@@ -549,14 +514,12 @@ def data_name(data: Fields) -> str:
     full = _WHOLE.get(data_label(name))
     if full is None or all(size is None or size >= _NEARLY * n for size, n in zip(sizes, full, strict=True)):
         return name
+    # Accuracies on a part cannot be compared with published ones.
     return f"a part of {data_label(name)} ({' + '.join(f'{size or 0:,}' for size in sizes)} images)"
 
 
 def _data_identity(data: Fields) -> str:
-    """An identity of the images that does not depend on their name: a digest, or classes and image counts.
-
-    Parts held out of one set are one data set: each seed of `compare` holds out others.
-    """
+    """An identity of the images that does not depend on their name: a digest, or classes and image counts."""
     classes = zlib.crc32(repr([str(name) for name in data.list("classes")]).encode())
-    known = data.text("held_out_of") or data.text("digest")
+    known = data.text("held_out_of") or data.text("digest")  # each seed of `compare` holds out others of a set
     return known or f"{classes} {data.whole('train')} {data.whole('test')}"

@@ -49,12 +49,8 @@ class NetworkResult:
     twin: str = ""
     """The label of the dense network that it is compared with; empty where none was trained."""
     otherwise: tuple[str, ...] = ()
-    """How the twin was trained otherwise, in words."""
     gap_half_width: float | None = None
-    """Half the 95% interval over seeds of `ratios["top1"]`, in percentage points; None for single seeds.
-
-    All intervals of a data set and recipe hold together with 95%: the best network is picked afterwards.
-    """
+    """Half the interval over seeds of `ratios["top1"]`: all of a data set and recipe hold together with 95%."""
 
     @property
     def label(self) -> str:
@@ -71,7 +67,6 @@ class NetworkResult:
 
     @property
     def seeds(self) -> int:
-        """How many different seeds the accuracy is the mean of."""
         return len(by_seed(self.scored, "top1"))
 
     @property
@@ -84,7 +79,6 @@ class NetworkResult:
 
     @property
     def top1_spread(self) -> float | None:
-        """The standard deviation over seeds; None for fewer than two seeds."""
         return deviation(by_seed(self.scored, "top1"))
 
     @property
@@ -140,7 +134,6 @@ def twin_known(entry: NetworkResult) -> bool:
 
 
 def is_twin(entry: NetworkResult) -> bool:
-    """Whether a network is its own dense twin."""
     return twin_known(entry) and entry.network == twin_id(entry.network)
 
 
@@ -150,7 +143,6 @@ def kind_of(entry: NetworkResult) -> str:
 
 
 def identity(built: NetworkId) -> tuple[str, ...]:
-    """The name and options that identify one of our networks."""
     options = (built.scheme, built.norm, built.stride, built.image)
     return (built.name, f"{built.width:g}", *map(str, options))
 
@@ -183,45 +175,34 @@ def _compared(
     entry: NetworkResult, twin: NetworkResult | None, spread: float | None, freedom: int, several: int
 ) -> NetworkResult:
     """An entry beside its twin, one of `several`. `spread` is the deviation over seeds of all of the recipe."""
-    if twin is None:
-        return replace(entry, ratios=_ratios(entry, None))
-    otherwise = tuple(words for name, words in OWN.items() if twin.settings.get(name) != entry.settings.get(name))
-    half_width = None
-    if spread is not None and twin is not entry and entry.seeds and twin.seeds:
-        with contextlib.suppress(MissingExtra):
-            reach = 100 * student_t(1 - 0.025 / several, freedom) * spread  # Bonferroni
-            half_width = reach * math.sqrt(1 / entry.seeds + 1 / twin.seeds)
-    return replace(
-        entry, ratios=_ratios(entry, twin), twin=twin.label, otherwise=otherwise, gap_half_width=half_width
-    )
-
-
-def _ratios(entry: NetworkResult, twin: NetworkResult | None) -> dict[str, float]:
     base: Mapping[str, Any] = {"macs": twin.macs, "params": twin.params} if twin else entry.dense or {}
     costs = {"macs": entry.macs, "params": entry.params}
     ratios = {name: cost / base[name] for name, cost in costs.items() if cost and base.get(name)}
     if twin is None:
-        return ratios
+        return replace(entry, ratios=ratios)
     for device in (CPU, GPU):  # each side at its fastest, on batches of the same size
         ours = entry.time(device)
         if ours and (theirs := twin.time(device, ours.batch)):
             ratios[device] = ours.ms / theirs.ms
     if entry.top1 is not None and twin.top1 is not None:
         ratios["top1"] = 100 * (entry.top1 - twin.top1)
-    return ratios
+    half_width = None
+    if spread is not None and twin is not entry and entry.seeds and twin.seeds:
+        with contextlib.suppress(MissingExtra):
+            reach = 100 * student_t(1 - 0.025 / several, freedom) * spread  # Bonferroni
+            half_width = reach * math.sqrt(1 / entry.seeds + 1 / twin.seeds)
+    otherwise = tuple(words for name, words in OWN.items() if twin.settings.get(name) != entry.settings.get(name))
+    return replace(entry, ratios=ratios, twin=twin.label, otherwise=otherwise, gap_half_width=half_width)
 
 
 def _find_twin(
     entry: NetworkResult, trained: Mapping[tuple[Any, ...], Sequence[NetworkResult]]
 ) -> NetworkResult | None:
-    """The twin trained with the same settings; if there is none, one that differs in a few of them.
-
-    Foreign networks may share a name: the twin must have the cost that the entry states.
-    """
+    """The twin trained with the same settings; if there is none, one that differs in a few of them."""
     if not twin_known(entry):
         return None
     network = twin_id(entry.network)
-    dense = None if network.ours else entry.dense
+    dense = None if network.ours else entry.dense  # foreign networks may share a name: the cost must be as stated
     found = (twin for free in FREE for twin in trained.get(_way(entry, network, free), ()))
     return next((twin for twin in found if dense is None or dense.get("macs") == twin.macs), None)
 
@@ -237,17 +218,15 @@ _PHRASES: dict[str, Callable[[str], str]] = {
     "macs": lambda value: f"{value} MACs",
 }
 """Settings that read better as a phrase than as name=value."""
-_ALWAYS = ("begun_from",)
-"""Settings that no reader may miss."""
 
 
 def gather(records: Records) -> list[NetworkResult]:
     """The entries of all records, each compared with its dense twin."""
     runs = _in_order(_name_data_apart(records.runs))
-    timings: dict[str, list[TimedNetwork]] = defaultdict(list)
-    for timing in records.timings:
-        timings[_network_name(timing)].append(timing)
-    entries = [_entry(tuple(group), timings) for _, group in groupby(runs, key=_key)]
+    entries = []
+    for run, *seeds in (tuple(group) for _, group in groupby(runs, key=_key)):
+        timed = tuple(timing for timing in records.timings if _same_network(run, timing))
+        entries.append(NetworkResult(run.network, run.data, run.recipe, (run, *seeds), timed))
     entries = _told_apart(entries) + _timed_only(records.timings, entries)
     return _in_page_order(compare_all(entries))
 
@@ -258,11 +237,9 @@ def _in_page_order(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
     best: dict[tuple[str, str], float] = defaultdict(float)
     for entry in entries:
         best[entry.data, entry.recipe] = max(best[entry.data, entry.recipe], entry.top1 or 0.0)
-
-    def place(e: NetworkResult) -> tuple[Any, ...]:
-        return e.data not in compared, not e.data, e.data, -best[e.data, e.recipe], e.recipe
-
-    return sorted(entries, key=place)
+    return sorted(
+        entries, key=lambda e: (e.data not in compared, not e.data, e.data, -best[e.data, e.recipe], e.recipe)
+    )
 
 
 def _name_data_apart(runs: Sequence[Run]) -> list[Run]:
@@ -280,10 +257,7 @@ def _name_data_apart(runs: Sequence[Run]) -> list[Run]:
 
 
 def comparable(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
-    """Those trained by a recipe that trained other networks too; all of a data set that has no such recipe.
-
-    Ablations are excluded: a recipe of a single network shows no choice between accuracy and cost.
-    """
+    """Without ablations, recipes of a single network, unless a data set has no other recipe."""
     networks: dict[tuple[str, str], set[str]] = defaultdict(set)
     for entry in entries:
         networks[entry.data, entry.recipe].add(entry.network.label)
@@ -311,17 +285,6 @@ def _in_order(runs: Sequence[Run]) -> list[Run]:
     return sorted(runs, key=place)
 
 
-def _entry(runs: tuple[Run, ...], timings: Mapping[str, Sequence[TimedNetwork]]) -> NetworkResult:
-    run = runs[0]
-    timed = tuple(timing for timing in timings.get(_network_name(run), ()) if _same_network(run, timing))
-    return NetworkResult(run.network, run.data, run.recipe, runs, timed)
-
-
-def _network_name(record: Run | TimedNetwork) -> str:
-    """The name of the network, or of the one that it was converted from where that is not ours."""
-    return record.network.name if record.network.ours else record.network.base or record.network.name
-
-
 def _told_apart(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
     """Entries that would read alike, with the settings in which they differ."""
     groups: dict[tuple[str, ...], list[NetworkResult]] = defaultdict(list)
@@ -342,20 +305,18 @@ def _distinct(alike: Sequence[NetworkResult]) -> list[str]:
 
 
 def _facts(entry: NetworkResult) -> list[tuple[str, str]]:
-    """The image size and the cost: networks that are not ours may share a name, that of their class."""
     size = "x".join(map(str, entry.network.image[-2:]))
     return [("image", f"{size} pixels"), ("params", si(entry.params or 0)), ("macs", si(entry.macs or 0))]
 
 
 def _differences(alike: Sequence[Mapping[str, str]]) -> list[str]:
-    """For each of several settings: those in which it differs from the others, in words."""
+    """For each of several settings: those in which it differs from the others, in words; `begun_from` always."""
     values: dict[str, set[str | None]] = {name: {s.get(name) for s in alike} for s in alike for name in s}
-    differ = [name for name in sorted(values) if name in _ALWAYS or len(values[name]) > 1]
+    differ = [name for name in sorted(values) if name == "begun_from" or len(values[name]) > 1]
     return [", ".join(filter(None, (_phrase(name, s[name]) for name in differ if name in s))) for s in alike]
 
 
 def _phrase(name: str, value: str) -> str:
-    """A setting in words; nothing for one that was not set."""
     if name in _PHRASES:
         return _PHRASES[name](value)
     return "" if value in ("None", "") else f"{name}={value}"
@@ -393,23 +354,20 @@ RECIPES = {
     "nin-cifar10": "nin-paper",
     "vgg-places": "vgg-paper",
 }
-"""What the networks of a table are trained by."""
 
 FREE_SETTINGS = ("dropout", "precision", "epochs", "images")
 """Settings that a network or a machine has for itself; a run may be longer than the recipe, and no shorter."""
 
 
 def accuracies(runs: Iterable[Run]) -> Accuracies:
-    """The accuracies of finished runs that the audit can compare with the paper's tables, one value per seed.
-
-    Runs of a row that saw different images are not mixed: those of the images with the most seeds count.
-    """
+    """The accuracies of finished runs that the audit can compare with the paper's tables, one value per seed."""
     found: dict[tuple[str, str, str], tuple[float, ...]] = {}
     told = [run for run in runs if run.finished]
     for row in (row for row in rows() if row.table in RECIPES):
         images: dict[str, list[Run]] = defaultdict(list)
         for run in (run for run in told if _is_of(run, row)):
             images[run.images].append(run)
+        # Runs that saw different images are not mixed.
         chosen = max(images.values(), key=lambda group: len({run.seed for run in group}), default=[])
         for measure in ("top1", "top5", "overfit"):
             if values := by_seed(chosen, measure):
@@ -424,7 +382,6 @@ def of_paper(runs: Iterable[Run]) -> bool:
 
 
 def layer_times(timings: Iterable[TimedNetwork]) -> list[LayerTimes]:
-    """Layer times of every network and kind of device, the fastest of each."""
     fastest: dict[tuple[str, str], TimedNetwork] = {}
     for timing in sorted(timings, key=lambda timing: -timing.ms_per_image):
         if timing.layers:
@@ -441,12 +398,8 @@ def _is_of(run: Run, row: Published) -> bool:
     if built.name != row.network or run.recipe != recipe or data_label(run.data) != data_label(row.dataset):
         return False
     own_stride = family_of(row.network).VARIANTS[row.network].stride
-    as_published = built.width == 1 and not (built.scheme or built.base)
-    return as_published and (built.stride or own_stride) == row.stride and _as_taught(run, recipe)
-
-
-def _as_taught(run: Run, recipe: str) -> bool:
-    """Whether a run kept to its recipe."""
+    if built.width != 1 or built.scheme or built.base or (built.stride or own_stride) != row.stride:
+        return False
     told, taught = dict(run.settings), get_recipe(recipe)
     wanted = dict(settings_of(taught.to_dict(), taught.network()))
     epochs = told.get("epochs", "")

@@ -23,18 +23,21 @@ Spec = dict[str, Any]
 
 INK, SOFT, GRID = "#16191d", "#4a525c", "#dfe3e8"
 VERSION = "6.4"
-"""Of Vega-Lite."""
 HEAT, DARK_HEAT = ("#f4f7fa", "#9ecae1", "#08519c"), ("#1c232b", "#2f6f9f", "#c6e4ff")
 """Shares from none to all, on white and on dark pages."""
 
 
+def asset(name: str) -> str:
+    """A file of the folder `assets` as text."""
+    return (files("lowrank_cnn.report") / "assets" / name).read_text(encoding="utf-8")
+
+
 def template(name: str) -> Spec:
     """A specification of the folder `assets/charts`; values in braces are placeholders for `filled`."""
-    return json.loads((files("lowrank_cnn.report") / "assets" / "charts" / f"{name}.json").read_text("utf-8"))
+    return json.loads(asset(f"charts/{name}.json"))
 
 
 def filled(value: Any, parts: dict[str, Any]) -> Any:
-    """A template with its placeholders replaced."""
     if isinstance(value, str):
         return parts.get(value, value)
     if isinstance(value, dict):
@@ -107,15 +110,10 @@ def with_labels(compiled: Spec) -> Spec:
     return {**compiled, "marks": marks}
 
 
-def compiled(spec: Spec) -> Spec:
-    """The Vega specification of a chart, labels placed."""
-    return with_labels(_vl_convert().vegalite_to_vega(json.dumps(spec), vl_version=VERSION))
-
-
 def save_charts(specs: Sequence[Spec], out: Path) -> Path:
     """Write charts, one below the other, in the format of the file's name: svg, pdf or png."""
+    kind = check_format(out)
     drawn = _stacked([_drawn(spec, place) for place, spec in enumerate(specs)])
-    kind = out.suffix.lstrip(".").lower()
     if kind == "pdf":
         payload = _vl_convert().svg_to_pdf(drawn)
     elif kind == "png":
@@ -128,7 +126,8 @@ def save_charts(specs: Sequence[Spec], out: Path) -> Path:
 
 def _drawn(spec: Spec, place: int) -> str:
     """A chart as SVG. Ids are renumbered, since Vega counts them over all charts of the process."""
-    picture = _vl_convert().vega_to_svg(compiled({**spec, "config": theme()}))
+    compiled = _vl_convert().vegalite_to_vega(json.dumps({**spec, "config": theme()}), vl_version=VERSION)
+    picture = _vl_convert().vega_to_svg(with_labels(compiled))
     for i, name in enumerate(dict.fromkeys(re.findall(r'id="(\w+)"', picture))):
         picture = re.sub(rf'(id="|url\(#){name}\b', rf"\g<1>chart{place}-{i}", picture)
     return picture
@@ -139,7 +138,6 @@ def _vl_convert() -> Any:
 
 
 def _stacked(pictures: Sequence[str]) -> str:
-    """Several SVG pictures as one, from top to bottom."""
     if len(pictures) == 1:
         return pictures[0]
     sizes = [[float(size) for size in re.findall(r' (?:width|height)="([\d.]+)"', p)[:2]] for p in pictures]
@@ -165,16 +163,12 @@ LIKE_DENSE = ("#a67c00", "#e8d800")
 """Too close to the dense networks' colour for colour-blind readers."""
 OTHERS = (COLOURS[LOW_RANK], LIKE_DENSE, COLOURS[LEARNED], ("#222222", "#f5f5f5"), COLOURS[THIN])
 OTHERS += (("#8b2500", "#9c6b6b"),)
-"""Of networks of one kind in a chart where the colour is free to tell them apart.
-
-These are distinct to readers with any of the common colour deficiencies, and so are the kinds.
-"""
+"""Of networks of one kind; distinct to readers with any of the common colour deficiencies, as are the kinds."""
 DASHES = ([1, 0], [7, 4], [2, 3], [9, 3, 2, 3], [12, 4], [1, 5])
 """Networks of the same colour differ in their dash."""
 
 
 def kind_colours(kind: str) -> dict[str, str]:
-    """The colour of a kind on light and on dark pages."""
     return dict(zip(("light", "dark"), COLOURS[kind], strict=True))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +31,6 @@ from lowrank_cnn.report.style import (
 )
 
 OURS = (DENSE, THIN, LOW_RANK, LEARNED)
-"""Kinds of networks that were trained here."""
 BASELINE, PAPER, AUGMENTED = "published, baseline", "published, low-rank", "published, more augmentation"
 KINDS = {
     BASELINE: ("square", "#e8b080", "#e8b080"),
@@ -61,9 +61,9 @@ BASELINES = ("vgg11", "vgg11-gmp", "googlenet", "nin", "alexnet")
 WIDE = 20.0
 """A range of costs this wide, largest over smallest, is drawn on a logarithmic axis."""
 LEAST_SPAN = 0.02
-"""An axis of accuracies spans at least two percentage points, so that a small difference looks small."""
+"""An axis of accuracies spans at least two percentage points, so that a small difference looks small,"""
 SPAN_ERRORS = 6
-"""It also spans this many standard errors of an accuracy: what other test images might give."""
+"""and as many standard errors of an accuracy: what other test images might give."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,7 @@ class TradePoint:
     """Half the height of the interval around an accuracy: the standard deviation over seeds."""
     details: tuple[tuple[str, str], ...] = ()
     n: int | None = None
-    """The number of test images, if known."""
     twin: str = ""
-    """The label of the dense network that it is compared with."""
 
 
 def trade_points(results: Sequence[NetworkResult], *, paper: bool = True) -> list[TradePoint]:
@@ -91,23 +89,23 @@ def trade_points(results: Sequence[NetworkResult], *, paper: bool = True) -> lis
 
 
 def our_point(result: NetworkResult) -> TradePoint:
-    measured = {"top1": result.top1, "top5": result.top5, "macs": result.macs, "params": result.params}
-    for device in (CPU, GPU):
-        timing = result.time(device)
-        measured[device] = timing.ms_per_image if timing else None
-    values = {name: float(value) for name, value in measured.items() if value is not None}
-    errors = {"top1": result.top1_spread} if result.top1_spread is not None else {}
+    measured = {name: getattr(result, name) for name in ("top1", "top5", "macs", "params")}
+    measured |= {device: timing.ms_per_image for device in (CPU, GPU) if (timing := result.time(device))}
     return TradePoint(
         label=result.label,
         kind=kind_of(result),
         data=data_label(result.data),
         protocol=result.recipe,
-        values=values,
-        errors=errors,
+        values=_known(measured),
+        errors=_known({"top1": result.top1_spread}),
         details=tuple(_details(result)),
         n=result.n,
         twin=result.twin,
     )
+
+
+def _known(measured: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in measured.items() if value is not None}
 
 
 def _details(result: NetworkResult) -> Iterable[tuple[str, str]]:
@@ -124,16 +122,16 @@ def published_point(row: Published) -> TradePoint:
     kind = BASELINE if row.network in BASELINES else PAPER
     kind = AUGMENTED if row.table == "big-picture-augmented" else kind
     measured = {"top1": row.top1, "top5": row.top5, "macs": row.macs_per_image, "params": row.params}
-    values = {name: float(value) for name, value in measured.items() if value is not None}
     details = (("table", row.table), ("crops per image", str(row.crops)))
     protocol = AUGMENTED if kind == AUGMENTED else "published"
-    return TradePoint(row.network, kind, data_label(row.dataset), protocol, values, {}, details)
+    return TradePoint(row.network, kind, data_label(row.dataset), protocol, _known(measured), {}, details)
 
 
 def trade_charts(points: Sequence[TradePoint]) -> list[dict[str, Any]]:
     """The charts of every data set, recipe, accuracy and cost. Recipes are never mixed in one chart."""
     found = []
-    for data in dict.fromkeys(point.data for point in sorted(points, key=_published_last)):
+    published_last = sorted(points, key=lambda point: point.kind not in OURS)
+    for data in dict.fromkeys(point.data for point in published_last):
         within = [point for point in points if point.data == data]
         recipes = dict.fromkeys(point.protocol for point in within if point.kind in OURS) or {"": None}
         for recipe in recipes:
@@ -146,15 +144,11 @@ def trade_charts(points: Sequence[TradePoint]) -> list[dict[str, Any]]:
     return found
 
 
-def _published_last(point: TradePoint) -> bool:
-    return point.kind not in OURS
-
-
 def trade_chart(points: Sequence[TradePoint], axis: str, metric: str, *, error: bool = False) -> dict[str, Any]:
     """One chart as plain data; with `error`, the share of images that are wrong takes the place of accuracy."""
     marks = [_row(point, axis, metric, error=error) for point in points]
     costs = [mark["x"] for mark in marks]
-    accuracies = [(point.values[metric], point.n) for point in points]
+    low, high = min(costs), max(costs)
     arrows, fronts = _arrows(points, marks), _fronts(points, marks, -1 if error else 1)
     return {
         "axis": axis,
@@ -162,9 +156,9 @@ def trade_chart(points: Sequence[TradePoint], axis: str, metric: str, *, error: 
         "x": AXES[axis],
         "format": "~s" if axis in COUNTS else "~r",
         "y": METRICS[metric].replace("accuracy", "error") if error else METRICS[metric],
-        "log": min(costs) > 0 and max(costs) / min(costs) > WIDE,
-        "domain": _domain([end for mark in marks for end in (mark["low"], mark["high"])], least_span(accuracies)),
-        "costs": _padded(costs),
+        "log": low > 0 and high / low > WIDE,
+        "domain": _domain(marks, [(point.values[metric], point.n) for point in points]),
+        "costs": {"linear": [0.0, 1.15 * high or 1.0], "log": [low / 1.4, high * 1.4]},  # with room for labels
         "points": marks,
         "arrows": arrows,
         "labels": label_rows(marks),
@@ -197,59 +191,36 @@ def _arrows(points: Sequence[TradePoint], marks: Sequence[dict[str, Any]]) -> li
 
 
 def _fronts(points: Sequence[TradePoint], marks: Sequence[dict[str, Any]], sign: int) -> list[dict[str, Any]]:
-    """A Pareto front for each protocol with more than one point on it: points of two protocols share none."""
+    """A Pareto front for each protocol with more than one point on it: those that gain more than all cheaper ones.
+
+    Costs count to the three digits that are shown: a hair's breadth below them saves nothing.
+    """
     found: list[dict[str, Any]] = []
     for protocol in dict.fromkeys(point.protocol for point in points):
         mine = [mark for point, mark in zip(points, marks, strict=True) if point.protocol == protocol]
-        front = [mine[i] for i in pareto_front([(_as_shown(mark["x"]), sign * mark["y"]) for mark in mine])]
+        places = [(float(f"{mark['x']:.3g}"), -sign * mark["y"]) for mark in mine]
+        front, best = [], (0.0, math.inf)
+        for place, mark in sorted(zip(places, mine, strict=True), key=lambda one: one[0]):
+            if place[1] < best[1] or place == best:
+                front.append(mark)
+                best = place
         if len({(mark["x"], mark["y"]) for mark in front}) > 1:
             corners = sorted(front, key=lambda mark: mark["x"])
             found += [{"x": mark["x"], "y": mark["y"], "front": protocol} for mark in corners]
     return found
 
 
-def _as_shown(cost: float) -> float:
-    """A cost to the three digits that are shown: a hair's breadth below them saves nothing."""
-    return float(f"{cost:.3g}")
-
-
-def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the points (cost, gain) that none dominates, by rising cost.
-
-    A point dominates another that costs no less and gains no more, and is worse in one of the two. Equal points
-    do not dominate each other: all of them are kept.
-    """
-    front: list[int] = []
-    best = float("-inf")
-    for i in sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1])):
-        if points[i][1] > best or (front and points[i] == points[front[-1]]):
-            front.append(i)
-            best = points[i][1]
-    return front
-
-
-def least_span(measured: Iterable[tuple[float, int | None]]) -> float:
-    """The least height of an axis, from accuracies and the number of images that each was measured on."""
-    errors = [(accuracy * (1 - accuracy) / n) ** 0.5 for accuracy, n in measured if n]
-    return min(1.0, max([LEAST_SPAN, *(SPAN_ERRORS * error for error in errors)]))
-
-
-def _domain(values: Sequence[float], span: float) -> list[float]:
-    """The ends of an axis of shares: all values with some room, at least `span` apart, within 0 and 1."""
-    low, high = min(values), max(values)
+def _domain(marks: Sequence[dict[str, Any]], accuracies: Iterable[tuple[float, int | None]]) -> list[float]:
+    """The ends of an axis of shares, with room around all marks; accuracies come with their number of images."""
+    errors = [(accuracy * (1 - accuracy) / n) ** 0.5 for accuracy, n in accuracies if n]
+    span = min(1.0, max([LEAST_SPAN, *(SPAN_ERRORS * error for error in errors)]))
+    low, high = min(mark["low"] for mark in marks), max(mark["high"] for mark in marks)
     room = max(0.12 * (high - low), (span - (high - low)) / 2)
     top = min(1.0, high + room)
     return [max(0.0, min(low - room, top - span)), top]
 
 
-def _padded(costs: Sequence[float]) -> dict[str, list[float]]:
-    """The ends of an axis of costs, with room for labels: from zero, or over a factor of two at least."""
-    low, high = min(costs), max(costs)
-    return {"linear": [0.0, 1.15 * high or 1.0], "log": [low / 1.4, high * 1.4]}
-
-
 def trade_spec(chart: dict[str, Any]) -> Spec:
-    """The specification of a chart that is written to a file."""
     kinds = chart["kinds"]
     scales = {
         "{x}": chart["x"],

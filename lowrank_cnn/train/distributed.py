@@ -11,9 +11,9 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from lowrank_cnn.kernels import forced
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-Made = TypeVar("Made")
 _FOUND: dict[str, Callable[[], int]] = {
     "cpu": lambda: sys.maxsize,  # the CPU is one device, whatever number it is given
     "cuda": torch.cuda.device_count,
@@ -34,9 +33,9 @@ _FOUND: dict[str, Callable[[], int]] = {
 
 
 def import_fabric() -> ModuleType:
-    """Fabric imports torchmetrics for its version alone, and with it transformers, which takes four seconds.
+    """Fabric, without transformers: it imports torchmetrics for its version alone, which imports those in 4 s.
 
-    A module without a version stands in for it: Fabric then asks the installed package.
+    A module without a version stands in for torchmetrics: Fabric then asks the installed package.
     """
     empty = ModuleType("torchmetrics")
     if importlib.util.find_spec("torchmetrics"):
@@ -108,11 +107,9 @@ def batch_norm_over_all(fabric: Fabric, network: nn.Module, say: Callable[[str],
         for name, module in network.named_modules(remove_duplicate=False)
         if name and isinstance(module, nn.modules.batchnorm._BatchNorm)
     }
-    if fabric.world_size == 1 or not norms:
-        yield
-        return
-    if fabric.device.type != "cuda":
-        say(f"Batch norm sees only the part of a batch that each of the {fabric.world_size} processes has.")
+    if fabric.world_size == 1 or fabric.device.type != "cuda":
+        if norms and fabric.world_size > 1:
+            say(f"Batch norm sees only the part of a batch that each of the {fabric.world_size} processes has.")
         yield
         return
     nn.SyncBatchNorm.convert_sync_batchnorm(network)
@@ -124,7 +121,6 @@ def batch_norm_over_all(fabric: Fabric, network: nn.Module, say: Callable[[str],
 
 
 def sum_over_processes(fabric: Fabric, tensor: Tensor) -> Tensor:
-    """The sum of a tensor over all processes."""
     return fabric.all_reduce(tensor.clone(), reduce_op="sum")  # type: ignore[return-value]
 
 
@@ -137,46 +133,13 @@ def copy_from_first(fabric: Fabric, tensors: Iterable[Tensor]) -> None:
             tensor.copy_(value)
 
 
-def gather_tensors(fabric: Fabric, tensor: Tensor) -> list[Tensor]:
-    """A tensor of equal shape from every process, in main memory."""
-    if fabric.world_size == 1:
-        return [tensor.cpu()]
-    return list(fabric.all_gather(tensor.to(fabric.device)).cpu())  # type: ignore[union-attr]
-
-
-def gather_objects(fabric: Fabric, value: Any) -> list[Any]:
-    """A plain value from every process."""
+def from_all(fabric: Fabric, value: Any) -> list[Any]:
+    """A plain value, or a tensor in main memory, from every process."""
     if fabric.world_size == 1:
         return [value]
     found: list[Any] = [None] * fabric.world_size
     torch.distributed.all_gather_object(found, value)
     return found
-
-
-def made_by_first(make: Callable[[], Made], device: str) -> Made:
-    """Call `make` in the first process and give all processes its result; they all raise its error."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        return make()
-    fabric = launch(device)
-    made, failure = None, None
-    if fabric.is_global_zero:
-        try:
-            made = make()
-        except Exception as error:  # raised below: the others wait for an answer
-            failure = error
-    made, told = fabric.broadcast((made, failure and str(failure)))
-    if failure is not None:
-        raise failure
-    if told is not None:
-        raise LowRankError(told)
-    return made  # type: ignore[return-value]
-
-
-def agree_on(fabric: Fabric, wish: int) -> int:
-    """The largest value of any process, so that all of them do the same thing at the same step."""
-    if fabric.world_size == 1:
-        return wish
-    return max(int(other) for other in gather_tensors(fabric, torch.tensor([wish])))
 
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -212,30 +175,22 @@ def repeatable(on: bool, *, processes: int = 1) -> Iterator[None]:
     if processes > 1:
         raise LowRankError("deterministic is for one process: sums over several differ from run to run.")
     cudnn = torch.backends.cudnn
-    before = torch.are_deterministic_algorithms_enabled(), cudnn.benchmark, os.environ.get(_WORKSPACE)
-    os.environ.setdefault(_WORKSPACE, ":4096:8")  # which cuBLAS reads when it is first used
-    torch.use_deterministic_algorithms(True)
-    cudnn.benchmark = False
-    try:
-        with torch_threads(None), forced("off"):  # the fused kernels add some gradients in any order
-            yield
-    except RuntimeError as error:
-        if "deterministic" not in str(error):
-            raise
-        reason = str(error).partition(", but you set")[0].partition(". ")[0]
-        raise LowRankError(f"this network cannot be trained with deterministic=true: {reason}.") from error
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        cudnn.benchmark = before[1]
-        if before[2] is None:
-            os.environ.pop(_WORKSPACE, None)
-
-
-def keep_threads(saved: Mapping[str, Any]) -> None:
-    """Compute with as many threads as the run did before, within `repeatable`, even on another machine."""
-    threads = saved.get("threads")
-    if torch.are_deterministic_algorithms_enabled() and isinstance(threads, int) and threads > 0:
-        torch.set_num_threads(threads)
+    with contextlib.ExitStack() as before:
+        before.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        before.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
+        if _WORKSPACE not in os.environ:
+            os.environ[_WORKSPACE] = ":4096:8"  # which cuBLAS reads when it is first used
+            before.callback(os.environ.pop, _WORKSPACE, None)
+        torch.use_deterministic_algorithms(True)
+        cudnn.benchmark = False
+        try:
+            with torch_threads(None), forced("off"):  # the fused kernels add some gradients in any order
+                yield
+        except RuntimeError as error:
+            if "deterministic" not in str(error):
+                raise
+            reason = str(error).partition(", but you set")[0].partition(". ")[0]
+            raise LowRankError(f"this network cannot be trained with deterministic=true: {reason}.") from error
 
 
 def seed_generators(seed: int, rank: int = 0) -> None:
@@ -249,7 +204,6 @@ def seed_generators(seed: int, rank: int = 0) -> None:
 
 
 def generator_states(device: torch.device) -> dict[str, Tensor]:
-    """The state of every generator, as tensors."""
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = _numpy().random.get_state(legacy=True)
     states = {
@@ -265,7 +219,6 @@ def generator_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_generators(states: dict[str, Tensor], device: torch.device) -> None:
-    """Restore every generator to the state that `generator_states` returned."""
     version, *words = states["python"].tolist()
     has_spare, spare = states["python_gauss"].tolist()
     random.setstate((version, tuple(words), spare if has_spare else None))

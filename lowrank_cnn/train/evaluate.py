@@ -9,7 +9,7 @@ import io
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -27,9 +27,9 @@ from lowrank_cnn.core.text import counted, first_few
 from lowrank_cnn.data import Augment, Data, Preprocess, Problems, Split, make_loader, open_data
 from lowrank_cnn.data.augment import centre_crop, resize_shorter
 from lowrank_cnn.data.decode import BadImageError, decode_image, stack, thumbnail
-from lowrank_cnn.data.folders import image_files, read_image
+from lowrank_cnn.data.folders import image_files
 from lowrank_cnn.data.own import as_dataset, for_classes, in_short, is_dataset
-from lowrank_cnn.data.store import counting
+from lowrank_cnn.data.store import counting, read_image
 from lowrank_cnn.data.streamed import frame
 from lowrank_cnn.data.types import places_by_name
 from lowrank_cnn.method.activations import evaluating
@@ -88,7 +88,7 @@ class EvaluationDetails:
     right: Tensor | None = None
 
     def per_class(self) -> list[dict[str, Any]]:
-        """For each class the number of its images, and the share that was recognised; None where it has none."""
+        """The number of images of each class, and the share that was recognised; None without images."""
         totals, right = self.confusion.sum(1).tolist(), self.confusion.diagonal().tolist()
         return [
             {"class": name, "n": n, "accuracy": correct / n if n else None}
@@ -97,19 +97,12 @@ class EvaluationDetails:
 
     def most_confused(self, most: int = PAIRS) -> list[dict[str, Any]]:
         """Pairs of true and predicted class, the most frequent first; `share` is of the class's images."""
-        wrong = self.confusion.clone()
-        wrong.fill_diagonal_(0)
-        counts, places = wrong.flatten().sort(descending=True, stable=True)
-        totals = self.confusion.sum(1)
+        wrong, totals = self.confusion.clone().fill_diagonal_(0), self.confusion.sum(1).tolist()
+        counts, places = (found[:most].tolist() for found in wrong.flatten().sort(descending=True, stable=True))
+        pairs = [(*divmod(place, len(self.classes)), n) for n, place in zip(counts, places, strict=True) if n]
         return [
-            {
-                "true": self.classes[place // len(self.classes)],
-                "predicted": self.classes[place % len(self.classes)],
-                "n": count,
-                "share": count / int(totals[place // len(self.classes)]),
-            }
-            for count, place in zip(counts[:most].tolist(), places[:most].tolist(), strict=True)
-            if count
+            {"true": self.classes[true], "predicted": self.classes[predicted], "n": n, "share": n / totals[true]}
+            for true, predicted, n in pairs
         ]
 
     @property
@@ -119,18 +112,14 @@ class EvaluationDetails:
         return float((confidence - right).abs().sum() / n.sum().clamp_min(1))
 
     def to_dict(self, *, pictures: bool = True) -> dict[str, Any]:
-        """In values that JSON can hold: the field `details` of a record's result.
-
-        Without `pictures` the worst images are only named.
-        """
-        small = len(self.classes) <= MOST_CLASSES
+        """In values that JSON can hold; without `pictures` the worst images are only named."""
         bins = [
             {"n": int(n), "confidence": confidence / n if n else None, "accuracy": right / n if n else None}
             for n, confidence, right in self.bins.tolist()
         ]
         return {
             "per_class": self.per_class(),
-            "confusion": self.confusion.tolist() if small else None,
+            "confusion": self.confusion.tolist() if len(self.classes) <= MOST_CLASSES else None,
             "most_confused": self.most_confused(),
             "worst": [
                 {name: value for name, value in vars(image).items() if pictures or name != "thumbnail"}
@@ -231,7 +220,6 @@ class LossEvaluation:
         return -math.inf if math.isnan(self.loss) else -self.loss
 
     def to_dict(self) -> dict[str, float | None]:
-        """The figures in values that JSON can hold."""
         return {"top1": self.top1, "top5": None, "n": self.n, "loss": self.loss}
 
 
@@ -240,17 +228,16 @@ def score_by_loss(
     network: nn.Module, batches: Iterable[tuple[Any, Any]], loss: Loss, *, forward: Callable[[Any], Any]
 ) -> LossEvaluation:
     """The mean of a loss over all items, each batch weighted by its number of them."""
-    total, right, n = 0.0, 0, 0
-    answered = True
+    total, n = 0.0, 0
+    right: int | None = 0
     with evaluating(network):
         for images, targets in batches:
-            outputs = forward(images)
-            n_images = batch_length(images)
-            total += float(loss(outputs, targets)) * n_images
+            outputs, length = forward(images), batch_length(images)
+            total += float(loss(outputs, targets)) * length
             found = hits(outputs, targets)
-            answered = answered and found is not None
-            right, n = right + int(found or 0), n + n_images
-    return LossEvaluation(total / max(n, 1), n, right / max(n, 1) if answered else None)
+            right = None if right is None or found is None else right + int(found)
+            n += length
+    return LossEvaluation(total / max(n, 1), n, None if right is None else right / max(n, 1))
 
 
 @torch.no_grad()
@@ -273,19 +260,15 @@ def score(
     with evaluating(network):
         for images, labels in batches:
             logits = class_scores((forward or partial(call, network))(images)).float()
-            sums += _count(logits, labels)
+            ranked = ranking(logits)[:, :TOP_FIVE] == labels[:, None]
+            loss = functional.cross_entropy(logits, labels, reduction="sum")
+            n = torch.full_like(loss, len(labels))
+            sums += torch.stack([ranked[:, 0].sum(), ranked.sum(), n, loss]).double()
             if classes:
                 rows.append(answers(logits, labels))
     top1, top5, n, loss = add_up(sums).tolist()
-    result = Evaluation(top1 / max(n, 1), top5 / max(n, 1), int(n), loss / max(n, 1))
-    return replace(result, details=details_of(torch.cat(rows), classes, split, add_up)) if classes else result
-
-
-def _count(logits: Tensor, labels: Tensor) -> Tensor:
-    ranked = ranking(logits)[:, :TOP_FIVE] == labels[:, None]
-    loss = functional.cross_entropy(logits, labels, reduction="sum")
-    n = torch.full_like(loss, len(labels))
-    return torch.stack([ranked[:, 0].sum(), ranked.sum(), n, loss]).double()
+    details = details_of(torch.cat(rows), classes, split, add_up) if classes else None
+    return Evaluation(top1 / max(n, 1), top5 / max(n, 1), int(n), loss / max(n, 1), details)
 
 
 def averaged_views(forward: Callable[[Tensor], Tensor], recipe: Recipe) -> Callable[[Tensor], Tensor]:
@@ -453,10 +436,6 @@ def _check_size(trained: Trained, data: Data) -> None:
         )
 
 
-Ranking = list[tuple[str, float]]
-"""Classes with their probabilities, the likeliest first."""
-
-
 @torch.no_grad()
 def predict(
     model: Trained | nn.Module | str | Path,
@@ -481,11 +460,17 @@ def predict(
     """
     check_number("top", top, least=1, whole=True)
     check_choice("bad", bad, ("skip", "refuse"))
-    trained = _with_preparation(model).with_output(output)
-    place = torch.device(resolve_device(device))
+    known = load_checkpoint(model) if isinstance(model, str | Path) else model
+    known = carried_by(known) if isinstance(known, nn.Module) else known
+    if known is None:
+        raise LowRankError(
+            "predict needs a trained network, which knows its classes and how images are prepared: give a run's "
+            "directory, or what load, load_pretrained or fit made."
+        )
+    trained, place = known.with_output(output), torch.device(resolve_device(device))
     network = trained.network.to(place)
     forward, preprocess = averaged_views(network, trained.recipe), trained.preprocess.to(place)
-    answers: list[Ranking | None] = []
+    answers: list[list[tuple[str, float]] | None] = []
     for image in each_image(images):
         try:
             pixels = _pixels(image, trained).to(place)
@@ -494,7 +479,10 @@ def predict(
                 raise
             answers.append(None)
             continue
-        seen = _whole_to_window(preprocess(pixels[None]), trained)
+        seen = preprocess(pixels[None])
+        if len(trained.image) == 3:  # not scaled and cropped before: whitening needs the whole image
+            window = trained.augment.window(seen.shape[2], seen.shape[3], train=False)
+            seen = centre_crop(resize_shorter(seen, trained.augment.resize), window)
         with unchanged(network, evaluating=True):
             scores = forward(seen)
         if bool(scores.isnan().any()):
@@ -505,33 +493,16 @@ def predict(
 
 
 def each_image(images: Any) -> Iterator[Any]:
-    """Yield the images to classify; a folder stands for the image files below it."""
+    """Yield the images to classify; a folder stands for the image files at any depth below it, but hidden ones."""
     several = isinstance(images, Sequence) and not isinstance(images, str | bytes | bytearray)
     for image in images if several or isinstance(images, Iterator) else [images]:
         if isinstance(image, str | Path) and Path(image).is_dir():
-            yield from files_below(Path(image))
+            found = sorted(map(Path, image_files(Path(image), Problems())))
+            if not found:
+                raise LowRankError(f"there is no image below {image}.")
+            yield from found
         else:
             yield image
-
-
-def files_below(folder: Path) -> list[Path]:
-    """Image files at any depth below a folder, sorted; hidden ones are left out, and links are followed."""
-    found = sorted(map(Path, image_files(folder, Problems())))
-    if not found:
-        raise LowRankError(f"there is no image below {folder}.")
-    return found
-
-
-def _with_preparation(model: Trained | nn.Module | str | Path) -> Trained:
-    if isinstance(model, Trained):
-        return model
-    found = carried_by(model) if isinstance(model, nn.Module) else load_checkpoint(model)
-    if found is None:
-        raise LowRankError(
-            "predict needs a trained network, which knows its classes and how images are prepared: give a run's "
-            "directory, or what load, load_pretrained or fit made."
-        )
-    return found
 
 
 def _pixels(image: Any, trained: Trained) -> Tensor:
@@ -545,8 +516,8 @@ def _pixels(image: Any, trained: Trained) -> Tensor:
     framing = frame(size, Augment() if size else trained.augment, train=False, fill=())
     name = str(image) if isinstance(image, str | Path) else f"the {type(image).__name__}"
     try:
-        data = _encoded(image)
-        framed = framing(decode_image(data, channels=trained.channels, at_least=framing.at_least), None)
+        decoded = decode_image(_encoded(image), channels=trained.channels, at_least=framing.at_least)
+        framed = framing(decoded, None)
     except OSError as error:
         raise LowRankError(f"{name} cannot be read ({error.strerror or error}).") from error
     except BadImageError as error:
@@ -586,11 +557,3 @@ def _array(image: Any) -> Any:
             f"{list(pixels.shape)}."
         )
     return numpy.ascontiguousarray(pixels)
-
-
-def _whole_to_window(images: Tensor, trained: Trained) -> Tensor:
-    """Scale and crop preprocessed images: whitening needs the whole image."""
-    if len(trained.image) != 3:
-        return images
-    window = trained.augment.window(images.shape[2], images.shape[3], train=False)
-    return centre_crop(resize_shorter(images, trained.augment.resize), window)

@@ -18,7 +18,6 @@ from lowrank_cnn.core.environment import is_out_of_memory
 from lowrank_cnn.core.errors import LowRankError, option, to_caller
 from lowrank_cnn.core.modules import call
 from lowrank_cnn.core.text import counted
-from lowrank_cnn.train.distributed import generator_states, restore_generators
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -124,7 +123,6 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Listen until the block ends."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -150,21 +148,6 @@ class StopRequest:
 
 class StoppedWithin(Exception):
     """A step ended before it changed any weight."""
-
-
-@contextlib.contextmanager
-def undone_if_stopped(network: nn.Module, tally: Tensor) -> Iterator[None]:
-    """Undo a step that is stopped before its update: batch norm statistics, the tally, random generators."""
-    before = [(tensor, tensor.clone()) for tensor in (*network.buffers(), tally)]
-    generators = generator_states(tally.device)
-    try:
-        yield
-    except StoppedWithin:
-        with torch.no_grad():
-            for tensor, value in before:
-                tensor.copy_(value)
-        restore_generators(generators, tally.device)
-        raise
 
 
 @contextlib.contextmanager

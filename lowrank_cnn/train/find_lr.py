@@ -17,7 +17,7 @@ from lowrank_cnn.core.text import counted
 from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.train.distributed import launch, resolve_precision, seed_generators
 from lowrank_cnn.train.failure import oom_as_user_error
-from lowrank_cnn.train.fit import open_with_recipe, sorted_settings
+from lowrank_cnn.train.fit import open_with_recipe
 from lowrank_cnn.train.inputs import check_fits, make_inputs
 from lowrank_cnn.train.objective import Loss, Objective
 from lowrank_cnn.train.optimizers import freeze_parameters
@@ -78,11 +78,10 @@ def find_lr(
     check_number("highest", highest, above=lowest)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise LowRankError("find_lr runs in one process: start it without torchrun.")
-    fields, how = sorted_settings(settings)
-    opened, found = open_with_recipe(model, data, recipe, fields, how, loss=loss)
+    opened, found, how = open_with_recipe(model, data, recipe, settings, loss=loss)
     found = dataclasses.replace(found, ema=0.0, lookahead=0, quantize="none", helper=0.0, whiten_first=False)
     fabric = launch(device, found.precision)
-    with put_back({}, fabric.device), oom_as_user_error(found.batch_size, fabric.device):
+    with put_back((), fabric.device), oom_as_user_error(found.batch_size, fabric.device):
         seed_generators(seed, 0)
         network = copy_with(model).to(fabric.device).train()
         inputs = make_inputs(fabric, opened, found, how, seed=seed, saved=None)
@@ -95,24 +94,19 @@ def find_lr(
         update = TrainingStep(network, forward, fabric.backward, found, fabric.device, **options)
         batches = itertools.chain.from_iterable(inputs.batches(epoch) for epoch in itertools.count())
         rates = [lowest * (highest / lowest) ** (place / (steps - 1)) for place in range(steps)]
-        return _tested(update, batches, rates)
-
-
-def _tested(update: TrainingStep, batches: Any, rates: list[float]) -> RateTest:
-    """Take a step at each rate until the loss is lost."""
-    losses: list[float] = []
-    mean = 0.0
-    for place, (rate, (images, targets)) in enumerate(zip(rates, batches, strict=False)):
-        step(f"{place} of {counted(len(rates), 'step')}")
-        update.sums.zero_()
-        update.prepare(rate, place)
-        update(images, targets)
-        tally = update.read_tally()
-        mean = _KEPT * mean + (1 - _KEPT) * tally.loss / max(tally.images, 1)
-        now = mean / (1 - _KEPT ** (place + 1))  # without the zero that the mean began with
-        if tally.halted or not math.isfinite(now) or now > _LOST * min(losses, default=math.inf):
-            break
-        losses.append(now)
+        losses: list[float] = []
+        mean = 0.0
+        for place, (rate, (images, targets)) in enumerate(zip(rates, batches, strict=False)):
+            step(f"{place} of {counted(steps, 'step')}")
+            update.sums.zero_()
+            update.prepare(rate, place)
+            update(images, targets)
+            tally = update.read_tally()
+            mean = _KEPT * mean + (1 - _KEPT) * tally.loss / max(tally.images, 1)
+            now = mean / (1 - _KEPT ** (place + 1))  # without the zero that the mean began with
+            if tally.halted or not math.isfinite(now) or now > _LOST * min(losses, default=math.inf):
+                break
+            losses.append(now)
     if not losses:
         raise LowRankError("the loss is not finite at the lowest rate: look at the network and its images first.")
     place = losses.index(min(losses))

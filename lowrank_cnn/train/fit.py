@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ from lowrank_cnn.models.build import dense_cost, run_entry
 from lowrank_cnn.models.network import Network
 from lowrank_cnn.train.distributed import (
     batch_norm_over_all,
-    keep_threads,
     launch,
     repeatable,
     resolve_precision,
@@ -50,15 +49,11 @@ from lowrank_cnn.train.int8 import range_states, ranges_of, trained_in_int8
 from lowrank_cnn.train.loop import Callback, Trainer
 from lowrank_cnn.train.objective import Loss, Objective, balanced_weights
 from lowrank_cnn.train.optimizers import flags_restored
-from lowrank_cnn.train.progress import Lines, Progress, check_loggers, showing
+from lowrank_cnn.train.progress import Progress, check_loggers, showing
 from lowrank_cnn.train.recipe import Recipe, RunSettings, changed
 from lowrank_cnn.train.recipes import defaults_in_words, get_recipe, suited
-from lowrank_cnn.train.run_folder import Checkpoint, Record, RunDirectory
-from lowrank_cnn.train.step import put_back
+from lowrank_cnn.train.run_folder import Record, RunDirectory
 from lowrank_cnn.train.trained import Teacher, Trained, held_out_part, make_teacher
-
-if TYPE_CHECKING:
-    from lightning_fabric import Fabric
 
 FEW_STEPS = 40
 """Shorter runs learn little: batch norm alone needs some thirty steps to know its statistics."""
@@ -124,8 +119,7 @@ def fit(
 
     - `out`: the directory of the run, for checkpoints, recipe and record; `resume=True` goes on from there, or
       starts a run if there is none yet. One process at a time can use it.
-    - `log`: where the figures of every epoch are sent: "tensorboard", "csv", "wandb", or several of
-      them.
+    - `log`: where the figures of every epoch are sent: "tensorboard", "csv", "wandb", or several of them.
     - `callbacks`: functions called after each epoch with its figures and the network; True ends the run.
     - `progress`: show a moving line, or the epochs.
 
@@ -138,72 +132,88 @@ def fit(
     """
     loggers = (log,) if isinstance(log, str) else tuple(log)
     check_loggers(loggers)
-    fields, how = sorted_settings({"epochs": epochs, "batch_size": batch_size, "lr": lr, **settings})
     directory, chosen = RunDirectory.open(out, data, resume=resume), recipe is None
-    data, recipe = open_with_recipe(model, data, recipe, fields, how, loss=loss, teacher=teacher)
+    settings |= {"epochs": epochs, "batch_size": batch_size, "lr": lr}
+    data, recipe, how = open_with_recipe(model, data, recipe, settings, loss=loss, teacher=teacher)
     fabric = launch(device, recipe.precision)
-    show = Lines() if progress and fabric.is_global_zero else Progress()
+    show = Progress(progress and fabric.is_global_zero)
     if chosen:
         show.say(defaults_in_words(recipe, trained_on(data, recipe)))
     identity = about(model, data, seed)  # now: later the layers of the model are replaced by faster ones
-    with (
-        oom_as_user_error(recipe.batch_size, fabric.device),
-        directory.held() if directory else contextlib.nullcontext(),
-        repeatable(how.deterministic, processes=fabric.world_size),
-    ):
-        if directory and resume and (done := directory.finished(recipe, identity, show.say)):
-            return done
-        saved = directory.start(data, identity, show.say, resume=resume) if directory else None
-        keep_threads(saved.state["conditions"] if saved else {})
+    with contextlib.ExitStack() as run:
+        run.enter_context(oom_as_user_error(recipe.batch_size, fabric.device))
+        if directory:
+            run.enter_context(directory.held())
+        run.enter_context(repeatable(how.deterministic, processes=fabric.world_size))
+        if directory and not resume:
+            directory.check_free()
+        saved = directory.resume(data, recipe, identity, show.say) if directory and resume else None
+        if isinstance(saved, Record):  # nothing is left to do
+            return saved
+        if saved and how.deterministic:  # as many threads as before, even on another machine
+            torch.set_num_threads(saved.state["conditions"]["threads"])
         seed_generators(seed, fabric.global_rank)
         model.to(fabric.device)
-        with batch_norm_over_all(fabric, model, show.say):
-            inputs = make_inputs(fabric, data, recipe, how, seed=seed, saved=saved and saved.part("preprocess"))
-            check_fits(model, inputs.size, None if loss else len(data.classes), fabric.device, recipe.output)
-            if recipe.whiten_first:
-                whiten_first_layer(model, inputs.train, add_up=partial(sum_over_processes, fabric))
-            for sentence in remarks(model, recipe, inputs, fabric.device):
-                show.say(sentence)
-            with (
-                trained_in_int8(model, recipe, processes=fabric.world_size),
-                flags_restored(model),
-                helped(model, recipe.helper) as helpers,
-            ):
-                trainer = Trainer(
-                    fabric,
-                    model,
-                    inputs,
-                    recipe,
-                    how,
-                    _record(fabric, model, inputs, recipe, identity, saved),
-                    objective=_objective(fabric, inputs, recipe, loss, teacher),
-                    directory=directory,
-                    helpers=helpers,
-                    callbacks=tuple(callbacks),
-                    progress=show,
-                )
-                if saved:
-                    trainer.restore(saved)
-                _attach(model, inputs, recipe, identity)
-                fabric.barrier()  # no process may write before all have read
-                if directory and fabric.is_global_zero:
-                    directory.begin(recipe)
-                _run(trainer, show, loggers)
-                _attach(model, inputs, recipe, identity)
-        return trainer.record
+        run.enter_context(batch_norm_over_all(fabric, model, show.say))
+        inputs = make_inputs(fabric, data, recipe, how, seed=seed, saved=saved and saved.part("preprocess"))
+        check_fits(model, inputs.size, None if loss else len(data.classes), fabric.device, recipe.output)
+        if recipe.whiten_first:
+            whiten_first_layer(model, inputs.train, add_up=partial(sum_over_processes, fabric))
+        for sentence in remarks(model, recipe, inputs, fabric.device):
+            show.say(sentence)
+        run.enter_context(trained_in_int8(model, recipe, processes=fabric.world_size))
+        run.enter_context(flags_restored(model))
+        helpers = run.enter_context(helped(model, recipe.helper))
+        weights = answers = None
+        if recipe.class_weights == "balanced":
+            weights = balanced_weights(data.train, len(data.classes)).to(fabric.device)
+        if teacher is not None:
+            answers = make_teacher(teacher, inputs, fabric.device, fabric.autocast)
+        record = Record(
+            **identity,
+            recipe=recipe.to_dict(),
+            watched=inputs.watched,
+            precision=resolve_precision(recipe.precision, fabric.device.type),
+            device=str(fabric.device),
+            processes=fabric.world_size,
+            begun_from=notes(model).begun_from,
+            execution=saved.state["execution"] if saved else {},
+        )
+        trainer = Trainer(
+            fabric,
+            model,
+            inputs,
+            recipe,
+            how,
+            record,
+            objective=Objective(recipe, class_weights=weights, loss=loss, teacher=answers),
+            directory=directory,
+            helpers=helpers,
+            callbacks=tuple(callbacks),
+            progress=show,
+        )
+        if saved:
+            trainer.restore(saved)
+        _attach(model, inputs, recipe, identity)
+        fabric.barrier()  # no process may write before all have read
+        if directory and fabric.is_global_zero:
+            directory.begin(recipe)
+        _run(trainer, loggers)
+        _attach(model, inputs, recipe, identity)
+    return record
 
 
 def open_with_recipe(
     model: nn.Module,
     data: Any,
     recipe: Recipe | str | None,
-    fields: Mapping[str, Any],
-    how: RunSettings,
+    settings: Mapping[str, Any],
     *,
     loss: Loss | None = None,
     teacher: Teacher | None = None,
-) -> tuple[Data, Recipe]:
+) -> tuple[Data, Recipe, RunSettings]:
     """The images of a run and its recipe, which their number determines if none is named; both are checked."""
+    fields, how = sorted_settings(settings)
     asked = "modern" if recipe is None else recipe
     found = recipe_for(data, asked, fields)
     check_request(model, found, how, loss, teacher)
@@ -214,7 +224,7 @@ def open_with_recipe(
         check_network(model, opened, found)
     if recipe is None:  # last: counting images may decode them
         found = recipe_for(data, asked, fields, images=trained_on(opened, found))
-    return opened, found
+    return opened, found, how
 
 
 def recipe_for(data: Any, recipe: Recipe | str, fields: Mapping[str, Any], *, images: int | None = None) -> Recipe:
@@ -225,9 +235,7 @@ def recipe_for(data: Any, recipe: Recipe | str, fields: Mapping[str, Any], *, im
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
     own = loader_batch(data[0] if isinstance(data, tuple | list) and data else data)
     if own is not None and fields.get("batch_size") not in (None, own):
-        raise LowRankError(
-            f"the DataLoader makes batches of {own}: leave batch_size out, or change the DataLoader."
-        )
+        raise LowRankError(f"the DataLoader makes batches of {own}: leave batch_size out, or change the loader.")
     fields = {**fields, "batch_size": own or fields.get("batch_size")}
     given = {name: value for name, value in fields.items() if value is not None}
     found = changed(recipe, given)
@@ -315,38 +323,6 @@ def about(model: nn.Module, data: Data, seed: int) -> dict[str, Any]:
     }
 
 
-def _record(
-    fabric: Fabric,
-    model: nn.Module,
-    inputs: Inputs,
-    recipe: Recipe,
-    identity: Mapping[str, Any],
-    saved: Checkpoint | None,
-) -> Record:
-    """The record of a run that is about to start or to go on."""
-    return Record(
-        **identity,
-        recipe=recipe.to_dict(),
-        watched=inputs.watched,
-        precision=resolve_precision(recipe.precision, fabric.device.type),
-        device=str(fabric.device),
-        processes=fabric.world_size,
-        begun_from=notes(model).begun_from,
-        execution=saved.state["execution"] if saved else {},
-    )
-
-
-def _objective(
-    fabric: Fabric, inputs: Inputs, recipe: Recipe, loss: Loss | None, teacher: Teacher | None
-) -> Objective:
-    """The loss that the run minimises."""
-    weights, data = None, inputs.data
-    if recipe.class_weights == "balanced":
-        weights = balanced_weights(data.train, len(data.classes)).to(fabric.device)
-    answers = None if teacher is None else make_teacher(teacher, inputs, fabric.device, fabric.autocast)
-    return Objective(recipe, class_weights=weights, loss=loss, teacher=answers)
-
-
 def _attach(model: nn.Module, inputs: Inputs, recipe: Recipe, identity: Mapping[str, Any]) -> None:
     """Let the network carry its classes, the preparation of its images and its ranges of int8."""
     found = ranges_of(range_states(model))
@@ -356,17 +332,15 @@ def _attach(model: nn.Module, inputs: Inputs, recipe: Recipe, identity: Mapping[
         Trained(model, inputs.preprocess, recipe, inputs.data.classes, image, held_out, found).attach()
 
 
-def _run(trainer: Trainer, show: Progress, loggers: Sequence[str]) -> None:
+def _run(trainer: Trainer, loggers: Sequence[str]) -> None:
     """Train to the end and test, shown and logged; the record says how the run ended."""
+    record = trainer.record
     try:
-        with contextlib.ExitStack() as stack:
-            # Importing rich draws a random number, and loggers may: a resumed run draws what it would have drawn.
-            with put_back({}, trainer.fabric.device):
-                trainer.progress = stack.enter_context(showing(show, trainer, loggers))
+        with showing(trainer, loggers):
             evaluation = trainer.run()
-            trainer.record.result = _result(trainer, evaluation)
-            trainer.record.right = evaluation.details.right if evaluation.details else None
-            trainer.progress.result(trainer.record.result)
+            record.result = _result(trainer, evaluation)
+            record.right = evaluation.details.right if evaluation.details else None
+            trainer.progress.result(record.result)
     except BaseException as error:
         # The reason matters more than a record that cannot be written, on a full disk say.
         with contextlib.suppress(LowRankError):
@@ -376,11 +350,11 @@ def _run(trainer: Trainer, show: Progress, loggers: Sequence[str]) -> None:
 
 
 def _result(trainer: Trainer, evaluation: Evaluation | LossEvaluation) -> dict[str, Any]:
-    position, recipe = trainer.position, trainer.recipe
+    position, size = trainer.position, trainer.inputs.size
     cost = dense = None
     with contextlib.suppress(LowRankError):
-        network = finalize_shapes(trainer.network, trainer.inputs.size)
-        cost, dense = count(network, trainer.inputs.size), dense_cost(network, trainer.inputs.size)
+        network = finalize_shapes(trainer.network, size)
+        cost, dense = count(network, size), dense_cost(network, size)
     seconds = sum(row["seconds"] for row in position.history)
     speeds = sorted(row["images_per_second"] for row in position.history)
     return {
@@ -389,7 +363,7 @@ def _result(trainer: Trainer, evaluation: Evaluation | LossEvaluation) -> dict[s
         "epochs": position.epoch,
         "best_epoch": position.best_epoch,
         "best_accuracy": max(position.best_accuracy, 0.0),
-        "drop_epochs": list(recipe.drop_epochs or trainer.levels.drops),
+        "drop_epochs": list(trainer.recipe.drop_epochs or trainer.levels.drops),
         "macs": cost.macs if cost else None,
         "params": cost.params if cost else sum(p.numel() for p in trainer.network.parameters()),
         "dense": {"macs": dense[0], "params": dense[1]} if dense else None,

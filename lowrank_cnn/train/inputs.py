@@ -72,7 +72,6 @@ class Inputs:
     """From a batch, the epoch and the number of the batch to the batch that the step sees."""
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Any]]:
-        """The batches to train on, varied and mixed as the recipe says."""
         for number, (images, targets) in enumerate(self.train.epoch(epoch, start), start=start):
             yield self.vary(images, targets, epoch, number)
 
@@ -89,8 +88,7 @@ def make_inputs(
     augment = augmentation(recipe)
     size = input_size(data.test, augment)
     _check_batch(recipe, len(kept.train), len(data.train))
-    _check_unused(recipe, size)
-    _check_window(recipe, size, data.train)
+    _check_settings(recipe, size, data.train)
     preprocess = preprocess_from_dict(saved) if saved else preprocessing(kept.train, recipe, device)
     pixels = PixelAugment(recipe.zoom, recipe.jitter, recipe.auto_augment)
     pixels.check(preprocess)
@@ -157,26 +155,21 @@ def _check_batch(recipe: Recipe, images: int, all_images: int) -> None:
     )
 
 
-def _check_unused(recipe: Recipe, size: InputSize) -> None:
-    """Reject augmentation for multi-input networks and, unless it suits any number of axes, for volumes."""
+def _check_settings(recipe: Recipe, size: InputSize, split: Split) -> None:
+    """Refuse augmentation for several inputs or volumes, unless it suits these, and what leaves nothing to see."""
     several = {"mixup": 0, "cutmix": 0, "test_mirror": False, "accumulate": 1}
     volumes = {"zoom": 1, "jitter": 0, "auto_augment": "none", "preprocess": "standardize"}
     both = {"whiten_first": False, "test_shift": 0, "quantize": "none"}
-    if not is_example(size) and len(checked_size(size)) == 3:
-        return
     inputs = "has several inputs" if is_example(size) else "takes volumes"
-    for name, value in (both | (several if is_example(size) else volumes)).items():
+    image = not is_example(size) and len(checked_size(size)) == 3
+    for name, value in () if image else (both | (several if is_example(size) else volumes)).items():
         if getattr(recipe, name) != value:
             raise LowRankError(f"{name} is for networks of one image, and this one {inputs}: leave it out.")
-
-
-def _check_window(recipe: Recipe, size: InputSize, split: Split) -> None:
-    """Refuse settings that leave nothing to see of images of this size; the user's own data is not cropped."""
     if is_example(size):
         return
     height, width = checked_size(size)[-2:]
     limits = {"test_shift": min(height, width)}
-    if not isinstance(split, DatasetSplit):
+    if not isinstance(split, DatasetSplit):  # the user's own data is not cropped
         limits |= {"cutout": 2 * max(height, width), "pad": max(height, width) + 1}
     for field, limit in limits.items():
         if (value := getattr(recipe, field)) >= limit:
@@ -187,7 +180,6 @@ def _check_window(recipe: Recipe, size: InputSize, split: Split) -> None:
 
 
 def augmentation(recipe: Recipe) -> Augment:
-    """The part of a recipe that concerns images."""
     return Augment(
         crop=recipe.crop,
         pad=recipe.pad,
@@ -254,9 +246,7 @@ def open_for(network: nn.Module, data: Any, recipe: Recipe, *, classes: Sequence
         )
     opened = data_of(train, test)
     if (opened.train.size is None) != (opened.test.size is None):
-        raise LowRankError(
-            "the data sets to train and to test on differ: one has several inputs, the other images."
-        )
+        raise LowRankError("the data to train and to test on differ: one has several inputs, the other images.")
     size = input_size(opened.test, augmentation(recipe))
     names = opened.classes or classes or range(_outputs(network, size, recipe))
     return replace(opened, classes=tuple(map(str, names)))
@@ -403,22 +393,17 @@ def whiten_first_layer(
     name, layer = next(iter(weight_layers(network)), ("", None))
     if layer is None or isinstance(layer, nn.Linear):
         raise LowRankError("whiten_first needs a network that begins with a conv: set whiten_first=false.")
-    images = _some_images(train)
+    found: list[Tensor] = []
+    for images, _ in islice(train.epoch(0), len(train)):
+        found.append(images)
+        if sum(map(len, found)) >= WHITENED_IMAGES:
+            break
+    images = torch.cat(found)[:WHITENED_IMAGES].float()
     for weight in weights_of(layer):
         if weight.shape[1] != images.shape[1]:
             raise LowRankError(f"whiten_first needs the first conv, {name}, to see all channels of an image.")
         weight.copy_(whitening_filters(weight, patch_covariance(images, weight.shape[2:], add_up)))
         weight.requires_grad_(False)
-
-
-def _some_images(train: Loader) -> Tensor:
-    found: list[Tensor] = []
-    batches = train.epoch(0)
-    for images, _ in islice(batches, len(train)):
-        found.append(images)
-        if sum(map(len, found)) >= WHITENED_IMAGES:
-            break
-    return torch.cat(found)[:WHITENED_IMAGES].float()
 
 
 def patch_covariance(images: Tensor, shape: torch.Size, add_up: Callable[[Tensor], Tensor]) -> Tensor:

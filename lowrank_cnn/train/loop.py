@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +24,9 @@ from lowrank_cnn.core.modules import call, checked_size, is_example
 from lowrank_cnn.method.branches import DenseHelpers
 from lowrank_cnn.method.rewrite import in_channels_last
 from lowrank_cnn.train.distributed import (
-    agree_on,
     conditions,
     copy_from_first,
-    gather_objects,
-    gather_tensors,
+    from_all,
     generator_states,
     restore_generators,
     sum_over_processes,
@@ -43,15 +41,14 @@ from lowrank_cnn.train.failure import (
     first_not_finite,
     resume_hint,
     stopping_within,
-    undone_if_stopped,
 )
 from lowrank_cnn.train.inputs import Inputs
 from lowrank_cnn.train.objective import Objective
 from lowrank_cnn.train.optimizers import LevelOff, freeze_parameters, in_evaluation, learning_rate
 from lowrank_cnn.train.progress import Progress
 from lowrank_cnn.train.recipe import Recipe, RunSettings
-from lowrank_cnn.train.run_folder import Checkpoint, Epoch, Position, Record, RunDirectory, recipe_changes
-from lowrank_cnn.train.step import Tally, TrainingStep, build_update, copy_into, fused_to_train
+from lowrank_cnn.train.run_folder import RECORD, Checkpoint, Epoch, Position, Record, RunDirectory, recipe_changes
+from lowrank_cnn.train.step import Tally, TrainingStep, build_update, copy_into, fused_to_train, put_back
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -68,45 +65,44 @@ LOOK_EVERY = 10
 """Steps after which several processes agree on whether to save or stop; a process alone looks after each."""
 
 
+@dataclass(eq=False)
 class Trainer:
-    """One run: its network, its data, and its state."""
+    """One run: its network, its data, and its state.
 
-    def __init__(
-        self,
-        fabric: Fabric,
-        network: nn.Module,
-        inputs: Inputs,
-        recipe: Recipe,
-        how: RunSettings,
-        record: Record,
-        *,
-        objective: Objective,
-        directory: RunDirectory | None,
-        helpers: DenseHelpers | None,
-        callbacks: Sequence[Callback],
-        progress: Progress,
-    ) -> None:
-        """A resumed run has the `execution` of its checkpoint in `record`; `restore` sets the rest."""
-        self.fabric, self.network, self.inputs, self.recipe, self.how = fabric, network, inputs, recipe, how
-        self.record, self.directory, self.callbacks, self.progress = record, directory, callbacks, progress
+    A resumed run has the `execution` of its checkpoint in `record`; `restore` sets the rest.
+    """
+
+    fabric: Fabric
+    network: nn.Module
+    inputs: Inputs
+    recipe: Recipe
+    how: RunSettings
+    record: Record
+    objective: Objective
+    directory: RunDirectory | None
+    helpers: DenseHelpers | None
+    callbacks: Sequence[Callback]
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        fabric, network, recipe, ran = self.fabric, self.network, self.recipe, self.record.execution
+        plain = self.objective.loss is None and not is_example(self.inputs.size)
         alone = fabric.device.type == "cuda" and fabric.world_size == 1
-        self.graphs = alone and how.cuda_graphs and objective.own is None and not is_example(inputs.size)
-        self.compiled = bool(record.execution.get("compiled") if how.compile is None else how.compile)
+        self.graphs = alone and plain and self.how.cuda_graphs
+        self.compiled = bool(ran.get("compiled") if self.how.compile is None else self.how.compile)
         forward = self._forward()
         self.frozen = [*in_evaluation(network), *freeze_parameters(network, recipe.freeze)]
-        options = {"objective": objective, "scaled": record.precision == "fp16"}
+        options = {"objective": self.objective, "scaled": self.record.precision == "fp16"}
         self.step = TrainingStep(network, forward, fabric.backward, recipe, fabric.device, **options)
-        patience = recipe.patience if recipe.levels else max(1, recipe.early_stop)
-        self.levels = LevelOff(patience, recipe.levels, recipe.min_delta)
-        self.position = Position()
+        self.position, self.levels = Position(), LevelOff()
         self.saved: Position | None = None  # the position of the last checkpoint
         self.unsaved_best: dict[str, Tensor] = {}
-        self.update: Callable[[Tensor, Tensor], None] | None = None
-        self.per_epoch = len(inputs.train)
+        self.update: Callable[[Any, Any], None] | None = None
+        self.per_epoch = len(self.inputs.train)
         self.saved_at = self.epoch_began = time.monotonic()
         self.tested: Evaluation | LossEvaluation | None = None
-        changes = [getattr(callback, "changes_until", None) for callback in callbacks]
-        self.helpers, fades = helpers, math.ceil(recipe.helper * recipe.epochs)
+        changes = [getattr(callback, "changes_until", None) for callback in self.callbacks]
+        fades = math.ceil(recipe.helper * recipe.epochs)
         self.changes_until = max([fades, *(epoch for epoch in changes if epoch is not None)])
         self.may_change = None in changes  # a callback that tells nothing may change weights after any epoch
 
@@ -123,10 +119,7 @@ class Trainer:
     @property
     def iteration(self) -> int:
         """Steps taken so far."""
-        return self._steps(self.position)
-
-    def _steps(self, position: Position) -> int:
-        return position.epoch * self.per_epoch + position.batch
+        return self.position.epoch * self.per_epoch + self.position.batch
 
     def run(self) -> Evaluation | LossEvaluation:
         """Train to the end of the run, then evaluate the network on the test set."""
@@ -138,7 +131,7 @@ class Trainer:
                 self._finish_epoch()
             self.save()
             # Asked since the last step. Without a folder the end of the run, which takes moments, is not given up.
-            if self.directory is not None and agree_on(self.fabric, int(bool(stop))):
+            if self.directory is not None and any(from_all(self.fabric, bool(stop))):
                 raise Interrupted(self._stop_message())
         if self.helpers:
             self.helpers.remove()
@@ -156,9 +149,14 @@ class Trainer:
         for images, targets in self.inputs.batches(self.position.epoch, self.position.batch):
             self.step.prepare(self._rate(self.iteration), self.iteration, epochs=self.iteration / self.per_epoch)
             self._fade()
-            self.update = self.update or self._build_update(images, targets)
-            on_cpu = self.fabric.device.type == "cpu"
-            with undone_if_stopped(self.network, self.step.sums) if on_cpu else contextlib.nullcontext():
+            if self.update is None:
+                ways = {"graphs": self.graphs, "compiled": self.compiled, "say": self.progress.say}
+                self.update = build_update(self.step, images, targets, **ways)
+                self.record.execution = {"compiled": self.compiled, "cuda_graph": self.update is not self.step}
+            with contextlib.ExitStack() as undone:
+                if self.fabric.device.type == "cpu":  # a step may be stopped after it has changed statistics
+                    changed = (*self.network.buffers(), self.step.sums)
+                    undone.enter_context(put_back(changed, self.fabric.device, after=StoppedWithin))
                 self.update(images, targets)
             self.position.batch += 1
             self._look_around(stop)
@@ -171,13 +169,6 @@ class Trainer:
                 self.helpers.factor.fill_(left)
             elif self.helpers.remove():
                 self.update = None
-
-    def _build_update(self, images: Tensor, labels: Tensor) -> Callable[[Tensor, Tensor], None]:
-        """The step, as a CUDA graph if possible; the record says how it executes."""
-        ways = {"graphs": self.graphs, "compiled": self.compiled, "say": self.progress.say}
-        update, execution = build_update(self.step, images, labels, **ways)
-        self.record.execution = asdict(execution)
-        return update
 
     def _rate(self, iteration: int) -> float:
         """The learning rate of an iteration, divided as often as accuracy levelled off or the recipe says."""
@@ -192,7 +183,7 @@ class Trainer:
         if self.fabric.world_size > 1 and self.iteration % LOOK_EVERY:
             return
         late = self.directory is not None and time.monotonic() - self.saved_at >= self.how.checkpoint_every
-        wish = agree_on(self.fabric, 2 if stop else 1 if late else 0)
+        wish = max(from_all(self.fabric, 2 if stop else 1 if late else 0))
         if wish:
             self.save()
         if wish == 2:
@@ -248,7 +239,7 @@ class Trainer:
         watching = (self.recipe.levels or self.recipe.early_stop) and done > self.changes_until
         if watched is None or not watching:
             return
-        verdict = self.levels.update(watched.rank, done)
+        verdict = self.levels.update(self.recipe, watched.rank, done)
         if verdict == "drop":
             self.progress.say(f"Accuracy has levelled off: the rate is divided by {self.recipe.drop_factor:g}.")
         if verdict == "stop":
@@ -261,8 +252,8 @@ class Trainer:
             with self.fabric.autocast():
                 return call(self.network, images)
 
-        if own := self.step.objective.own:
-            return score_by_loss(self.network, loader.epoch(0), own, forward=forward)
+        if (loss := self.objective.loss) is not None:
+            return score_by_loss(self.network, loader.epoch(0), loss, forward=forward)
         data, alone = self.inputs.data, self.fabric.world_size == 1
         return score(
             self.network,
@@ -306,7 +297,6 @@ class Trainer:
             raise Interrupted(self._stop_message()) from stopped
 
     def _stop_message(self) -> str:
-        """The position of a run that was asked to stop, and how to resume it."""
         where = f"Stopped in epoch {self.position.epoch + 1}, after batch {self.position.batch}"
         if self.position.done(self.recipe.epochs):
             where = "Stopped after the last step"
@@ -326,31 +316,28 @@ class Trainer:
         self.update_record()
         if self.fabric.is_global_zero:
             state = {key: getattr(self.record, key) for key in (*ABOUT, "execution")}
-            state |= {"position": asdict(self.position), "levels": self.levels.state()}
+            state |= {"position": asdict(self.position), "levels": asdict(self.levels)}
             state["conditions"] = conditions(self.fabric)
             preprocess = {f"preprocess.{name}": t for name, t in self.inputs.preprocess.to_dict().items()}
             # The best first: the state that names it is written only once it is there.
             if self.unsaved_best:
                 weights = {f"model.{name}": t for name, t in self.unsaved_best.items()}
                 best = Checkpoint(weights | preprocess | self.step.ranges, state)
-                at = self._steps(Position(self.position.best_epoch))
-                self.directory.save(best, at, kind="best", keep=1)
+                self.directory.save(best, self.position.best_epoch * self.per_epoch, kind="best", keep=1)
             splits = {"train": self.inputs.data.train, "test": self.inputs.data.test}
             # By these, a resumed run knows whether images were changed since.
             images = {
                 f"images.{name}.{key}": t for name, split in splits.items() for key, t in split.contents().items()
             }
             self.directory.save(Checkpoint(tensors | preprocess | images, state), self.iteration)
-            self.directory.write_record(self.record)
+            self.record.save(self.directory.path / RECORD, parents=False)
         self.unsaved_best = {}
         self.saved = replace(self.position)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Everything that changes during training, gathered over all processes."""
         random: dict[str, Tensor] = {}
         for name, state in generator_states(self.fabric.device).items():
-            gathered = gather_tensors(self.fabric, state)
-            random |= {f"random.{rank}.{name}": t for rank, t in enumerate(gathered)}
+            random |= {f"random.{rank}.{name}": t for rank, t in enumerate(from_all(self.fabric, state))}
         return self.step.tensors() | random | {"tally.sums": sum_over_processes(self.fabric, self.step.sums)}
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -367,7 +354,7 @@ class Trainer:
         if states := checkpoint.part(f"random.{self.fabric.global_rank}"):
             restore_generators(states, self.fabric.device)
         self.position = Position(**checkpoint.state["position"])
-        self.levels.restore(checkpoint.state["levels"])
+        self.levels = LevelOff(**checkpoint.state["levels"])
         self.saved = replace(self.position)
         stored = self.directory and [self.directory.stems("best", end) for end in (".json", ".safetensors")]
         if self.position.best_epoch and self.directory and stored and not all(stored):
@@ -385,22 +372,20 @@ class Trainer:
         """Tell every process of the bad images that any has found, and of the digests that it has taken."""
         for split in (self.inputs.data.train, self.inputs.data.test):
             if (digests := split.contents().get("digests")) is not None:
-                digests.copy_(torch.stack(gather_tensors(self.fabric, digests)).amax(0))
-            for found in gather_objects(self.fabric, split.problems.found):
+                digests.copy_(torch.stack(from_all(self.fabric, digests)).amax(0))
+            for found in from_all(self.fabric, split.problems.found):
                 split.problems.add_all(found)
 
     def update_record(self) -> None:
-        """Bring the record up to date."""
         data = self.inputs.data
         self.record.history, self.record.changes = self.position.history, self.position.changes
         self.record.data["problems"] = {"train": data.train.problems.counts, "test": data.test.problems.counts}
 
     def close(self, status: str) -> None:
-        """Write the record, with how the run ended."""
         self.update_record()
         self.record.status = status
         if self.directory and self.fabric.is_global_zero:
-            self.directory.write_record(self.record)
+            self.record.save(self.directory.path / RECORD, parents=False)
 
 
 def running_network(trainer: Trainer, say: Callable[[str], None]) -> nn.Module:

@@ -23,13 +23,7 @@ _NUMBERED = re.compile(r"output_(\d+)")
 
 
 def class_scores(outputs: Any, output: str | None = None) -> Tensor:
-    """The tensor of class scores: the output of this name or number, else the only one, the first, or "logits".
-
-    >>> import torch
-    >>> scores = torch.zeros(1, 10)
-    >>> class_scores({"features": torch.zeros(1, 64), "head": scores}, "head").shape
-    torch.Size([1, 10])
-    """
+    """The tensor of class scores: the output of this name or number, else the only one, the first, or "logits"."""
     if isinstance(outputs, Tensor):
         if output not in (None, "0"):
             raise LowRankError(f"the network has one output, so that there is no output {output!r} to choose.")
@@ -54,12 +48,8 @@ def class_scores(outputs: Any, output: str | None = None) -> Tensor:
 
 
 def ranking(scores: Tensor) -> Tensor:
-    """The classes [n, classes] of each image, the likeliest first; of equal scores, which half precision has many
-    of, the class of the lower number, as `argmax` chooses. `topk` chooses any.
-
-    >>> import torch
-    >>> ranking(torch.tensor([[1.0, 3.0, 3.0]])).tolist()
-    [[1, 2, 0]]
+    """The classes [n, classes] of each image, the likeliest first. Of equal scores, which half precision has many
+    of, the lower class comes first, as `argmax` chooses; `topk` chooses any.
     """
     return scores.sort(dim=1, descending=True, stable=True).indices
 
@@ -81,26 +71,22 @@ Loss = Callable[[Any, Any], Tensor]
 """From the network's outputs and the targets of a batch to one number."""
 
 
+@dataclasses.dataclass(frozen=True)
 class Objective:
     """The loss of a batch. Targets are class numbers, or probabilities of classes where images were mixed.
 
     With a `teacher`, a share of the loss (`distill_weight`) compares with the teacher's answers, not the labels.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        *,
-        class_weights: Tensor | None = None,
-        loss: Loss | None = None,
-        teacher: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        self.recipe, self.class_weights, self.own, self.teacher = recipe, class_weights, loss, teacher
+    recipe: Recipe
+    class_weights: Tensor | None = None
+    loss: Loss | None = None
+    teacher: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, outputs: Any, targets: Any, images: Tensor) -> tuple[Tensor, Tensor]:
         """The loss to minimise, and the part of it that is shown: without auxiliary classifiers and teacher."""
-        if self.own is not None:
-            loss = self.own(outputs, targets)
+        if self.loss is not None:
+            loss = self.loss(outputs, targets)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise LowRankError(f"a loss gives one number in a tensor for a batch, not {in_short(loss)}.")
             return loss, loss.detach()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from itertools import accumulate
 from typing import Any, Literal
@@ -24,17 +24,16 @@ from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.schemes import FactoredConv2d
 from lowrank_cnn.train.recipe import Recipe
 
-_QUINTIC = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the Newton-Schulz iteration (Jordan et al., 2024): fast, and exact enough for a direction."""
-_NEWTON_SCHULZ_STEPS = 5
+_QUINTIC, _NEWTON_SCHULZ_STEPS = (3.4445, -4.7750, 2.0315), 5
+"""The Newton-Schulz iteration (Jordan et al., 2024): fast, and exact enough for a direction."""
 
 
 class Optimizer:
     """The update rule of a recipe over named parameters, with a learning rate for each group of them."""
 
-    def __init__(self, network: nn.Module, recipe: Recipe, device: torch.device, skip: Tensor) -> None:
+    def __init__(self, network: nn.Module, recipe: Recipe, skip: Tensor) -> None:
         self.named = dict(network.named_parameters())
-        groups = parameter_groups(network, recipe, device)
+        groups = parameter_groups(network, recipe, skip.device)
         self.rates = [(group["lr"], group.pop("factor")) for group in groups]
         self.rules = _rules(groups, recipe, skip)
         for rule in self.rules:
@@ -55,13 +54,11 @@ class Optimizer:
 
     def tensors(self) -> dict[str, Tensor]:
         """The state of all rules, by the names it has in a checkpoint."""
-        states: dict[nn.Parameter, dict[str, Tensor]] = {}
-        for rule in self.rules:
-            states |= rule.state
         return {
             f"{_CHECKPOINT_NAMES[kind]}.{name}": tensor
             for name, parameter in self.named.items()
-            for kind, tensor in states.get(parameter, {}).items()
+            for rule in self.rules
+            for kind, tensor in rule.state.get(parameter, {}).items()
         }
 
 
@@ -76,16 +73,20 @@ _CHECKPOINT_NAMES = {
 def parameter_groups(network: nn.Module, recipe: Recipe, device: torch.device) -> list[dict[str, Any]]:
     """Parameters of one weight decay and one share of the learning rate together; frozen ones are left out.
 
-    Biases of norms that learn faster have a smaller weight decay, so that each step decays all by the same amount.
+    Biases of norms may learn faster (Page, 2019). They then have a smaller weight decay, so that each step decays
+    all by the same amount.
     """
-    named, fast = dict(network.named_parameters()), norm_biases(network) if recipe.bias_rate != 1 else set()
-    factors, joins = layer_factors(named, recipe.layer_decay, whole_layers(network)), join_weights(network)
+    named = dict(network.named_parameters())
+    norms, chains = nn.modules.batchnorm._BatchNorm, FactoredConv2d | FactoredLayer
+    factors = layer_factors(named, recipe.layer_decay, whole_layers(network))
+    fast = {f"{name}.bias".lstrip(".") for name, one in network.named_modules() if isinstance(one, norms)}
+    joins = {f"{name}.join.weight".lstrip(".") for name, one in network.named_modules() if isinstance(one, chains)}
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in named.items():
         if parameter.requires_grad:
             is_weight = parameter.ndim > 1
             decay, factor = (recipe.weight_decay if is_weight else 0.0), factors[name]
-            if name in fast:
+            if name in fast and recipe.bias_rate != 1:
                 decay, factor = recipe.weight_decay / recipe.bias_rate, factor * recipe.bias_rate
             elif name in joins:
                 factor *= recipe.join_rate
@@ -105,20 +106,8 @@ def is_strip(weight: Tensor) -> bool:
     return weight.ndim > 3 and weight.shape[1] > 1 and sum(side > 1 for side in weight.shape[2:]) == 1
 
 
-def join_weights(network: nn.Module) -> set[str]:
-    """Names of the weights that mix the results of a basis."""
-    chains = (
-        name for name, module in network.named_modules() if isinstance(module, FactoredConv2d | FactoredLayer)
-    )
-    return {f"{name}.join.weight".lstrip(".") for name in chains}
-
-
 def layer_factors(names: Iterable[str], decay: float, whole: Collection[str] = ()) -> dict[str, float]:
-    """The share of the learning rate that each parameter gets: all of it in the last layer, less before.
-
-    >>> layer_factors(["0.weight", "0.bias", "1.weight"], 0.5)
-    {'0.weight': 0.5, '0.bias': 0.5, '1.weight': 1.0}
-    """
+    """The share of the learning rate that each parameter gets: all of it in the last layer, less before."""
     layers = {name: layer_of(name, whole) for name in names}
     order = {layer: number for number, layer in enumerate(dict.fromkeys(layers.values()))}
     return {name: decay ** (len(order) - 1 - order[layer]) for name, layer in layers.items()}
@@ -156,10 +145,10 @@ def freeze_parameters(network: nn.Module, patterns: str) -> list[nn.Module]:
     evaluation mode, or their statistics would go on changing.
     """
     wanted = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
-    names = [name for name, _ in network.named_parameters()]
+    named = dict(network.named_parameters())
+    names, weights = list(named), [name for name, parameter in named.items() if parameter.ndim > 1]
     every = [*names, *(name for name, _ in network.named_buffers())]
     matched = {name for name in every for pattern in wanted if fnmatch(name, pattern)}
-    weights = [name for name, parameter in network.named_parameters() if parameter.ndim > 1]
     if BACKBONE in wanted and weights:
         whole = whole_layers(network)
         last = layer_of(weights[-1], whole)
@@ -169,14 +158,12 @@ def freeze_parameters(network: nn.Module, patterns: str) -> list[nn.Module]:
         raise LowRankError(f"freeze={patterns!r} matches no parameter of the network, such as {known}.")
     if names and matched.issuperset(names):
         raise LowRankError(f"freeze={patterns!r} leaves nothing to train: freeze=backbone spares the last layer.")
-    for name, parameter in network.named_parameters():
-        if name in matched:
-            parameter.requires_grad_(False)
+    for name in matched.intersection(names):
+        named[name].requires_grad_(False)
     frozen = []
     for name, module in network.named_modules():
-        held = list(module.named_parameters()) or list(module.named_buffers())  # a norm may have no weights
-        own = {f"{name}.{key}" if name else key for key, _ in held}
-        if own and own <= matched:
+        held = list(module.named_parameters(name)) or list(module.named_buffers(name))  # norms may lack weights
+        if held and matched.issuperset(key for key, _ in held):
             frozen.append(module)
     return frozen
 
@@ -204,33 +191,28 @@ def flags_restored(network: nn.Module) -> Iterator[None]:
 
 
 def _rules(groups: list[dict[str, Any]], recipe: Recipe, skip: Tensor) -> list[Any]:
+    """The rules with their states, which torch makes at the first step only."""
     if recipe.optimizer == "adamw":
-        return [_adamw(groups, recipe)]
-    if recipe.optimizer == "muon":
-        matrices = [group for group in groups if group["params"][0].ndim > 1]
-        others = [group for group in groups if group["params"][0].ndim <= 1]
-        return [Muon(matrices, recipe.momentum, skip), *([_sgd(others, recipe)] if others else [])]
-    return [_sgd(groups, recipe)]
-
-
-def _sgd(groups: list[dict[str, Any]], recipe: Recipe) -> torch.optim.SGD:
-    rule = torch.optim.SGD(groups, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=True)
-    for parameter in _parameters(groups):
-        rule.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return rule
-
-
-def _adamw(groups: list[dict[str, Any]], recipe: Recipe) -> torch.optim.AdamW:
-    # torch lets a CUDA graph record the step only if it is called capturable, which CPUs do not take.
-    on_gpu = all(parameter.is_cuda for parameter in _parameters(groups))
-    rule = torch.optim.AdamW(groups, betas=(recipe.momentum, recipe.beta2), fused=True, capturable=on_gpu)
-    for parameter in _parameters(groups):
-        rule.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
-    return rule
+        # torch lets a CUDA graph record the step only if it is called capturable, which CPUs do not take.
+        adamw = torch.optim.AdamW(
+            groups, betas=(recipe.momentum, recipe.beta2), fused=True, capturable=skip.is_cuda
+        )
+        for parameter in _parameters(groups):
+            adamw.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+        return [adamw]
+    matrices = [group for group in groups if recipe.optimizer == "muon" and group["params"][0].ndim > 1]
+    others = [group for group in groups if recipe.optimizer == "sgd" or group["params"][0].ndim <= 1]
+    rules: list[Any] = [Muon(matrices, recipe.momentum, skip)] if matrices else []
+    if others:
+        sgd = torch.optim.SGD(others, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=True)
+        for parameter in _parameters(others):
+            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        rules.append(sgd)
+    return rules
 
 
 def _parameters(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
@@ -279,29 +261,18 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return (x.T if tall else x).to(matrix.dtype)
 
 
-# For short runs: fast biases of norms (Page 2019) and Lookahead (Zhang et al. 2019), as in cifar10-airbench.
-
-
-def norm_biases(network: nn.Module) -> set[str]:
-    """Names of the biases of batch norms, which a recipe may let learn faster."""
-    norms = (n for n, m in network.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
-    known = dict(network.named_parameters())
-    return {name for norm in norms if (name := f"{norm}.bias".lstrip(".")) in known}
-
-
 @torch.no_grad()
 def look_ahead(weights: Mapping[str, Tensor], slow: Mapping[str, Tensor], decay: float) -> None:
-    """Move slow weights towards the weights, and go on from there; statistics of norms are weights too."""
+    """Move slow weights towards the weights, and go on from there: Lookahead (Zhang et al., 2019).
+
+    Statistics of norms are weights too, as in cifar10-airbench.
+    """
     names = [name for name, tensor in weights.items() if tensor.is_floating_point()]
     averages, fast = [slow[name] for name in names], [weights[name] for name in names]
     torch._foreach_lerp_(averages, fast, 1 - decay)  # pyright: ignore
     torch._foreach_copy_(fast, averages)  # pyright: ignore
     for name in weights.keys() - set(names):
         slow[name].copy_(weights[name])
-
-
-Verdict = Literal["go", "drop", "stop"]
-_STATE = ("best", "waited", "gained", "drops")
 
 
 def warmup_epochs(recipe: Recipe) -> float:
@@ -315,25 +286,22 @@ def learning_rate(recipe: Recipe, iteration: int, *, per_epoch: int, drops: int 
     total = recipe.epochs * per_epoch
     rises = warmup and recipe.schedule != "triangle"  # which has its own rise
     ramp = min(1.0, (iteration + 1) / warmup) if rises else 1.0
-    return ramp * _base_rate(recipe, iteration, warmup, total) / recipe.drop_factor**drops
-
-
-def _base_rate(recipe: Recipe, iteration: int, warmup: int, total: int) -> float:
     match recipe.schedule:
         case "paper":  # g_t = g_0 / (1 + g_0 lambda t), lambda the weight decay
-            return recipe.lr / (1 + recipe.lr * recipe.weight_decay * iteration)
+            rate = recipe.lr / (1 + recipe.lr * recipe.weight_decay * iteration)
         case "poly":  # GoogLeNet's polynomial decay to zero
-            return recipe.lr * (1 - min(iteration, total) / max(total, 1)) ** recipe.power
+            rate = recipe.lr * (1 - min(iteration, total) / max(total, 1)) ** recipe.power
         case "cosine":  # half a cosine wave after the warm-up
             done, steps = max(0, iteration - warmup), total - warmup
-            return recipe.lr * (1 + math.cos(math.pi * min(done, steps) / max(steps, 1))) / 2
+            rate = recipe.lr * (1 + math.cos(math.pi * min(done, steps) / max(steps, 1))) / 2
         case "triangle" if iteration < warmup:  # up in a straight line, and down in another
-            return recipe.lr * (recipe.lr_start + (1 - recipe.lr_start) * iteration / warmup)
+            rate = recipe.lr * (recipe.lr_start + (1 - recipe.lr_start) * iteration / warmup)
         case "triangle":
             left = (total - iteration) / max(total - warmup, 1)
-            return recipe.lr * (recipe.lr_end + (1 - recipe.lr_end) * max(left, 0.0))
+            rate = recipe.lr * (recipe.lr_end + (1 - recipe.lr_end) * max(left, 0.0))
         case _:
-            return recipe.lr
+            rate = recipe.lr
+    return ramp * rate / recipe.drop_factor**drops
 
 
 @dataclass
@@ -342,35 +310,24 @@ class LevelOff:
 
     The paper's authors did so by hand. The accuracy is that on held-out training images, never on the test set.
     A gain is more than `min_delta`. At most `levels` drops are made; levelling off after the last one stops.
+    Without levels, `early_stop` is the patience.
     """
 
-    patience: int
-    levels: int
-    min_delta: float = 0.0
     best: float | None = None
     waited: int = 0
     gained: bool = True
     drops: list[int] = field(default_factory=list)
 
-    def update(self, accuracy: float, epoch: int) -> Verdict:
+    def update(self, recipe: Recipe, accuracy: float, epoch: int) -> Literal["go", "drop", "stop"]:
         """Judge the accuracy, or a negative loss, reached at the end of an epoch (`epoch` of them are done)."""
-        if self.best is None or accuracy > self.best + self.min_delta:
+        if self.best is None or accuracy > self.best + recipe.min_delta:
             self.best, self.waited, self.gained = accuracy, 0, True
             return "go"
         self.waited += 1
-        if self.waited < self.patience:
+        if self.waited < (recipe.patience if recipe.levels else recipe.early_stop):
             return "go"
-        if not self.gained or len(self.drops) == self.levels:
+        if not self.gained or len(self.drops) == recipe.levels:
             return "stop"
         self.drops.append(epoch)
         self.waited, self.gained = 0, False
         return "drop"
-
-    def state(self) -> dict[str, Any]:
-        """The state for a checkpoint; the rule itself belongs to the recipe."""
-        return {name: value for name, value in asdict(self).items() if name in _STATE}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
-        for name in _STATE:
-            setattr(self, name, state[name])

@@ -13,13 +13,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowrank_cnn.core.errors import LowRankError, check_choice, first_line, option, require
+from lowrank_cnn.core.errors import LowRankError, check_choice, explained, first_line, option, require
 from lowrank_cnn.core.files import below, read_text, replacing, write_atomically
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.progress import moves
 from lowrank_cnn.core.text import duration, printable
 from lowrank_cnn.train.run_folder import Epoch, Record
-from lowrank_cnn.train.step import Tally
+from lowrank_cnn.train.step import Tally, put_back
 
 if TYPE_CHECKING:
     from lowrank_cnn.train.loop import Trainer
@@ -32,11 +32,11 @@ _RESULT = ("top1", "top5", "loss", "macs", "params", "seconds")
 
 
 class Progress:
-    """Shows nothing and passes figures on to loggers; all processes but the first use it as it is."""
+    """Prints one line per epoch if it is `shown`, for logs and pipes, and passes figures on to loggers."""
 
-    def __init__(self) -> None:
+    def __init__(self, shown: bool) -> None:
+        self.shown = shown
         self.loggers: dict[str, Logger] = {}
-        self.epochs_done = 0
 
     def __enter__(self) -> Progress:
         return self
@@ -50,14 +50,15 @@ class Progress:
 
     def say(self, line: str) -> None:
         """Print a line that stays."""
+        if self.shown:
+            print(printable(line), flush=True)
 
     def step(self, tally: Tally, rate: float, iteration: int) -> None:
         """Show how far the run is."""
 
     def epoch(self, row: Epoch, epochs: int) -> None:
-        """Log and show a finished epoch."""
-        self.epochs_done = row.epoch
-        self._log({name: value for name in _SHOWN if (value := getattr(row, name)) is not None})
+        values = {name: value for name in _SHOWN if (value := getattr(row, name)) is not None}
+        self._each(lambda logger: logger.log(values, row.epoch))
         watched = "" if row.accuracy is None else f"  accuracy {row.accuracy:.2%}"
         self.say(  # short enough for a terminal of 80 columns
             f"epoch {row.epoch}/{epochs}  loss {row.train_loss:.4f}  train {row.train_accuracy:.1%}{watched}  "
@@ -65,11 +66,8 @@ class Progress:
         )
 
     def result(self, result: Mapping[str, Any]) -> None:
-        """Log the result on the test images."""
-        self._log({f"test_{name}": result[name] for name in _RESULT if result.get(name) is not None})
-
-    def _log(self, values: dict[str, float]) -> None:
-        self._each(lambda logger: logger.log(values, self.epochs_done))
+        values = {f"test_{name}": result[name] for name in _RESULT if result.get(name) is not None}
+        self._each(lambda logger: logger.log(values, result["epochs"]))
 
     def _each(self, call: Callable[[Logger], object]) -> None:
         """Call every logger. One that fails, as when its server is gone, is dropped with a warning."""
@@ -81,18 +79,11 @@ class Progress:
                 self.say(f"Logging to {name} stopped ({first_line(error):.200}). Training continues without it.")
 
 
-class Lines(Progress):
-    """One line per epoch: for logs and pipes."""
-
-    def say(self, line: str) -> None:
-        print(printable(line), flush=True)
-
-
-class Live(Lines):
+class Live(Progress):
     """One line that moves, above it those of epochs: figures of the epoch so far and the time left."""
 
     def __init__(self, total: int, per_epoch: int, start: int, *, processes: int = 1) -> None:
-        super().__init__()
+        super().__init__(shown=True)
         self.total, self.per_epoch, self.start, self.processes = total, per_epoch, start, processes
         self.began = self.shown_at = time.monotonic()
         self.shown_images, self.width = 0.0, 0
@@ -133,25 +124,27 @@ class Live(Lines):
 
 
 @contextlib.contextmanager
-def showing(show: Progress, trainer: Trainer, names: Sequence[str]) -> Iterator[Progress]:
-    """The progress of a run, on a line that moves if there is a terminal, with these loggers."""
-    if isinstance(show, Lines) and moves(sys.stdout):
-        total, processes = trainer.recipe.epochs * trainer.per_epoch, trainer.fabric.world_size
-        show = Live(total, trainer.per_epoch, trainer.iteration, processes=processes)
-    if names and trainer.fabric.is_global_zero:
-        trainer.update_record()
-        show.epochs_done = len(trainer.record.history)
-        show.loggers = start_loggers(names, trainer.record, trainer.directory and trainer.directory.path)
+def showing(trainer: Trainer, names: Sequence[str]) -> Iterator[None]:
+    """Show the progress of a run, on a line that moves if there is a terminal, and log it by these loggers."""
+    show = trainer.progress
+    # Importing rich draws a random number, and loggers may: a resumed run draws what it would have drawn.
+    with put_back((), trainer.fabric.device):
+        if show.shown and moves(sys.stdout):
+            total, processes = trainer.recipe.epochs * trainer.per_epoch, trainer.fabric.world_size
+            show = trainer.progress = Live(total, trainer.per_epoch, trainer.iteration, processes=processes)
+        if names and trainer.fabric.is_global_zero:
+            trainer.update_record()
+            folder = trainer.directory and trainer.directory.path
+            for name in dict.fromkeys(names):
+                with explained(f"{option('log', name)} could not start"):  # no login, no server, no store
+                    show.loggers[name] = LOGGERS[name](trainer.record, folder)
     with show:
-        yield show
+        yield
 
 
 @dataclass(frozen=True)
 class Logger:
-    """Receives figures by name with the number of an epoch; `close` gets whether the run failed.
-
-    A client is imported when its logger is used.
-    """
+    """Receives figures by name with the number of an epoch; `close` gets whether the run failed."""
 
     log: Callable[[dict[str, float], int], object]
     close: Callable[[bool], object] = lambda failed: None
@@ -213,22 +206,8 @@ LOGGERS: dict[str, Callable[[Record, Path | None], Logger]] = {
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Refuse an unknown name."""
     for name in names:
         check_choice("logger", name, LOGGERS)
-
-
-def start_loggers(names: Sequence[str], record: Record, folder: Path | None) -> dict[str, Logger]:
-    """The loggers of these names; one sentence if a client refuses: no login, no server, no store."""
-    loggers: dict[str, Logger] = {}
-    for name in dict.fromkeys(names):
-        try:
-            loggers[name] = LOGGERS[name](record, folder)
-        except LowRankError:
-            raise
-        except Exception as error:
-            raise LowRankError(f"{option('log', name)} could not start: {first_line(error):.200}") from error
-    return loggers
 
 
 def _needed(folder: Path | None) -> Path:

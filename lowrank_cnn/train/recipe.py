@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,12 +32,10 @@ def declare(
 
 
 def within(default: Any, least: float = 0, most: float = LARGE, *, fixed: bool = False) -> Any:
-    """A number between two limits."""
     return declare(default, limits=(least, most), fixed=fixed)
 
 
 def one_of(default: str, options: Collection[str], *, fixed: bool = False) -> Any:
-    """A word out of a list."""
     return declare(default, options=options, fixed=fixed)
 
 
@@ -52,13 +50,12 @@ class Checked:
                 raise LowRankError(f"{field.name} is one of {', '.join(options)}, not {value!r}.")
             if limits and value is not None and not limits[0] <= value <= limits[1]:
                 raise LowRankError(f"{field.name} lies between {limits[0]:g} and {limits[1]:g}, not at {value}.")
-        for wrong, sentence in self.conflicts():
-            if wrong:
-                raise LowRankError(sentence)
+        for sentence in self.conflicts():
+            raise LowRankError(sentence)
 
-    def conflicts(self) -> list[tuple[object, str]]:
-        """Combinations of fields that exclude each other: whether there is one, and what to change."""
-        return []
+    def conflicts(self) -> Iterable[str]:
+        """What to change where fields exclude each other."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -181,45 +178,31 @@ class Recipe(Checked):
     test_mirror: bool = False
     test_shift: int = within(0)
 
-    def conflicts(self) -> list[tuple[object, str]]:
-        """Combinations of fields that exclude each other."""
-        first, batch = min(self.drop_epochs, default=1), counted(self.batch_size, "image")
-        return [
-            (first < 1, f"drop_epochs are numbers of epochs, 1 or more, not {first}."),
-            (self.nesterov and self.momentum == 0, "nesterov needs a momentum above 0."),
-            (
-                self.batch_size % self.accumulate,
-                f"a batch of {batch} does not part into accumulate={self.accumulate} equal parts.",
-            ),
-            (
-                self.early_stop and not self.holdout,
-                "early_stop watches held-out training images: set holdout (0.1, say).",
-            ),
-            (
-                self.helper and self.quantize != "none",
-                f"helper and quantize exclude each other: clear one ({setting('helper', 0)}).",
-            ),
-            (self.early_stop and self.levels, "levels ends the run by itself: clear early_stop or levels."),
-            (
-                self.lookahead and self.ema,
-                "lookahead and ema both average weights: "
-                f"clear one ({setting('lookahead', 0)} or {setting('ema', 0)}).",
-            ),
-            (
-                self.alternate_mirror and not self.mirror,
-                f"alternate_mirror says when images are mirrored: set {setting('mirror', True)} as well.",
-            ),
-            (
-                self.levels and self.drop_epochs,
-                "levels finds the drops and drop_epochs states them: "
-                f"clear one ({setting('drop_epochs', ())} or {setting('levels', 0)}).",
-            ),
-            (
-                self.levels and not self.holdout,
-                "the levelling-off rule watches held-out training images: set holdout (0.1, say), "
-                f"or state known drops with drop_epochs and {setting('levels', 0)}.",
-            ),
-        ]
+    def conflicts(self) -> Iterable[str]:
+        if (first := min(self.drop_epochs, default=1)) < 1:
+            yield f"drop_epochs are numbers of epochs, 1 or more, not {first}."
+        if self.nesterov and self.momentum == 0:
+            yield "nesterov needs a momentum above 0."
+        if self.batch_size % self.accumulate:
+            batch = counted(self.batch_size, "image")
+            yield f"a batch of {batch} does not part into accumulate={self.accumulate} equal parts."
+        if self.early_stop and not self.holdout:
+            yield "early_stop watches held-out training images: set holdout (0.1, say)."
+        if self.helper and self.quantize != "none":
+            yield f"helper and quantize exclude each other: clear one ({setting('helper', 0)})."
+        if self.early_stop and self.levels:
+            yield "levels ends the run by itself: clear early_stop or levels."
+        if self.lookahead and self.ema:
+            either = f"{setting('lookahead', 0)} or {setting('ema', 0)}"
+            yield f"lookahead and ema both average weights: clear one ({either})."
+        if self.alternate_mirror and not self.mirror:
+            yield f"alternate_mirror says when images are mirrored: set {setting('mirror', True)} as well."
+        if self.levels and self.drop_epochs:
+            either = f"{setting('drop_epochs', ())} or {setting('levels', 0)}"
+            yield f"levels finds the drops and drop_epochs states them: clear one ({either})."
+        if self.levels and not self.holdout:
+            known = f"state known drops with drop_epochs and {setting('levels', 0)}"
+            yield f"the levelling-off rule watches held-out training images: set holdout (0.1, say), or {known}."
 
     def network(self) -> dict[str, Any]:
         """The options of `create_model` that the recipe is for."""
@@ -247,7 +230,6 @@ def differences(one: Mapping[str, object], other: Mapping[str, object]) -> dict[
 
 
 def in_words(differ: Mapping[str, tuple[object, object]]) -> str:
-    """Differences as a part of a sentence."""
     then, now = (", ".join(f"{field}={values[side]}" for field, values in differ.items()) for side in (0, 1))
     return f"{then}, not {now}"
 

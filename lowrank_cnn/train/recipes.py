@@ -128,14 +128,7 @@ RECIPES: dict[str, Recipe] = {
             weight_decay=0.05,
             warmup=2.0,
         ),
-        Recipe(
-            name="nin-init",
-            epochs=10,
-            lr=0.05,
-            schedule="cosine",
-            preprocess="whiten",
-            crop=30,
-        ),
+        Recipe(name="nin-init", epochs=10, lr=0.05, schedule="cosine", preprocess="whiten", crop=30),
         Recipe(
             name="digits",
             batch_size=64,
@@ -151,23 +144,10 @@ RECIPES: dict[str, Recipe] = {
             dropout=0.0,
         ),
         Recipe(
-            name="finetune",
-            batch_size=32,
-            epochs=20,
-            lr=0.01,
-            nesterov=True,
-            schedule="cosine",
-            warmup=1.0,
-            pad=4,
+            name="finetune", batch_size=32, epochs=20, lr=0.01, nesterov=True, schedule="cosine", warmup=1.0, pad=4
         ),
         Recipe(
-            name="tiny-vgg",
-            epochs=30,
-            lr=0.02,
-            schedule="paper",
-            drop_epochs=(20, 26),
-            evaluate_every=5,
-            crop=56,
+            name="tiny-vgg", epochs=30, lr=0.02, schedule="paper", drop_epochs=(20, 26), evaluate_every=5, crop=56
         ),
         Recipe(
             name="tiny-googlenet",

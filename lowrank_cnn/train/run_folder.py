@@ -111,7 +111,6 @@ class Record:
     right: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
-        """One line: the run and its result."""
         about = f"{self.model['name']} on {self.data['name']}, recipe {self.recipe['name']}, seed {self.seed}"
         found = {key: value for key, value in self.result.items() if value is not None}
         shown = [f"top-{k} {accuracy(found[f'top{k}'], found['n'])}" for k in (1, 5) if f"top{k}" in found]
@@ -127,7 +126,7 @@ class Record:
         return html_table(columns, rows, repr(self))
 
     def save(self, path: Path, *, parents: bool = True) -> None:
-        """Write the record with its checksum, in one move; `parents` makes its folder if it is not there."""
+        """Write the record with its checksum; `parents` makes its folder if it is not there."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in NOT_WRITTEN}
         write_json(path, sealed(values), parents=parents)
 
@@ -139,19 +138,16 @@ def load_record(path: str | Path) -> Record:
     if not path.exists():
         raise LowRankError(f"there is no record of a run at {path}.")
     try:
-        return _checked(read_json(path), path)
+        stored = read_json(path)
+        values = unsealed(stored) if isinstance(stored, dict) else {}
     except UnreadableError as error:
         raise LowRankError(f"{path} is not the record of a run: {error}.") from error
     except BrokenSealError as error:
         raise LowRankError(
             f"{path} is damaged or was edited: {error}. To use it as it is, delete its field {SEAL}."
         ) from error
-
-
-def _checked(stored: object, path: Path) -> Record:
-    if not isinstance(stored, dict) or stored.get("kind") != KIND:
+    if values.get("kind") != KIND:
         raise LowRankError(f"{path} is not the record of a training run.")
-    values = unsealed(stored)
     if values.get("schema") != SCHEMA:
         raise LowRankError(f"{path} has schema {values.get('schema')}; this version reads schema {SCHEMA}.")
     known = {f.name for f in dataclasses.fields(Record)} - NOT_WRITTEN
@@ -204,7 +200,6 @@ class Position:
     changes: list[dict[str, Any]] = field(default_factory=list)
 
     def done(self, epochs: int) -> bool:
-        """Whether a run of this many epochs is complete."""
         return self.stopped or self.epoch >= epochs
 
     def told(self, epochs: int) -> str:
@@ -224,7 +219,7 @@ def write_checkpoint(stem: Path, checkpoint: Checkpoint) -> None:
     # Contiguous copies in main memory: safetensors knows neither strides nor shared storage.
     how: dict[str, Any] = {"copy": True, "memory_format": torch.contiguous_format}
     payload = safetensors.save({name: t.detach().to("cpu", **how) for name, t in checkpoint.tensors.items()})
-    manifest = {"format": FORMAT, "tensors": _sha256(payload), "state": checkpoint.state}
+    manifest = {"format": FORMAT, "tensors": hashlib.sha256(payload).hexdigest(), "state": checkpoint.state}
     write_atomically(stem.with_suffix(".safetensors"), payload, parents=False)
     write_atomically(stem.with_suffix(".json"), _manifest_bytes(manifest), parents=False)
 
@@ -238,7 +233,7 @@ def read_checkpoint(stem: Path) -> Checkpoint:
         payload = read_regular(path, most=LARGEST_TENSORS)
     except OSError as error:
         raise DamagedCheckpointError(f"{path} cannot be read ({error.strerror}).") from error
-    if _sha256(payload) != manifest.get("tensors"):
+    if hashlib.sha256(payload).hexdigest() != manifest.get("tensors"):
         raise DamagedCheckpointError(f"{path} is damaged: its checksum is not the one that was written.")
     return Checkpoint(safetensors.load(payload), manifest["state"], stem)
 
@@ -255,22 +250,16 @@ def _manifest_bytes(manifest: Mapping[str, object]) -> bytes:
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         content = read_regular(path, most=LARGEST_JSON)
-        manifest = unsealed(parse_json(content))
+        manifest = {name: value for name, value in parse_json(content).items() if name != SEAL}
         known = manifest["format"] == FORMAT and isinstance(manifest["state"], dict)
     except OSError as error:
         raise DamagedCheckpointError(f"{path} cannot be read ({error.strerror}).") from error
-    except BrokenSealError as error:
-        raise DamagedCheckpointError(f"{path} is damaged: {error}.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"{path} is damaged or not a checkpoint of this library.") from error
     # Byte by byte: two ways to write one number have the same value, and so the same checksum.
     if content != _manifest_bytes(manifest) or not known:
         raise DamagedCheckpointError(f"{path} is damaged: its checksum is not the one that was written.")
     return manifest
-
-
-def _sha256(payload: bytes) -> str:
-    return hashlib.sha256(payload).hexdigest()
 
 
 IMAGES = "images with the digest"
@@ -299,7 +288,6 @@ class RunDirectory:
         return cls(path)
 
     def held(self) -> AbstractContextManager[None]:
-        """Keep every other process out of the directory while the block lasts."""
         if self.path.exists() and not self.path.is_dir():
             raise LowRankError(f"{self.path} is a file: give the name of a directory.")
         return locked(self.path)
@@ -308,63 +296,51 @@ class RunDirectory:
         return any((self.path / name).exists() for name in (RECIPE, RECORD)) or any(self.path.glob("step-*"))
 
     def check_free(self) -> None:
-        """Refuse to start a run over another."""
         if self.holds_run():
             raise LowRankError(
                 f"{self.path} already holds a run: go on with {option('resume', True)}, or choose another "
                 f"{option('out')}."
             )
 
-    def finished(self, recipe: Recipe, about: Mapping[str, Any], say: Callable[[str], None]) -> Record | None:
-        """The record of this run if it is complete; None if training has to continue.
+    def resume(
+        self, data: Data, recipe: Recipe, about: Mapping[str, Any], say: Callable[[str], None]
+    ) -> Record | Checkpoint | None:
+        """The record of this run if it is complete, else the newest whole checkpoint; None if there is none yet.
 
         Training continues if the record is damaged or of another run, or if the last checkpoint is damaged.
         """
-        if not (self.path / RECORD).exists():
-            return None
-        try:
-            record = load_record(self.path)
-            epochs = Recipe.from_dict(record.recipe).epochs
-        except LowRankError as damage:
-            say(f"{damage} The run continues from its checkpoints.")
-            return None
-        if record.status != "finished" or recipe.epochs > epochs:
-            return None
         damages: list[str] = []
-        last = self.latest(damages.append)
-        if damages:
-            return None
-        ran = record.history == last.state["position"]["history"] if last else True
-        if last and (not ran or _differing(vars(record), last.state)):
+        last, record, epochs = self.latest(damages.append), None, 0
+        if (self.path / RECORD).exists():
+            try:
+                record = load_record(self.path)
+                epochs = Recipe.from_dict(record.recipe).epochs
+            except LowRankError as damage:
+                say(f"{damage} The run continues from its checkpoints.")
+        if record and record.status == "finished" and recipe.epochs <= epochs and not damages:
+            ran = record.history == last.state["position"]["history"] if last else True
+            if ran and not (last and _differing(vars(record), last.state)):
+                check_same_run(vars(record), about)
+                differ = differences(record.recipe, recipe.to_dict())
+                fewer = f" its {counted(epochs, 'epoch')}" if differ.pop("epochs", None) else ""
+                if differ:
+                    raise LowRankError(f"the run in {self.path} has finished with {in_words(differ)}.")
+                say(f"The run in {self.path} has finished{fewer}: nothing is left to do.")
+                return record
             say(f"{self.path / RECORD} is not the record of the checkpoint beside it, which is used instead.")
-            return None
-        check_same_run(vars(record), about)
-        differ = differences(record.recipe, recipe.to_dict())
-        fewer = f" its {counted(epochs, 'epoch')}" if differ.pop("epochs", None) else ""
-        if differ:
-            raise LowRankError(f"the run in {self.path} has finished with {in_words(differ)}.")
-        say(f"The run in {self.path} has finished{fewer}: nothing is left to do.")
-        return record
-
-    def start(
-        self, data: Data, about: Mapping[str, Any], say: Callable[[str], None], *, resume: bool
-    ) -> Checkpoint | None:
-        """The newest whole checkpoint to resume from; None for a new run, which must not lie over another."""
-        if not resume:
-            self.check_free()
-            return None
-        checkpoint = self.latest(lambda damage: say(f"{damage} The one before it is used."))
-        if checkpoint:
-            check_same_run(checkpoint.state, about)
-            check_same_images(data, checkpoint, say)
-            return checkpoint
-        if _status(self.path) == "finished":  # a new run would overwrite the record
+        for damage in damages:
+            say(f"{damage} The one before it is used.")
+        if last:
+            check_same_run(last.state, about)
+            check_same_images(data, last, say)
+        elif record and record.status == "finished":  # a new run would overwrite the record
             raise LowRankError(
                 f"the run in {self.path} has finished and kept no weights to go on from: choose another "
                 f"{option('out')}."
             )
-        say(f"There is nothing to resume in {self.path} yet: the run starts anew.")
-        return None
+        else:
+            say(f"There is nothing to resume in {self.path} yet: the run starts anew.")
+        return last
 
     def begin(self, recipe: Recipe) -> None:
         """Remove leftovers of a killed process, and write the resolved recipe.
@@ -377,9 +353,6 @@ class RunDirectory:
                 if not is_regular(path) or (name == RECORD and _status(path) is None):
                     set_aside(path)
         write_json(self.path / RECIPE, recipe.to_dict())
-
-    def write_record(self, record: Record) -> None:
-        record.save(self.path / RECORD, parents=False)
 
     def save(self, checkpoint: Checkpoint, iteration: int, *, kind: str = "step", keep: int = KEEP) -> None:
         """Write a checkpoint, and only then remove those that it replaces.
@@ -400,17 +373,12 @@ class RunDirectory:
 
     def latest(self, say: Callable[[str], None]) -> Checkpoint | None:
         """The newest intact checkpoint; `say` gets a sentence about each damaged newer one."""
-        damages: list[str] = []
-        for stem in reversed(self.stems("step")):
+        for stem in (stems := self.stems("step")[::-1]):
             try:
-                checkpoint = read_checkpoint(stem)
+                return read_checkpoint(stem)
             except DamagedCheckpointError as damage:
-                damages.append(str(damage))
-                continue
-            for damage in damages:
-                say(damage)
-            return checkpoint
-        if damages:
+                say(str(damage))
+        if stems:
             raise LowRankError(
                 f"every checkpoint in {self.path} is damaged, and none can be used: "
                 "train anew, in another directory."
@@ -491,14 +459,8 @@ def _identity(about: Mapping[str, Any]) -> dict[str, Any]:
     model, data = about["model"], about["data"]
     found = entry_description(model)
     ours = found["model"] is not None
-    apart = (
-        "name",
-        "base",
-        "class",
-        "config",
-        "conversion",
-        "thinning",
-    )  # another network's name may change with its file
+    # The name of another network than ours may change with its file.
+    apart = ("name", "base", "class", "config", "conversion", "thinning")
     options = {field: value for field, value in {**model, **(found["model"] or {})}.items() if field not in apart}
     return {
         "network": model["name"] if ours else model.get("class", model["name"]),
@@ -532,8 +494,8 @@ def recipe_changes(saved: dict[str, Any], recipe: Recipe) -> dict[str, tuple[Any
     """Fields that differ from the saved recipe, as field: (before, now); refuses a change of a fixed field."""
     before, now = type(recipe).from_dict(saved).to_dict(), recipe.to_dict()  # an older one may lack a field
     changes = {name: (before[name], now[name]) for name in now if before[name] != now[name]}
-    fixed = [one.name for one in dataclasses.fields(recipe) if one.metadata.get("fixed")]
-    for name in fixed:
-        if name in changes:
-            raise _other_run(f"{name}={_short(changes[name][0])}", _short(changes[name][1]))
+    for one in dataclasses.fields(recipe):
+        if one.metadata.get("fixed") and one.name in changes:
+            then, offered = changes[one.name]
+            raise _other_run(f"{one.name}={_short(then)}", _short(offered))
     return changes

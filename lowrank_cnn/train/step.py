@@ -8,7 +8,7 @@ be recorded once as a graph and replayed, with Python only copying the next batc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,7 @@ class TrainingStep:
         self.scaler = LossScale(device) if scaled else None
         self.sums = torch.zeros(4, device=device)
         self.parameters = dict(network.named_parameters())
-        self.optimizer = Optimizer(network, recipe, device, self.skipped)
+        self.optimizer = Optimizer(network, recipe, self.skipped)
         state = {name: t.detach() for name, t in network.state_dict().items()}
         self.weights = {name: t for name, t in state.items() if DenseHelpers.NAME not in name}
         self.helpers = {f"helper.{name}": t for name, t in state.items() if name not in self.weights}
@@ -81,15 +81,22 @@ class TrainingStep:
 
     def __call__(self, images: Any, targets: Any) -> None:
         self.optimizer.zero_grad()
-        parts = self.recipe.accumulate
+        parts, batches = self.recipe.accumulate, [(images, targets)]
+        if parts > 1:  # gradients of equal parts of the batch are added up
+            if not isinstance(targets, Tensor):
+                raise LowRankError(f"accumulate needs one tensor of targets: set {setting('accumulate', 1)}.")
+            batches = zip(images.chunk(parts), targets.chunk(parts), strict=True)
         shown = torch.zeros_like(self.halted)
-        for some, wanted in _parts(images, targets, parts):
+        for some, wanted in batches:
             outputs = call(self.forward, some)
             loss, told = self.objective(outputs, wanted, some)
             loss = loss / parts
             self.backward(loss * self.scaler.scale if self.scaler else loss)
             shown += told / parts
-            self._count(outputs, wanted, told, batch_length(some))
+            length = batch_length(some)
+            right = hits(outputs, wanted, blended=self.objective.loss is None, output=self.recipe.output)
+            correct = torch.zeros_like(told) if right is None else right.to(told.dtype)
+            self.sums[:3] += torch.stack([told * length, correct, torch.full_like(told, length)]).float()
         self._update(shown)
         self.sums[3] += 1 - self.halted
 
@@ -148,10 +155,7 @@ class TrainingStep:
             torch._foreach_mul_(gradients, 1 / self.scaler.scale)  # pyright: ignore
         norm = nn.utils.get_total_norm(gradients, foreach=True)
         bad = (~(norm + loss).isfinite()).float()
-        if self.scaler:
-            self.halted.copy_(torch.maximum(self.halted, self.scaler.update(bad)))
-        else:
-            self.halted.copy_(torch.maximum(self.halted, bad))
+        self.halted.copy_(torch.maximum(self.halted, self.scaler.update(bad) if self.scaler else bad))
         self.skipped.copy_(torch.maximum(self.halted, bad))
         if self.recipe.clip_norm:
             nn.utils.clip_grads_with_norm_(self.parameters.values(), self.recipe.clip_norm, norm, foreach=True)
@@ -168,12 +172,6 @@ class TrainingStep:
         change = torch._foreach_sub([self.weights[name] for name in names], averages)  # pyright: ignore
         torch._foreach_mul_(change, self.blend)  # pyright: ignore
         torch._foreach_add_(averages, change)  # pyright: ignore
-
-    @torch.no_grad()
-    def _count(self, outputs: Any, targets: Any, loss: Tensor, images: int) -> None:
-        right = hits(outputs, targets, blended=self.objective.own is None, output=self.recipe.output)
-        correct = torch.zeros_like(loss) if right is None else right.to(loss.dtype)
-        self.sums[:3] += torch.stack([loss * images, correct, torch.full_like(loss, images)]).float()
 
 
 class LossScale:
@@ -194,18 +192,6 @@ class LossScale:
         return (self.scale < self.LEAST).float()
 
 
-def _parts(images: Any, targets: Any, parts: int) -> Iterator[tuple[Any, Any]]:
-    """A batch in equal parts, for gradients that are added up."""
-    if parts == 1:
-        yield images, targets
-    elif not isinstance(targets, Tensor):
-        raise LowRankError(
-            f"accumulate parts batches whose targets are one tensor: set {setting('accumulate', 1)}."
-        )
-    else:
-        yield from zip(images.chunk(parts), targets.chunk(parts), strict=True)
-
-
 class GraphedStep:
     """The same step, recorded as a CUDA graph: a call copies the batch and replays."""
 
@@ -213,7 +199,7 @@ class GraphedStep:
         self.images, self.labels = images.clone(), labels.clone()
         self.step = step  # the graph alone would not keep the weights that it reads and writes
         with for_graphs(), contextlib.ExitStack() as changes:
-            changes.enter_context(put_back(step.tensors(), images.device))
+            changes.enter_context(put_back(step.tensors().values(), images.device))
 
             def undo() -> None:
                 changes.close()
@@ -235,26 +221,23 @@ def copy_into(targets: dict[str, Tensor], sources: dict[str, Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def put_back(tensors: dict[str, Tensor], device: torch.device) -> Iterator[None]:
-    """Run the block, then restore the tensors and the random generators."""
-    before = {name: t.clone() for name, t in tensors.items()}
-    drawn = generator_states(device)
+def put_back(
+    tensors: Iterable[Tensor], device: torch.device, *, after: type[BaseException] | None = None
+) -> Iterator[None]:
+    """Run the block, then restore the tensors and the random generators; with `after` only if it raises that."""
+    before, drawn = [(tensor, tensor.clone()) for tensor in tensors], generator_states(device)
+    undo = after is None
     try:
         yield
+    except BaseException as error:
+        undo = after is None or isinstance(error, after)
+        raise
     finally:
-        copy_into(tensors, before)
-        restore_generators(drawn, device)
-
-
-Update = Callable[[Tensor, Tensor], None]
-
-
-@dataclass(frozen=True)
-class Execution:
-    """How steps execute. A record holds it as a dictionary, and a resumed run keeps it."""
-
-    compiled: bool = False
-    cuda_graph: bool = False
+        if undo:
+            with torch.no_grad():
+                for tensor, value in before:
+                    tensor.copy_(value)
+            restore_generators(drawn, device)
 
 
 def build_update(
@@ -265,29 +248,29 @@ def build_update(
     graphs: bool,
     compiled: bool = False,
     say: Callable[[str], None] = print,
-) -> tuple[Update, Execution]:
-    """The update for batches of this shape and how it executes: as a CUDA graph if `graphs` allows one.
+) -> TrainingStep | GraphedStep:
+    """The update for batches of this shape: a CUDA graph if `graphs` allows one and the step can be recorded.
 
     `compiled` says that torch.compile has made the forward of the step.
     """
     if not graphs:
-        return step, Execution(compiled)
+        return step
     try:
         # Kernels are measured and compiled before torch traces, which can do neither.
         with for_graphs():
             with (
-                put_back(step.tensors(), images.device),
+                put_back(step.tensors().values(), images.device),
                 torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext(),
             ):
                 prepare(lambda: step.forward(images))
                 if compiled:
                     step(images, labels)
-            return GraphedStep(step, images, labels), Execution(compiled, cuda_graph=True)
+            return GraphedStep(step, images, labels)
     except RuntimeError as error:
         if is_out_of_memory(error) or compiled:
             raise
         say(f"Steps run one kernel at a time, not as a CUDA graph: {first_line(error)}.")
-        return step, Execution(compiled)
+        return step
 
 
 TOLERANCE = 1e-3
@@ -303,7 +286,11 @@ def fused_to_train(network: nn.Module, size: Sequence[int], say: Callable[[str],
     """
     try:
         twin = fuse(shared_copy(network).train(), say=say)
-        apart = _difference(network, twin, size)
+        with forced("off"), unchanged(network, twin):  # both by torch's operations
+            images = torch.randn(IMAGES, *size, device=next(network.parameters()).device)
+            seed = torch.seed()
+            right, ours = (_results(part.train(), images, network, seed) for part in (network, twin))
+        apart = difference(ours, right, by="norm")
     except Exception as error:  # a user's forward may fail in any way
         say(f"Layers are not fused: {first_line(error)}")
         return network
@@ -311,15 +298,6 @@ def fused_to_train(network: nn.Module, size: Sequence[int], say: Callable[[str],
         return twin.train()
     say(f"Layers are not fused: the results would differ by {apart:.1g}.")
     return network
-
-
-def _difference(network: nn.Module, twin: nn.Module, size: Sequence[int]) -> float:
-    """How far the twin's results and gradients in training are from the network's, both by torch's operations."""
-    with forced("off"), unchanged(network, twin):
-        images = torch.randn(IMAGES, *size, device=next(network.parameters()).device)
-        seed = torch.seed()
-        right, ours = (_results(part.train(), images, network, seed) for part in (network, twin))
-    return difference(ours, right, by="norm")
 
 
 def _results(run: nn.Module, images: Tensor, network: nn.Module, seed: int) -> tuple[Tensor, Tensor]:

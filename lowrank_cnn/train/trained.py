@@ -36,7 +36,6 @@ from lowrank_cnn.train.int8 import Ranges, ranges_of
 from lowrank_cnn.train.objective import class_scores
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.run_folder import (
-    Checkpoint,
     DamagedCheckpointError,
     Position,
     RunDirectory,
@@ -131,22 +130,49 @@ def load_checkpoint(
     if path.is_file() and path.suffix not in ("", ".json", ".safetensors"):
         from lowrank_cnn.deploy.export import load  # deploy builds on train: imported only for such a file
 
-        return _described(carried_by(load(path, trusted=trusted)), path)
-    if is_exported(path):
-        return _described(trained_of(read_weights(path, into=network)), path)
-    checkpoint = _read(path, best)
-    state = checkpoint.state
-    network = rebuild(entry_description(state["model"]), into=network)
+        found = carried_by(load(path, trusted=trusted))
+    elif is_exported(path):
+        found = trained_of(read_weights(path, into=network))
+    else:
+        return _of_run(path, best, network)
+    if found is None:
+        raise LowRankError(
+            f"{path} does not say which classes it tells apart and how images are prepared for it: export it from "
+            f"the run that trained it (lowrank export RUN {path.name})."
+        )
+    return found
+
+
+def _of_run(path: Path, best: bool, network: nn.Module | None) -> Trained:
+    """The trained network of a run, or of one of its checkpoints."""
+    if not path.is_dir():
+        if path.suffix and not path.exists():
+            raise LowRankError(f"{path} does not exist.")
+        if path.suffix not in ("", ".json", ".safetensors") or not path.with_suffix(".json").is_file():
+            raise LowRankError(
+                f"{path} is neither a run's directory, nor one of its checkpoints, nor an exported .safetensors."
+            )
+        checkpoint = read_checkpoint(path.with_suffix(""))
+    elif best:
+        checkpoint = RunDirectory(path).best()
+    else:
+        passed_over: list[str] = []
+        checkpoint = RunDirectory(path).latest(passed_over.append)
+        if checkpoint is None:
+            raise LowRankError(f"{path} holds no checkpoint.")
+        if passed_over:
+            whole = f"{checkpoint.stem}.json is the newest whole one"
+            raise LowRankError(f"{passed_over[0]} {whole}: name it to use it.")
+    network = rebuild(entry_description(checkpoint.state["model"]), into=network)
     weights = checkpoint.part("average") or checkpoint.part("model")
     check_weights(path, {name: tensor.shape for name, tensor in sorted(weights.items())}, network)
     network.load_state_dict(weights)
     note(network, begun_from=path.name)
-    trained = _trained(
-        network, checkpoint.part("preprocess"), {**state, "int8": ranges_of(checkpoint.part("int8"))}
-    )
-    return (
-        replace(trained, network=finalize_shapes(network, trained.input_size)) if has_learned(network) else trained
-    )
+    card = {**checkpoint.state, "int8": ranges_of(checkpoint.part("int8"))}
+    trained = _trained(network, checkpoint.part("preprocess"), card)
+    if has_learned(network):
+        return replace(trained, network=finalize_shapes(network, trained.input_size))
+    return trained
 
 
 def classes_of(path: str | Path) -> tuple[str, ...] | None:
@@ -232,36 +258,6 @@ def carried_by(network: nn.Module) -> Trained | None:
     """A loaded or trained network with the preparation that it carries; None where it carries none."""
     found = notes(network).training_card
     return trained_of(Stored(network, None, found.card, dict(found.preprocess))) if found else None
-
-
-def _described(trained: Trained | None, path: Path) -> Trained:
-    """The network of an exported file; an error for a file that does not describe its images."""
-    if trained is None:
-        raise LowRankError(
-            f"{path} does not say which classes it tells apart and how images are prepared for it: export it from "
-            f"the run that trained it (lowrank export RUN {path.name})."
-        )
-    return trained
-
-
-def _read(path: Path, best: bool) -> Checkpoint:
-    if not path.is_dir():
-        if path.suffix and not path.exists():
-            raise LowRankError(f"{path} does not exist.")
-        if path.suffix not in ("", ".json", ".safetensors") or not path.with_suffix(".json").is_file():
-            raise LowRankError(
-                f"{path} is neither a run's directory, nor one of its checkpoints, nor an exported .safetensors."
-            )
-        return read_checkpoint(path.with_suffix(""))
-    if best:
-        return RunDirectory(path).best()
-    passed_over: list[str] = []
-    checkpoint = RunDirectory(path).latest(passed_over.append)
-    if checkpoint is None:
-        raise LowRankError(f"{path} holds no checkpoint.")
-    if passed_over:
-        raise LowRankError(f"{passed_over[0]} {checkpoint.stem}.json is the newest whole one: name it to use it.")
-    return checkpoint
 
 
 Teacher = nn.Module | Trained | str | Path

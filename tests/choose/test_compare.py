@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 import lowrank_cnn as lr
 from lowrank_cnn.choose import runs
 from lowrank_cnn.choose import target as targets
-from lowrank_cnn.choose.frontier import load_frontier
+from lowrank_cnn.choose.candidates import DENSE, Builder
+from lowrank_cnn.choose.frontier import DesignTime, kind_of, load_frontier
 from lowrank_cnn.choose.target import Target
 from lowrank_cnn.cli.app import build
 from lowrank_cnn.core.errors import LowRankError
@@ -138,6 +139,59 @@ def test_depthwise_networks_are_compared_with_bands(
     monkeypatch.setattr(comparing, "MOST_RUNS", 1)
     found = lr.compare(depthwise, squares, out=tmp_path, say=str, **QUICK)
     assert "bands" in [row["network"] for row in found.table]
+
+
+@pytest.mark.parametrize(
+    ("low_rank", "time_of", "late", "width"),
+    [
+        (0.3, lambda width: width, False, 0.5625),  # that of its MACs, though it takes longer
+        (0.65, lambda width: width, False, 0.65625),
+        (0.65, lambda width: width, True, 0.5625),  # near enough
+        (0.8, lambda width: width**4, True, 0.9375),  # 0.5625 takes 0.1: by far not
+        (1.1, lambda width: width, False, 0.5625),  # the dense network is the next
+    ],
+)
+def test_the_thin_rival_is_the_widest_that_is_as_fast(
+    squares: Data,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    low_rank: float,
+    time_of,
+    late: bool,
+    width: float,
+):
+    def timed(_self, design):
+        ratio = low_rank if not design.dense else time_of(design.width)
+        return DesignTime(ratio, ratio, ratio, 1.0, 1, "as is")
+
+    def stop(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(comparing.Comparing, "time", timed)
+    monkeypatch.setattr(comparing.Comparing, "_late", late)
+    monkeypatch.setattr(comparing.Comparing, "_try_all", stop)
+    made = nn.Conv2d(1, 128, 3), nn.Conv2d(128, 128, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 2)
+    with pytest.raises(KeyboardInterrupt):
+        lr.compare(nn.Sequential(*made), squares, out=tmp_path, say=str, **QUICK)
+    rows = load_frontier(tmp_path).rows
+    assert {row.design["width"] for row in rows if kind_of(row) == "thin"} == {width}
+
+
+def test_on_a_gpu_filters_come_in_32s_where_no_layer_gets_more_than_its_share():
+    def multiple(first: int) -> int:
+        """The multiple that the filters of a network come in whose first layer has so many."""
+
+        def make() -> nn.Module:
+            convs = nn.Conv2d(3, first, 3, padding=1), nn.Conv2d(first, 256, 3), nn.Conv2d(256, 256, 3)
+            return nn.Sequential(*convs, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
+
+        asked = SimpleNamespace(builder=Builder(make, (3, 16, 16)), target=Target("cuda"))
+        macs = asked.builder.count(DENSE).macs
+        return comparing.Comparing._thin_of(asked, macs / 4)[0].multiple
+
+    assert multiple(128) == 32
+    assert multiple(32) == 16  # half of 32 filters are 16
+    assert multiple(16) == 8
 
 
 @pytest.mark.usefixtures("no_page")

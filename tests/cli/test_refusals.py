@@ -65,6 +65,7 @@ def refused(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
         ("convert nin --where layer1", "no convolution is called 'layer1'"),
         ("convert nin --stage 4", "has 3 stages"),
         ("convert nin-c3-lr", "the network is low-rank already (4 of its layers), and nothing is left to convert"),
+        ("convert nin-c3-lr --stage 1", "low-rank already (4 of its layers), and nothing is left to convert"),
         ("decompose nin-c3-lr", "low-rank already (4 of its layers), and nothing is left to convert"),
         ("decompose nin --macs 0.6 --by accuracy", "--by accuracy is measured on images of a data set"),
         ("time nin --repeats 1", "number of at least 3"),

@@ -14,9 +14,7 @@ import pytest
 import torch
 
 from lowrank_cnn.cli.app import run
-from lowrank_cnn.cli.train import (
-    TrainingOptions,
-)
+from lowrank_cnn.cli.train import TrainingOptions
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.data import Data, ResidentSplit, open_data

@@ -25,7 +25,6 @@ from lowrank_cnn.core.files import (
     clear_temporaries,
     delete,
     is_regular,
-    is_sealed,
     locked,
     open_in_place,
     read_json,
@@ -182,7 +181,7 @@ def test_sealed_values_come_back_whatever_the_order_and_the_spaces():
     stored = json.loads(json.dumps(sealed(VALUES), indent=3, sort_keys=True))
     back = unsealed(stored)
     assert back == unsealed(back) == json.loads(json.dumps(VALUES))
-    assert (is_sealed(stored), is_sealed(back)) == (True, False)
+    assert ("sha256" in stored, "sha256" in back) == (True, False)
 
 
 @pytest.mark.parametrize("change", [{"top1": 0.4}, {"history": []}, {"new": 1}, {"sha256": "0"}, {"sha256": None}])

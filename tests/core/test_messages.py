@@ -80,6 +80,7 @@ def test_the_caller_hears_its_own_words(tmp_path, capsys):
     assert (option("batch_size", 8), setting("mirror", True)) == ("batch_size=8", "mirror=True")
     with on_command_line():
         assert (option("batch_size", 8), option("resume", True)) == ("--batch-size 8", "--resume")
+        assert (option("example_input"), option("num_classes")) == ("--example", "--classes")
         assert (setting("mirror", True), setting("accumulate", 1)) == ("--set mirror=true", "--set accumulate=1")
     (tmp_path / "net.safetensors").touch()
     with pytest.raises(lr.LowRankError, match="exists; overwrite=True replaces it"):

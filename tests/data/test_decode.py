@@ -20,7 +20,6 @@ from lowrank_cnn.data.decode import (
     BadImageError,
     Framing,
     decode_image,
-    frame_image,
     image_header,
     thumbnail,
 )
@@ -153,6 +152,10 @@ def test_a_photograph_is_upright_however_the_camera_was_held(how: int, format: s
 def test_a_damaged_exif_tag_leaves_the_image_as_it_is() -> None:
     for exif in (b"Exif\0\0", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff"):
         assert decode_image(encoded(ramp("RGB"), "JPEG", exif=exif), channels=3).size == (16, 16)
+
+
+def frame_image(data: bytes, framing: Framing, channels: int, draws: list[float] | None) -> bytes:
+    return framing(decode_image(data, channels=channels, at_least=framing.at_least), draws).tobytes()
 
 
 FRAMING = Framing((14, 14), None, 16, 0, True, (0, 0, 0))

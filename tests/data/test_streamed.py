@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.data import Augment, Loader, Split, Standardize, StreamedSplit, Whiten, make_loader, open_data
-from lowrank_cnn.data.workers import loaded
+from lowrank_cnn.data.streamed import loaded
 
 VARIED = Augment(crop=9, pad=1, mirror=True, cutout=2)
 Batches = list[tuple[Tensor, Tensor]]

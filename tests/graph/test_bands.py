@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -11,8 +9,8 @@ from torch import nn
 pytest.importorskip("triton")
 
 import lowrank_cnn as lr
-from lowrank_cnn.graph.bands import FusedBands, splits_as_composites
-from lowrank_cnn.graph.fuse import fuse
+from lowrank_cnn.graph.bands import FusedBands, split_as_composite
+from lowrank_cnn.graph.fuse import fuse, shared_copy
 from lowrank_cnn.kernels import forced
 from tests.kernels.helpers import DEVICE
 
@@ -130,7 +128,7 @@ def test_a_forward_may_read_the_attributes_of_a_conv():
 @pytest.mark.parametrize("mix", [Halves(16), Parts(16)])
 def test_other_splits_stay_as_they_are(mix: nn.Module):
     x = torch.randn(2, 16, 6, 5)
-    assert torch.equal(splits_as_composites(nn.Sequential(copy.deepcopy(mix)))(x), mix(x))
+    assert torch.equal(shared_copy(nn.Sequential(mix), split_as_composite)(x), mix(x))
 
 
 def test_an_input_of_other_channels_is_refused_by_torch_as_before():
@@ -147,11 +145,11 @@ def test_without_kernels_the_result_is_that_of_torch_bit_by_bit():
 def test_a_batch_norm_is_folded_into_a_split_that_became_a_composite():
     net, x = mixer(Split(16)).double(), torch.randn(2, 3, 14, 12, dtype=torch.float64)
     net(x)
-    whole = splits_as_composites(copy.deepcopy(net)).eval()
+    whole = shared_copy(net, split_as_composite).eval()
     assert isinstance(whole[1], lr.CompositeConv2d)
     assert torch.allclose(whole(x), net.eval()(x), atol=1e-12)
     merged = lr.merge(whole)
     assert not any(isinstance(part, nn.BatchNorm2d) for part in merged.modules())
     assert torch.allclose(merged(x), net(x), atol=1e-12)
     for other in (Doubled(16), Swapped(16)):
-        assert isinstance(splits_as_composites(mixer(other))[1], Split)  # type: ignore[index]
+        assert isinstance(shared_copy(mixer(other), split_as_composite)[1], Split)  # type: ignore[index]

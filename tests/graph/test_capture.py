@@ -132,7 +132,7 @@ def joined(net: nn.Module) -> tuple[nn.Module, list[str]]:
         layer = captured.root.get_submodule(pattern.name)
         return Joined(layer, norm, pattern.activation, pattern.pool, pattern.add_last).eval()
 
-    return rewritten(captured, patterns, make), words
+    return rewritten(captured, {pattern: make(pattern) for pattern in patterns}), words
 
 
 def in_place_sum(s: Net, x: torch.Tensor) -> torch.Tensor:

@@ -8,20 +8,10 @@ import pytest
 import torch
 
 from lowrank_cnn.report import Records
-from lowrank_cnn.report.charts import (
-    LAYER_COLOURS,
-    MOST_BARS,
-    curves_spec,
-    details_data,
-)
+from lowrank_cnn.report.charts import LAYER_COLOURS, MOST_BARS, curves_spec, details_data
 from lowrank_cnn.report.results import gather
 from lowrank_cnn.report.style import COLOURS, OTHERS, label_rows, network_looks
-from lowrank_cnn.report.trade import (
-    DENSE,
-    LOW_RANK,
-    trade_charts,
-    trade_points,
-)
+from lowrank_cnn.report.trade import DENSE, LOW_RANK, trade_charts, trade_points
 
 EYES = {
     "all cones": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),

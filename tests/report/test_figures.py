@@ -15,19 +15,10 @@ from lowrank_cnn.cli.app import build
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.graph.finalize_shapes import LearnedShapes
 from lowrank_cnn.method.schemes import build_conv, parse_scheme
-from lowrank_cnn.models.filters import (
-    dense_filters,
-    first_filters,
-    singular_energy,
-    spatial_energy,
-)
+from lowrank_cnn.models.filters import dense_filters, first_filters, singular_energy, spatial_energy
 from lowrank_cnn.paper.published import rows
 from lowrank_cnn.report import Records
-from lowrank_cnn.report.figures import (
-    FIGURES,
-    draw_figure,
-    shapes_spec,
-)
+from lowrank_cnn.report.figures import FIGURES, draw_figure, shapes_spec
 from lowrank_cnn.report.trade import draw_frontier
 from tests.choose.conftest import made_frontier
 

@@ -6,10 +6,7 @@ from pathlib import Path
 import pytest
 
 from lowrank_cnn.report import Records, read_records, write_report
-from lowrank_cnn.report.page import (
-    environment_table,
-    render,
-)
+from lowrank_cnn.report.page import environment_table, render
 
 HOSTILE = '</script><img src=x onerror="document.title=1">&\u2028<!--'
 

@@ -14,12 +14,7 @@ from lowrank_cnn.data import ResidentSplit
 from lowrank_cnn.data.small_sets import CLASSES
 from lowrank_cnn.report import read_records
 from lowrank_cnn.report.page import render
-from lowrank_cnn.report.records import (
-    LARGEST_THUMBNAIL,
-    data_label,
-    pool_answers,
-    require_records,
-)
+from lowrank_cnn.report.records import LARGEST_THUMBNAIL, data_label, pool_answers, require_records
 from lowrank_cnn.train.evaluate import EvaluationDetails, answers, details_of
 
 DEEP = json.loads('{"a":' * 900 + "1" + "}" * 900)

@@ -12,7 +12,7 @@ from torch import nn
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.train import load_record
-from lowrank_cnn.train.distributed import batch_norm_over_all, copy_from_first, made_by_first, resolve_device
+from lowrank_cnn.train.distributed import batch_norm_over_all, copy_from_first, resolve_device
 
 
 def processes(n: int, device: str) -> Any:
@@ -38,30 +38,6 @@ def test_a_device_that_is_not_there_is_named(monkeypatch, device, found, sentenc
         return
     with pytest.raises(LowRankError, match=sentence):
         resolve_device(device)
-
-
-def test_the_first_process_makes_a_thing_for_all(monkeypatch):
-    assert made_by_first(lambda: 3, "cpu") == 3
-    sent: list[Any] = []
-
-    def process(first: bool) -> Any:
-        def broadcast(value: Any) -> Any:
-            sent.extend([value] if first else [])
-            return sent[-1]
-
-        return SimpleNamespace(is_global_zero=first, broadcast=broadcast)
-
-    def fail() -> int:
-        raise LowRankError("no such luck.")
-
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for first in (True, False):
-        monkeypatch.setattr("lowrank_cnn.train.distributed.launch", lambda _, first=first: process(first))
-        assert made_by_first((lambda: 5) if first else (lambda: pytest.fail("made twice")), "cpu") == 5
-    for first in (True, False):
-        monkeypatch.setattr("lowrank_cnn.train.distributed.launch", lambda _, first=first: process(first))
-        with pytest.raises(LowRankError, match="no such luck"):
-            made_by_first(fail, "cpu")
 
 
 def test_batch_norm_sees_all_gpus_while_training_and_is_itself_again_after(driver):

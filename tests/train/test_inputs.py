@@ -107,7 +107,7 @@ def test_other_classes_are_refused_before_an_image_is_decoded(photos: Path, monk
     def decode(*_, **__):
         raise AssertionError("images were decoded")
 
-    monkeypatch.setattr("lowrank_cnn.data.sources.decode_rows", decode)
+    monkeypatch.setattr("lowrank_cnn.data.StreamedSplit.decode", decode)
     network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     data = open_data(photos, image_size=12)
     with pytest.raises(LowRankError, match="4 outputs for an image, and the data 2 classes"):

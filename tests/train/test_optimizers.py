@@ -30,7 +30,7 @@ def net() -> nn.Sequential:
 
 
 def stepped(network: nn.Module, recipe: Recipe, steps: int = 3, skip: float = 0.0) -> Optimizer:
-    rule = Optimizer(network, recipe, CPU, torch.tensor(skip))
+    rule = Optimizer(network, recipe, torch.tensor(skip))
     rule.set_rate(recipe.lr)
     take_steps(network, rule, steps)
     return rule
@@ -257,7 +257,7 @@ def test_strips_and_joins_learn_by_rates_of_their_own(optimizer: str):
         lr.build_conv(3, 8, 3, "lr"), lr.build_conv(8, 8, 3, "lr-join"), lr.build_conv(8, 8, 3, "separable"),
         lr.build_conv(8, 8, 3, "mixture"), nn.Conv2d(8, 8, (1, 3), groups=8),
     )  # fmt: skip
-    own = Optimizer(net, recipe, CPU, torch.zeros(()))
+    own = Optimizer(net, recipe, torch.zeros(()))
     own.set_rate(0.1)
     rates = {id(p): float(group["lr"]) for rule in own.rules for group in _groups(rule) for p in group["params"]}
     for name, parameter in net.named_parameters():

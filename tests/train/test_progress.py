@@ -137,7 +137,7 @@ def test_a_client_that_cannot_start_is_one_sentence(driver, calls, monkeypatch):
         raise ValueError("No API key configured.\nA second line.")
 
     monkeypatch.setattr("wandb.init", refuse)
-    with pytest.raises(LowRankError, match=r"^log='wandb' could not start: No API key configured$"):
+    with pytest.raises(LowRankError, match=r"^log='wandb' could not start: No API key configured\.$"):
         driver.train(None, driver.PLAIN, log="wandb")
 
 

@@ -5,6 +5,7 @@ A file holds the network for one image. int8 is quantised by torchao's pt2e with
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from lowrank_cnn.core.errors import LowRankError, explained, require
 from lowrank_cnn.deploy.blocks import groups_apart
-from lowrank_cnn.deploy.engines.request import ExportRequest, InOrder
+from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import Arrays, Engine, Runner, quiet, silent_process, write_beside
 
 
@@ -53,7 +54,7 @@ def write_executorch(path: Path, request: ExportRequest) -> None:
     if request.ranges:
         raise LowRankError("ranges found in training go to .onnx, .xml and .tflite, but ExecuTorch sets its own.")
     example = tuple(request.one_image("executorch").tensors.values())
-    apart = InOrder(groups_apart(request.network), request.call)
+    apart = replace(request, network=groups_apart(request.network)).positional()
     for parameter in apart.parameters():  # XNNPACK's passes refuse the channels_last weights of a trained network
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
     with quiet(), silent_process():

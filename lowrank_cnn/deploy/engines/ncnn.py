@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from lowrank_cnn.core.errors import LowRankError, require
 from lowrank_cnn.core.files import is_regular
 from lowrank_cnn.deploy.blocks import groups_apart
-from lowrank_cnn.deploy.engines.request import ExportRequest, InOrder
+from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import Arrays, Engine, Runner, write_beside
 from lowrank_cnn.deploy.engines.torch import script_bytes, trace
 from lowrank_cnn.method.rewrite import copy_with
@@ -89,7 +90,7 @@ def write_ncnn(path: Path, request: ExportRequest) -> None:
     folder, script = path.parent, path.with_name("traced.pt")
     apart = groups_apart(request.network)
     pools = {m: _CeilAvgPool(m) for m in apart.modules() if type(m) is nn.AvgPool2d and m.ceil_mode}
-    network = InOrder(copy_with(apart, pools), request.call)
+    network = replace(request, network=copy_with(apart, pools)).positional()
     script.write_bytes(script_bytes(trace(network, example, request.name)))
     shapes = ",".join(f"[{','.join(map(str, tensor.shape))}]" for tensor in example)
     command = [pnnx.EXEC_PATH, script.name, f"inputshape={shapes}", f"fp16={int(request.precision == 'fp16')}"]

@@ -156,8 +156,6 @@ def _layer(scopes: str) -> str:
     return f"{layer}/{operation}" if layer else str(operation)
 
 
-# int8: static quantisation by ONNX Runtime's own tool, weights per channel.
-
 _AVERAGES = ("AveragePool", "GlobalAveragePool", "ReduceMean")
 """Operations that stay in float: the tool would round means to the coarse levels of their inputs."""
 _READERS = ("Conv", "Gemm", "MatMul", *_AVERAGES)  # whose input may have a range that training found

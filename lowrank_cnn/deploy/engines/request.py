@@ -260,6 +260,10 @@ class ExportRequest:
                 raise LowRankError(f"a file for {engine} has a fixed image size: leave {word} out of dynamic.")
         return self.call.replaced({name: tensor[:1] for name, tensor in self.call.tensors.items()})
 
+    def positional(self) -> nn.Module:
+        """The network as a module that takes its tensors in the order of their names and gives a tuple."""
+        return _Positional(self.network, self.call).eval()
+
 
 def _holds(guard: str, values: dict[str, Any]) -> bool:
     """Whether a comparison written by torch, such as "L['x'].size()[0] <= 16", holds for these inputs."""
@@ -269,13 +273,10 @@ def _holds(guard: str, values: dict[str, Any]) -> bool:
         return True
 
 
-class InOrder(nn.Module):
-    """A network that takes the tensors of a call in the order of their names, and gives a tensor or a tuple."""
-
+class _Positional(nn.Module):
     def __init__(self, network: nn.Module, call: Call) -> None:
         super().__init__()
         self.network, self.call = network, call
-        self.eval()
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         named = dict(zip(self.call.names, tensors, strict=True))

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lowrank_cnn.core.compare import copied, tensors_of, unchanged
 from lowrank_cnn.core.errors import LowRankError, explained
 from lowrank_cnn.core.files import open_regular
-from lowrank_cnn.deploy.engines.request import ExportRequest, InOrder, named_tensors
+from lowrank_cnn.deploy.engines.request import ExportRequest, named_tensors
 from lowrank_cnn.deploy.engines.runner import Arrays, Engine, Port, Runner, as_array, parse_metadata
 
 _EXTRA = "lowrank_cnn.json"
@@ -152,8 +152,7 @@ class ScriptRunner(TorchRunner):
 
 def write_script(path: Path, request: ExportRequest) -> None:
     """Trace the network; the file takes tensors by position, and gives a tensor, or a tuple of several."""
-    example = tuple(request.traced_call.tensors.values())
-    script = trace(InOrder(request.network, request.call), example, request.name)
+    script = trace(request.positional(), tuple(request.traced_call.tensors.values()), request.name)
     path.write_bytes(script_bytes(script, {_EXTRA: json.dumps(request.metadata)}))
 
 

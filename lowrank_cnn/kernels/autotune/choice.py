@@ -101,7 +101,7 @@ def choose(
         noted.extend(_to_compile(request))
         return Choice("only surveyed")
     if mode() == "on":
-        return Choice("forced", tuned.plan_for(problem, device))
+        return Choice("forced", tuned.measured_plan(problem, device) or plans_of(problem, device)[0])
     return (None if _to_tune(request) else _stored(request)) or _measured(request) or _default(request)
 
 
@@ -224,7 +224,7 @@ def _fastest(request: Request) -> tuple[KernelPlan, bool]:
     plans = _candidates(request)
     if len(plans) == 1:
         return plans[0], True
-    if (found := tuned.tuned_plan(request.problem, request.device)) is not None:
+    if (found := tuned.measured_plan(request.problem, request.device, tuned=True)) is not None:
         return found, True
     inference = Request(request.problem, request.device, bias=request.bias)
     taken, failed = _search(inference, {plan: lambda plan=plan: plan for plan in plans})

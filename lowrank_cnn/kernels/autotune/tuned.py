@@ -6,7 +6,6 @@ and, for training with several filter groups, "dense": all of them as one conv. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -70,7 +69,7 @@ def _unable(request: Request) -> str | None:
     problem = request.problem
     if find_spec("triton") is None:
         return "Triton is not installed"
-    if request.device.type == "cuda" and gpu.capability_of(request.device) < gpu.OLDEST:
+    if not gpu.is_recent(request.device):
         return "the GPU is older than compute capability 8.0"
     if problem.dtype not in gpu.TYPES:
         return f"{problem.dtype} is not bfloat16, float16 or float32"
@@ -165,21 +164,10 @@ def plan_in(entry: dict[str, Any]) -> KernelPlan:
     return KernelPlan.parse(entry["plan"])
 
 
-def plan_for(problem: Problem, device: torch.device) -> KernelPlan:
-    """The measured plan of a problem that runs fused, else the default. Training and inference share a forward."""
-    return next(_plans_in(problem, device, tuned=False), None) or plans_of(problem, device)[0]
-
-
-def tuned_plan(problem: Problem, device: torch.device) -> KernelPlan | None:
-    """The plan that an earlier tuning found fastest, for inference or for training."""
-    return next(_plans_in(problem, device, tuned=True), None)
-
-
-def _plans_in(problem: Problem, device: torch.device, *, tuned: bool) -> Iterator[KernelPlan]:
-    for training in (False, True):
-        entry = entry_of(Request(problem, device, training))
-        if entry and (entry["tuned"] or not tuned):
-            yield plan_in(entry)
+def measured_plan(problem: Problem, device: torch.device, *, tuned: bool = False) -> KernelPlan | None:
+    """The measured fused plan of a problem, or only one from a tuning. Training and inference share a forward."""
+    entries = (entry_of(Request(problem, device, training)) for training in (False, True))
+    return next((plan_in(entry) for entry in entries if entry and (entry["tuned"] or not tuned)), None)
 
 
 def store_path() -> Path:

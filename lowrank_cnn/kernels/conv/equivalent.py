@@ -79,16 +79,6 @@ def unfold_pixels(blocks: Tensor, problem: Problem) -> Tensor:
     return x
 
 
-def fold_weights(weight: Tensor, group: TapGroup, stride: Pair, full: int) -> Tensor:
-    """A group's [filters, C, height, width] over blocks of `full` channels."""
-    (rows, columns), (filters, channels) = stride, weight.shape[:2]
-    height, *high = _padded(group.height, group.top, rows)
-    width, *wide = _padded(group.width, group.left, columns)
-    taps = functional.pad(weight, (*wide, *high)).reshape(filters, channels, height, rows, width, columns)
-    taps = taps.permute(0, 3, 5, 1, 2, 4).reshape(filters, rows * columns * channels, height, width)
-    return functional.pad(taps, (0, 0, 0, 0, 0, full - taps.shape[1]))
-
-
 def unfold_weights(taps: Tensor, group: TapGroup, stride: Pair, channels: int) -> Tensor:
     """The gradient of a group's weights, from that over blocks."""
     (rows, columns), filters = stride, taps.shape[0]
@@ -112,11 +102,16 @@ def _whole(channels: int, dtype: torch.dtype) -> int:
 
 
 def folded_weights(weights: Sequence[Tensor], problem: Problem) -> list[Tensor]:
-    """The groups' weights for the folded problem."""
-    inner = folded(problem)
-    assert inner is not None
-    pairs = zip(weights, problem.groups, strict=True)
-    return [fold_weights(weight, group, problem.stride, inner.channels) for weight, group in pairs]
+    """The groups' weights for the folded problem: [filters, C, height, width] over blocks of more channels."""
+    (rows, columns), channels, found = problem.stride, problem.channels, []
+    used = channels * rows * columns
+    for weight, group in zip(weights, problem.groups, strict=True):
+        height, *high = _padded(group.height, group.top, rows)
+        width, *wide = _padded(group.width, group.left, columns)
+        taps = functional.pad(weight, (*wide, *high)).reshape(-1, channels, height, rows, width, columns)
+        taps = taps.permute(0, 3, 5, 1, 2, 4).reshape(-1, used, height, width)
+        found.append(functional.pad(taps, (0, 0, 0, 0, 0, _whole(used, problem.dtype) - used)))
+    return found
 
 
 def _launch_folded(problem: Problem, given: ConvTensors, tile: tiled.Tile) -> Tensor:

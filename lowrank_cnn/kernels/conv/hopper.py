@@ -13,6 +13,7 @@ tile while it writes one. At stride 2 the image is viewed as in `tiled`, and eac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -31,7 +32,7 @@ from lowrank_cnn.kernels import device as gpu
 from lowrank_cnn.kernels.conv import hopper_plan as plan
 from lowrank_cnn.kernels.conv.tiled import activated, activation_options, without_codes
 from lowrank_cnn.kernels.device import start
-from lowrank_cnn.kernels.problem import ConvTensors, Problem, empty_result, filter_tiles, pixels_last
+from lowrank_cnn.kernels.problem import Box, ConvTensors, Problem, empty_result, filter_tiles, pixels_last
 
 # The places of the Hopper kernel's tiles, and the fetches of their pixels and weights.
 
@@ -491,11 +492,9 @@ def launch_hopper(problem: Problem, given: ConvTensors, tile: plan.HopperTile) -
     if tile.weights_stay:
         grid = max(1, grid // tiles) * tiles
     start(composite_hopper, (grid,))(
-        *_described_input(problem, pixels, box, tile.depth),
+        *described_input(problem, pixels, box, tile.depth),
         described(packed, packed.shape, packed.stride(), (tile.filters, tile.depth)),
-        described_pixels(result, out), described_pixels(result, out, turned=True),
-        described_pixels(added, out), described_pixels(added, out, turned=True),
-        described_pixels(winners, out), described_pixels(winners, out, turned=True),
+        *described_both(result, out), *described_both(added, out), *described_both(winners, out),
         bias if bias is not None else packed, parts if parts is not None else result,
         total, problem.batch, problem.filters, *rows, *turned, problem.out_height, problem.out_width,
         GROUPS=plan.run_rows(problem, tile.filters), TILES=tiles, TAPS=plan.run_length(problem), RUN=run,
@@ -511,9 +510,7 @@ def launch_hopper(problem: Problem, given: ConvTensors, tile: plan.HopperTile) -
     return maps
 
 
-def _described_input(
-    problem: Problem, pixels: Tensor, box: tuple[int, int, int], depth: int
-) -> list[TensorDescriptor]:
+def described_input(problem: Problem, pixels: Tensor, box: Box, depth: int) -> list[TensorDescriptor]:
     """Descriptors of the input for runs along rows and along columns: the box, and the rows beyond it."""
     run, images, cross = box
     if plan.is_strided(problem):
@@ -523,7 +520,8 @@ def _described_input(
         strides = (down * row, image, row, across * channels, 1)
         return [described(pixels, shape, strides, (run, images, 1, cross, depth))] * 4
     block, beyond = (run, images, cross, depth), (max(plan.run_length(problem) - 1, 1), images, cross, depth)
-    return [described_pixels(pixels, part, turned=turned) for turned in (False, True) for part in (block, beyond)]
+    (rows, columns), (rest, columns_rest) = described_both(pixels, block), described_both(pixels, beyond)
+    return [rows, rest, columns, columns_rest]
 
 
 def accumulator(filters: int, warps: tuple[int, int] = (4, 1)) -> gl.NVMMADistributedLayout:
@@ -536,20 +534,21 @@ def _by_filter(tile: plan.HopperTile) -> gl.BlockedLayout:
     return gl.BlockedLayout([tile.warp_grid[0], 1], [1, 32], [1, tile.warps], [1, 0])
 
 
-def described_pixels(pixels: Tensor, block: tuple[int, ...], *, turned: bool = False) -> TensorDescriptor:
-    """A descriptor of [N, H, W, C], which may be a view, with the run's axis first.
-
-    The axes are rows, images, columns; if `turned` columns, images, rows.
-    """
+def described_both(pixels: Tensor, block: tuple[int, ...]) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Descriptors of [N, H, W, C], which may be a view, with the run's axis first: the rows, and the columns."""
     (batch, height, width, channels), (image, row, column, _) = pixels.shape, pixels.stride()
-    if turned:
-        return described(pixels, (width, batch, height, channels), (column, image, row, 1), block)
-    return described(pixels, (height, batch, width, channels), (row, image, column, 1), block)
+    return (
+        described(pixels, (height, batch, width, channels), (row, image, column, 1), block),
+        described(pixels, (width, batch, height, channels), (column, image, row, 1), block),
+    )
 
 
 def described(
     base: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]
 ) -> TensorDescriptor:
-    kind = getattr(gl, str(base.dtype).removeprefix("torch."))
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), kind)
-    return TensorDescriptor(base, list(shape), list(strides), list(block), layout)
+    return TensorDescriptor(base, list(shape), list(strides), list(block), shared_layout(block, base))
+
+
+def shared_layout(block: Sequence[int], like: Tensor) -> Any:
+    """The layout of a block in shared memory, for values of a tensor's type."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, str(like.dtype).removeprefix("torch.")))

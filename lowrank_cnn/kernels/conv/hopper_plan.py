@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
 
 from lowrank_cnn.core.numbers import ceil_div, round_up
 from lowrank_cnn.kernels.conv.pack import ROWS, union_taps
+from lowrank_cnn.kernels.conv.tiled import stride_unsupported
 from lowrank_cnn.kernels.problem import (
     OVERLAPPING,
     Box,
@@ -24,10 +26,12 @@ from lowrank_cnn.kernels.problem import (
     TapGroup,
     blocks_before,
     filters_per_tile,
+    first_reason,
     imported,
     starts,
 )
 
+HALVES = (torch.bfloat16, torch.float16)
 SHARED = 228 * 1024
 """Bytes of shared memory of a multiprocessor. Each program takes one KiB more than it asks for."""
 
@@ -60,23 +64,17 @@ class HopperTile:
 
 def unsupported(problem: Problem) -> str | None:
     """Why this kernel cannot run a problem, or None if it can."""
-    if is_strided(problem) and (problem.height % problem.stride[0] or problem.width % problem.stride[1]):
-        return f"stride {problem.stride} does not divide {problem.height}x{problem.width} pixels"
-    if is_strided(problem) and problem.channels % 16:
-        return f"{problem.channels} channels at stride {problem.stride}, not a multiple of 16"
-    if problem.dtype not in (torch.bfloat16, torch.float16):
-        return f"{problem.dtype} (the Hopper kernel takes 16-bit floats)"
-    if problem.channels % 8:
-        return f"{problem.channels} input channels, not a multiple of 8"
     # Boxes of results, and of a pool's codes in bytes, must begin at multiples of 16 bytes, or the device faults.
     whole = 8 if problem.pool is None else 16
-    if any(group.filters % whole for group in problem.groups):
-        return f"a group whose number of filters is not a multiple of {whole}"
-    if filters_per_tile(problem) == 0:
-        return "a group of fewer than 16 filters"
-    if run_length(problem) not in (1, 3, 5):
-        return "groups whose taps do not run 1, 3 or 5 long along one axis"
-    return None
+    uneven = any(group.filters % whole for group in problem.groups)
+    checks = {
+        f"{problem.dtype} (the Hopper kernel takes 16-bit floats)": problem.dtype not in HALVES,
+        f"{problem.channels} input channels, not a multiple of 8": problem.channels % 8,
+        f"a group whose number of filters is not a multiple of {whole}": uneven,
+        "a group of fewer than 16 filters": filters_per_tile(problem) == 0,
+        "groups whose taps do not run 1, 3 or 5 long along one axis": run_length(problem) not in (1, 3, 5),
+    }
+    return stride_unsupported(problem) or first_reason(checks)
 
 
 def is_strided(problem: Problem) -> bool:
@@ -269,16 +267,15 @@ class WeightTile:
 
 def weights_unsupported(problem: Problem) -> str | None:
     """Why the Hopper kernel cannot compute the weight gradient of a problem, or None if it can."""
-    if problem.stride != (1, 1):
-        return f"stride {problem.stride}"
-    if problem.dtype not in (torch.bfloat16, torch.float16):
-        return f"{problem.dtype} (the Hopper kernel takes 16-bit floats)"
     # Boxes of pixels and of the gradient must begin at multiples of 16 bytes, or the device faults.
-    if problem.channels % 8 or any(group.filters % 8 or group.filters < 16 for group in problem.groups):
-        return "channels or filters that are not a multiple of 8, or a group of fewer than 16 filters"
-    if run_length(problem) not in RUNS:
-        return "groups whose taps do not run 1, 2, 3 or 5 long along one axis"
-    return None
+    uneven = problem.channels % 8 or any(group.filters % 8 or group.filters < 16 for group in problem.groups)
+    checks = {
+        f"stride {problem.stride}": problem.stride != (1, 1),
+        f"{problem.dtype} (the Hopper kernel takes 16-bit floats)": problem.dtype not in HALVES,
+        "channels or filters that are not a multiple of 8, or a group of fewer than 16 filters": uneven,
+        "groups whose taps do not run 1, 2, 3 or 5 long along one axis": run_length(problem) not in RUNS,
+    }
+    return first_reason(checks)
 
 
 def weight_tile(problem: Problem) -> WeightTile:
@@ -347,20 +344,24 @@ class WindowTile:
 
 def window_unsupported(problem: Problem) -> str | None:
     """Why the window kernel cannot run a problem, or None if it can."""
-    if problem.stride != (1, 1) or problem.pool is None or (problem.pool == "ceil" and not problem.even):
-        return "no whole 2x2 windows at stride 1"
-    if problem.dtype not in (torch.bfloat16, torch.float16) or problem.channels > PLACES:
-        return f"{problem.channels} channels of {problem.dtype} (the window kernel takes up to 4 of 16 bits)"
-    if any(abs(place) > 1 for tap in union_taps(problem.groups) for place in tap):
-        return "taps beyond the neighbouring pixels"
-    if problem.filters % 16:
-        return f"{problem.filters} filters, not a multiple of 16"
-    if 0 in problem.result_size:
-        return "no window at all"
-    height, width = padded_size(problem)
-    if PLACES * (problem.batch + 1) * height * width >= 1 << 31:
-        return "more values than 32 bits count"
-    return None
+    cut = problem.pool is None or (problem.pool == "ceil" and not problem.even)
+    taps = [place for tap in union_taps(problem.groups) for place in tap]
+    checks = {
+        "no whole 2x2 windows at stride 1": problem.stride != (1, 1) or cut,
+        **_first_layer_checks(problem, "window"),
+        "taps beyond the neighbouring pixels": max(map(abs, taps)) > 1,
+        "no window at all": 0 in problem.result_size,
+        "more values than 32 bits count": PLACES * (problem.batch + 1) * prod(padded_size(problem)) >= 1 << 31,
+    }
+    return first_reason(checks)
+
+
+def _first_layer_checks(problem: Problem, kernel: str) -> dict[str, object]:
+    few = problem.dtype in HALVES and problem.channels <= PLACES
+    return {
+        f"{problem.channels} channels of {problem.dtype} (the {kernel} kernel takes up to 4 of 16 bits)": not few,
+        f"{problem.filters} filters, not a multiple of 16": problem.filters % 16,
+    }
 
 
 def padded_size(problem: Problem) -> tuple[int, int]:
@@ -420,13 +421,9 @@ def unpack_windows(dw: Tensor, problem: Problem) -> tuple[list[Tensor], Tensor]:
     return found, around[1, :, 1, problem.channels].contiguous()
 
 
-def window_tiles(problem: Problem, capability: tuple[int, int]) -> list[WindowTile]:
-    return [WindowTile()] if capability[0] == 9 else []
-
-
 WINDOW = ForwardKernel(
     WindowTile,
-    window_tiles,
+    lambda problem, capability: [WindowTile()] if capability[0] == 9 else [],
     window_unsupported,
     Layout("windows", pack_windows),
     imported("window", "launch_window"),
@@ -489,22 +486,18 @@ def slabs_of(problem: Problem) -> list[tuple[int, int]]:
 
 def overlap_unsupported(problem: Problem) -> str | None:
     """Why the overlap kernel cannot run a problem, or None if it can."""
-    if problem.stride[1] != 2 or problem.residual:
-        return "no stride of 2 along the columns, or a residual"
-    if problem.pool not in (None, OVERLAPPING):
-        return "a pool of 2x2 windows"
-    if problem.dtype not in (torch.bfloat16, torch.float16) or problem.channels > PLACES:
-        return f"{problem.channels} channels of {problem.dtype} (the overlap kernel takes up to 4 of 16 bits)"
-    if problem.filters % 16:
-        return f"{problem.filters} filters, not a multiple of 16"
-    if reach_of(problem).blocks > WINDOWS // 4 or len(slabs_of(problem)) > MOST_SLABS:
-        return "taps that span too many columns or rows"
-    if problem.out_height < 1 or problem.out_width < 1:
-        return "no output at all"
-    pixels, results = problem.height * round_up(problem.width, 2), problem.result_size
-    if problem.batch * max(PLACES * pixels, problem.filters * results[0] * results[1]) >= 1 << 31:
-        return "more values than 32 bits count"
-    return None
+    wide = reach_of(problem).blocks > WINDOWS // 4 or len(slabs_of(problem)) > MOST_SLABS
+    read = PLACES * problem.height * round_up(problem.width, 2)
+    written = problem.filters * prod(problem.result_size)
+    checks = {
+        "no stride of 2 along the columns, or a residual": problem.stride[1] != 2 or problem.residual,
+        "a pool of 2x2 windows": problem.pool not in (None, OVERLAPPING),
+        **_first_layer_checks(problem, "overlap"),
+        "taps that span too many columns or rows": wide,
+        "no output at all": min(problem.out_height, problem.out_width) < 1,
+        "more values than 32 bits count": problem.batch * max(read, written) >= 1 << 31,
+    }
+    return first_reason(checks)
 
 
 def overlap_tiles(problem: Problem, capability: tuple[int, int]) -> list[OverlapTile]:
@@ -521,15 +514,10 @@ def overlap_bytes(problem: Problem, tile: OverlapTile) -> int:
     return strips + 32 * len(slabs_of(problem)) * filters + 4 * WINDOWS * filters + 8 * (tile.stages + 1)
 
 
-def conv_rows(problem: Problem, tile: OverlapTile) -> int:
-    """Rows of the conv that a strip computes; with a pool, two for each result and one before them."""
-    return 2 * tile.rows + 1 if problem.pool else tile.rows
-
-
 def fetched_rows(problem: Problem, tile: OverlapTile) -> int:
     """Rows of the image that a strip reads, in whole fetches; a product reads at least two rows."""
-    span = max(2, reach_of(problem).rows)
-    return round_up((conv_rows(problem, tile) - 1) * problem.stride[0] + span, FETCHED_ROWS)
+    rows = 2 * tile.rows + 1 if problem.pool else tile.rows  # of the conv: a pool reads one before its first two
+    return round_up((rows - 1) * problem.stride[0] + max(2, reach_of(problem).rows), FETCHED_ROWS)
 
 
 def result_columns(problem: Problem) -> int:

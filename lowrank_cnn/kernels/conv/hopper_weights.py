@@ -13,8 +13,6 @@ offset. In the end the shares are added up in device memory, in float32, by atom
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -29,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.kernels.conv import hopper_plan as plan
-from lowrank_cnn.kernels.conv.hopper import accumulator, described_pixels
+from lowrank_cnn.kernels.conv.hopper import accumulator, described_both, described_input, shared_layout
 from lowrank_cnn.kernels.device import start
 from lowrank_cnn.kernels.problem import Problem, shares
 
@@ -197,24 +195,16 @@ def launch_weights_hopper(
     groups, tiles = plan.weight_run_rows(problem, tile)
     splits = shares(tiles, boxes, programs)
     dw = torch.zeros(problem.channels * sum(problem.rows), device=g.device)
-    block, rest = (run, images, cross, tile.depth), (max(taps - 1, 1), images, cross, tile.depth)
     start(weights_hopper, (tiles * splits,))(
-        described_pixels(pixels, block), described_pixels(pixels, rest),
-        described_pixels(pixels, block, turned=True), described_pixels(pixels, rest, turned=True),
-        described_pixels(g, (run, images, cross, tile.filters)),
-        described_pixels(g, (run, images, cross, tile.filters), turned=True),
+        *described_input(problem, pixels, box, tile.depth), *described_both(g, (*box, tile.filters)),
         dw, ceil_div(boxes, splits), boxes, problem.channels, *rows, *turned,
         GROUPS=groups, TILES=tiles, DEPTHS=ceil_div(problem.channels, tile.depth),
         TAPS=taps, RUN=run, IMAGES=images, CROSS=cross, DEPTH=tile.depth, FILTERS=tile.filters, STAGES=tile.stages,
-        PIXEL_LAYOUT=_shared(tile.pixels, tile.depth, g), GRAD_LAYOUT=_shared(tile.pixels, tile.filters, g),
+        PIXEL_LAYOUT=shared_layout((tile.pixels, tile.depth), g),
+        GRAD_LAYOUT=shared_layout((tile.pixels, tile.filters), g),
         ACC=accumulator(tile.filters, (tile.warps, 1)), num_warps=tile.warps,
     )  # fmt: skip
     return _unpacked(dw, problem)
-
-
-def _shared(rows: int, columns: int, like: Tensor) -> Any:
-    kind = getattr(gl, str(like.dtype).removeprefix("torch."))
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], kind)
 
 
 def _unpacked(dw: Tensor, problem: Problem) -> list[Tensor]:

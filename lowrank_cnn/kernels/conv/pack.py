@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from lowrank_cnn.core.numbers import round_up
-from lowrank_cnn.kernels.problem import Layout, Problem, TapGroup, power_above
+from lowrank_cnn.kernels.problem import Layout, Pair, Problem, TapGroup, power_above
 
 
 def copy_groups(sources: Sequence[Tensor], targets: Sequence[Tensor], *, by_torch: bool = False) -> None:
@@ -30,23 +31,25 @@ def pack_rows(weights: Sequence[Tensor], dtype: torch.dtype, *, by_torch: bool =
     """
     if (rows := _already_packed(weights, dtype)) is not None:
         return rows
-    sizes = [weight[:, 0].numel() for weight in weights]
-    rows = weights[0].new_empty((sum(sizes), weights[0].shape[1]), dtype=dtype)
-    views = [_as_weight(part, weight) for part, weight in zip(rows.split(sizes), weights, strict=True)]
-    copy_groups(weights, views, by_torch=by_torch)
+    channels = weights[0].shape[1]
+    rows = weights[0].new_empty((sum(weight.numel() for weight in weights) // channels, channels), dtype=dtype)
+    copy_groups(weights, _as_weights(rows, weights), by_torch=by_torch)
     return rows
 
 
-def _as_weight(rows: Tensor, weight: Tensor) -> Tensor:
-    """A view of a group's packed rows as [filters, channels, height, width]."""
-    return rows.view(weight.shape[2], weight.shape[3], weight.shape[0], -1).permute(2, 3, 0, 1)
+def _as_weights(rows: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Views of the groups' packed rows as [filters, channels, height, width]."""
+    parts = rows.split([weight[:, 0].numel() for weight in weights])
+    return [
+        part.view(*weight.shape[2:], weight.shape[0], -1).permute(2, 3, 0, 1)
+        for part, weight in zip(parts, weights, strict=True)
+    ]
 
 
 def laid_out(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Copies of the groups' weights in the memory of `pack_rows`, so that packing them later costs nothing."""
-    sizes = [weight[:, 0].numel() for weight in weights]
-    parts = pack_rows(weights, dtype, by_torch=True).split(sizes)  # works without Triton as well
-    return [_as_weight(part, weight) for part, weight in zip(parts, weights, strict=True)]
+    rows = pack_rows(weights, dtype, by_torch=True)  # works without Triton as well
+    return _as_weights(rows, weights)
 
 
 def _already_packed(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
@@ -65,16 +68,15 @@ def _already_packed(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor | N
     return first.detach().as_strided((rows, channels), (channels, 1))
 
 
-def union_taps(groups: Sequence[TapGroup]) -> list[tuple[int, int]]:
-    """Every offset from an output pixel that some group reads, as sorted (rows down, columns right)."""
-    return sorted(
-        {
-            (row - group.top, column - group.left)
-            for group in groups
-            for row in range(group.height)
-            for column in range(group.width)
-        }
-    )
+def taps_of(group: TapGroup) -> list[Pair]:
+    """The offsets from an output pixel that a group reads, row by row, as (rows down, columns right)."""
+    rows, columns = range(-group.top, group.height - group.top), range(-group.left, group.width - group.left)
+    return list(product(rows, columns))
+
+
+def union_taps(groups: Sequence[TapGroup]) -> list[Pair]:
+    """Every offset from an output pixel that some group reads, sorted."""
+    return sorted({tap for group in groups for tap in taps_of(group)})
 
 
 def pack_union(weights: Sequence[Tensor], problem: Problem, dtype: torch.dtype) -> Tensor:
@@ -91,8 +93,8 @@ def pack_union(weights: Sequence[Tensor], problem: Problem, dtype: torch.dtype) 
     whole = matrix[:used].view(len(taps), problem.channels, problem.filters)
     for group, first, weight in zip(problem.groups, problem.begins, weights, strict=True):
         parts = weight.permute(2, 3, 1, 0).reshape(group.taps, problem.channels, group.filters)
-        for place, part in zip(_places(group, taps), parts, strict=True):
-            whole[place, :, first : first + group.filters] = part
+        for tap, part in zip(taps_of(group), parts, strict=True):
+            whole[taps.index(tap), :, first : first + group.filters] = part
     return matrix
 
 
@@ -102,9 +104,7 @@ def unpack_union(matrix: Tensor, problem: Problem) -> list[Tensor]:
     whole = matrix[:, : len(taps) * problem.channels].reshape(-1, len(taps), problem.channels)
     parts = whole.split([group.filters for group in problem.groups])
     return [
-        torch.stack([part[:, place] for place in _places(group, taps)], 2).unflatten(
-            2, (group.height, group.width)
-        )
+        torch.stack([part[:, taps.index(tap)] for tap in taps_of(group)], 2).unflatten(2, (group.height, -1))
         for part, group in zip(parts, problem.groups, strict=True)
     ]
 
@@ -138,12 +138,3 @@ def pack_turned(weights: Sequence[Tensor], leads: Sequence[int], dtype: torch.dt
     ]
     copy_groups(weights, targets)
     return rows
-
-
-def _places(group: TapGroup, taps: list[tuple[int, int]]) -> list[int]:
-    """The positions of a group's taps, row by row, in the union."""
-    return [
-        taps.index((row - group.top, column - group.left))
-        for row in range(group.height)
-        for column in range(group.width)
-    ]

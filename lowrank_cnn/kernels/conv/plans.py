@@ -42,20 +42,16 @@ class KernelPlan:
     kernel: str
     tile: Any
 
-    @classmethod
-    def parse(cls, text: str) -> KernelPlan:
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def parse(text: str) -> KernelPlan:
         """The plan of a text."""
-        return _parsed(text)
+        kernel, *sizes = text.split("-")
+        return KernelPlan(kernel, KERNELS[kernel].tile(*(int(size[1:]) for size in sizes)))
 
     def __str__(self) -> str:
         names = (field.name[0] for field in fields(self.tile))
         return "-".join([self.kernel, *(f"{n}{v}" for n, v in zip(names, astuple(self.tile), strict=True))])
-
-
-@lru_cache(maxsize=4096)
-def _parsed(text: str) -> KernelPlan:
-    kernel, *sizes = text.split("-")
-    return KernelPlan(kernel, KERNELS[kernel].tile(*(int(size[1:]) for size in sizes)))
 
 
 def plans(problem: Problem, *, capability: tuple[int, int] = (0, 0)) -> list[KernelPlan]:

@@ -45,11 +45,14 @@ class StemTile:
     warps: int = 4
 
 
-def _stem_tiles(problem: Problem) -> list[StemTile]:
+def _stem_tiles(problem: Problem, capability: tuple[int, int]) -> list[StemTile]:
     """Tiles whose results fit in the registers beside the gathered values.
 
-    With two warps per program more programs run at once, which hide each other's loads.
+    With two warps per program more programs run at once, which hide each other's loads. There is no tile if a
+    pixel has enough channels for a matrix product, for which `tiled` is better.
     """
+    if problem.channels >= 16 and tiled.unsupported(problem) is None:
+        return []
     filters = power_above(problem.filters)
     results = 4096 if len(union_taps(problem.groups)) * problem.channels <= 16 else 2048
     small = [StemTile(min(128, results // filters), 2)] if filters <= 128 else []
@@ -251,16 +254,4 @@ def _stem_unsupported(problem: Problem) -> str | None:
     return None
 
 
-def _stem_suits(problem: Problem) -> bool:
-    """Whether a pixel has too few channels for a matrix product, for which `tiled` is better."""
-    return problem.channels < 16 or tiled.unsupported(problem) is not None
-
-
-STEM = ForwardKernel(
-    StemTile,
-    lambda problem, capability: _stem_tiles(problem) if _stem_suits(problem) else [],
-    _stem_unsupported,
-    UNION,
-    launch_stem,
-    decides=True,
-)
+STEM = ForwardKernel(StemTile, _stem_tiles, _stem_unsupported, UNION, launch_stem, decides=True)

@@ -34,6 +34,7 @@ from lowrank_cnn.kernels.problem import (
     empty_result,
     filter_tiles,
     filters_per_tile,
+    first_reason,
     parsed,
     pixels_last,
     power_above,
@@ -327,15 +328,18 @@ def depth_of(problem: Problem, tile: Tile) -> int:
 def unsupported(problem: Problem) -> str | None:
     """Why this kernel cannot run a problem, or None if it can."""
     whole = 16 // problem.dtype.itemsize
-    if problem.channels % whole or problem.filters % whole:
-        return f"channels in or out are not a multiple of {whole}"
-    if problem.stride == (1, 1):
-        return None
-    if problem.channels % 16:
-        return f"{problem.channels} channels at stride {problem.stride}, not a multiple of 16"
-    if problem.height % problem.stride[0] or problem.width % problem.stride[1]:
-        return f"stride {problem.stride} does not divide {problem.height}x{problem.width} pixels"
-    return None
+    uneven = problem.channels % whole or problem.filters % whole
+    return f"channels in or out are not a multiple of {whole}" if uneven else stride_unsupported(problem)
+
+
+def stride_unsupported(problem: Problem) -> str | None:
+    """Why the image cannot be viewed as blocks of pixels, or None if it can; also for `hopper`."""
+    (down, across), size = problem.stride, f"{problem.height}x{problem.width}"
+    checks = {
+        f"{problem.channels} channels at stride {problem.stride}, not a multiple of 16": problem.channels % 16,
+        f"stride {problem.stride} does not divide {size} pixels": problem.height % down or problem.width % across,
+    }
+    return first_reason(checks) if problem.stride != (1, 1) else None
 
 
 OLDER = Tile(64, 64, 32, 4, 3)

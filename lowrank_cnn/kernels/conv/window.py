@@ -30,7 +30,7 @@ from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.kernels import device as gpu
 from lowrank_cnn.kernels.conv import hopper_plan as plan
 from lowrank_cnn.kernels.conv.copies import launch_pad_channels
-from lowrank_cnn.kernels.conv.hopper import accumulator, described, finished, send
+from lowrank_cnn.kernels.conv.hopper import accumulator, described, finished, send, shared_layout
 from lowrank_cnn.kernels.conv.tiled import activation_options
 from lowrank_cnn.kernels.device import start
 from lowrank_cnn.kernels.problem import ConvTensors, Problem, empty_result, pixels_last
@@ -306,12 +306,11 @@ def launch_window_gradient(
     total = problem.batch * counts[0] * counts[1]
     programs = max(1, gpu.multiprocessors(grad.device) * tile.residents // tiles)
     dw = torch.zeros((6 * problem.filters, 16), device=grad.device)
-    kind = getattr(gl, str(grad.dtype).removeprefix("torch."))
     start(window_gradient, (tiles * min(total, programs),))(
         windows_of(padded, problem.batch * size[0], rows, columns), grad, codes, dw, total, size[0],
         *problem.result_size,
         COUNTS=counts, TOTAL=problem.filters, FILTERS=FILTERS, ROWS=rows, COLUMNS=columns, STAGES=tile.stages,
-        VIEW=halves(), WON=gl.NVMMASharedLayout.get_default_for([rows * columns, FILTERS], kind),
+        VIEW=halves(), WON=shared_layout((rows * columns, FILTERS), grad),
         READ=gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]),
         ACC=accumulator(16), num_warps=4,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from functools import lru_cache
 from math import gcd
 from typing import Any, NamedTuple
 
-from lowrank_cnn.core.numbers import ceil_div
+from lowrank_cnn.core.numbers import ceil_div, round_up
 
 Pair = tuple[int, int]
 WARPS = 4
@@ -174,18 +174,14 @@ def block_of(band: Band, size: Pair, unit: Pair = (1, 1)) -> Pair:
     rows = 2 if height and width else _run(size[0], unit[0]) if height else unit[0]
     # A larger block of a square would not fit the registers.
     columns = 1 if height and not width else _run(size[1], unit[1], 7 if height and width else 8)
-    return _up(rows, unit[0]), _up(columns, unit[1])
+    return round_up(rows, unit[0]), round_up(columns, unit[1])
 
 
 def _run(length: int, unit: int, most: int = 8) -> int:
     """The number of pixels in a row that wastes the fewest at the end, from 4 on; at a tie the largest."""
     if length < 4:
-        return _up(length, unit)
+        return round_up(length, unit)
     return min((n for n in range(most, 3, -1) if n % unit == 0), key=lambda n: ceil_div(length, n) * n)
-
-
-def _up(value: int, unit: int) -> int:
-    return ceil_div(value, unit) * unit
 
 
 def lanes_of(channels: int) -> int:

@@ -293,16 +293,15 @@ def test_problems_that_differ_have_keys_that_differ(change):
     assert len({tuned.key_of(each) for each in (one, other, replace(one, training=True))}) == 3
 
 
-def test_a_stored_plan_serves_training_and_inference_while_its_kernel_takes_it(bench, monkeypatch):
-    monkeypatch.setattr(tuned, "plans_of", lambda *_: ("default",))
+def test_a_stored_plan_serves_training_and_inference_while_its_kernel_takes_it(bench):
     cuda, shapes = torch.device("cuda"), [(24, 16, 3, 1), (24, 16, 1, 3)]
     plain = pose((2, 16, 8, 8), shapes, torch.bfloat16, stride=(1, 1), padding=PADDING)
     pooled = replace(plain, pool="floor")
-    assert tuned.plan_for(pooled, cuda) == "default"
+    assert tuned.measured_plan(pooled, cuda) is None
     times = {"graph": 0.5, "call": float("inf")}
     entry = {"torch": times, "fused": times, "plan": "hopper-p128-f16-d16-w4-b2-s3-p1-r2", "tuned": True}
     for each in (pooled, plain):
         tuned.keep(Request(each, cuda, training=True), entry, lasting=True)
     assert tuned.entry_of(Request(pooled, cuda, training=True)) is None, "its kernel has no such pool"
     assert tuned.entry_of(Request(plain, torch.device("cpu"), training=True)) is None
-    assert str(tuned.plan_for(plain, cuda)) == str(tuned.tuned_plan(plain, cuda)) == entry["plan"]
+    assert [str(tuned.measured_plan(plain, cuda, tuned=only)) for only in (False, True)] == 2 * [entry["plan"]]

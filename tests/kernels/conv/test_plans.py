@@ -258,7 +258,7 @@ POINTWISE = ForwardKernel(
 
 
 def test_a_new_kernel_is_a_record_and_a_row(monkeypatch):
-    caches = (refusal, tuned.plans_of, tuned._unable, module._parsed)
+    caches = (refusal, tuned.plans_of, tuned._unable, KernelPlan.parse)
     for cached in caches:
         cached.cache_clear()
     monkeypatch.setattr(module, "KERNELS", {"pointwise": POINTWISE, **module.KERNELS})
