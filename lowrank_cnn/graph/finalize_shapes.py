@@ -11,6 +11,7 @@ import copy
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from lowrank_cnn.method.rewrite import (
     rewrite,
 )
 from lowrank_cnn.method.schemes import Exact, Scheme, parse_scheme
-from lowrank_cnn.method.shaped_layers import ShapedConv2d, exact_scheme, shaped_convs
+from lowrank_cnn.method.shaped_layers import ShapedConv2d, shaped_convs
 from lowrank_cnn.method.spec import Pair
 
 _TOLERANCE = 1e-9
@@ -152,6 +153,11 @@ def _order(layer: ShapedConv2d, *, free: bool) -> Tensor:
     if not free and not bool((choice.diff() >= 0).all()):
         raise LowRankError("a layer whose channels are added to others has filters that are not sorted by shape.")
     return torch.argsort(choice, stable=True)
+
+
+def exact_scheme(groups: list[tuple[Pair, int]]) -> Scheme:
+    """The scheme of filters that are counted by shape."""
+    return Scheme("exact", tuple((f"{h}x{w}", Fraction(count)) for (h, w), count in groups))
 
 
 def _groups(layer: ShapedConv2d) -> list[tuple[Pair, int]]:
