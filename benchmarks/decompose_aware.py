@@ -33,7 +33,6 @@ from benchmarks.common import parser, write_record
 from lowrank_cnn.core.files import read_json
 from lowrank_cnn.core.text import text_table
 from lowrank_cnn.data import make_loader, open_data
-from lowrank_cnn.method.activations import outputs, relative_error
 from lowrank_cnn.method.budget import Budget, within
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.decompose import (
@@ -43,7 +42,9 @@ from lowrank_cnn.method.decompose import (
     fit_layer,
     measured_keeps,
     nearest_output,
+    outputs,
     refitted,
+    relative_error,
 )
 from lowrank_cnn.method.rewrite import rewrite
 from lowrank_cnn.method.schemes import Scheme, parse_scheme

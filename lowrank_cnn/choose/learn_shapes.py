@@ -50,7 +50,7 @@ from lowrank_cnn.method.rewrite import copy_with, frozen_like, rewrite
 from lowrank_cnn.method.schemes import Learned as LearnedScheme
 from lowrank_cnn.method.schemes import Scheme, parse_scheme
 from lowrank_cnn.method.select import Where, check_rewritable, select
-from lowrank_cnn.method.shaped_layers import ShapedConv2d, shaped_convs, shaped_layer
+from lowrank_cnn.method.shaped_layers import ShapedConv2d, shaped_convs
 from lowrank_cnn.train.fit import fit, recipe_for
 from lowrank_cnn.train.inputs import augmentation, image_size, open_for
 from lowrank_cnn.train.objective import Loss, class_scores
@@ -223,7 +223,7 @@ def shape_network(
         new.copy_dense(layer.weight, layer.bias)  # type: ignore[operator]
         frozen_like(layer, new)
 
-    new = rewrite(model, schemes, build=shaped_layer, fill=fill, kept=kept)
+    new = rewrite(model, schemes, fill=fill, kept=kept)
     note(new, input_size=tuple(input_size))
     return new
 

@@ -94,8 +94,6 @@ def decompose_command(
       lowrank decompose nin --pretrained cifar10 --energy 0.9
       lowrank decompose runs/photos --macs 0.5 --images photos --by accuracy
     """
-    from lowrank_cnn.method.convert import explain_already_low_rank
-
     source, size = named.find(model)
     if by == "accuracy" and not images:
         raise LowRankError("--by accuracy is measured on images of a data set: give --images.")
@@ -104,9 +102,8 @@ def decompose_command(
         how["images"], labels = source.images(images, size, IMAGES)
         if by == "accuracy":
             how["evaluate"] = partial(_accuracy, images=how["images"], labels=labels)
-    with explain_already_low_rank(source.network):
-        how |= {"where": _where(where, stage, source.network, size), "allow_costlier": allow_costlier}
-        new = lr.decompose(source.network, scheme, input_size=size, **how)
+    how |= {"where": _where(where, stage, source.network, size), "allow_costlier": allow_costlier}
+    new = lr.decompose(source.network, scheme, input_size=size, **how)
     _finish(source, new, size, out, as_json)
 
 

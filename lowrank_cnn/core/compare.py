@@ -169,6 +169,18 @@ def unchanged(*networks: nn.Module, evaluating: bool = False, on_meta: bool = Fa
                 numpy.random.set_state(host[1])
 
 
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode within the block, and restore the mode of every module after it."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
 def _state_of(networks: Sequence[nn.Module], on_meta: bool) -> list[tuple[Any, Any]]:
     """Everything that a forward may change in networks, each with its content of now."""
     found: dict[int, tuple[Any, Any]] = {}

@@ -25,8 +25,7 @@ from lowrank_cnn.kernels.device import kernels_run
 from lowrank_cnn.kernels.fused_convs import FrozenComposite, conv_options, pool_name
 from lowrank_cnn.kernels.problem import activate, is_monotone
 from lowrank_cnn.kernels.strips import available, packed_strips, strips
-from lowrank_cnn.method.geometry import Sides, enclosing_padding
-from lowrank_cnn.method.layers import CompositeConv2d, conv_of
+from lowrank_cnn.method.layers import CompositeConv2d, Sides, conv_of, enclosing_padding
 from lowrank_cnn.method.rewrite import copy_with, laid_out_as
 from lowrank_cnn.method.schemes import FactoredConv2d
 from lowrank_cnn.method.spec import Composite, Kernel

@@ -11,6 +11,7 @@ import copy
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from lowrank_cnn.method.rewrite import (
     rewrite,
 )
 from lowrank_cnn.method.schemes import Exact, Scheme, parse_scheme
-from lowrank_cnn.method.shaped_layers import ShapedConv2d, exact_scheme, shaped_convs
+from lowrank_cnn.method.shaped_layers import ShapedConv2d, shaped_convs
 from lowrank_cnn.method.spec import Pair
 
 _TOLERANCE = 1e-9
@@ -144,6 +145,11 @@ def _plain_layers(network: nn.Module, routes: Mapping[str, Route]) -> dict[str, 
             found[norm] = _reordered(network.get_submodule(norm), orders[name], dim=0)
     others = {name: features for name, features in arriving.items() if name not in convs}
     return found | {name: _reordered(network.get_submodule(name), of, dim=1) for name, of in others.items()}
+
+
+def exact_scheme(groups: list[tuple[Pair, int]]) -> Scheme:
+    """The scheme of filters that are counted by shape."""
+    return Scheme("exact", tuple((f"{h}x{w}", Fraction(count)) for (h, w), count in groups))
 
 
 def _groups(layer: ShapedConv2d) -> list[tuple[Pair, int]]:

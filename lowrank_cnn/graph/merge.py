@@ -31,8 +31,7 @@ from lowrank_cnn.graph.patterns import NORMS, Pattern, find_patterns, split_norm
 from lowrank_cnn.kernels.reference import compose
 from lowrank_cnn.method.branches import fold_branches
 from lowrank_cnn.method.count import count
-from lowrank_cnn.method.geometry import Sides, enclosing_padding
-from lowrank_cnn.method.layers import CompositeConv2d, conv_of, weights_of
+from lowrank_cnn.method.layers import CompositeConv2d, Sides, conv_of, enclosing_padding, weights_of
 from lowrank_cnn.method.rewrite import copy_with, laid_out_as
 from lowrank_cnn.method.schemes import FactoredConv2d
 from lowrank_cnn.method.select import check_rewritable

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.method.layers import CompositeConv2d, conv_of, dense_weight, mask_weights, weights_of
+from lowrank_cnn.method.layers import CompositeConv2d, conv_of, dense_weight, mask_weights, set_weights, weights_of
 from lowrank_cnn.method.spec import Composite
 
 
@@ -108,12 +108,9 @@ class BranchedConv2d(nn.Module):
     def folded(self) -> nn.Module:
         """The composite, or the conv of one shape, that runs in place of the branches, with a bias."""
         strips = self.strips
-        options = {"stride": strips.stride, "padding": strips.padding, "dilation": strips.dilation}
-        options |= {"channel_groups": strips.channel_groups, "padding_mode": strips.padding_mode}
-        layer = conv_of(strips.in_channels, strips.composite, **options).to(strips.weights[0])
-        weights, bias = self.folded_weights()
-        for target, value in zip((*weights_of(layer), layer.bias), (*weights, bias), strict=True):
-            target.copy_(value)  # type: ignore[union-attr, operator]
+        layer = conv_of(strips.in_channels, strips.composite, **strips.options | {"bias": True})
+        layer = layer.to(strips.weights[0])
+        set_weights(layer, *self.folded_weights())
         return layer.train(self.training)
 
 
@@ -177,8 +174,6 @@ def unbranchable(layer: CompositeConv2d) -> str:
     """The reason why branches cannot be folded into a composite; empty if they can."""
     if layer.shuffle:
         return "it shuffles its channel groups"
-    if layer.axes != 2:
-        return "its filters are not for images"
     steps = zip(layer.composite.kernel, layer.dilation, strict=True)
     centred = tuple((step * (size // 2),) * 2 for size, step in steps)
     if any(g.height % 2 == 0 or g.width % 2 == 0 for g in layer.composite.groups) or layer.padding != centred:

@@ -7,7 +7,7 @@ that it keeps (`energy`). For trained filters that share is measured; for fresh 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.core.clock import measure
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError, check_number
 from lowrank_cnn.core.modules import InputSize, arguments
 from lowrank_cnn.method.chains import groups_of, outputs_of
 from lowrank_cnn.method.count import count
@@ -36,6 +36,10 @@ class Step:
     scheme: Scheme | None
     cost: int
     energy: float
+
+
+Options = Iterable[tuple[Scheme, float]]
+"""What may replace a layer, and the share of it that each keeps."""
 
 
 class Offer(NamedTuple):
@@ -64,8 +68,7 @@ class Budget:
         if len(given) > 1:
             raise LowRankError(f"ask for one of {', '.join(asked)}, not for {' and '.join(given)}.")
         for kind, share in given.items():
-            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-                raise LowRankError(f"{kind} is a share above 0 and up to 1, not {share!r}.")
+            check_number(kind, share, above=0, most=1)
             return cls(kind, float(share))
         return None
 
@@ -142,57 +145,48 @@ def schemes_of(chosen: Choice) -> dict[str, Scheme]:
     return {name: scheme for name, scheme in chosen.items() if scheme is not None}
 
 
-def fresh_curves(
-    model: nn.Module, convs: Convs, schemes: Sequence[Scheme], kind: str, input_size: InputSize
+def layer_curves(
+    model: nn.Module, convs: Convs, kind: str, input_size: InputSize, options: Callable[[str], Options]
 ) -> tuple[dict[str, Curve], int]:
-    """Choices among schemes for layers that are trained from scratch, and the cost of everything else."""
-    dense, rest = dense_costs(model, convs, kind, input_size)
-    return {name: _fresh_curve(convs[name], schemes, cost, kind) for name, cost in dense.items()}, rest
+    """The curve of each conv that runs on one image of this size, and the cost of everything else.
 
-
-def dense_costs(model: nn.Module, convs: Convs, kind: str, input_size: InputSize) -> tuple[dict[str, int], int]:
-    """The cost of each conv that runs, in parameters or in MACs, and that of everything else."""
+    Steps that keep no more than a cheaper one are left out.
+    """
     found = count(model, input_size)
-    ran = {row.name: row.macs for row in found.layers if row.name in convs}
+    dense = {row.name: row.macs for row in found.layers if row.name in convs}
     if kind == "params":
-        own = {name: sum(p.numel() for p in convs[name].parameters()) for name in ran}
-        return own, found.params - sum(own.values())
-    return ran, found.macs - sum(ran.values())
+        dense = {name: sum(p.numel() for p in convs[name].parameters()) for name in dense}
+    curves = {}
+    for name, whole in dense.items():
+        conv, steps = convs[name], []
+        for scheme, kept in options(name):
+            pixels = whole / conv.weight.numel()
+            cost = scheme.params(conv) if kind == "params" else round(pixels * scheme.macs(conv))
+            steps.append(Step(scheme, cost, kept))
+        cheaper = sorted((step for step in steps if step.cost < whole), key=lambda step: step.cost)
+        best = accumulate((step.energy for step in cheaper), max, initial=-1.0)
+        # The share of a layer of zeros is no number: it keeps its steps, and none gains anything.
+        rising = [step for step, before in zip(cheaper, best, strict=False) if not step.energy <= before]
+        curves[name] = [*rising, Step(None, whole, 1.0)]
+    whole = found.params if kind == "params" else found.macs
+    return curves, whole - sum(dense.values())
 
 
-def step_cost(conv: nn.Conv2d, scheme: Scheme, dense: int, kind: str) -> int:
-    """The cost of a scheme that replaces a conv of cost `dense`."""
-    if kind == "params":
-        return scheme.params(conv)
-    return round(dense / conv.weight.numel() * scheme.macs(conv))
-
-
-def _fresh_curve(conv: nn.Conv2d, schemes: Sequence[Scheme], dense: int, kind: str) -> Curve:
-    """The steps of all schemes that keep more parameters than every cheaper one."""
-    steps = []
-    for one in (step for scheme in schemes for step in _fewer_filters(conv, scheme)):
-        kept = min(1.0, step_cost(conv, one, dense, "params") / conv.weight.numel())
-        steps.append(Step(one, step_cost(conv, one, dense, kind), kept))
-    cheaper = sorted((step for step in steps if step.cost < dense), key=lambda step: step.cost)
-    if len(schemes) > 1:
-        best = [0.0, *accumulate((step.energy for step in cheaper), max)]
-        cheaper = [step for step, before in zip(cheaper, best, strict=False) if step.energy > before]
-    return [*cheaper, Step(None, dense, 1.0)]
+def fresh_options(conv: nn.Conv2d, schemes: Sequence[Scheme]) -> Options:
+    """What may replace a layer that is trained from scratch, with its share of the weights."""
+    several = (one for scheme in schemes for one in _fewer_filters(conv, scheme))
+    return [(one, min(1.0, one.params(conv) / conv.weight.numel())) for one in several]
 
 
 def _fewer_filters(conv: nn.Conv2d, scheme: Scheme) -> dict[Scheme, None]:
-    """The scheme with fewer and fewer basis filters where it has any, down from its own number of them."""
+    """The scheme with its own number of basis filters, and with fewer and fewer where something mixes them."""
     filters, groups = outputs_of(conv), groups_of(conv)
     if filters // groups < len(scheme.shapes) or (isinstance(conv, nn.Conv3d) and 3 not in scheme.dimensions):
         return {}
     schemes = {scheme: None}
     if scheme.mixes:
         units = [max(groups, round(share * filters / groups) * groups) for share in SHARES]
-        most = (
-            filters
-            if scheme.m is None
-            else scheme.stages((3,) * scheme.dimensions[0], filters, channel_groups=groups)[0].filters
-        )
+        most = scheme.stages((3,) * scheme.dimensions[0], filters, channel_groups=groups)[0].filters
         schemes |= {replace(scheme, m=m): None for m in units if len(scheme.shapes) <= m < most}
     return schemes
 
@@ -213,9 +207,9 @@ def by_latency(
         else:
             high = budget
     if found is None:
-        told = "a thinner network may take less (`thin`)"
         raise LowRankError(
-            f"even the fewest filters take more than {share:.0%} of the dense network's time here; {told}."
+            f"even the fewest filters take more than {share:.0%} of the dense network's time here; a thinner "
+            "network may take less (`thin`)."
         )
     return found
 

@@ -15,18 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from lowrank_cnn.core.modules import computes_as
 from lowrank_cnn.kernels.reference import compose, ungrouped
 from lowrank_cnn.method.branches import BranchedConv2d
-from lowrank_cnn.method.geometry import Sides
-from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.layers import KINDS, CompositeConv2d, Sides
 from lowrank_cnn.method.spec import Kernel
 
 if TYPE_CHECKING:
     from lowrank_cnn.method.schemes import Scheme
-
-KINDS = (nn.Linear, nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-"""Layers that a `FactoredLayer` replaces; `nn.Conv2d` is none of them."""
 
 
 class FactoredConv2d(nn.Sequential):
@@ -73,7 +68,12 @@ class FactoredConv2d(nn.Sequential):
     @property
     def padding(self) -> Sides:
         """Pixels on the sides of each axis, ((top, bottom), (left, right)), as a composite layer has them."""
-        sides = [_sides_of(stage) for stage in self]
+        sides = [
+            stage.padding
+            if isinstance(stage, CompositeConv2d | BranchedConv2d)
+            else tuple((side, side) for side in stage.padding)  # type: ignore[union-attr]
+            for stage in self
+        ]
         axes = (zip(*axis, strict=True) for axis in zip(*sides, strict=True))
         return tuple((max(before), max(after)) for before, after in axes)
 
@@ -89,13 +89,6 @@ class FactoredConv3d(FactoredConv2d):
 
 def _by_axis(stages: Iterable[nn.Module], name: str, combine: Callable[[tuple[int, ...]], int]) -> Kernel:
     return tuple(map(combine, zip(*(getattr(stage, name) for stage in stages), strict=True)))
-
-
-def _sides_of(stage: Any) -> Sides:
-    """The padding of one layer of a chain, for each side."""
-    if isinstance(stage, CompositeConv2d | BranchedConv2d):
-        return stage.padding
-    return tuple((side, side) for side in stage.padding)
 
 
 class FactoredLayer(nn.Sequential):
@@ -148,11 +141,6 @@ def groups_of(layer: nn.Module) -> int:
 def outputs_of(layer: nn.Module) -> int:
     """Filters of a conv, outputs of a linear layer."""
     return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels  # type: ignore[return-value]
-
-
-def is_torch_layer(layer: nn.Module) -> bool:
-    """Whether a layer computes what torch's layer of its kind computes."""
-    return any(isinstance(layer, kind) and computes_as(layer, kind) for kind in KINDS)
 
 
 def factored_layer(layer: nn.Module, m: int, scheme: Scheme) -> FactoredLayer:

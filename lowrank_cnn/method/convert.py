@@ -1,11 +1,5 @@
 """Rewrite the spatial convolutions of any network by a scheme, and say what changed.
 
-    >>> from torch import nn
-    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1))
-    >>> for change in notes(convert(net, "lr-join")).conversion.changed:
-    ...     print(change.name, "was", change.before, "is", change.after)
-    0 was 3x3,8 is 3x1,4 + 1x3,4 -> 1x1,8
-
 The caller's network is never touched. The `notes` of the new one hold its `conversion`: what was rewritten, what
 stayed, and why.
 """
@@ -13,8 +7,7 @@ stayed, and why.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +19,7 @@ from lowrank_cnn.core.notes import notes
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.kernels.fused_convs import fused_layer
 from lowrank_cnn.method.branches import fold_branches
-from lowrank_cnn.method.budget import Budget, fresh_curves, within
+from lowrank_cnn.method.budget import Budget, fresh_options, layer_curves, within
 from lowrank_cnn.method.count import LayerCount, count
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.rewrite import Change, Conversion, Fill, changes_of, check_calls, low_rank_layers, rewrite
@@ -93,38 +86,48 @@ def convert(
     True
     """
     budget = Budget.of(macs=macs, params=params, latency=latency)
-    candidates = _candidates(scheme, budget)
+    if scheme is None and budget is None:
+        raise LowRankError("give a scheme, such as lr, or a budget that chooses schemes: macs, params or latency.")
+    candidates = [parse_scheme(text) for text in (BY_BUDGET if scheme is None else (scheme,))]
     scheme = candidates[0]
+    if scheme.refusal:
+        raise LowRankError(scheme.refusal)
     if init != "composite" and not callable(init):
         raise LowRankError(f'init is "composite" or a function that fills a replacement, not {init!r}.')
-    with explain_already_low_rank(model):
-        convs, kept = select(model, scheme, where, trained_on=init == "composite")
+    convs, kept = select(model, scheme, where, trained_on=init == "composite")
     schemes = dict.fromkeys(convs, scheme)
     if budget is not None:
         size = known_inputs(model, input_size)
-        curves, rest = fresh_curves(model, convs, candidates, budget.kind, size)
+        options = {name: fresh_options(conv, candidates) for name, conv in convs.items()}
+        curves, rest = layer_curves(model, convs, budget.kind, size, options.__getitem__)
         schemes = within(model, curves, rest, budget, size)
-        dense = (name for name in convs if name not in schemes)
-        kept += tuple(Kept(name, type(convs[name]).__name__, "the budget leaves it dense") for name in dense)
+        reason = "the budget leaves it dense"
+        kept += tuple(Kept(name, type(conv).__name__, reason) for name, conv in convs.items())
     elif not allow_costlier:
         schemes, costlier = cheaper_only(convs, schemes)
         kept += costlier
     if not schemes:
         raise NothingToConvertError(nothing_cheaper(scheme))
     new = rewrite(model, schemes, fill=init if callable(init) else None, kept=kept)
-    if input_size is not None:
-        check_calls(model, new, list(schemes), input_size)
-    if budget is None or budget.kind != "latency":  # which was measured
-        warn_of_slow_layers(new, schemes)
+    check_layers(model, new, schemes, input_size, budget)
     return new
 
 
-def warn_of_slow_layers(new: nn.Module, names: Iterable[str]) -> None:
-    """Warn of rewritten layers that no fused kernel can run: torch's convs for them are often slower on a GPU."""
+def check_layers(
+    model: nn.Module, new: nn.Module, names: Iterable[str], input_size: InputSize | None, budget: Budget | None
+) -> None:
+    """Check that a network calls its new layers; warn of those that no fused kernel can run.
+
+    Torch's convs for these are often slower on a GPU. Under a budget of latency that was measured.
+    """
+    if input_size is not None:
+        check_calls(model, new, list(names), input_size)
+    if budget is not None and budget.kind == "latency":
+        return
     layers = low_rank_layers(new)
     ours = [fold_branches(layers[name]) for name in names if name in layers]
     convs = [layer for layer in ours if isinstance(layer, CompositeConv2d | FactoredConv2d)]
-    slow = [layer for layer in convs if fused_layer(layer) is None and not _has_bands(layer)]
+    slow = [layer for layer in convs if fused_layer(layer) is None and not _runs_bands(layer)]
     kinds = CompositeConv2d | nn.Conv2d | nn.Conv3d
     parts: list[Any] = [part for layer in slow for part in layer.modules() if isinstance(part, kinds)]
     reasons = {
@@ -141,28 +144,9 @@ def warn_of_slow_layers(new: nn.Module, names: Iterable[str]) -> None:
         warnings.warn(told, LowRankWarning, stacklevel=3)
 
 
-def _has_bands(layer: nn.Module) -> bool:
+def _runs_bands(layer: CompositeConv2d | FactoredConv2d) -> bool:
     """Whether the depthwise kernels run a layer."""
     return isinstance(layer, CompositeConv2d) and layer.composite.depthwise and layer.padding_mode == "zeros"
-
-
-def _candidates(scheme: str | Scheme | None, budget: Budget | None) -> list[Scheme]:
-    """The given scheme, or those that a budget chooses from."""
-    if scheme is None and budget is None:
-        raise LowRankError("give a scheme, such as lr, or a budget that chooses schemes: macs, params or latency.")
-    candidates = [parse_scheme(text) for text in (BY_BUDGET if scheme is None else (scheme,))]
-    check_channels(candidates[0])
-    if candidates[0].one_layer:
-        raise LowRankError("exact counts the filters of one layer: use mixture, or apply learned shapes.")
-    return candidates
-
-
-def check_channels(scheme: Scheme) -> None:
-    """Refuse a scheme that gives other channels than the layer has: the next layer expects those."""
-    if scheme.to not in (None, 1.0):
-        raise LowRankError(
-            f"{scheme.name} changes the number of channels that the next layer expects: use lr-join."
-        )
 
 
 def cheaper_only(
@@ -182,21 +166,6 @@ def cheaper_only(
 def nothing_cheaper(scheme: Scheme) -> str:
     other = option("allow_costlier", True)
     return f"{scheme} makes no layer cheaper: ask for fewer filters or less energy, or give {other}."
-
-
-@contextmanager
-def explain_already_low_rank(model: nn.Module) -> Iterator[None]:
-    """Replace the error that nothing can be converted by a clearer one if the network is low-rank already."""
-    try:
-        yield
-    except NothingToConvertError as nothing:
-        layers = low_rank_layers(model)
-        if not layers:
-            raise
-        raise NothingToConvertError(
-            f"the network is low-rank already ({len(layers)} of its layers), and nothing is left to convert: "
-            "for another scheme, start from its dense twin."
-        ) from nothing
 
 
 def conversion_costs(before: nn.Module, after: nn.Module, input_size: InputSize) -> tuple[Cost, ...]:

@@ -4,19 +4,19 @@ The model runs once on the meta device, where tensors have shapes and no storage
 is looked up in a table of formulas (`operations`) and booked on the layer that called it; one that is not known is
 listed as unsupported. One use of a weight is one multiply-accumulate (MAC), never a FLOP.
 
-Conventions:
-- "mac": convs, linear layers and matrix products in evaluation. Biases, norms, activations and pools cost nothing.
-- "paper": as published: one more MAC per bias and layer (not per pixel), the auxiliary heads included, and the
-  parameters without what the paper left out of them.
+Biases, norms, activations and pools cost nothing. `convention="paper"` counts as published: one more MAC per bias
+and layer (not per pixel), the auxiliary heads included, and the parameters without what the paper left out of
+them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from math import prod
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lowrank_cnn.core.compare import unchanged
-from lowrank_cnn.core.errors import LowRankError, check_choice, first_line
+from lowrank_cnn.core.errors import LowRankError, check_choice, explained
 from lowrank_cnn.core.modules import InputSize, arguments, check_module, checked_size, is_part_of
 from lowrank_cnn.core.notes import AsDict, notes
 from lowrank_cnn.core.text import counted, html_table, si
@@ -36,12 +36,8 @@ from lowrank_cnn.method.layers import CompositeConv2d
 # it lacks. Operations that are neither in that table nor free by convention are listed as unknown, not counted
 # as zero.
 
-_VECTORS: dict[str, Callable[..., int]] = {
-    "aten.mv": lambda matrix, *_, **__: matrix.numel(),
-    "aten.addmv": lambda _bias, matrix, *_, **__: matrix.numel(),
-    "aten.dot": lambda a, *_, **__: a.numel(),
-    "aten.vdot": lambda a, *_, **__: a.numel(),
-}
+_VECTORS = {"aten.mv": 0, "aten.addmv": 1, "aten.dot": 0, "aten.vdot": 0}
+"""Products with a vector, with the place of the argument each of whose values is multiplied once."""
 _FREE = {
     # data moved, made or looked up
     "_pad_circular", "_reshape_alias", "_to_copy", "_unsafe_index", "_unsafe_view", "arange",
@@ -78,18 +74,12 @@ def macs_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
         return formula(*args, **kwargs, out_val=out) // 2  # PyTorch counts a multiplication and an addition apart
     name = str(func._overloadpacket)
     if name in _VECTORS:
-        return _VECTORS[name](*args, **kwargs)
-    return 0 if _is_free(func, name) else None
-
-
-def _is_free(func: Any, name: str) -> bool:
+        return args[_VECTORS[name]].numel()
     space, _, base = name.partition(".")
-    if func.is_view or torch.Tag.pointwise in func.tags:
-        return True
-    return space in ("aten", "prims", "prim") and base.rstrip("_") in _FREE
+    listed = space in ("aten", "prims", "prim") and base.rstrip("_") in _FREE
+    return 0 if listed or func.is_view or torch.Tag.pointwise in func.tags else None
 
 
-CONVENTIONS = ("mac", "paper")
 _LAYERS = (CompositeConv2d, nn.Conv2d, nn.Conv3d, nn.Linear)
 
 
@@ -180,7 +170,7 @@ def count(model: nn.Module, input_size: InputSize, *, convention: str = "mac") -
     >>> lr.count(net, (3, 30, 30)).macs
     104260224
     """
-    check_choice("the convention", convention, CONVENTIONS)
+    check_choice("the convention", convention, ("mac", "paper"))
     check_module(model)
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise LowRankError("the model is wrapped in nn.DataParallel: count its `.module`.")
@@ -204,17 +194,13 @@ def _run(model: nn.Module, inputs: InputSize, *, training: bool) -> None:
     tensors = chain(model.parameters(), model.buffers())
     dtype = next((t.dtype for t in tensors if t.is_floating_point()), None)
     args, kwargs = arguments(inputs, device="meta", dtype=dtype)
-    try:
-        with unchanged(model, on_meta=True), torch.device("meta"):
-            for module in model.modules():  # a module of torch.export refuses train() and eval()
-                module.training = training
-            model(*args, **kwargs)
-    except LowRankError:
-        raise
-    except Exception as error:  # whatever a forward does that needs values, or another size
-        size = "x".join(map(str, checked_size(inputs)))
-        told = f"the model does not take an input of {size} without values, as counting gives it"
-        raise LowRankError(f"{told}: {first_line(error)}") from error
+    size = "x".join(map(str, checked_size(inputs)))
+    # A forward may need values, or another size.
+    failed = explained(f"the model does not take an input of {size} without values, as counting gives it")
+    with failed, unchanged(model, on_meta=True), torch.device("meta"):
+        for module in model.modules():  # a module of torch.export refuses train() and eval()
+            module.training = training
+        model(*args, **kwargs)
 
 
 class ShapesOnly(TorchDispatchMode):
@@ -239,11 +225,10 @@ class _Book(ShapesOnly):
         super().__init__()
         self.biases = biases
         self.running: list[tuple[str, nn.Module]] = []
-        self.macs: dict[str, int] = {}
-        self.unsupported: dict[str, int] = {}
         self.modules: dict[str, nn.Module] = {}
-        self.outputs: dict[str, tuple[int, ...]] = {}
-        self.memory: dict[str, int] = {}
+        self.macs: Counter[str] = Counter()
+        self.unsupported: Counter[str] = Counter()
+        self.outputs: dict[str, tuple[tuple[int, ...], int]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -251,12 +236,11 @@ class _Book(ShapesOnly):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         macs = macs_of(func, args, kwargs or {}, out)
         if macs is None:
-            label = str(func._overloadpacket)
-            self.unsupported[label] = self.unsupported.get(label, 0) + 1
+            self.unsupported[str(func._overloadpacket)] += 1
         elif macs and self.running:
             name, module = self.running[-1]
             self.modules[name] = module
-            self.macs[name] = self.macs.get(name, 0) + macs
+            self.macs[name] += macs
         return out
 
     @contextmanager
@@ -264,8 +248,8 @@ class _Book(ShapesOnly):
         """Hook every module, so that the one that is running is known."""
         hooks = []
         for name, module in model.named_modules():
-            hooks.append(module.register_forward_pre_hook(self._enter(name)))
-            hooks.append(module.register_forward_hook(self._leave(name), always_call=True))
+            hooks.append(module.register_forward_pre_hook(partial(self._enter, name)))
+            hooks.append(module.register_forward_hook(partial(self._leave, name), always_call=True))
         try:
             with self:
                 yield
@@ -273,33 +257,23 @@ class _Book(ShapesOnly):
             for hook in hooks:
                 hook.remove()
 
+    def _enter(self, name: str, module: nn.Module, _inputs: object) -> None:
+        # A layer is booked whole: what its parts do is part of it.
+        inside = self.running and isinstance(self.running[-1][1], _LAYERS)
+        self.running.append(self.running[-1] if inside else (name, module))
+
+    def _leave(self, name: str, _module: nn.Module, _inputs: object, output: object) -> None:
+        self.running.pop()
+        if isinstance(output, Tensor):
+            self.outputs[name] = tuple(output.shape[1:]), output.numel() * output.element_size()
+
     def layers(self) -> Iterator[LayerCount]:
         for name, module in self.modules.items():
             kind = type(module).__name__
             kind += f" {module.composite}" if isinstance(module, CompositeConv2d) else ""
             own = module.parameters(recurse=isinstance(module, CompositeConv2d))  # which has its own in a list
             params = sum(p.numel() for p in own)
-            macs = self.macs[name] + (_biases(module) if self.biases else 0)
-            yield LayerCount(name, kind, self.outputs.get(name, ()), macs, params, self.memory.get(name, 0))
-
-    def _enter(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, _inputs: object) -> None:
-            # A layer is booked whole: what its parts do is part of it.
-            inside = self.running and isinstance(self.running[-1][1], _LAYERS)
-            self.running.append(self.running[-1] if inside else (name, module))
-
-        return hook
-
-    def _leave(self, name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _inputs: object, output: object) -> None:
-            self.running.pop()
-            if isinstance(output, Tensor):
-                self.outputs[name] = tuple(output.shape[1:])
-                self.memory[name] = prod(output.shape) * output.element_size()
-
-        return hook
-
-
-def _biases(module: nn.Module) -> int:
-    bias = getattr(module, "bias", None)
-    return bias.numel() if isinstance(bias, Tensor) and isinstance(module, _LAYERS) else 0
+            bias = getattr(module, "bias", None) if self.biases and isinstance(module, _LAYERS) else None
+            macs = self.macs[name] + (bias.numel() if isinstance(bias, Tensor) else 0)
+            size, memory = self.outputs.get(name, ((), 0))
+            yield LayerCount(name, kind, size, macs, params, memory)

@@ -9,56 +9,50 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.utils.data import Dataset, IterableDataset
 
-from lowrank_cnn.core.compare import unchanged
-from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.core.modules import InputSize, known_inputs
+from lowrank_cnn.core.compare import copied, tensors_of, unchanged
+from lowrank_cnn.core.errors import LowRankError, explained
+from lowrank_cnn.core.modules import InputSize, first_input, known_inputs
 from lowrank_cnn.core.notes import note
 from lowrank_cnn.core.progress import progress, step
-from lowrank_cnn.method.activations import (
-    Images,
-    image_batches,
-    output_error,
-    outputs,
-    refit,
-    seen,
-    window_covariance,
-)
-from lowrank_cnn.method.budget import Budget, Convs, Curve, Step, dense_costs, step_cost, within
+from lowrank_cnn.method.budget import Budget, Convs, Curve, Options, layer_curves, within
 from lowrank_cnn.method.chains import FactoredConv2d, FactoredLayer, groups_of, outputs_of
-from lowrank_cnn.method.convert import cheaper_only, check_channels, nothing_cheaper, warn_of_slow_layers
+from lowrank_cnn.method.convert import cheaper_only, check_layers, nothing_cheaper
 from lowrank_cnn.method.factorize import CPFactors, cp_factors
-from lowrank_cnn.method.rewrite import check_calls, copy_with, replacement, rewrite
+from lowrank_cnn.method.layers import CompositeConv2d, enclosing_padding, set_weights, weights_of
+from lowrank_cnn.method.rewrite import copy_with, replacement, rewrite
 from lowrank_cnn.method.schemes import SCHEMES, Fitted, Scheme, fit_layer, is_depthwise, parse_scheme
 from lowrank_cnn.method.select import Kept, Where, select
 
 __all__ = ["Fitted", "decompose", "fit_layer"]
 
+Images = Tensor | Iterable[object]
+"""Images as one batch, or batches of them; of a pair (images, labels) the labels are left out."""
 Keeps = Callable[[int], float]
 """The share of a layer that m basis filters keep."""
-_STEPS = 96
-"""Steps into which the range of m is divided when layers compete for a budget."""
-_FITTED = 12
-"""Steps at which a basis and its join are really fitted; the energy between them is interpolated."""
-WHOLE = 8
-"""Under a budget, filter groups are multiples of this, as fast kernels need."""
-_UNITS = 16
-"""A layer with fewer units to choose from than this is not rounded to whole units: that would be too coarse."""
-BELOW = 1 / 3
-"""The share of a layer's MACs below which CP is tried in place of a separable pair."""
-_MOST_WORK = 3e8
-"""Weights times components up to which CP is tried under a budget: beyond, a fit takes minutes."""
 Score = Callable[[nn.Module], float]
 """The quality of a network, such as its accuracy: positive, and higher for a better network."""
-_TRIED = 6
-"""Numbers of basis filters that are tried for a layer; between them, the share kept is interpolated."""
+_STEPS = 96  # into which the range of m is divided when layers compete for a budget
+_FITTED = 12  # steps at which a basis and its join are really fitted; between them, the energy is interpolated
+_TRIED = 6  # numbers of basis filters whose effect on the network is measured; the rest is interpolated
+WHOLE = 8  # under a budget, filter groups are multiples of this, as fast kernels need,
+_UNITS = 16  # if a layer has this many such units to choose from
+BELOW = 1 / 3  # the share of a layer's MACs below which CP is tried in place of a separable pair,
+_MOST_WORK = 3e8  # up to so many weights times components: beyond, a fit takes minutes
+_ROWS = 4  # output pixels that a fit to images takes, for each weight of a filter,
+_FEWEST_ROWS = 4096  # and at least
+_RIDGE = 1e-4  # as a share of the mean square of an input: it pulls weights towards their values before
 
 
 @unchanged()  # layers draw weights when they are built, and these are fitted
@@ -80,12 +74,12 @@ def decompose(
     """A copy of `model` whose spatial convs are the low-rank filters nearest to the trained ones.
 
     The scheme `channel` takes 1-D, 3-D, transposed and 1x1 convs and linear layers as well, and `2+1` 3-D convs,
-    each as a conv within frames and one along time; `separable` takes
-    depthwise convs apart into strips where their kernel is large, or where they are named. The scheme `cp` (by
-    tensorly: `pip install ".[cp]"`) replaces a conv by a 1x1, two depthwise strips and a 1x1. Under a
-    budget it does so for layers that keep less than a third of their MACs and fit better so; the others become
-    separable pairs. `bands` and `lr` fit depthwise convs alone: their filters keep the taps that they have, and
-    channels that pass lose theirs, so that the network needs fine-tuning.
+    each as a conv within frames and one along time; `separable` takes depthwise convs apart into strips where
+    their kernel is large, or where they are named. The scheme `cp` (by tensorly: `pip install ".[cp]"`) replaces
+    a conv by a 1x1, two depthwise strips and a 1x1. Under a budget it does so for layers that keep less than a
+    third of their MACs and fit better so; the others become separable pairs. `bands` and `lr` fit depthwise
+    convs alone: their filters keep the taps that they have, and channels that pass lose theirs, so that the
+    network needs fine-tuning.
 
     At most one of these says how many basis filters a layer gets, in place of the scheme's m:
 
@@ -110,35 +104,34 @@ def decompose(
     """
     scheme = parse_scheme(scheme)
     budget = Budget.of(energy=energy, macs=macs, params=params, latency=latency)
-    _check(scheme, budget)
+    convs, kept = _fittable(model, scheme, where, budget)
     by_fit = scheme.rival is not None and budget is not None
     scheme = SCHEMES[scheme.rival] if scheme.rival and by_fit else scheme
     fits: dict[str, CPFactors] = {}
-    convs, kept = _fittable(model, scheme, where)
     batches = image_batches(images, model) if images is not None else []
     if budget is None:
         schemes, costlier = _as_asked(convs, scheme, allow_costlier)
         kept += costlier
         choices = [schemes]
     else:
+        kept += tuple(Kept(name, type(conv).__name__, "cheaper dense") for name, conv in convs.items())
         keeps = measured_keeps(model, convs, scheme, batches, evaluate) if batches or evaluate else None
         size = tuple(batches[0].shape[1:]) if input_size is None and batches else input_size
-        measures = [keeps]
-        if keeps and batches and not evaluate and not by_fit and budget.kind in ("macs", "params"):
-            measures += [None, both_keeps(convs, scheme, keeps)]
-        choices = [_chosen(model, convs, scheme, budget, size, one, allow_costlier) for one in measures]
+        if budget.kind == "energy":
+            choices = [by_energy(convs, scheme, budget.share, keeps, allow_costlier=allow_costlier)]
+        else:
+            measures = [keeps]
+            if keeps and batches and not evaluate and not by_fit and budget.kind != "latency":
+                measures += [None, both_keeps(convs, scheme, keeps)]
+            size = known_inputs(model, size)
+            curves = (curves_of(model, convs, scheme, size, kind=budget.kind, keeps=one) for one in measures)
+            choices = [within(model, *found, budget, size) for found in curves]
         if by_fit:
             choices[0], fits = better_by_cp(convs, choices[0])
     if not any(choices):
         raise LowRankError(nothing_cheaper(scheme))
-    stay = (
-        tuple(Kept(name, type(conv).__name__, "cheaper dense") for name, conv in convs.items()) if budget else ()
-    )
-    new, report = nearest_output(model, choices, batches, kept=(*kept, *stay), fits=fits)
-    if input_size is not None:
-        check_calls(model, new, list(report), input_size)
-    if budget is None or budget.kind != "latency":
-        warn_of_slow_layers(new, report)
+    new, report = nearest_output(model, choices, batches, kept=kept, fits=fits)
+    check_layers(model, new, report, input_size, budget)
     note(new, decomposition=tuple(report.values()))
     return new
 
@@ -165,8 +158,7 @@ def nearest_output(
         def fill(name: str, conv: nn.Conv2d, layer: nn.Module, report: dict[str, Fitted] = report) -> None:
             report[name] = fit_layer(name, conv, layer, factors=fits.get(name))
 
-        rest = tuple(one for one in kept if one.name not in schemes)
-        new = rewrite(model, schemes, fill=fill, kept=rest)
+        new = rewrite(model, schemes, fill=fill, kept=kept)
         if right is not None:
             found.append((output_error(outputs(new, batches), right), copy_with(new), dict(report)))
         if batches:
@@ -213,56 +205,33 @@ def _as_asked(
     """The scheme itself; if it sets no m, with at most as many filters as improve the fit."""
     schemes = {}
     for name, conv in convs.items():
-        if not scheme.mixes:
-            schemes[name] = scheme
-            continue
-        most = scheme.useful_rank(conv) * groups_of(conv)
-        capped = scheme.m is None and most < outputs_of(conv)
-        schemes[name] = replace(scheme, m=most) if capped else scheme
+        most = scheme.useful_rank(conv) * groups_of(conv) if scheme.mixes and scheme.m is None else math.inf
+        schemes[name] = replace(scheme, m=most) if most < outputs_of(conv) else scheme
     return (schemes, ()) if allow_costlier else cheaper_only(convs, schemes)
 
 
-def _chosen(
-    model: nn.Module,
-    convs: dict[str, nn.Conv2d],
-    scheme: Scheme,
-    budget: Budget,
-    input_size: InputSize | None,
-    keeps: dict[str, Keeps] | None,
-    allow_costlier: bool,
-) -> dict[str, Scheme]:
-    """Choose the number of basis filters of each layer under a budget."""
-    if budget.kind == "energy":
-        return by_energy(convs, scheme, budget.share, keeps, allow_costlier=allow_costlier)
-    size = known_inputs(model, input_size)
-    curves, rest = curves_of(model, convs, scheme, size, kind=budget.kind, keeps=keeps)
-    return within(model, curves, rest, budget, size)
-
-
-def _check(scheme: Scheme, budget: Budget | None) -> None:
+def _fittable(
+    model: nn.Module, scheme: Scheme, where: Where, budget: Budget | None
+) -> tuple[dict[str, nn.Conv2d], tuple[Kept, ...]]:
+    """The convs to fit, and those that stay; raises an error for a scheme or weights that cannot be fitted."""
+    mixes_nothing = LowRankError(
+        f"trained filters cannot be fitted by {scheme}, which mixes nothing after its filters: use separable, cp, "
+        "lr-join or a mixture with a join."
+    )
     if not scheme.mixes and (budget is not None or not scheme.takes_depthwise or not scheme.saves):
-        raise LowRankError(_MIXES_NOTHING.format(scheme))
+        raise mixes_nothing
     if scheme.channel_groups > 1:
         raise LowRankError(
             f"trained filters see all channels, and those of {scheme} a part: leave channel_groups out, or train "
             "from scratch with convert."
         )
-    check_channels(scheme)
-
-
-_MIXES_NOTHING = (
-    "trained filters cannot be fitted by {}, which mixes nothing after its filters: use separable, cp, lr-join or "
-    "a mixture with a join."
-)
-
-
-def _fittable(model: nn.Module, scheme: Scheme, where: Where) -> tuple[dict[str, nn.Conv2d], tuple[Kept, ...]]:
-    """The convs to fit, and those that stay; raises an error for weights that are missing or not finite."""
-    convs, kept = select(model, scheme, where)
+    if scheme.refusal:
+        raise LowRankError(scheme.refusal)
+    convs, kept = select(model, SCHEMES[scheme.rival] if scheme.rival and budget else scheme, where)
     if not scheme.mixes:  # then it fits depthwise filters alone, each by itself
         convs = {name: conv for name, conv in convs.items() if is_depthwise(conv)}
         if not convs:
-            raise LowRankError(_MIXES_NOTHING.format(scheme))
+            raise mixes_nothing
     if any(conv.weight.is_meta for conv in convs.values()):
         raise LowRankError("there are no weights to fit: the network is on the meta device.")
     for name, conv in convs.items():
@@ -310,16 +279,21 @@ def curves_of(
 
     `keeps` replaces the share of squared weights that a layer keeps by a measured one.
     """
-    dense, rest = dense_costs(model, convs, kind, input_size)
-    given = keeps or {}
-    return {name: _curve(convs[name], scheme, cost, kind, given.get(name)) for name, cost in dense.items()}, rest
+
+    def options(name: str) -> Options:
+        share = keeps[name] if keeps else energy_curve(convs[name], scheme, interpolated=True)
+        return [(replace(scheme, m=m), share(m)) for m in sizes_of(convs[name], scheme, _STEPS)]
+
+    return layer_curves(model, convs, kind, input_size, options)
 
 
 def sizes_of(conv: nn.Conv2d, scheme: Scheme, steps: int) -> list[int]:
     """Numbers of basis filters to try, from few to the most with which the layer is still cheaper than dense."""
     most, unit = max_useful_rank(conv, scheme), _unit(conv, scheme)
     few = [m for m in range(groups_of(conv), unit, groups_of(conv)) if m <= most]  # below one whole unit
-    return [*(few if steps == _STEPS else few[:1]), *_spread(most // unit, steps, unit)]
+    units = most // unit
+    spread = sorted({unit * max(1, round(units * i / steps)) for i in range(1, steps + 1)}) if units else []
+    return [*(few if steps == _STEPS else few[:1]), *spread]
 
 
 def max_useful_rank(conv: nn.Conv2d, scheme: Scheme) -> int:
@@ -367,24 +341,16 @@ def better_by_cp(
     """Separable schemes, and CP for the layers that it fits better at the same MACs; the factors of these."""
     chosen, fits = dict(schemes), {}
     for name, separable in schemes.items():
-        conv = convs[name]
+        conv, most = convs[name], separable.macs(convs[name])
         if conv.groups > 1 or separable.relative_cost(conv) >= BELOW:
             continue
-        if not (m := _components(conv, separable.macs(conv))):
-            continue
-        found = cp_factors(conv.weight, m) if conv.weight.numel() * m <= _MOST_WORK else None
+        # The most components that cost no more.
+        m = bisect_right(range(1, most + 1), most, key=lambda m: replace(SCHEMES["cp"], m=m).macs(conv))
+        found = cp_factors(conv.weight, m) if 0 < conv.weight.numel() * m <= _MOST_WORK else None
         assert isinstance(separable.m, int)
         if found is not None and found.energy > energy_curve(conv, separable)(separable.m):
             chosen[name], fits[name] = replace(SCHEMES["cp"], m=m), found
     return chosen, fits
-
-
-def _curve(conv: nn.Conv2d, scheme: Scheme, dense: int, kind: str, keeps: Keeps | None) -> Curve:
-    sizes = sizes_of(conv, scheme, _STEPS)
-    keeps = keeps or energy_curve(conv, scheme, interpolated=True)
-    schemes = [(m, replace(scheme, m=m)) for m in sizes]
-    steps = [Step(one, step_cost(conv, one, dense, kind), keeps(m)) for m, one in schemes]
-    return [*(step for step in steps if step.cost < dense), Step(None, dense, 1.0)]
 
 
 def _unit(conv: nn.Conv2d, scheme: Scheme) -> int:
@@ -392,17 +358,6 @@ def _unit(conv: nn.Conv2d, scheme: Scheme) -> int:
     parts = math.lcm(*((share / sum(scheme.shares)).denominator for share in scheme.shares))
     unit = math.lcm(WHOLE * parts, groups_of(conv))
     return unit if max_useful_rank(conv, scheme) >= _UNITS * unit else groups_of(conv)
-
-
-def _spread(most: int, steps: int, unit: int) -> list[int]:
-    """Whole multiples of the unit, evenly up to the most."""
-    return sorted({unit * max(1, round(most * i / steps)) for i in range(1, steps + 1)}) if most else []
-
-
-def _components(conv: nn.Conv2d, most: int) -> int:
-    """The most components that cost no more MACs per pixel than this."""
-    sizes = range(1, most + 1)
-    return bisect_right(sizes, most, key=lambda m: replace(SCHEMES["cp"], m=m).macs(conv))
 
 
 # Measure how much of a network's output, or of its score, remains when one layer is decomposed.
@@ -431,8 +386,13 @@ def measured_keeps(
     for name, conv in convs.items():
         points = []
         given = seen(model, conv, batches) if batches and refitting else []
+        inputs, targets = [x for x, _ in given], [y for _, y in given]
         for m in dict.fromkeys(sizes_of(conv, scheme, _TRIED)):
-            layer = data_fitted(name, conv, replace(scheme, m=m), given)
+            layer: Any = replacement(conv, replace(scheme, m=m))
+            covariance = window_covariance(layer, inputs) if given and scheme.weighs_inputs else None
+            fit_layer(name, conv, layer, covariance)
+            if given:
+                refit(layer, inputs, targets)
             trial = copy_with(model, {conv: layer})
             if score is not None:
                 kept = _scored(score, trial) / whole
@@ -445,20 +405,166 @@ def measured_keeps(
     return keeps
 
 
-@torch.no_grad()
-def data_fitted(name: str, conv: nn.Conv2d, scheme: Scheme, given: Sequence[tuple[Tensor, Tensor]]) -> nn.Module:
-    """A replacement fitted to the weights of a conv and, where they are given, to its inputs and outputs."""
-    layer = replacement(conv, scheme)
-    inputs = [x for x, _ in given]
-    covariance = window_covariance(layer, inputs) if given and scheme.weighs_inputs else None  # type: ignore[arg-type]
-    fit_layer(name, conv, layer, covariance)
-    if given and isinstance(layer, FactoredConv2d | FactoredLayer):
-        refit(layer, inputs, [y for _, y in given])
-    return layer
-
-
 def _scored(score: Score, model: nn.Module) -> float:
     value = score(copy_with(model))
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         raise LowRankError(f"evaluate gives a number, more for a better network, not {value!r}.")
     return float(value)
+
+
+# Record the inputs and outputs of layers on a few images, and fit a layer to them by least squares.
+#
+# After Zhang et al. 2015: the second half of a factored conv is fitted so that, from what the decomposed network
+# gives it, it gives what the original conv gives in the original network. This corrects errors of earlier layers.
+
+
+def image_batches(images: Images, model: nn.Module) -> list[Tensor]:
+    """Batches on the device and in the dtype of the model."""
+    if isinstance(images, Dataset) and not isinstance(images, IterableDataset):
+        raise LowRankError(
+            "a Dataset gives single images, and all of them: give batches of some, as "
+            "DataLoader(Subset(dataset, range(256)), batch_size=64) makes them."
+        )
+    like = next(model.parameters())
+    batches = []
+    for batch in [images] if isinstance(images, Tensor) else images:
+        one = batch[0] if isinstance(batch, list | tuple) else batch
+        if not isinstance(one, Tensor) or one.dim() < 2 or not len(one):
+            raise LowRankError("images are a tensor [N, C, H, W], or batches of such tensors.")
+        if not bool(one.isfinite().all()):
+            raise LowRankError("the images hold values that are not finite.")
+        batches.append(one.to(like.device, like.dtype))
+    if not batches:
+        raise LowRankError("there are no images to measure with.")
+    return batches
+
+
+@torch.no_grad()
+def outputs(model: nn.Module, batches: Sequence[Tensor]) -> list[Tensor]:
+    """Every output of a model, its values on all images in one row; those that are no numbers are left out."""
+    with unchanged(model, evaluating=True):
+        results = [tensors_of(_run(model, batch)) for batch in batches]
+    if not (results[0] and all(len(found) == len(results[0]) for found in results)):
+        raise LowRankError("the model gives no tensors to compare, or not as many for every batch.")
+    rows = [torch.cat([one.flatten() for one in found]) for found in zip(*results, strict=True)]
+    numbers = [row.double() for row in rows if row.is_floating_point()]
+    if not numbers:
+        raise LowRankError("the model gives whole numbers alone (classes, say), which show no small differences.")
+    return numbers
+
+
+def output_error(given: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    """The mean relative squared error of all outputs; infinite where they have other shapes.
+
+    Outputs count alike, whatever their scale: a layer that only one of several heads reads would seem of no use
+    otherwise.
+    """
+    if [one.shape for one in given] != [one.shape for one in right]:
+        return float("inf")
+    return sum(map(relative_error, given, right)) / len(right)
+
+
+def relative_error(given: Tensor, right: Tensor) -> float:
+    """The squared error relative to the squared reference; infinite if it is not a number."""
+    error = float((given - right).square().sum() / right.square().sum().clamp_min(1e-30))
+    return error if error == error else float("inf")
+
+
+@torch.no_grad()
+def seen(model: nn.Module, layer: nn.Module, batches: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The inputs and outputs of one layer for each batch, with a pair for every call of the layer."""
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def keep(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        found.append((first_input(args, kwargs).detach(), output))
+
+    hook = layer.register_forward_hook(keep, with_kwargs=True)
+    try:
+        with unchanged(model, evaluating=True):
+            for batch in batches:
+                _run(model, batch)
+    finally:
+        hook.remove()
+    return found
+
+
+def refit(layer: FactoredConv2d | FactoredLayer, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> float:
+    """Fit the last layer of a chain to map these inputs to these targets, and return the remaining error."""
+    *front, second = layer.children()
+    pairs = zip(inputs, targets, strict=True)
+    rows, wanted = _sampled(second, [_through(front, x, y) for x, y in pairs], targets)
+    groups = rows.shape[1]
+    own = weights_of(second)[0]
+    # A least-squares solution is [groups, weights (+ bias), filters].
+    before = own.detach().double().flatten(1).unflatten(0, (groups, -1)).transpose(1, 2)
+    if second.bias is not None:
+        before = torch.cat([before, second.bias.detach().double().view(groups, 1, -1)], dim=1)  # type: ignore[operator, union-attr]
+        rows = torch.cat([rows, rows.new_ones(*rows.shape[:2], 1)], dim=2)
+    gram = torch.einsum("rga,rgb->gab", rows, rows)
+    eye = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
+    held = eye * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * _RIDGE
+    found = torch.linalg.solve(gram + held, torch.einsum("rga,rgd->gad", rows, wanted) + held @ before)
+    if not bool(found.isfinite().all()):
+        found = before
+    weight = (found if second.bias is None else found[:, :-1]).transpose(1, 2).reshape(own.shape)
+    set_weights(second, [weight], found[:, -1].flatten())
+    return relative_error(torch.einsum("rga,gad->rgd", rows, found), wanted)
+
+
+def _through(layers: Sequence[nn.Module], x: Tensor, target: Tensor) -> Tensor:
+    """Run layers in a row; a transposed conv is told the size of the target, on which its output depends."""
+    for layer in layers:
+        told = isinstance(layer, _ConvTransposeNd)
+        x = layer(x, list(target.shape[-len(layer.kernel_size) :])) if told else layer(x)
+    return x
+
+
+def window_covariance(layer: FactoredConv2d, inputs: Sequence[Tensor]) -> Tensor:
+    """[groups, a, a]: the second moments of the windows that the first half of a separable pair reads."""
+    first = next(layer.children())
+    rows, _ = _sampled(first, inputs, None)
+    return torch.einsum("rga,rgb->gab", rows, rows) / len(rows)
+
+
+def _sampled(
+    layer: nn.Module, inputs: Sequence[Tensor], targets: Sequence[Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Windows [rows, groups, weights per filter] of a conv, and [rows, groups, filters], at some output pixels."""
+    generator = torch.Generator().manual_seed(0)
+    weights = layer.weight[0].numel()  # type: ignore[index, union-attr]
+    share = math.ceil(max(_FEWEST_ROWS, _ROWS * weights) / max(1, len(inputs)))
+    windows, wanted = [], []
+    groups = groups_of(layer) if isinstance(layer, nn.Linear | _ConvNd) else layer.groups
+    for index, x in enumerate(inputs):
+        rows = _windows(layer, x)
+        chosen = torch.randperm(len(rows), generator=generator)[:share].to(rows.device)
+        windows.append(rows[chosen].double().unflatten(1, (groups, -1)))  # type: ignore[arg-type]
+        if targets is not None:
+            flat = _pixels(layer, targets[index])
+            wanted.append(flat[chosen].double().unflatten(1, (groups, -1)))  # type: ignore[arg-type]
+    return torch.cat(windows), torch.cat(wanted) if wanted else windows[0].new_empty(0)
+
+
+def _pixels(layer: nn.Module, y: Tensor) -> Tensor:
+    """[pixels, channels]: the output of a conv or a linear layer, or the input of a pointwise one, as rows."""
+    if isinstance(layer, nn.Linear):
+        return y.flatten(0, -2)
+    return y.movedim(-1 - len(layer.kernel_size), -1).flatten(0, -2)  # type: ignore[arg-type]
+
+
+def _windows(layer: nn.Module, x: Tensor) -> Tensor:
+    """[pixels, channels x taps]: what each output pixel of a conv sees."""
+    if not isinstance(layer, nn.Conv2d | nn.Conv3d | CompositeConv2d):  # the join of a factored layer is pointwise
+        return _pixels(layer, x)
+    kernel, mode = layer.kernel_size, layer.padding_mode
+    sides = enclosing_padding(layer.padding, kernel, layer.dilation)  # type: ignore[arg-type]
+    x = x if x.dim() == len(kernel) + 2 else x[None]
+    x = F.pad(x, [side for axis in reversed(sides) for side in axis], mode="constant" if mode == "zeros" else mode)
+    for axis, (taps, stride, every) in enumerate(zip(kernel, layer.stride, layer.dilation, strict=True), 2):
+        x = x.unfold(axis, every * (taps - 1) + 1, stride)[..., ::every]
+    return x.movedim(1, len(kernel) + 1).flatten(len(kernel) + 1).flatten(0, len(kernel))
+
+
+def _run(model: nn.Module, batch: Tensor) -> object:
+    with explained(f"the model does not run on images of {list(batch.shape)}"):
+        return model(*copied(batch))

@@ -10,7 +10,6 @@ Taps that no group has (the corners, for a vertical and a horizontal group) are 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowrank_cnn.core.errors import require
-from lowrank_cnn.kernels.reference import compose
-from lowrank_cnn.method.geometry import offsets
-from lowrank_cnn.method.spec import Composite, FilterGroup, Kernel
+from lowrank_cnn.kernels.reference import compose, interleaved
+from lowrank_cnn.method.layers import centred
+from lowrank_cnn.method.spec import Composite, FilterGroup
 
 
 def separable_factors(
@@ -38,41 +37,23 @@ def separable_factors(
     return torch.cat([first for first, _ in parts]), torch.cat([second for _, second in parts])
 
 
-def separable_energy(weight: Tensor, *, axes: Sequence[int], groups: int = 1) -> Tensor:
-    """The share of the squared weight that 1, 2, ... components per channel group keep."""
-    spectra = [torch.linalg.svdvals(_unfolded(part, axes)).square() for part in weight.chunk(groups)]
-    together = torch.stack(spectra).sum(0)
-    return together.cumsum(0) / together.sum()
-
-
 def crossed_factors(weight: Tensor, basis: Composite, *, sweeps: int = 30) -> tuple[list[Tensor], Tensor]:
     """Basis filters [m_i, c, h_i, w_i] for each group, and the join [d, m, 1, 1], for a dense [d, c, k_h, k_w]."""
     kernel = tuple(map(max, zip(weight.shape[2:], basis.kernel, strict=True)))
     left, error = centred(weight, kernel), float("inf")
-    parts = [Part.nothing(weight, group) for group in basis.groups]
-    for _ in range(sweeps if len(parts) > 1 else 1):
+    number = len(basis.groups)
+    filters, joins, products = [weight] * number, [weight] * number, [torch.zeros_like(left)] * number
+    for _ in range(sweeps if number > 1 else 1):
         for index, group in enumerate(basis.groups):
-            left = left + centred(parts[index].weight, kernel)
-            parts[index] = _nearest(centred(left, group.kernel), group.filters)
-            left = left - centred(parts[index].weight, kernel)
+            left = left + products[index]
+            found = _nearest(centred(left, group.kernel), group.filters)
+            filters[index], joins[index], products[index] = *found[:2], centred(found[2], kernel)
+            left = left - products[index]
         before, error = error, float(left.square().sum())
         if error > before * (1 - 1e-4):
             break
-    join = torch.cat([part.join for part in parts], dim=1)
-    return [part.filters for part in parts], join.reshape(*join.shape, *[1] * len(kernel))
-
-
-def crossed_weight(filters: Sequence[Tensor], join: Tensor) -> Tensor:
-    """The dense weight that equals a basis and its join."""
-    kernel = tuple(map(max, zip(*(part.shape[2:] for part in filters), strict=True)))
-    return compose(torch.cat([centred(part, kernel) for part in filters]), join)
-
-
-def centred(weight: Tensor, kernel: Kernel) -> Tensor:
-    """A weight with zeros around it, or cut, to another kernel with the same centre."""
-    own = weight.shape[2:]
-    axes = list(zip(offsets(own, kernel), own, kernel, strict=True))
-    return F.pad(weight, [side for at, size, new in reversed(axes) for side in (at, new - size - at)])
+    join = torch.cat(joins, dim=1)
+    return filters, join.reshape(*join.shape, *[1] * len(kernel))
 
 
 def kept_energy(weight: Tensor, fitted: Tensor) -> float:
@@ -85,11 +66,14 @@ def kept_energy(weight: Tensor, fitted: Tensor) -> float:
 
 def _separable(weight: Tensor, m: int, axes: Sequence[int], moment: Tensor | None) -> tuple[Tensor, Tensor]:
     filters, channels, *kernel = weight.shape
-    matrix = _unfolded(weight, axes)
+    matrix = unfolded(weight, axes)
     if moment is None:
         left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     else:
-        root, inverse = _square_roots(moment.to(matrix))
+        # The square root of the moment and its inverse, with a small floor for directions without energy.
+        sizes, vectors = torch.linalg.eigh(moment.to(matrix))
+        sizes = sizes.clamp_min(1e-6 * float(sizes.max().clamp_min(1e-30))).sqrt()
+        root, inverse = (vectors * sizes) @ vectors.T, (vectors / sizes) @ vectors.T
         left, values, right = torch.linalg.svd(root @ matrix, full_matrices=False)
         left = inverse @ left
     root, spare = values[:m].sqrt(), max(0, m - len(values))
@@ -100,37 +84,15 @@ def _separable(weight: Tensor, m: int, axes: Sequence[int], moment: Tensor | Non
     return first.reshape(m, channels, *ours), second.reshape(filters, m, *rest)
 
 
-def _square_roots(moment: Tensor) -> tuple[Tensor, Tensor]:
-    """The square root of a symmetric matrix and its inverse, with a small floor for directions without energy."""
-    values, vectors = torch.linalg.eigh(moment)
-    values = values.clamp_min(1e-6 * float(values.max().clamp_min(1e-30))).sqrt()
-    return (vectors * values) @ vectors.T, (vectors / values) @ vectors.T
-
-
-def _unfolded(weight: Tensor, axes: Sequence[int]) -> Tensor:
+def unfolded(weight: Tensor, axes: Sequence[int]) -> Tensor:
     """The weight as the matrix whose rank is that of the pair: [channels x these axes, filters x the others]."""
     rest = [axis for axis in range(weight.dim() - 2) if axis not in axes]
     turned = weight.permute(1, *(2 + axis for axis in axes), 0, *(2 + axis for axis in rest))
     return turned.flatten(1 + len(axes)).flatten(0, len(axes))
 
 
-@dataclass(frozen=True)
-class Part:
-    """The share of one filter group in a weight: filters [m, c, h, w], their join [d, m], and the product."""
-
-    filters: Tensor
-    join: Tensor
-    weight: Tensor
-
-    @classmethod
-    def nothing(cls, weight: Tensor, group: FilterGroup) -> Part:
-        filters = weight.new_zeros(group.filters, weight.shape[1], *group.kernel)
-        join = weight.new_zeros(weight.shape[0], group.filters)
-        return cls(filters, join, weight.new_zeros(weight.shape[0], *filters.shape[1:]))
-
-
-def _nearest(weight: Tensor, m: int) -> Part:
-    """The nearest [d, m] times [m, c, h, w] to a weight; components it does not need are zero."""
+def _nearest(weight: Tensor, m: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Filters [m, c, h, w] and their join [d, m] nearest to a weight, and their product; spare ones are zero."""
     matrix = weight.flatten(1)
     # Left singular vectors from the small Gram matrix: to project onto them, their precision is enough.
     values, vectors = torch.linalg.eigh(matrix @ matrix.T)
@@ -142,7 +104,7 @@ def _nearest(weight: Tensor, m: int) -> Part:
     join, filters = join * balance, filters / balance[:, None]
     extra = m - used
     filters = F.pad(filters, (0, 0, 0, extra)).reshape(m, *weight.shape[1:])
-    return Part(filters, F.pad(join, (0, extra)), product)
+    return filters, F.pad(join, (0, extra)), product
 
 
 def grouped_factors(
@@ -156,15 +118,18 @@ def grouped_factors(
 
 
 def grouped_weight(basis: Sequence[Tensor], join: Tensor, groups: int) -> Tensor:
-    """The dense weight that equals a basis and its join, group by group."""
-    apart = zip(*(filters.chunk(groups) for filters in basis), strict=True)
-    return torch.cat([crossed_weight(own, part) for own, part in zip(apart, join.chunk(groups), strict=True)])
+    """The dense weight that equals a basis and its join."""
+    kernel = tuple(map(max, zip(*(filters.shape[2:] for filters in basis), strict=True)))
+    return compose(interleaved([centred(filters, kernel) for filters in basis], groups, 0), join, groups=groups)
 
 
 def spectrum_shares(matrices: Tensor) -> Tensor:
-    """The share of the squares that 1, 2, ... components keep of matrices [groups, rows, columns] together."""
+    """The share of the squares that 1, 2, ... components keep of matrices [groups, rows, columns] together.
+
+    Of zeros it is no number.
+    """
     together = torch.linalg.svdvals(matrices).square().sum(0)
-    return together.cumsum(0) / together.sum().clamp_min(1e-30)
+    return together.cumsum(0) / together.sum()
 
 
 def channel_factors(matrices: Tensor, m: int) -> tuple[Tensor, Tensor, float]:
@@ -182,9 +147,8 @@ def channel_factors(matrices: Tensor, m: int) -> tuple[Tensor, Tensor, float]:
 
 # CP forms of trained filters: a 1x1, a vertical and a horizontal strip per channel, a 1x1 (Lebedev et al. 2015).
 #
-# A dense weight [d, c, k_h, k_w] is fitted by a sum of m outer products, by tensorly's alternating least
-# squares. On trained filters this fits better than a separable pair where less than a third of the MACs are
-# left, and worse above. Alternating least squares is not certain to find the optimum, and may fail.
+# tensorly fits a dense weight by a sum of m outer products. Where less than a third of the MACs are left, this
+# fits trained filters better than a separable pair; above, worse. Its alternating least squares may fail.
 
 _ITERATIONS, _TOLERANCE = 60, 1e-6
 

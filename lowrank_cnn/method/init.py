@@ -65,12 +65,15 @@ def init_(model: nn.Module, *, relu: Rectified | None = None) -> nn.Module:
     True
     """
     check_type("the model", model, nn.Module)
-    together = _side_by_side(model)
+    # Layers that read one input in parallel branches are groups of one composite, whatever lies behind them. A
+    # module with such branches names their first layers in its notes, as GoogLeNet's inception does.
+    together: dict[nn.Module, list[nn.Module]] = {}
+    for module in model.modules():
+        layers = [module.get_submodule(entry) for entry in notes(module).entries]
+        together |= dict.fromkeys(layers, layers)
 
     def std(layer: nn.Module, weight: Tensor, rectified: bool) -> float:
-        if isinstance(layer, CompositeConv2d) and layer.composite.depthwise:
-            return sigma(layer.fan_out(weight), relu=rectified)
-        return sigma(sum(_fan(twin, rectified) for twin in together.get(layer, [layer])), relu=rectified)
+        return sigma(sum(_fan(twin, weight, rectified) for twin in together.get(layer, [layer])), relu=rectified)
 
     return _drawn(model, std, relu)
 
@@ -81,7 +84,7 @@ def per_group_(model: nn.Module) -> nn.Module:
     def std(layer: nn.Module, weight: Tensor, rectified: bool) -> float:
         if isinstance(layer, CompositeConv2d):
             return sigma(weight.shape[0] * weight[0, 0].numel() / layer.channel_groups, relu=rectified)
-        return sigma(_fan(layer, rectified), relu=rectified)
+        return sigma(_fan(layer, weight, rectified), relu=rectified)
 
     return _drawn(model, std)
 
@@ -145,16 +148,15 @@ def weight_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def followed_by_relu(model: nn.Module) -> dict[str, bool]:
-    """For each weight layer: does an activation stand between it and the next one?
+    """For each weight layer: does an activation stand between it and the next one, in the order of definition?
 
-    Modules are read in the order of their definition, which in networks of `nn.Sequential` is that of execution.
     A model that calls its activations as functions shows none of them: there every layer counts as rectified but
-    the last, which gives the logits. Inside a `FactoredConv2d` only the last layer can be.
+    the last, which gives the logits. Inside a chain only the last layer can be.
     """
-    inside = _unrectified(model)
+    chains = ((name, m) for name, m in model.named_modules() if isinstance(m, FactoredConv2d | FactoredLayer))
+    inside = {f"{name}.{child}".lstrip(".") for name, chain in chains for child in list(chain._modules)[:-1]}
     layers = [name for name, _ in weight_layers(model)]
-    modules = [module for _, module in model.named_modules()]
-    if not any(isinstance(module, _RECTIFIERS) for module in modules):
+    if not any(isinstance(module, _RECTIFIERS) for module in model.modules()):
         return {name: name not in inside and name != layers[-1] for name in layers}
     follows = dict.fromkeys(layers, False)
     current = None
@@ -166,35 +168,15 @@ def followed_by_relu(model: nn.Module) -> dict[str, bool]:
     return follows
 
 
-def _side_by_side(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
-    """Layers that read one input in parallel branches are groups of one composite, whatever lies behind them.
-
-    A module with such branches names their first layers in its notes, as GoogLeNet's inception does.
-    """
-    found: dict[nn.Module, list[nn.Module]] = {}
-    for module in model.modules():
-        if entries := notes(module).entries:
-            layers = [module.get_submodule(entry) for entry in entries]
-            found |= dict.fromkeys(layers, layers)
-    return found
-
-
-def _unrectified(model: nn.Module) -> set[str]:
-    """The layers of factored convs that another layer of the same chain follows."""
-    chains = ((name, m) for name, m in model.named_modules() if isinstance(m, FactoredConv2d | FactoredLayer))
-    return {f"{name}.{child}".lstrip(".") for name, chain in chains for child in list(chain._modules)[:-1]}
-
-
-def _fan(layer: nn.Module, rectified: bool) -> float:
+def _fan(layer: nn.Module, weight: Tensor, rectified: bool) -> float:
     """The outgoing connections of an input value; of a linear classifier the incoming ones of a logit.
 
-    The sigma of the last layer scales the gradients of all others alike, so the derivation leaves it free, and
-    by fan-out the logits would grow as the classes become fewer.
+    The derivation leaves the last layer's sigma free. By fan-out, fewer classes would have larger logits.
     """
     if isinstance(layer, nn.Linear):
         return layer.out_features if rectified else layer.in_features
     if isinstance(layer, CompositeConv2d):
-        return layer.composite.fan_out / layer.channel_groups
+        return layer.fan_out(weight)
     assert isinstance(layer, nn.Conv2d | nn.Conv3d)
     return math.prod(layer.kernel_size) * layer.out_channels / layer.groups
 

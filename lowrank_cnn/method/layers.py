@@ -10,20 +10,113 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.prune import BasePruningMethod
 
 from lowrank_cnn.core.errors import LowRankError, check_choice, check_number
+from lowrank_cnn.core.modules import computes_as
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.kernels import composite_conv2d, depthwise_conv2d, explain_call, explain_depthwise
 from lowrank_cnn.kernels.depthwise.plan import Band
 from lowrank_cnn.kernels.reference import conv_on_sides, interleaved, pad_on_sides, placed, ungrouped
 from lowrank_cnn.kernels.volumes import composite_conv3d, explain_volume
-from lowrank_cnn.method.geometry import Padding, Sides, enclosing_padding, offsets, per_axis, symmetric
-from lowrank_cnn.method.spec import Composite, FilterGroup, Kernel
+from lowrank_cnn.method.spec import Composite, FilterGroup, Kernel, Pair
+
+# Kernels, offsets and padding per axis, for filters of several sizes on one output grid.
+
+Sides = tuple[Pair, ...]
+"""Padding as ((top, bottom), (left, right)), before these in time over volumes; a negative side crops."""
+
+Padding = str | int | Sequence[int] | Sides
+
+
+def per_axis(value: int | Sequence[int], label: str, axes: int = 2) -> Kernel:
+    """A size given once or per axis."""
+    sizes = tuple(value) if isinstance(value, Sequence) else (value,) * axes
+    if len(sizes) != axes or any(not isinstance(v, int) or v < 1 for v in sizes):
+        several = "a pair" if axes == 2 else "three"
+        raise LowRankError(f"{label} is a positive number or {several} of them, not {value!r}.")
+    return sizes
+
+
+def enclosing_padding(padding: Padding, kernel: Kernel, dilation: Kernel) -> Sides:
+    """Any way of writing the padding, as sides. "same" splits an odd total as torch does: less before."""
+    if padding == "same":
+        totals = (step * (size - 1) for size, step in zip(kernel, dilation, strict=True))
+        return tuple((total // 2, total - total // 2) for total in totals)
+    if padding == "valid":
+        return ((0, 0),) * len(kernel)
+    several = isinstance(padding, Sequence) and not isinstance(padding, str)
+    axes: tuple[Any, ...] = tuple(padding) if several else (padding,) * len(kernel)  # type: ignore[arg-type]
+    if any(isinstance(v, int) and v < 0 for v in axes):
+        raise LowRankError(f"padding cannot be negative: {padding!r}.")
+    sides = tuple(tuple(v) if isinstance(v, Sequence) and not isinstance(v, str) else (v, v) for v in axes)
+    twos = [len(side) for side in sides] == [2] * len(kernel)
+    if not twos or not all(isinstance(v, int) for side in sides for v in side):
+        numbers = "a pair" if len(kernel) == 2 else "three"
+        raise LowRankError(f'padding is "same", "valid", a number or {numbers}, not {padding!r}.')
+    return sides  # type: ignore[return-value]
+
+
+def offsets(own: Kernel, kernel: Kernel) -> Kernel:
+    """Taps of the enclosing kernel before the own one's first, per axis: centre taps (k-1)//2 coincide."""
+    return tuple((k - 1) // 2 - (n - 1) // 2 for n, k in zip(own, kernel, strict=True))
+
+
+def centred(weight: Tensor, kernel: Kernel) -> Tensor:
+    """A weight with zeros around it, or cut, to another kernel with the same centre."""
+    return placed(weight, kernel, offsets(weight.shape[2:], kernel))
+
+
+def recentred(sides: Sides, kernel: Kernel, enclosing: Kernel, dilation: Kernel) -> Sides:
+    """The padding of the dense kernel, for an enclosing kernel of another size on the same output grid."""
+    shift = offsets(kernel, enclosing)
+    return tuple(
+        (before + step * first, after + step * (new - old - first))
+        for (before, after), old, new, step, first in zip(sides, kernel, enclosing, dilation, shift, strict=True)
+    )
+
+
+KINDS = (
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+"""Layers that can be replaced by others."""
+
+
+def is_torch_layer(layer: nn.Module) -> bool:
+    """Whether a layer computes what torch's layer of its kind computes."""
+    return any(isinstance(layer, kind) and computes_as(layer, kind) for kind in KINDS)
+
+
+@dataclass(frozen=True)
+class ConvForm:
+    """What `build_conv` takes besides a scheme, to replace a conv."""
+
+    in_channels: int
+    filters: int
+    kernel: Kernel
+    stride: Kernel
+    padding: Sides
+    dilation: Kernel
+    channel_groups: int
+    padding_mode: str
+    bias: bool | Literal["last"]
+
+
+def form_of(conv: nn.Module) -> ConvForm:
+    """The options of the conv that a layer computes."""
+    if not isinstance(conv, nn.Conv2d | nn.Conv3d) or not is_torch_layer(conv):
+        raise LowRankError(f"a {type(conv).__name__} is not a plain convolution to rewrite.")
+    sides = enclosing_padding(conv.padding, conv.kernel_size, conv.dilation)
+    return ConvForm(
+        conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, sides,
+        conv.dilation, conv.groups, conv.padding_mode, "last" if conv.bias is not None else False,
+    )  # fmt: skip
+
 
 _PAD_MODES = ("zeros", "reflect", "replicate", "circular")
 
@@ -48,7 +141,7 @@ class CompositeConv2d(nn.Module):
     torch.Size([1, 64, 8, 8])
     """
 
-    __jit_unused_properties__: ClassVar[list[str]] = ["kernel_size", "groups", "weight"]
+    __jit_unused_properties__: ClassVar[list[str]] = ["kernel_size", "groups", "weight", "options"]
     axes: ClassVar[int] = 2
 
     def __init__(
@@ -76,8 +169,10 @@ class CompositeConv2d(nn.Module):
         _check_channels(in_channels, self.composite, channel_groups, self.axes)
         check_choice("padding_mode", padding_mode, _PAD_MODES)
         self.padding = enclosing_padding(padding, self.composite.kernel, self.dilation)
-        self.group_padding = tuple(self._padding_of(group) for group in self.composite.groups)
-        self._sides = [list(own) for own in (self.group_padding if padding_mode == "zeros" else self._crops())]
+        self.group_padding = self._around_groups(self.padding)  # where it is negative, the group must crop
+        unpadded = ((0, 0),) * self.axes  # other modes pad the input itself for the enclosing kernel
+        sides = self.group_padding if padding_mode == "zeros" else self._around_groups(unpadded)
+        self._sides = [list(own) for own in sides]
         self._channel_axis = -1 - self.axes
         self._sizes = [group.filters // channel_groups for group in self.composite.groups]
         self._filtered = [group.taps > 0 for group in self.composite.groups]
@@ -199,6 +294,12 @@ class CompositeConv2d(nn.Module):
         weight, groups = dense_weight(list(self.weights), self.composite, self.channel_groups), self.channel_groups
         return interleaved([ungrouped(weight, groups)], groups, 0, True) if self.shuffle else weight
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `CompositeConv2d` and `conv_of` take besides the filters, to build a layer like this one."""
+        names = ("stride", "padding", "dilation", "channel_groups", "padding_mode")
+        return {name: getattr(self, name) for name in names} | {"bias": self.bias is not None}
+
     def by_group(self, values: Tensor) -> list[Tensor]:
         """Values, or rows of them, per output channel, such as a bias, split by filter group."""
         return [part.flatten(0, 1) for part in self._by_channel_group(values).split(self._sizes, dim=1)]
@@ -214,30 +315,19 @@ class CompositeConv2d(nn.Module):
 
     def dense_view(self) -> nn.Module:
         """The same map as one conv, its kernels padded with zeros to the enclosing shape."""
-        weight = self.weight
-        options = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
-        options |= {"channel_groups": self.groups, "padding_mode": self.padding_mode}
+        weight, options = self.weight, self.options | {"channel_groups": self.groups}
         single = Composite((FilterGroup(*self.composite.kernel, self.out_channels),))
-        view = conv_of(self.in_channels, single, bias=self.bias is not None, **options).to(weight)
-        with torch.no_grad():
-            weights_of(view)[0].copy_(weight)
-            if self.bias is not None:
-                view.bias.copy_(self.bias)  # type: ignore[operator, union-attr]
+        view = conv_of(self.in_channels, single, **options).to(weight)
+        set_weights(view, [weight], self.bias)
         return view
 
     def with_points(self) -> CompositeConv2d:
         """The same map with depthwise 1x1 filters of ones in place of identities: all channels have a weight."""
         groups = [g if g.taps else FilterGroup(1, 1, g.filters, depthwise=True) for g in self.composite.groups]
-        options: dict[str, Any] = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
-        layer = CompositeConv2d(
-            self.in_channels, groups, padding_mode=self.padding_mode, bias=self.bias is not None, **options
-        ).to(self.weights[0] if len(self.weights) else torch.empty(0))
-        left = list(self.weights)
-        with torch.no_grad():
-            for weight, group in zip(layer.weights, self.composite.groups, strict=True):
-                weight.copy_(left.pop(0) if group.taps else torch.ones_like(weight))
-            if self.bias is not None:
-                layer.bias.copy_(self.bias)  # type: ignore[union-attr]
+        like = self.weights[0] if len(self.weights) else torch.empty(0)
+        layer, left = CompositeConv2d(self.in_channels, groups, **self.options).to(like), list(self.weights)
+        pairs = zip(layer.weights, self.composite.groups, strict=True)
+        set_weights(layer, [left.pop(0) if g.taps else torch.ones_like(own) for own, g in pairs], self.bias)
         return layer.train(self.training)
 
     def __repr__(self) -> str:
@@ -255,14 +345,10 @@ class CompositeConv2d(nn.Module):
         text += f", padding_mode={self.padding_mode!r}" if self.padding_mode != "zeros" else ""
         return text + ("" if self.bias is not None else ", bias=False")
 
-    def _padding_of(self, group: FilterGroup) -> Sides:
-        """The padding that puts a group on the enclosing kernel's grid: negative where it must crop."""
-        kernel, own = self.composite.kernel, group.kernel or (1,) * self.axes
-        axes = zip(self.padding, offsets(own, kernel), kernel, self.dilation, own, strict=True)
-        return tuple(
-            (before - offset * step, after - (size - taps - offset) * step)
-            for (before, after), offset, size, step, taps in axes
-        )
+    def _around_groups(self, sides: Sides) -> tuple[Sides, ...]:
+        """The padding of each group, from that of the enclosing kernel."""
+        kernels = [group.kernel or (1,) * self.axes for group in self.composite.groups]
+        return tuple(recentred(sides, self.composite.kernel, own, self.dilation) for own in kernels)
 
     def _bands(self) -> tuple[Band, ...]:
         """The groups as the depthwise kernels take them."""
@@ -276,11 +362,6 @@ class CompositeConv2d(nn.Module):
         axes = zip(x.shape[-2:], self.padding, self.composite.kernel, self.dilation, self.stride, strict=True)
         height, width = ((n + sum(sides) - step * (k - 1) - 1) // by + 1 for n, sides, k, step, by in axes)
         return height, width
-
-    def _crops(self) -> tuple[Sides, ...]:
-        """The groups' padding once the input itself has been padded for the enclosing kernel."""
-        pairs = [zip(own, self.padding, strict=True) for own in self.group_padding]
-        return tuple(tuple((b - before, a - after) for (b, a), (before, after) in axes) for axes in pairs)
 
     def _fusible(self, x: Tensor) -> str | None:
         """Why the fused kernels cannot run the layer on any device; None if they can."""
@@ -344,7 +425,8 @@ def conv_of(in_channels: int, composite: Composite, *, padding: Padding = "same"
         options["channel_groups"] = in_channels
     axes = len(composite.kernel)
     sides = enclosing_padding(padding, composite.kernel, per_axis(options.get("dilation", 1), "dilation", axes))
-    if len(composite.groups) > 1 or composite.depthwise or not symmetric(sides) or options.get("shuffle"):
+    symmetric = all(before == after >= 0 for before, after in sides)
+    if len(composite.groups) > 1 or composite.depthwise or not symmetric or options.get("shuffle"):
         kind = CompositeConv3d if axes == 3 else CompositeConv2d
         return kind(in_channels, composite, padding=sides, **options)
     channel_groups = options.pop("channel_groups", 1)
@@ -360,14 +442,21 @@ def weights_of(layer: nn.Module) -> list[nn.Parameter]:
     return list(layer.weights) if isinstance(layer, CompositeConv2d) else [layer.weight]  # type: ignore[list-item]
 
 
+@torch.no_grad()
+def set_weights(layer: nn.Module, weights: Iterable[Tensor], bias: Tensor | None = None) -> None:
+    """Set the weights of a layer, and its bias; to zero unless it is given."""
+    for target, value in zip(weights_of(layer), weights, strict=True):
+        target.copy_(value)
+    if isinstance(layer.bias, Tensor):
+        layer.bias.copy_(torch.zeros_like(layer.bias) if bias is None else bias)
+
+
 def dense_weight(weights: Sequence[Tensor], composite: Composite, channel_groups: int = 1) -> Tensor:
     """The groups' kernels as one tensor, each centred with zeros around it in the enclosing kernel."""
-    kernel, left = composite.kernel, list(weights)
-    like = weights[0] if weights else torch.empty(0)
+    left, like = list(weights), weights[0] if weights else torch.empty(0)
     # An identity is a filter of a single one.
     whole = [left.pop(0) if group.taps else like.new_ones(group.filters, 1, 1, 1) for group in composite.groups]
-    parts = [placed(weight, kernel, offsets(weight.shape[2:], kernel)) for weight in whole]
-    return interleaved(parts, channel_groups, 0)
+    return interleaved([centred(weight, composite.kernel) for weight in whole], channel_groups, 0)
 
 
 def _check_channels(in_channels: int, composite: Composite, channel_groups: int, axes: int) -> None:

@@ -1,10 +1,5 @@
 """Make a trained network thinner and keep its weights: the channels of the smallest weights are removed.
 
-    >>> from torch import nn
-    >>> net = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 64, 10))
-    >>> prune(net, width=0.5, input_size=(3, 8, 8))[0].out_channels
-    32
-
 `thin` decides how many channels each layer keeps. Torch-Pruning finds the layers that have to keep the same
 channels (Fang et al., 2023, "DepGraph"), ranks the channels and removes them. The result is compared with the
 network itself, in which the weights of the removed channels are zeros.
@@ -69,7 +64,13 @@ def prune(
     tool = require("torch_pruning", extra="prune", purpose="prune")
     grouped = [conv.groups for conv in model.modules() if isinstance(conv, CONVS) and not is_depthwise(conv)]
     sizes = narrowed("prune", model, width, macs, input_size, math.lcm(multiple, *grouped), layers or {}, most=1)
-    _check(model)
+    check_values(model)
+    if not is_finite([*model.parameters(), *model.buffers()]):
+        raise LowRankError(f"{_CANNOT}: it has weights that are not finite.")
+    uses = parameter_uses(model)
+    for name, module in model.named_modules():
+        if any(uses[id(parameter)] > 1 for parameter in module._parameters.values()):
+            raise LowRankError(f"{_CANNOT}: {name} shares a parameter with another layer.")
     new = copy_with(model).eval().requires_grad_(True)  # autograd's graph shows the layers
     untraced = explained("Torch-Pruning cannot follow the channels of the network")
     with untraced, warnings.catch_warnings(), torch.enable_grad():
@@ -79,7 +80,11 @@ def prune(
         pruned = new.state_dict()
         if wrong := [name for name, tensor in sizes.state_dict().items() if pruned[name].shape != tensor.shape]:
             raise LowRankError(f"{_CANNOT}: its layers would not fit each other any longer, as {wrong[0]}.")
-        if not _same_results(new, zeroed, input_size):
+        # The pruned network has to compute what the zeroed one does, but for norms over channels.
+        skipping = register_module_forward_hook(lambda m, x, _: x[0] if isinstance(m, _OVER_CHANNELS) else None)
+        with torch.no_grad(), skipping:
+            same = agree(_run(new, input_size), _run(zeroed, input_size))
+        if not same:
             raise LowRankError(f"{_CANNOT}: with fewer channels it computes something else, as after a shuffle.")
     return noted("prune", _as_it_was(new, model), model, width, macs, input_size, multiple)
 
@@ -104,16 +109,6 @@ def cheaper(
     fits = parsed.mixes or (isinstance(parsed, Bands) and macs is None)
     make = decompose if pretrained and fits else convert
     return make(network, scheme, macs=macs, input_size=input_size)
-
-
-def _check(model: nn.Module) -> None:
-    check_values(model)
-    if not is_finite([*model.parameters(), *model.buffers()]):
-        raise LowRankError(f"{_CANNOT}: it has weights that are not finite.")
-    uses = parameter_uses(model)
-    for name, module in model.named_modules():
-        if any(parameter is not None and uses[id(parameter)] > 1 for parameter in module._parameters.values()):
-            raise LowRankError(f"{_CANNOT}: {name} shares a parameter with another layer.")
 
 
 def _run(network: nn.Module, input_size: InputSize) -> Any:
@@ -169,13 +164,6 @@ def _remove_channels(
     for norm, narrow in zip(new.modules(), sizes.modules(), strict=True):
         if isinstance(norm, nn.GroupNorm) and isinstance(narrow, nn.GroupNorm):
             norm.num_groups = narrow.num_groups
-
-
-@torch.no_grad()
-def _same_results(new: nn.Module, zeroed: nn.Module, input_size: InputSize) -> bool:
-    """Whether the pruned network computes what the zeroed one does, but for norms over channels."""
-    with register_module_forward_hook(lambda layer, x, _: x[0] if isinstance(layer, _OVER_CHANNELS) else None):
-        return agree(_run(new, input_size), _run(zeroed, input_size))
 
 
 @torch.no_grad()

@@ -102,8 +102,6 @@ def failure(model: nn.Module, input_size: InputSize) -> str:
     return ""
 
 
-Build = Callable[[nn.Module, Scheme], nn.Module]
-"""Makes what replaces a layer under a scheme; its weights are set later."""
 Fill = Callable[[str, nn.Conv2d, nn.Module], None]
 """Gives a replacement its weights: called with the name, the dense conv and what replaces it."""
 
@@ -123,21 +121,22 @@ def rewrite(
     model: nn.Module,
     schemes: Mapping[str, Scheme],
     *,
-    build: Build | None = None,
     fill: Fill | None = None,
     kept: Sequence[Kept] = (),
 ) -> nn.Module:
     """A copy of `model` in which each layer named is replaced by its own scheme; without `fill`, fresh.
 
-    `build` makes the layers, in place of the schemes themselves.
+    `kept` are the layers that stay, if they have no scheme.
     """
     if fill is not None and any(scheme.branches for scheme in schemes.values()):
         raise LowRankError("branches train from fresh weights: take the scheme without branches to fit weights.")
-    convs = {name: _layer(model, name) for name in schemes}
+    convs: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
+    if missing := [name for name in schemes if name not in convs]:
+        raise LowRankError(f"the network has no layer {missing[0]}, which was to be rewritten.")
     layers: dict[str, nn.Module] = {}
-    for name, conv in convs.items():
+    for name, scheme in schemes.items():
         try:
-            layers[name] = replacement(conv, schemes[name], build)
+            layers[name] = replacement(convs[name], scheme)
         except LowRankError as error:
             raise LowRankError(f"{name} cannot be rewritten: {error}") from error
     new = copy_with(model, {convs[name]: layer for name, layer in layers.items()})
@@ -147,7 +146,8 @@ def rewrite(
     for name, layer in layers.items():
         fill(name, convs[name], layer)
     changes = tuple(change_of(name, convs[name], layers[name], schemes[name]) for name in schemes)
-    note(new, conversion=Conversion(changes_of(model) + changes, tuple(kept)))
+    rest = tuple(row for row in kept if row.name not in schemes)
+    note(new, conversion=Conversion(changes_of(model) + changes, rest))
     return new
 
 
@@ -174,9 +174,8 @@ def copy_with(model: nn.Module, replaced: Mapping[Any, Any] = MappingProxyType({
 def _check_functions(model: nn.Module) -> None:
     """Refuse functions in attributes (`self.run = lambda x: conv(x)`) that hold modules: a copy shares them."""
     for name, module in model.named_modules():
-        functions = {key: value for key, value in vars(module).items() if isinstance(value, FunctionType)}
-        for key, function in functions.items():
-            if any(isinstance(value, nn.Module) for value in _held(function)):
+        for key, value in vars(module).items():
+            if isinstance(value, FunctionType) and any(isinstance(held, nn.Module) for held in _held(value)):
                 label = f"{name}.{key}".lstrip(".")
                 raise LowRankError(
                     f"{label} is a function that holds modules, and a copy of the network would go on calling the "
@@ -192,10 +191,9 @@ def _held(function: FunctionType) -> Iterator[object]:
             yield cell.cell_contents
 
 
-def replacement(layer: nn.Module, scheme: Scheme, build: Build | None = None) -> nn.Module:
+def replacement(layer: nn.Module, scheme: Scheme) -> nn.Module:
     """Build what replaces a layer, on its device and in its dtype; its weights are set later."""
-    new = build(layer, scheme) if build else scheme.build(layer)
-    return laid_out_as(layer, new).train(layer.training)
+    return laid_out_as(layer, scheme.build(layer)).train(layer.training)
 
 
 def laid_out_as(old: nn.Module, new: nn.Module) -> nn.Module:
@@ -218,13 +216,6 @@ def frozen_like(old: nn.Module, new: nn.Module) -> nn.Module:
         source = old.bias if name.endswith("bias") else old.weight
         parameter.requires_grad_(source.requires_grad)  # type: ignore[union-attr, operator]
     return new
-
-
-def _layer(model: nn.Module, name: str) -> nn.Conv2d:
-    try:
-        return model.get_submodule(name)  # type: ignore[return-value]
-    except AttributeError:
-        raise LowRankError(f"the network has no layer {name}, which was to be rewritten.") from None
 
 
 def is_channels_last(tensor: Tensor) -> bool:

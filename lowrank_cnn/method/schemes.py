@@ -1,24 +1,17 @@
 """Schemes: how a dense convolution is replaced by composites.
 
-A *scheme* says how a dense k_h x k_w convolution with d filters is replaced by one composite or by a chain of
-them with no activation between.
+A *scheme* replaces a dense k_h x k_w convolution with d filters by one composite, or by a chain of them with no
+activation between.
 
-    >>> scheme = parse_scheme("mixture(kx1=3, 1xk=3, kxk=2, join)")
-    >>> for composite in scheme.stages((3, 3), 64):
-    ...     print(composite)
-    3x1,24 + 1x3,24 + 3x3,16
-    1x1,64
-
-Each *kind* of scheme is a class with all that is particular to it: its stages, which axes each stage runs along,
-how trained filters are fitted, and which layers it takes. Named schemes are rows of `SCHEMES`; a program adds its
-own by `register_scheme`.
+Each *kind* of scheme is a class with all that is particular to it. Named schemes are rows of `SCHEMES`; a program
+adds its own by `register_scheme`.
 """
 
 from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, prod
@@ -39,7 +32,6 @@ from lowrank_cnn.method.chains import (
     FactoredLayer,
     factored_layer,
     groups_of,
-    is_torch_layer,
     outputs_of,
 )
 from lowrank_cnn.method.factorize import (
@@ -50,13 +42,24 @@ from lowrank_cnn.method.factorize import (
     grouped_factors,
     grouped_weight,
     kept_energy,
-    separable_energy,
     separable_factors,
     spectrum_shares,
+    unfolded,
 )
-from lowrank_cnn.method.geometry import ConvForm, Padding, enclosing_padding, form_of, per_axis, recentred
-from lowrank_cnn.method.layers import CompositeConv2d, conv_of, weights_of
-from lowrank_cnn.method.spec import Composite, FilterGroup, Kernel
+from lowrank_cnn.method.layers import (
+    CompositeConv2d,
+    ConvForm,
+    Padding,
+    conv_of,
+    enclosing_padding,
+    form_of,
+    is_torch_layer,
+    per_axis,
+    recentred,
+    set_weights,
+)
+from lowrank_cnn.method.shaped_layers import ShapedConv2d
+from lowrank_cnn.method.spec import Composite, FilterGroup, Kernel, resolve_shape
 
 IDENTITY = "identity"
 """The shape of channels that `bands` passes on as they are."""
@@ -87,9 +90,9 @@ class Scheme:
     - `branches`: training adds a 1x1 conv and the identity, folded into the basis filters afterwards.
 
     >>> import lowrank_cnn as lr
-    >>> scheme = lr.parse_scheme("lr-join")
+    >>> scheme = lr.parse_scheme("mixture(kx1=3, 1xk=3, kxk=2, join)")
     >>> print(*scheme.stages((3, 3), 64), sep=" -> ")
-    3x1,32 + 1x3,32 -> 1x1,64
+    3x1,24 + 1x3,24 + 3x3,16 -> 1x1,64
     """
 
     name: str
@@ -100,20 +103,17 @@ class Scheme:
     channel_groups: int = 1
     branches: bool = False
 
-    parts: ClassVar[tuple[str, ...]] = ("basis", "join")
-    """The names of a chain's layers."""
-    layers: ClassVar[tuple[type[nn.Module], ...]] = (_ConvNd,)
-    """The layers that it may take."""
-    inner_biases: ClassVar[bool] = True
-    """Whether layers before the last may have biases."""
-    saves: ClassVar[bool] = True
-    """Whether it is there to make layers cheaper."""
-    weighs_inputs: ClassVar[bool] = False
-    """Whether its fit can weigh errors by the covariance of the layer's inputs."""
-    one_layer: ClassVar[bool] = False
-    """Whether it describes one given layer, and cannot be asked for a whole network."""
-    rival: ClassVar[str | None] = None
-    """Under a budget, layers take this scheme unless the own one fits them better."""
+    parts: ClassVar[tuple[str, ...]] = ("basis", "join")  # the names of a chain's layers
+    layers: ClassVar[tuple[type[nn.Module], ...]] = (_ConvNd,)  # those that it may take
+    inner_biases: ClassVar[bool] = True  # layers before the last may have biases
+    saves: ClassVar[bool] = True  # it is there to make layers cheaper
+    weighs_inputs: ClassVar[bool] = False  # its fit can weigh errors by the covariance of the layer's inputs
+    rival: ClassVar[str | None] = None  # under a budget, layers take this scheme unless the own one fits better
+    # Without annotations, because some kinds compute these by a property:
+    mixes = False  # a layer after the basis filters mixes them: m can be chosen, and trained filters be fitted
+    takes_depthwise = False  # it takes convs that filter each channel by itself
+    axes = (EVERY, ())  # those that each stage runs along, where it has the conv's stride; 0 is the first side
+    shares = (Fraction(1),)  # the proportions in which m basis filters are shared out among shapes
 
     # `Scheme("lr", ...)` is of the kind that has this name. Named parameters: help() shows those of `__new__`.
     def __new__(cls, name="", shapes=(), m=None, to=None, multiple=None, channel_groups=1, branches=False):
@@ -135,9 +135,8 @@ class Scheme:
             if not self.takes_shape(shape):
                 raise LowRankError(f"a filter shape is written like kx1, 1xk, kxk or 5x1, not {shape!r}.")
             if len({text.count("x") for text, _ in self.shapes if SHAPE.fullmatch(text)}) > 1:
-                raise LowRankError(
-                    f"the shapes of a scheme have as many sides each, unlike {_listed(self.shapes)}."
-                )
+                listed = " and ".join(text for text, _ in self.shapes)
+                raise LowRankError(f"the shapes of a scheme have as many sides each, unlike {listed}.")
             if not 0 < proportion <= LARGEST:
                 raise LowRankError(f"the proportion of {shape} filters must be positive, not {proportion}.")
         for field in _FIELDS:
@@ -157,11 +156,10 @@ class Scheme:
     def takes_shape(self, shape: str) -> bool:
         return bool(SHAPE.fullmatch(shape))
 
-    # How it is written.
-
     def __str__(self) -> str:
         default = SCHEMES.get(self.name, type(self))
-        items = [] if self.shapes == default.shapes else [_shape_text(*item) for item in self.shapes]
+        shapes = () if self.shapes == default.shapes else self.shapes
+        items = [shape if share == 1 else f"{shape}={share}" for shape, share in shapes]
         for field in _FIELDS:
             if (value := getattr(self, field)) != getattr(default, field):
                 joins = field == "to" and "join" in _OPTIONS.get(self.name, ())
@@ -171,34 +169,23 @@ class Scheme:
     # What it builds.
 
     @property
-    def mixes(self) -> bool:
-        """Whether a layer after the basis filters mixes them: m can be chosen, and trained filters be fitted."""
-        return False
-
-    @property
-    def axes(self) -> tuple[tuple[int, ...], ...]:
-        """The axes that each stage runs along, where it has the conv's stride; 0 is a kernel's first side."""
-        return EVERY, ()
+    def refusal(self) -> str:
+        """The reason why it cannot rewrite the layers of a network; empty if it can."""
+        if self.to in (None, 1.0):
+            return ""
+        return f"{self.name} changes the number of channels that the next layer expects: use lr-join."
 
     @property
     def dimensions(self) -> tuple[int, ...]:
         """The axes of the convs that it takes: 2 for images, 3 for volumes."""
         return (3,) if any(shape.count("x") == 2 for shape, _ in self.shapes) else (2,)
 
-    @property
-    def shares(self) -> tuple[Fraction, ...]:
-        """The proportions in which m basis filters are shared out among shapes."""
-        return (Fraction(1),)
-
     def out_filters(self, filters: int) -> int:
         """The output channels of the replacement of a conv with `filters` filters."""
         return filters if self.to is None else _scaled(self.to, filters)
 
     def for_layer(self, in_channels: int, filters: int, channel_groups: int = 1) -> Scheme:
-        """The scheme as a layer takes it: without channel groups where its channels do not divide into them.
-
-        The first layer of a network, which sees three colours, is an example; another is a grouped conv.
-        """
+        """The scheme without its channel groups if a layer's channels (three, say) do not divide into them."""
         parts = self.channel_groups
         whole = channel_groups > 1 or in_channels % parts or filters % parts or filters // parts < len(self.shapes)
         return replace(self, channel_groups=1) if parts > 1 and whole else self
@@ -228,32 +215,13 @@ class Scheme:
         takes = self.takes_depthwise and isinstance(layer, nn.Conv2d)
         return "it is depthwise" if is_depthwise(layer) and not takes else ""
 
-    @property
-    def takes_depthwise(self) -> bool:
-        """Whether it takes convs that filter each channel by itself."""
-        return False
-
     def build(self, layer: nn.Module) -> nn.Module:
         """Build the replacement of a layer; its weights are set later."""
-        form = form_of(layer) if isinstance(layer, nn.Conv2d | nn.Conv3d) else None
-        if form is None:
-            raise LowRankError(f"a {type(layer).__name__} is not a plain convolution to rewrite.")
-        return self.build_form(form)
+        return self.build_form(form_of(layer))
 
     def build_form(self, form: ConvForm) -> nn.Module:
         """Build the replacement of a conv of this form."""
-        return build_conv(
-            form.in_channels,
-            form.out_channels,
-            form.kernel,
-            self,
-            stride=form.stride,
-            padding=form.padding,
-            dilation=form.dilation,
-            channel_groups=form.groups,
-            padding_mode=form.padding_mode,
-            bias="last" if form.bias else False,
-        )
+        return build_conv(scheme=self, **vars(form))
 
     # What it costs.
 
@@ -270,15 +238,14 @@ class Scheme:
         return sum(self.stage_weights(layer)) + (0 if layer.bias is None else outputs_of(layer))
 
     def macs(self, layer: nn.Module) -> int:
-        """MACs per output pixel of what replaces a layer; for a dense conv this is its number of weights.
-
-        A stage whose stride comes later computes more pixels than the chain gives.
-        """
+        """MACs per output pixel of what replaces a layer; for a dense conv this is its number of weights."""
         assert isinstance(layer, nn.Conv2d | nn.Conv3d)
-        weights, axes = self.stage_weights(layer), self.axes
-        later = [[axis for stage in axes[place + 1 :] for axis in stage] for place in range(len(weights))]
-        pixels = [prod(layer.stride[axis] for axis in found) for found in later]
-        return sum(own * times for own, times in zip(weights, pixels, strict=True))
+        total, pixels = 0, 1
+        for weights, axes in reversed(list(zip(self.stage_weights(layer), self.axes, strict=False))):
+            total += weights * pixels
+            # Earlier stages compute this many for each.
+            pixels *= prod(step for axis, step in enumerate(layer.stride) if axis in axes)
+        return total
 
     def relative_cost(self, layer: nn.Module) -> float:
         """The MACs of what replaces a layer, as a share of its own."""
@@ -291,10 +258,7 @@ class Scheme:
         raise NotImplementedError
 
     def spectrum(self, layer: nn.Module) -> Tensor | None:
-        """The share of the squared weight that 1, 2, ... filters per channel group keep.
-
-        None where every number of filters takes a fit of its own.
-        """
+        """The share of the squared weight that 1, 2, ... filters per group keep; None if each needs a fit."""
         return None
 
     def energy(self, layer: nn.Module) -> float:
@@ -304,7 +268,7 @@ class Scheme:
     def fit(self, name: str, conv: nn.Module, layer: nn.Module, known: Any = None) -> float:
         """Give a chain the filters nearest to those of a conv, and return the share of its energy that they keep.
 
-        `known` is what was found before: the covariance of the inputs, or the factors.
+        `known` was found before: the covariance of the inputs, or the factors.
         """
         raise NotImplementedError
 
@@ -367,11 +331,11 @@ class Basis(Scheme):
         return self.to is None and not self.branches
 
     def obstacle(self, layer: nn.Module) -> str:
-        groups = 1 if is_depthwise(layer) else groups_of(layer) if isinstance(layer, _ConvNd) else 1
-        few = isinstance(layer, _ConvNd) and layer.out_channels // groups < len(self.shapes)
         if reason := super().obstacle(layer):
             return reason
-        if not few and self.m is None and isinstance(layer, nn.Conv2d | nn.Conv3d):
+        assert isinstance(layer, nn.Conv2d | nn.Conv3d)
+        few = layer.out_channels // (1 if is_depthwise(layer) else layer.groups) < len(self.shapes)
+        if not few and self.m is None:
             scheme = self.for_layer(layer.in_channels, layer.out_channels, layer.groups)
             first, *_ = scheme.stages(layer.kernel_size, layer.out_channels, channel_groups=layer.groups)
             few = len(first.groups) < len(self.sides(layer.kernel_size))
@@ -387,8 +351,8 @@ class Basis(Scheme):
     def fit(self, name: str, conv: nn.Module, layer: nn.Module, known: Any = None) -> float:
         first, second = layer.children()
         basis, join = self.factors(conv)
-        _fill(first, basis)
-        _fill(second, [join])
+        set_weights(first, basis)
+        set_weights(second, [join])
         return kept_energy(_exact(conv), grouped_weight(basis, join, groups_of(conv)))
 
     def energy(self, layer: nn.Module) -> float:
@@ -472,9 +436,9 @@ class Channel(Basis):
         return self.stages((1, 1), outputs_of(layer), channel_groups=groups_of(layer))[0].filters
 
     def build(self, layer: nn.Module) -> nn.Module:
-        return (
-            factored_layer(layer, self.filters_of(layer), self) if is_torch_layer(layer) else super().build(layer)
-        )
+        if isinstance(layer, nn.Conv2d) or not is_torch_layer(layer):
+            return super().build(layer)
+        return factored_layer(layer, self.filters_of(layer), self)
 
     def stage_weights(self, layer: nn.Module) -> list[int]:
         m, filters = self.filters_of(layer), outputs_of(layer)
@@ -501,8 +465,8 @@ class Channel(Basis):
         if isinstance(conv, _ConvTransposeNd):
             shape = (groups, filters.shape[1], conv.in_channels // groups, *conv.kernel_size)
             filters = filters.reshape(shape).transpose(1, 2)
-        _fill(basis, [filters.reshape(basis.weight.shape)])  # type: ignore[union-attr, arg-type]
-        _fill(join, [mixing.reshape(join.weight.shape)])  # type: ignore[union-attr, arg-type]
+        set_weights(basis, [filters.reshape(basis.weight.shape)])  # type: ignore[union-attr, arg-type]
+        set_weights(join, [mixing.reshape(join.weight.shape)])  # type: ignore[union-attr, arg-type]
         return energy
 
 
@@ -510,15 +474,7 @@ class Separable(Scheme):
     """Filters along one axis, then along the other (Jaderberg et al. 2014), or within frames, then along time."""
 
     parts = ("first", "second")
-    weighs_inputs = True
-
-    @property
-    def takes_depthwise(self) -> bool:
-        return True
-
-    @property
-    def mixes(self) -> bool:
-        return True
+    weighs_inputs = mixes = takes_depthwise = True
 
     def check(self) -> None:
         super().check()
@@ -545,15 +501,16 @@ class Separable(Scheme):
         return min(depth * taps, filters * prod(layer.kernel_size[axis] for axis in self.axes[1]))
 
     def spectrum(self, layer: nn.Module) -> Tensor | None:
-        return separable_energy(_exact(layer), axes=self.axes[0], groups=groups_of(layer))
+        parts = _exact(layer).chunk(groups_of(layer))
+        return spectrum_shares(torch.stack([unfolded(part, self.axes[0]) for part in parts]))
 
     def fit(self, name: str, conv: nn.Module, layer: nn.Module, known: Any = None) -> float:
         first, second = layer.children()
         target = centred(_exact(conv), layer.kernel_size)  # type: ignore[arg-type]
         options = {"axes": self.axes[0], "groups": groups_of(conv), "covariance": known}
         halves = separable_factors(target, outputs_of(first), **options)
-        for stage, weight in zip((first, second), halves, strict=True):
-            _fill(stage, [weight])
+        set_weights(first, halves[:1])
+        set_weights(second, halves[1:])
         return kept_energy(_exact(conv), compose(*halves, groups=groups_of(conv)))
 
 
@@ -561,20 +518,13 @@ class CP(Scheme):
     """A 1x1, a vertical and a horizontal strip for each of its channels, and a 1x1 (Lebedev et al. 2015)."""
 
     parts = ("reduce", "upright", "lying", "join")
-    inner_biases, rival = False, "separable"
-
-    @property
-    def mixes(self) -> bool:
-        return True
+    axes = ((), (0,), (1,), ())
+    inner_biases, mixes, rival = False, True, "separable"
 
     def check(self) -> None:
         super().check()
         if self.shapes:
             raise LowRankError("the scheme cp has strips of the layer's own kernel: it takes m alone.")
-
-    @property
-    def axes(self) -> tuple[tuple[int, ...], ...]:
-        return (), (0,), (1,), ()
 
     def chain(self, kernel: Kernel, filters: int, channel_groups: int) -> tuple[Composite, ...]:
         if channel_groups > 1:
@@ -600,14 +550,16 @@ class CP(Scheme):
             raise LowRankError(f"tensorly finds no CP form of {name or 'the conv'}: use separable there.")
         *tensors, energy = found
         for stage, tensor in zip(layer.children(), tensors, strict=True):
-            _fill(stage, [tensor])
+            set_weights(stage, [tensor])
         return energy
 
 
 class Exact(Scheme):
     """Filters of one layer, counted by shape: what learning shapes ends with."""
 
-    one_layer = True
+    @property
+    def refusal(self) -> str:
+        return "exact counts the filters of one layer: use mixture, or apply learned shapes."
 
     def check(self) -> None:
         super().check()
@@ -626,10 +578,15 @@ class Exact(Scheme):
 class Learned(Scheme):
     """Filters that choose among these shapes while they train."""
 
+    @property
+    def refusal(self) -> str:
+        return f"shapes are learned in training: use {to_caller('learn_shapes', '`lowrank train --scheme`')}."
+
     def chain(self, kernel: Kernel, filters: int, channel_groups: int) -> tuple[Composite, ...]:
-        raise LowRankError(
-            f"shapes are learned in training: use {to_caller('learn_shapes', '`lowrank train --scheme`')}."
-        )
+        raise LowRankError(self.refusal)
+
+    def build_form(self, form: ConvForm) -> nn.Module:
+        return ShapedConv2d(form, self)
 
 
 def register_scheme(scheme: Scheme, *options: str) -> Scheme:
@@ -698,22 +655,18 @@ def parse_scheme(text: str | Scheme) -> Scheme:
         if key in target:
             raise LowRankError(f"{key} is given twice in the scheme {text!r}.")
         target[key] = value
-    return _build(name, shapes, options)
-
-
-def _build(name: str, shapes: Mapping[str, str], options: Mapping[str, str]) -> Scheme:
     check_choice("scheme", name, SCHEMES)
     default, allowed = SCHEMES[name], _OPTIONS[name]
     if unknown := set(options) - allowed:
         shaped = "" if isinstance(default, Dense) else " and shapes"
         takes = f"takes {', '.join(sorted(allowed))}{shaped}" if allowed else "takes shapes alone"
         raise LowRankError(f"the scheme {name} {takes}, not {', '.join(sorted(unknown))}.")
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {key: _value(key, given) for key, given in options.items()}
+    if found.pop("join", False):
+        found["to"] = 1.0
     if shapes:
         found["shapes"] = tuple((shape, _fraction(value or "1")) for shape, value in shapes.items())
-    values = {key: _value(key, given) for key, given in options.items()}
-    found |= {key: value for key, value in values.items() if key != "join"}
-    return replace(default, **found, **({"to": 1.0} if values.get("join") else {}))
+    return replace(default, **found)
 
 
 def _value(key: str, given: str) -> bool | int | float:
@@ -736,19 +689,6 @@ def _fraction(text: str) -> Fraction:
     if number is None or abs(number) > LARGEST:
         raise LowRankError(f"{text[:40]!r} in a scheme is not a number up to {LARGEST:,}.")
     return number
-
-
-def _shape_text(shape: str, proportion: Fraction) -> str:
-    return shape if proportion == 1 else f"{shape}={proportion}"
-
-
-def _listed(shapes: Sequence[tuple[str, Fraction]]) -> str:
-    return " and ".join(shape for shape, _ in shapes)
-
-
-def resolve_shape(shape: str, kernel: Kernel) -> Kernel:
-    """The sides of a shape such as kx1, for a dense kernel."""
-    return tuple(k if side == "k" else int(side) for side, k in zip(shape.split("x"), kernel, strict=True))
 
 
 def _scaled(amount: int | float | None, filters: int) -> int:
@@ -778,8 +718,7 @@ def _share_out(
     for i in by_remainder[: whole - sum(counts)]:
         counts[i] += 1
     found = [(shape, n * unit) for (shape, _), n in zip(shapes, counts, strict=True) if n]
-    groups = [FilterGroup(*shape, number, depthwise=depthwise) for shape, number in found]
-    return Composite(tuple(groups))
+    return Composite(tuple(FilterGroup(*shape, number, depthwise=depthwise) for shape, number in found))
 
 
 def build_conv(
@@ -797,11 +736,9 @@ def build_conv(
 ) -> nn.Module:
     """Build the layer, or chain of layers, that replaces a dense conv under a scheme.
 
-    A kernel of three sides, (time, height, width), is for volumes.
-
-    A basis takes the stride, padding and dilation of the dense conv and its join none; the halves of a separable
-    pair and the strips of a CP form take those of the axis they run along. With bias="last" a chain has a bias in
-    its last layer alone, so that it can be merged exactly; a CP form never has another.
+    A kernel of three sides, (time, height, width), is for volumes. Each layer takes the stride, padding and
+    dilation of the axes that it runs along; a join takes none. With bias="last" a chain has a bias in its last
+    layer alone, so that it can be merged exactly; a CP form never has another.
 
     >>> import torch
     >>> import lowrank_cnn as lr
@@ -819,10 +756,11 @@ def build_conv(
     for place, (stage, axes) in enumerate(zip(stages, scheme.axes, strict=False)):
         first, last = place == 0, place == len(stages) - 1
         around = recentred(sides, kernel, stage.kernel, dilation)
+        own = [axis in axes for axis in range(len(kernel))]  # along the other axes the stage does nothing
         options: dict[str, Any] = {
-            "stride": _along(axes, stride, 1),
-            "dilation": _along(axes, dilation, 1),
-            "padding": _along(axes, around, (0, 0)),
+            "stride": tuple(value if here else 1 for here, value in zip(own, stride, strict=True)),
+            "dilation": tuple(value if here else 1 for here, value in zip(own, dilation, strict=True)),
+            "padding": tuple(value if here else (0, 0) for here, value in zip(own, around, strict=True)),
             "padding_mode": padding_mode,
             "channel_groups": 1 if stage.depthwise else channel_groups * (scheme.channel_groups if first else 1),
             "shuffle": first and last and scheme.channel_groups > 1,
@@ -834,11 +772,6 @@ def build_conv(
         return layers[0]
     kind = FactoredConv3d if len(kernel) == 3 else FactoredConv2d
     return kind(OrderedDict(zip(scheme.parts, layers, strict=True)), scheme)
-
-
-def _along(axes: Sequence[int], values: Sequence[Any], otherwise: Any) -> tuple[Any, ...]:
-    """The values of these axes; the other axes have another value."""
-    return tuple(value if axis in axes else otherwise for axis, value in enumerate(values))
 
 
 @dataclass(frozen=True)
@@ -865,8 +798,8 @@ def fit_layer(
 ) -> Fitted:
     """Give a chain that replaces a conv the filters nearest to it. It can be passed to `convert` as `init`.
 
-    With the `covariance` of the windows that the first half of a separable pair reads, filters are nearest in what
-    they give for such inputs, and not in their weights. The `factors` of a CP form are computed unless given.
+    With the `covariance` of the windows that the first half of a separable pair reads, the nearest by what they
+    give for such inputs. The `factors` of a CP form are computed unless given.
     """
     if is_depthwise(layer) or (isinstance(layer, CompositeConv2d) and layer.composite.depthwise):
         first = last = layer
@@ -884,14 +817,10 @@ def fit_layer(
 
 def _fit_bands(conv: nn.Module, layer: nn.Module) -> float:
     """Give each depthwise filter the taps of the trained one that it has, and return the share of energy kept."""
-    sizes = (
-        [g.filters for g in layer.composite.groups] if isinstance(layer, CompositeConv2d) else [outputs_of(layer)]
-    )
-    kernels = (
-        [g.kernel for g in layer.composite.groups] if isinstance(layer, CompositeConv2d) else [layer.kernel_size]
-    )
-    parts = zip(_exact(conv).split(sizes), kernels, strict=True)
-    _fill(layer, [centred(part, kernel) for part, kernel in parts if kernel])  # type: ignore[arg-type]
+    one = FilterGroup(*layer.kernel_size, outputs_of(layer))  # type: ignore[misc]
+    groups = layer.composite.groups if isinstance(layer, CompositeConv2d) else (one,)
+    parts = zip(_exact(conv).split([group.filters for group in groups]), groups, strict=True)
+    set_weights(layer, [centred(part, group.kernel) for part, group in parts if group.kernel])
     return kept_energy(_exact(conv), layer.weight.double())  # type: ignore[operator, union-attr]
 
 
@@ -910,11 +839,3 @@ def _matrices(layer: nn.Module) -> Tensor:
     if isinstance(layer, _ConvTransposeNd):  # [channels, filters of a group, ...]
         return weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(2)
     return weight.flatten(1).unflatten(0, (groups, -1))
-
-
-def _fill(stage: nn.Module, tensors: Sequence[Tensor]) -> None:
-    """Set the weights of a layer, and its bias to zero."""
-    for weight, tensor in zip(weights_of(stage), tensors, strict=True):
-        weight.copy_(tensor)
-    if stage.bias is not None:
-        stage.bias.zero_()  # type: ignore[operator, union-attr]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from itertools import chain
 from types import MethodType
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
@@ -15,11 +16,10 @@ from torch.nn.utils import parametrize
 from lowrank_cnn.core.errors import LowRankError, nearest
 from lowrank_cnn.core.modules import InputSize, check_module, has_hooks, known_inputs
 from lowrank_cnn.method.branches import BranchedConv2d
-from lowrank_cnn.method.chains import FactoredLayer, is_torch_layer
+from lowrank_cnn.method.chains import FactoredLayer
 from lowrank_cnn.method.count import count
-from lowrank_cnn.method.geometry import form_of
-from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.method.rewrite import Kept
+from lowrank_cnn.method.layers import CompositeConv2d, is_torch_layer
+from lowrank_cnn.method.rewrite import Kept, low_rank_layers
 from lowrank_cnn.method.schemes import FactoredConv2d, Scheme, is_depthwise
 
 LARGE = 7
@@ -47,7 +47,7 @@ def select(
             raise LowRankError(f"{label} is quantised: convert the model in floating point, then quantise it.")
     convs = _convs(model, scheme)
     if not convs:
-        raise NothingToConvertError(f"{type(model).__name__} has no convolutions to convert.")
+        raise _nothing(model, f"{type(model).__name__} has no convolutions to convert.")
     asked_for, ties = _selector(where, convs), parameter_uses(model)
     values = chain.from_iterable(vars(module).values() for module in model.modules())
     bound = {id(value.__self__) for value in values if isinstance(value, MethodType)}
@@ -66,8 +66,19 @@ def select(
         else:
             chosen[name] = conv  # type: ignore[assignment]
     if not chosen:
-        raise NothingToConvertError(f"nothing can be converted: {_summary(kept)}.")
+        examples = {row.reason: row.name or row.layer for row in reversed(kept)}  # the first layer of each reason
+        told = [f"{examples[reason]}: {reason}" for reason in dict.fromkeys(row.reason for row in kept)]
+        raise _nothing(model, f"nothing can be converted: {'; '.join(told[:3])}.")
     return chosen, tuple(kept)
+
+
+def _nothing(model: nn.Module, told: str) -> NothingToConvertError:
+    if layers := low_rank_layers(model):
+        told = (
+            f"the network is low-rank already ({len(layers)} of its layers), and nothing is left to convert: for "
+            "another scheme, start from its dense twin."
+        )
+    return NothingToConvertError(told)
 
 
 def stages(model: nn.Module, input_size: InputSize | None = None) -> tuple[tuple[str, ...], ...]:
@@ -131,7 +142,7 @@ def _obstacle(conv: _ConvNd, scheme: Scheme, ties: Counter[int]) -> str:
         return "its weight is computed from others: remove the parametrisation first"
     if conv.weight.is_complex():
         return "its weights are complex, and low-rank filters are real"
-    if (form_of(conv) is None) if isinstance(conv, nn.Conv2d) else not is_torch_layer(conv):
+    if not is_torch_layer(conv):
         base = "nn.Conv2d" if isinstance(conv, nn.Conv2d) else "the layer of torch that it derives from"
         return f"its class {type(conv).__name__} computes something else than {base}"
     if reason := scheme.obstacle(conv):
@@ -148,7 +159,13 @@ def _selector(where: Where, convs: Mapping[str, nn.Module]) -> Callable[[str, _C
         return lambda name, conv: not _why_not(conv)
     if callable(where):
         return lambda name, conv: bool(where(name, conv))  # type: ignore[arg-type]
-    wanted = _several(where)
+    single = isinstance(where, str | bytes | Mapping) or _is_kernel(where) or not isinstance(where, Iterable)
+    wanted: list[Any] = [where] if single else list(where)  # type: ignore[arg-type]
+    if not all(isinstance(item, str) or _is_kernel(item) for item in wanted):
+        raise LowRankError(
+            "where is a name or pattern, a kernel (3 or (3, 5)), a list of these, or f(name, conv) -> bool, "
+            f"not {where!r}."
+        )
     patterns = [item for item in wanted if isinstance(item, str)]
     sizes = [item for item in wanted if not isinstance(item, str)]
     kernels = [own for item in sizes for own in ([(item,) * 2, (item,) * 3] if isinstance(item, int) else [item])]
@@ -158,19 +175,6 @@ def _selector(where: Where, convs: Mapping[str, nn.Module]) -> Callable[[str, _C
     return lambda name, conv: (
         getattr(conv, "kernel_size", None) in kernels or any(_matches(name, pattern) for pattern in patterns)
     )
-
-
-def _several(where: object) -> list[str | Kernel]:
-    """Names and kernels, one or several, as a list."""
-    if isinstance(where, str) or _is_kernel(where):
-        return [where]  # type: ignore[list-item]
-    items = list(where) if isinstance(where, Iterable) and not isinstance(where, bytes | Mapping) else None
-    if items is None or not all(isinstance(item, str) or _is_kernel(item) for item in items):
-        raise LowRankError(
-            "where is a name or pattern, a kernel (3 or (3, 5)), a list of these, or f(name, conv) -> bool, "
-            f"not {where!r}."
-        )
-    return items
 
 
 def _is_kernel(item: object) -> bool:
@@ -200,11 +204,3 @@ def _why_not(conv: nn.Module) -> str:
     if max(conv.kernel_size) > 1 and all(step >= size for step, size in patches):
         return "it projects patches: name it to convert it"
     return ""
-
-
-def _summary(kept: Sequence[Kept]) -> str:
-    """The first few reasons, each with an example layer."""
-    examples: dict[str, str] = {}
-    for row in kept:
-        examples.setdefault(row.reason, row.name or row.layer)
-    return "; ".join(f"{name}: {reason}" for reason, name in list(examples.items())[:3])

@@ -6,7 +6,7 @@ with the taps inside it alone.
 
 from __future__ import annotations
 
-from fractions import Fraction
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,11 @@ from torch.nn import functional as F
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.kernels.reference import conv_on_sides, pad_on_sides
-from lowrank_cnn.method.geometry import ConvForm, form_of, offsets, recentred
-from lowrank_cnn.method.schemes import Learned, Scheme, resolve_shape
-from lowrank_cnn.method.spec import Kernel
+from lowrank_cnn.method.layers import ConvForm, offsets, recentred
+from lowrank_cnn.method.spec import Kernel, resolve_shape
+
+if TYPE_CHECKING:
+    from lowrank_cnn.method.schemes import Scheme
 
 
 class ShapedConv2d(nn.Module):
@@ -31,19 +33,19 @@ class ShapedConv2d(nn.Module):
 
     def __init__(self, form: ConvForm, scheme: Scheme) -> None:
         super().__init__()
-        if form.groups != 1:
+        if form.channel_groups != 1:
             raise LowRankError("shapes are learned by convolutions without channel groups.")
         self.form, self.scheme = form, scheme
-        self.in_channels, self.out_channels, self.stride = form.in_channels, form.out_channels, form.stride
-        self.shapes = shapes_of(scheme, form.kernel)
+        self.in_channels, self.out_channels, self.stride = form.in_channels, form.filters, form.stride
+        self.shapes = tuple(dict.fromkeys(resolve_shape(shape, form.kernel) for shape, _ in scheme.shapes))
         every = (*self.shapes, form.kernel)
         self.kernel_size = max(h for h, _ in every), max(w for _, w in every)
         self.starts = tuple(dict.fromkeys((*self.shapes, self.kernel_size)))
         self.padding = recentred(form.padding, form.kernel, self.kernel_size, form.dilation)
-        self.weight = nn.Parameter(torch.zeros(form.out_channels, form.in_channels, *self.kernel_size))
-        self.bias = nn.Parameter(torch.zeros(form.out_channels)) if form.bias else None
+        self.weight = nn.Parameter(torch.zeros(form.filters, form.in_channels, *self.kernel_size))
+        self.bias = nn.Parameter(torch.zeros(form.filters)) if form.bias else None
         start = self.starts.index(self.kernel_size)
-        self.register_buffer("choice", torch.full((form.out_channels,), start, dtype=torch.long))
+        self.register_buffer("choice", torch.full((form.filters,), start, dtype=torch.long))
         masks = torch.stack([self._mask(shape) for shape in self.starts])
         masks[start] = torch.stack([self._mask(shape) for shape in every]).amax(0)
         self.register_buffer("masks", masks, persistent=False)
@@ -95,23 +97,3 @@ class ShapedConv2d(nn.Module):
 def shaped_convs(network: nn.Module) -> dict[str, ShapedConv2d]:
     """The convs of a network that learn shapes, by name."""
     return {name: m for name, m in network.named_modules() if isinstance(m, ShapedConv2d)}
-
-
-def shapes_of(scheme: Scheme, kernel: Kernel) -> tuple[Kernel, ...]:
-    """The shapes that a `learned` scheme offers the filters of a kernel, each once, in its order."""
-    return tuple(dict.fromkeys(resolve_shape(shape, kernel) for shape, _ in scheme.shapes))
-
-
-def shaped_layer(layer: nn.Module, scheme: Scheme) -> nn.Module:
-    """Build what replaces a layer; its weights are set later."""
-    if not isinstance(scheme, Learned):
-        return scheme.build(layer)
-    form = form_of(layer) if isinstance(layer, nn.Conv2d) else None
-    if form is None:
-        raise LowRankError(f"a {type(layer).__name__} cannot learn the shapes of its filters.")
-    return ShapedConv2d(form, scheme)
-
-
-def exact_scheme(groups: list[tuple[Kernel, int]]) -> Scheme:
-    """The scheme of filters that are counted by shape."""
-    return Scheme("exact", tuple((f"{h}x{w}", Fraction(count)) for (h, w), count in groups))

@@ -91,9 +91,11 @@ class Composite:
         """Accept groups as `FilterGroup`s or `(height, width, filters)` tuples."""
         if isinstance(groups, Composite):
             return groups
-        if not isinstance(groups, Iterable):
-            raise LowRankError(f"the groups of a composite are (height, width, filters) each, not {groups!r}.")
-        return cls(tuple(_as_group(group) for group in groups))
+        try:
+            return cls(tuple(group if isinstance(group, FilterGroup) else FilterGroup(*group) for group in groups))
+        except TypeError:
+            message = f"the groups of a composite are (height, width, filters) each, not {groups!r}."
+            raise LowRankError(message) from None
 
     @property
     def filters(self) -> int:
@@ -121,9 +123,6 @@ class Composite:
         return sum(group.weights(in_channels) for group in self.groups)
 
 
-def _as_group(group: FilterGroup | Sequence[int]) -> FilterGroup:
-    if isinstance(group, FilterGroup):
-        return group
-    if not isinstance(group, Sequence):
-        raise LowRankError(f"a filter group is (height, width, filters), not {group!r}.")
-    return FilterGroup(*group)
+def resolve_shape(shape: str, kernel: Kernel) -> Kernel:
+    """The sides of a shape such as kx1, for a dense kernel."""
+    return tuple(k if side == "k" else int(side) for side, k in zip(shape.split("x"), kernel, strict=True))

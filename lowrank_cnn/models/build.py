@@ -22,7 +22,6 @@ from lowrank_cnn.method.count import LayerCount, count
 from lowrank_cnn.method.init import INITIALISATIONS
 from lowrank_cnn.method.rewrite import Change, changes_of, low_rank_layers, rewrite
 from lowrank_cnn.method.schemes import Scheme, parse_scheme
-from lowrank_cnn.method.shaped_layers import shaped_layer
 from lowrank_cnn.method.thin import Thinning, thin_again
 from lowrank_cnn.models import airbench, convnext, googlenet, nin, resnet, vgg
 from lowrank_cnn.models.network import Network, Options
@@ -109,7 +108,7 @@ def rebuild(description: Mapping[str, Any], *, into: nn.Module | None = None) ->
         into = thin_again(into, thinning)
     schemes = _schemes(description.get("conversion", {}))
     done = {change.name: parse_scheme(change.scheme) for change in changes_of(into)}
-    return into if schemes == done or not schemes else rewrite(into, schemes, build=shaped_layer)
+    return into if schemes == done or not schemes else rewrite(into, schemes)
 
 
 def with_classes(network: nn.Module, classes: int) -> nn.Module:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from lowrank_cnn.core.compare import unchanged
+from lowrank_cnn.core.compare import evaluating, unchanged
 from lowrank_cnn.core.errors import LowRankError, check_choice, check_number, require, to_caller
 from lowrank_cnn.core.modules import batch_length, call
 from lowrank_cnn.core.numbers import accuracy
@@ -32,7 +32,6 @@ from lowrank_cnn.data.own import as_dataset, for_classes, in_short, is_dataset
 from lowrank_cnn.data.store import counting, read_image
 from lowrank_cnn.data.streamed import frame
 from lowrank_cnn.data.types import places_by_name
-from lowrank_cnn.method.activations import evaluating
 from lowrank_cnn.method.select import check_values
 from lowrank_cnn.train.distributed import resolve_device
 from lowrank_cnn.train.failure import lost_process_as_user_error

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowrank_cnn.core.compare import evaluating
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.modules import checked_size, is_example
 from lowrank_cnn.core.notes import TrainingCard, note, notes
@@ -19,7 +20,6 @@ from lowrank_cnn.data import Augment, Preprocess, Standardize, preprocess_from_d
 from lowrank_cnn.data.preprocess import AsGiven, per_channel
 from lowrank_cnn.data.streamed import frame
 from lowrank_cnn.graph.finalize_shapes import finalize_shapes, has_learned
-from lowrank_cnn.method.activations import evaluating
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.build import entry_description, rebuild
 from lowrank_cnn.models.hub import resolve

@@ -14,11 +14,10 @@ import lowrank_cnn as lr
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.graph.merge import merge
-from lowrank_cnn.method.activations import output_error, outputs
 from lowrank_cnn.method.chains import FactoredLayer
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.count import count
-from lowrank_cnn.method.decompose import decompose
+from lowrank_cnn.method.decompose import decompose, output_error, outputs
 from lowrank_cnn.method.init import init_
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.schemes import FactoredConv2d

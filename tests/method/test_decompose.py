@@ -12,14 +12,6 @@ from torch.utils.data import TensorDataset
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.graph.merge import merge
-from lowrank_cnn.method.activations import (
-    image_batches,
-    output_error,
-    outputs,
-    refit,
-    relative_error,
-    seen,
-)
 from lowrank_cnn.method.budget import Budget, _time_ratio, schemes_of, within
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.count import count
@@ -27,9 +19,15 @@ from lowrank_cnn.method.decompose import (
     both_keeps,
     curves_of,
     decompose,
+    image_batches,
     max_useful_rank,
     measured_keeps,
     nearest_output,
+    output_error,
+    outputs,
+    refit,
+    relative_error,
+    seen,
 )
 from lowrank_cnn.method.rewrite import replacement, rewrite
 from lowrank_cnn.method.schemes import fit_layer, parse_scheme
@@ -190,8 +188,8 @@ def test_more_filters_than_a_fit_can_use_are_not_bought():
         ({"scheme": "dense"}, "mixes nothing"),
         ({"scheme": "embed"}, "number of channels"),
         ({"energy": 0.9, "macs": 0.5}, "energy and macs"),
-        ({"energy": 1.5}, "energy is a share"),
-        ({"macs": "half"}, "macs is a share"),
+        ({"energy": 1.5}, "energy must be a number above 0 and at most 1"),
+        ({"macs": "half"}, "macs must be a number above 0 and at most 1"),
         ({"macs": 0.5}, "size of the images"),
         ({"macs": 0.001, "input_size": (4, 8, 8)}, "is below 0.071, what the fewest"),
     ],

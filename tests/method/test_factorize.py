@@ -16,7 +16,7 @@ from lowrank_cnn.method.budget import Curve, Step, allocate, estimated
 from lowrank_cnn.method.factorize import (
     centred,
     crossed_factors,
-    crossed_weight,
+    grouped_weight,
     kept_energy,
     separable_factors,
 )
@@ -43,7 +43,7 @@ def test_the_fit_is_stationary():
     dense, basis = weight(12, 6, 3, 3), Composite.of([(3, 1, 4), (1, 3, 3)])
     filters, join = crossed_factors(dense, basis, sweeps=200)
     parts = [part.requires_grad_() for part in (*filters, join)]
-    loss = (crossed_weight(parts[:-1], parts[-1]) - dense).square().sum()
+    loss = (grouped_weight(parts[:-1], parts[-1], 1) - dense).square().sum()
     for gradient in torch.autograd.grad(loss, parts):
         assert gradient.abs().max() < 0.05 * loss.item() ** 0.5
 

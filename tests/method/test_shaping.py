@@ -8,13 +8,13 @@ from torch import nn
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.schemes import parse_scheme
-from lowrank_cnn.method.shaped_layers import ShapedConv2d, shaped_layer
+from lowrank_cnn.method.shaped_layers import ShapedConv2d
 
 LEARNED = parse_scheme("learned(kx1, 1xk, kxk, 5x1, 1x5)")
 
 
 def shaped(conv: nn.Conv2d) -> ShapedConv2d:
-    layer = shaped_layer(conv, LEARNED)
+    layer = LEARNED.build(conv)
     assert isinstance(layer, ShapedConv2d)
     layer.copy_dense(conv.weight, conv.bias)
     return layer.double()
@@ -70,7 +70,7 @@ def test_exact_layers_have_the_filters_that_are_counted():
     assert conv(torch.randn(1, 8, 5, 5)).shape == (1, 12, 5, 5)
     with pytest.raises(LowRankError, match="not a plain conv"):
         parse_scheme("exact(3x1=4)").build(nn.ReLU())
-    with pytest.raises(LowRankError, match="cannot learn"):
-        shaped_layer(nn.ReLU(), LEARNED)
+    with pytest.raises(LowRankError, match="not a plain conv"):
+        LEARNED.build(nn.ReLU())
     with pytest.raises(LowRankError, match="without channel groups"):
-        shaped_layer(nn.Conv2d(4, 4, 3, groups=2), LEARNED)
+        LEARNED.build(nn.Conv2d(4, 4, 3, groups=2))
