@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -37,7 +37,7 @@ from lowrank_cnn.method.rewrite import (
 )
 from lowrank_cnn.method.schemes import Exact, Scheme, parse_scheme
 from lowrank_cnn.method.shaped_layers import ShapedConv2d, shaped_convs
-from lowrank_cnn.method.spec import Pair
+from lowrank_cnn.method.spec import Kernel, Pair
 
 _TOLERANCE = 1e-9
 
@@ -155,7 +155,7 @@ def _order(layer: ShapedConv2d, *, free: bool) -> Tensor:
     return torch.argsort(choice, stable=True)
 
 
-def exact_scheme(groups: list[tuple[Pair, int]]) -> Scheme:
+def exact_scheme(groups: Sequence[tuple[Kernel, int]]) -> Scheme:
     """The scheme of filters that are counted by shape."""
     return Scheme("exact", tuple((f"{h}x{w}", Fraction(count)) for (h, w), count in groups))
 
