@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -152,11 +153,17 @@ def step_of(net: Network, how: str, mode: str, batch: int) -> Step:
     x = images(net, batch)
     run = way(net, how, x)
     kernels = "auto" if how in (*OURS, "ours") else "off"
-    if mode == "inference":
-        return forced(kernels)(lambda: _infer(run, x))
-    labels = torch.randint(0, int(str(net.config["num_classes"])), (batch,), device="cuda")
-    optimizer = torch.optim.SGD(net.parameters(), 1e-3, momentum=0.9, weight_decay=5e-4, fused=True)
-    return forced(kernels)(lambda: _train(run, x, labels, optimizer))
+    step = partial(_infer, run, x)
+    if mode != "inference":
+        labels = torch.randint(0, int(str(net.config["num_classes"])), (batch,), device="cuda")
+        optimizer = torch.optim.SGD(net.parameters(), 1e-3, momentum=0.9, weight_decay=5e-4, fused=True)
+        step = partial(_train, run, x, labels, optimizer)
+
+    def with_kernels() -> Tensor:
+        with forced(kernels):
+            return step()
+
+    return with_kernels
 
 
 def _infer(run: nn.Module, x: Tensor) -> Tensor:

@@ -6,10 +6,9 @@ images, which are used once; the interval is that of the verdicts in `docs/front
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, floor, log10
 
 from torch import Tensor
 
@@ -93,19 +92,21 @@ class Wish:
 
 @dataclass(frozen=True)
 class Choice:
-    """The network to take, the one it is compared with, and by how much the first is better on the test images."""
+    """The network to take, the one it is compared with, and by how much the first is better on the test images.
+
+    `more` says what a longer budget would decide; it is empty where nothing is open.
+    """
 
     taken: Contender
     rival: Contender | None
     gap: PairedGap | None
     sentence: str
     more: str
-    """What a longer budget would decide; empty where nothing is open."""
 
     @property
     def decided(self) -> bool:
         """Whether the interval of the gap is on one side of zero."""
-        return self.gap is not None and (self.gap.low > 0 or self.gap.high < 0)
+        return self.gap is not None and self.gap.decided
 
 
 def choose(
@@ -122,14 +123,22 @@ def choose(
     """
     taken = wish.pick(contenders)
     rival = _rival(taken, contenders)
-    gap = rival and paired_gap(taken.right, rival.right, margin=0.0, alpha=ALPHA)
-    return Choice(
-        taken,
-        rival,
-        gap,
-        _sentence(taken, rival, gap, contenders, wish, length),
-        _more(taken, rival, gap, minutes) if rival and gap else "",
-    )
+    dense = next((one for one in contenders if one.kind == DENSE_NAME), None)
+    beside = [one for one in dict.fromkeys((rival, dense)) if one is not None and one is not taken]
+    numbers = sorted({one.runs for one in (taken, *beside)})
+    runs = f"{counted(numbers[0], 'run')} each" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} runs"
+    runs += f", {length}" if length else ""
+    start = f"{wish.unfulfilled(taken)} Take {taken.name}: {taken}.".lstrip()
+    if rival is None:
+        return Choice(taken, None, None, f"{start} ({runs}.)", more="")
+    gap = paired_gap(taken.right, rival.right, margin=0.0, alpha=ALPHA)
+    if numbers[0] < 2:
+        runs += ", so without the chance of other runs"
+    others = "; ".join(f"{one.name}{' has' * (place == 0)} {one}" for place, one in enumerate(beside))
+    level = "" if gap.decided else "undecided: "
+    between = f"{level}{taken.name} over {rival.name} {gap.points:+.1f}, 95%: {gap.low:+.1f} to {gap.high:+.1f}"
+    more = "" if gap.decided else _more(taken, rival, gap, minutes)
+    return Choice(taken, rival, gap, f"{start} {others} ({runs}; {between}).", more)
 
 
 def _rival(taken: Contender, contenders: Sequence[Contender]) -> Contender | None:
@@ -140,40 +149,14 @@ def _rival(taken: Contender, contenders: Sequence[Contender]) -> Contender | Non
     return max(as_fast or cheap or others, key=lambda one: one.held_out, default=None)
 
 
-def _sentence(
-    taken: Contender,
-    rival: Contender | None,
-    gap: PairedGap | None,
-    contenders: Sequence[Contender],
-    wish: Wish,
-    length: str,
-) -> str:
-    dense = next((one for one in contenders if one.kind == DENSE_NAME), None)
-    beside = [one for one in dict.fromkeys((rival, dense)) if one is not None and one is not taken]
-    others = "; ".join(f"{one.name}{' has' * (place == 0)} {one}" for place, one in enumerate(beside))
-    start = " ".join(filter(None, [wish.unfulfilled(taken), f"Take {taken.name}: {taken}."]))
-    numbers = sorted({one.runs for one in (taken, *beside)})
-    runs = f"{counted(numbers[0], 'run')} each" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} runs"
-    runs += f", {length}" if length else ""
-    if rival is None or gap is None:
-        return f"{start} ({runs}.)"
-    if numbers[0] < 2:
-        runs += ", so without the chance of other runs"
-    level = "" if gap.low > 0 or gap.high < 0 else "undecided: "
-    between = f"{level}{taken.name} over {rival.name} {gap.points:+.1f}, 95%: {gap.low:+.1f} to {gap.high:+.1f}"
-    return f"{start} {others} ({runs}; {between})."
-
-
 def _more(taken: Contender, rival: Contender, gap: PairedGap, minutes: Callable[[int], float] | None) -> str:
-    """Say how many runs would decide between two networks, if the interval holds zero."""
-    if gap.low > 0 or gap.high < 0:
-        return ""
+    """Say how many runs would decide between two networks, where the interval holds zero."""
     fixed, each = gap_parts(taken.right, rival.right)
     wanted = (abs(gap.points) / 100 / 2) ** 2  # the variance at which two standard errors fit into the gap
     between = f"between {taken.name} and {rival.name}"
     if wanted <= fixed:
-        images = taken.right.shape[1]
-        told = f"these {counted(images, 'test image')} cannot tell {abs(gap.points):.1f} points apart"
+        images = counted(taken.right.shape[1], "test image")
+        told = f"these {images} cannot tell {abs(gap.points):.1f} points apart"
         return f"More runs would not decide {between}: {told}."
     runs = max(taken.runs + 1, ceil(each / (wanted - fixed)))
     if runs > MOST_RUNS:
@@ -190,5 +173,5 @@ def milliseconds(ms: float) -> str:
     """
     if not ms > 0:
         return f"{ms:g} ms"
-    digits = 1 - math.floor(math.log10(ms)) + (f"{ms:e}"[0] == "1")
+    digits = 1 - floor(log10(ms)) + (f"{ms:e}"[0] == "1")
     return f"{ms:.{max(0, digits)}f} ms"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ CLEARLY = 0.97
 """Times that differ by less than this are called equal: then thinner is advised, which is simpler."""
 FILTER_MULTIPLE = 16
 """Kernels of most engines are made for multiples of this many filters."""
+DENSE = "dense"
+ENGINES = ("torch", "optimize", *FILE_ENGINES)
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 Table = tuple[Sequence[str], list[tuple[str, ...]]]
 
 
@@ -62,32 +66,26 @@ def variants_of(conv: nn.Conv2d) -> dict[str, nn.Module]:
     A third of 64 filters is 21, which may take longer than 32: then a user would take 32.
     """
     options: dict[str, Any] = {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
-    options["padding_mode"] = conv.padding_mode
-    strips = build_conv(
-        conv.in_channels, conv.out_channels, conv.kernel_size, "lr", bias=conv.bias is not None, **options
-    )
+    options |= {"padding_mode": conv.padding_mode, "bias": conv.bias is not None}
+    strips = build_conv(conv.in_channels, conv.out_channels, conv.kernel_size, "lr", **options)
     height, width = conv.kernel_size
     fewer = max(1, round(conv.out_channels * (height + width) / 2 / (height * width)))
-    numbers = {"thin": fewer, "thin, rounded up": min(conv.out_channels, round_up(fewer, FILTER_MULTIPLE))}
-    thin = {
-        name: nn.Conv2d(conv.in_channels, filters, (height, width), bias=conv.bias is not None, **options)
-        for name, filters in numbers.items()
+    rounded = min(conv.out_channels, round_up(fewer, FILTER_MULTIPLE))
+    return {
+        "dense": conv,
+        "strips": strips,
+        "thin": nn.Conv2d(conv.in_channels, fewer, (height, width), **options),
+        "thin, rounded up": nn.Conv2d(conv.in_channels, rounded, (height, width), **options),
     }
-    return {"dense": conv, "strips": strips, **thin}
 
 
 def layer_advice(name: str, ms: Mapping[str, float]) -> LayerAdvice:
-    """The form that is faster with as many MACs."""
+    """The faster of both forms with as many MACs."""
     thin = min(time for form, time in ms.items() if form.startswith("thin"))
-    told = f"strips take {ms['strips'] / ms['dense']:.2f} of its time, a thinner conv with as many MACs "
-    told += f"{thin / ms['dense']:.2f}"
-    faster = LOW_RANK if ms["strips"] < CLEARLY * thin else THINNER
-    return LayerAdvice(name, ms["dense"], ms["strips"], thin, faster, told)
-
-
-DENSE = "dense"
-ENGINES = ("torch", "optimize", *FILE_ENGINES)
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    dense, strips = ms["dense"], ms["strips"]
+    faster = LOW_RANK if strips < CLEARLY * thin else THINNER
+    why = f"strips take {strips / dense:.2f} of its time, a thinner conv with as many MACs {thin / dense:.2f}"
+    return LayerAdvice(name, dense, strips, thin, faster, why)
 
 
 @dataclass(frozen=True)
@@ -181,13 +179,36 @@ def design(
         raise LowRankError(f"engines run in {', '.join(PRECISIONS)}, not in {precision!r}.")
     if in_torch:
         example, precision = example.to(_DTYPES.get(str(precision), example.dtype)), None
-    placed = _checked(model, example)
-    bench = AdviceBench(_unfrozen(model), example, engine, precision or "fp32", repeats)
-    layers = bench.layers(placed)
-    return _advice(bench, layers, *bench.forms(layers, budget.share))
+    placed, size = _placed(model, example), tuple(example.shape[1:])
+    dense = copy_with(model)
+    for parameter in dense.parameters():  # no weight stays frozen: every form is to be trained from scratch
+        parameter.requires_grad_(parameter.is_floating_point())
+    clock = partial(times, engine=engine, precision=precision or "fp32", repeats=repeats)
+    layers = advise_layers(placed, example, clock)
+    networks, why_none = _forms(dense, size, budget.share, layers)
+    taken, costs = clock(networks, example), {name: count(network, size) for name, network in networks.items()}
+    forms = {
+        name: MeasuredForm(
+            name,
+            macs=cost.macs / costs[DENSE].macs,
+            params=cost.params / costs[DENSE].params,
+            ms=taken[name].ms,
+            time=taken[name].ms / taken[DENSE].ms,
+        )
+        for name, cost in costs.items()
+    }
+    choice, says = _best(forms)
+    device = torch.cuda.get_device_name(example.device) if example.is_cuda else "cpu"
+    kind = str(example.dtype).removeprefix("torch.") if precision in (None, "fp32") else precision
+    cheaper = [form for form in forms.values() if form.name != DENSE]
+    others = "; ".join(f"{f.name} {f.time:.2f} of the time with {f.macs:.2f} of the MACs" for f in cheaper)
+    verdict = f"{says} Measured on {device} in {engine}, {kind}: {others}."
+    if THINNER not in forms:
+        verdict += f" No thinner network was measured: {why_none}."
+    return Advice(verdict, choice, networks[choice], layers, tuple(forms.values()), device, engine)
 
 
-def _checked(model: nn.Module, example: Tensor) -> nn.Module:
+def _placed(model: nn.Module, example: Tensor) -> nn.Module:
     """A copy of the network with the device and dtype of the example, which it takes."""
     check_rewritable(model)
     if any(tensor.is_meta for tensor in (example, *model.parameters())):
@@ -199,115 +220,73 @@ def _checked(model: nn.Module, example: Tensor) -> nn.Module:
     return placed
 
 
-def _unfrozen(model: nn.Module) -> nn.Module:
-    """A copy without frozen weights: every form is to be trained from scratch."""
-    new = copy_with(model)
-    for parameter in new.parameters():
-        parameter.requires_grad_(parameter.is_floating_point())
-    return new
+def times(
+    networks: Mapping[str, nn.Module], example: Tensor, *, engine: str, precision: str, repeats: int
+) -> dict[str, Sample]:
+    """Milliseconds of several networks on one example in one engine, in turns."""
+    runs, (example,) = {}, copied(example)
+    for name, network in networks.items():
+        run = _prepared(network, example, engine, precision)
+        runs[name] = lambda run=run: run(example)
+    with torch.no_grad():
+        return measure(runs, repeats=repeats, budget=2.0, cuda=example.is_cuda)
 
 
-@dataclass(frozen=True)
-class AdviceBench:
-    """Measures layers and networks on one example, in one engine."""
+def _prepared(network: nn.Module, example: Tensor, engine: str, precision: str) -> Callable[[Tensor], Any]:
+    placed: nn.Module = copy_with(network).to(example.device, example.dtype).eval()
+    if engine == "torch":
+        return in_channels_last(placed)
+    if engine == "optimize":
+        return optimize(placed, example, compile=False, cache=False, repeats=3)
+    with tempfile.TemporaryDirectory() as scratch:
+        strips = FILE_ENGINES[engine].strips and has_strips(placed)
+        path = write_to_time(placed, engine, precision, example, Path(scratch), strips=strips)
+        runner = open_engine(path, threads=torch.get_num_threads(), trusted=True)
+    array = example.contiguous().numpy()
+    return lambda _: runner(array)
 
-    model: nn.Module
-    example: Tensor
-    engine: str
-    precision: str
-    repeats: int
 
-    @property
-    def size(self) -> tuple[int, ...]:
-        return tuple(self.example.shape[1:])
-
-    def times(self, networks: Mapping[str, nn.Module], example: Tensor) -> dict[str, Sample]:
-        """Milliseconds of several networks on one example, in turns."""
-        runs, (example,) = {}, copied(example)
-        for name, network in networks.items():
-            run = self._prepared(network, example)
-            runs[name] = lambda run=run: run(example)
-        with torch.no_grad():
-            return measure(runs, repeats=self.repeats, budget=2.0, cuda=example.is_cuda)
-
-    def _prepared(self, network: nn.Module, example: Tensor) -> Callable[[Tensor], Any]:
-        placed: nn.Module = copy_with(network).to(example.device, example.dtype).eval()
-        if self.engine == "torch":
-            return in_channels_last(placed)
-        if self.engine == "optimize":
-            return optimize(placed, example, compile=False, cache=False, repeats=3)
-        with tempfile.TemporaryDirectory() as scratch:
-            strips = FILE_ENGINES[self.engine].strips and has_strips(placed)
-            path = write_to_time(placed, self.engine, self.precision, example, Path(scratch), strips=strips)
-            runner = open_engine(path, threads=torch.get_num_threads(), trusted=True)
-        array = example.contiguous().numpy()
-        return lambda _: runner(array)
-
-    def layers(self, placed: nn.Module) -> tuple[LayerAdvice, ...]:
-        """Every spatial conv as it is, as strips, and thinner; `placed` is the network as the example wants it."""
-        convs, _ = select(placed, parse_scheme("lr"))
-        with torch.no_grad():
-            seen = layer_inputs(placed, list(convs), self.example)
-        found = []
-        for name, conv in convs.items():
-            if conv.groups != 1 or name not in seen:
-                continue
-            x = seen[name].contiguous(memory_format=torch.channels_last)
+def advise_layers(
+    placed: nn.Module, example: Tensor, clock: Callable[[Mapping[str, nn.Module], Tensor], dict[str, Sample]]
+) -> tuple[LayerAdvice, ...]:
+    """Every spatial conv as it is, as strips, and thinner."""
+    convs, _ = select(placed, parse_scheme("lr"))
+    seen = layer_inputs(placed, list(convs), example)
+    found = []
+    for name, conv in convs.items():
+        if conv.groups == 1 and name in seen:
             step(f"{name}, layer {len(found) + 1}")
-            times = self.times(variants_of(conv), x)
-            found.append(layer_advice(name, {key: one.ms for key, one in times.items()}))
-        return tuple(found)
-
-    def forms(
-        self, layers: tuple[LayerAdvice, ...], share: float
-    ) -> tuple[dict[str, tuple[MeasuredForm, nn.Module]], str]:
-        """The forms within a share of the MACs, measured in turns beside the dense network.
-
-        Also why the network cannot be made thinner, empty if it can.
-        """
-        strips = [row.name for row in layers if row.choice == LOW_RANK]
-        networks, why = {DENSE: self.model}, ""
-        for form in (LOW_RANK, THINNER, MIXED) if 0 < len(strips) < len(layers) else (LOW_RANK, THINNER):
-            try:
-                networks[form] = build_form(self.model, self.size, form, share, strips)
-            except LowRankError as error:
-                why = str(error).rstrip(".") if form == THINNER else why
-        if len(networks) == 1:
-            raise LowRankError(f"no form of this network reaches macs={share:g} here: {why}.")
-        times, dense, rows = self.times(networks, self.example), count(self.model, self.size), {}
-        for name, network in networks.items():
-            ours, ms = count(network, self.size), times[name].ms
-            shares = ours.macs / dense.macs, ours.params / dense.params
-            rows[name] = MeasuredForm(name, *shares, ms, ms / times[DENSE].ms), network
-        return rows, why
+            taken = clock(variants_of(conv), seen[name].contiguous(memory_format=torch.channels_last))
+            found.append(layer_advice(name, {form: one.ms for form, one in taken.items()}))
+    return tuple(found)
 
 
-def _advice(
-    bench: AdviceBench,
-    layers: tuple[LayerAdvice, ...],
-    forms: Mapping[str, tuple[MeasuredForm, nn.Module]],
-    why_none: str,
-) -> Advice:
-    """The best form, and why, in one sentence or two."""
-    rows = {name: form for name, (form, _) in forms.items() if name != DENSE}
-    best = min(rows.values(), key=lambda form: form.time)
-    # A thinner network is the simplest of all: another has to be clearly better.
-    plain = rows.get(THINNER)
+def _forms(
+    dense: nn.Module, size: tuple[int, ...], share: float, layers: Sequence[LayerAdvice]
+) -> tuple[dict[str, nn.Module], str]:
+    """The network and its forms within a share of the MACs; why it cannot be made thinner, empty if it can."""
+    strips = [row.name for row in layers if row.choice == LOW_RANK]
+    networks, why = {DENSE: dense}, ""
+    for form in (LOW_RANK, THINNER, MIXED) if 0 < len(strips) < len(layers) else (LOW_RANK, THINNER):
+        try:
+            networks[form] = build_form(dense, size, form, share, strips)
+        except LowRankError as error:
+            why = str(error).rstrip(".") if form == THINNER else why
+    if len(networks) == 1:
+        raise LowRankError(f"no form of this network reaches macs={share:g} here: {why}.")
+    return networks, why
+
+
+def _best(forms: Mapping[str, MeasuredForm]) -> tuple[str, str]:
+    """The form to take, and a sentence that says so."""
+    best = min((form for form in forms.values() if form.name != DENSE), key=lambda form: form.time)
+    plain = forms.get(THINNER)  # the simplest of all: another has to be clearly better
     if plain is not None and best.time >= CLEARLY * plain.time:
         best = plain
-    if best.time > CLEARLY:
-        best = forms[DENSE][0]
-    others = "; ".join(f"{f.name} {f.time:.2f} of the time with {f.macs:.2f} of the MACs" for f in rows.values())
-    says = {
+    choice = DENSE if best.time > CLEARLY else best.name
+    return choice, {
         THINNER: "Make it thinner instead: low-rank filters are not faster here.",
         LOW_RANK: "Take low-rank filters.",
         MIXED: "Take low-rank filters in the layers listed as such, and make all layers thinner.",
         DENSE: "Leave it as it is: no cheaper form is faster here.",
-    }[best.name]
-    device = torch.cuda.get_device_name(bench.example.device) if bench.example.is_cuda else "cpu"
-    kind = str(bench.example.dtype).removeprefix("torch.") if bench.precision == "fp32" else bench.precision
-    verdict = f"{says} Measured on {device} in {bench.engine}, {kind}: {others}."
-    if plain is None:
-        verdict += f" No thinner network was measured: {why_none}."
-    network = forms[best.name][1]
-    return Advice(verdict, best.name, network, layers, tuple(f for f, _ in forms.values()), device, bench.engine)
+    }[choice]

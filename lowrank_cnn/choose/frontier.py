@@ -20,17 +20,7 @@ from torch import Tensor
 from lowrank_cnn.choose.candidates import Design, is_branched, is_dense
 from lowrank_cnn.core.environment import environment
 from lowrank_cnn.core.errors import LowRankError, option
-from lowrank_cnn.core.files import (
-    BrokenSealError,
-    UnreadableError,
-    is_regular,
-    open_in_place,
-    read_json,
-    read_regular,
-    sealed,
-    unsealed,
-    write_json,
-)
+from lowrank_cnn.core.files import is_regular, open_in_place, read_json, read_regular, sealed, unsealed, write_json
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.data import Data
@@ -44,9 +34,7 @@ LARGEST_ANSWERS = 2**30
 DENSE_NAME, THIN, LOW_RANK = "dense", "thin", "low-rank"
 """Kinds of designs, the first also the name of the network that all others are timed beside."""
 ABOUT = ("family", "network", "recipe", "data", "precision", "device", "teacher")
-"""What all runs of a frontier share: going on with another is refused."""
-TARGET, PLAN = "target", "plan"
-"""What a comparison has besides: where its networks will run, and what it has decided so far."""
+"""What all runs share: going on with another is refused. A comparison has a target and a plan, too."""
 
 
 @dataclass
@@ -54,8 +42,7 @@ class SeedRun:
     """One trained network: its seed, how many answers were right, and where they are.
 
     `seconds` are those of training without compiling, by the median speed of its epochs; `wall` is everything.
-    A run that shared the device, with `processes` of them at a time, has no seconds and no speed: they would not
-    be comparable.
+    A run beside others on the device has no seconds and no speed: they would not be comparable.
     """
 
     seed: int
@@ -69,15 +56,14 @@ class SeedRun:
     environment: int
     processes: int = 1
     held_out: float | None = None
-    """The accuracy on images held out of training, if there were any."""
 
 
 @dataclass
 class DesignTime:
     """Milliseconds of a batch through `optimize`, and of the dense network that took turns with it.
 
-    `choice` is the variant that was fastest, with the `ways` of its blocks. `tries` has all variants. `processes`
-    has both times again from each fresh process, in which all networks of the record took turns.
+    `choice` is the fastest of the variants in `tries`, with the `ways` of its blocks. `processes` has both times
+    again from each fresh process, in which all networks of the record took turns.
     """
 
     ms: float
@@ -102,13 +88,12 @@ class DesignTime:
 
     @property
     def ratio(self) -> float:
-        """Their median."""
         return median(self.ratios)
 
 
 @dataclass
 class RateTry:
-    """One setting tried on held-out images: the factor of the learning rate, and the accuracy of each seed."""
+    """A factor of the learning rate, and the accuracy of each seed on held-out images."""
 
     rate: float
     accuracies: list[float] = field(default_factory=list)
@@ -116,7 +101,7 @@ class RateTry:
 
 @dataclass
 class DesignRow:
-    """A design: what it costs, what it takes, and its runs. `failed` are the seeds whose loss was not finite."""
+    """A design: its costs, its time and its runs. `failed` are the seeds whose loss was not finite."""
 
     design: dict[str, Any]
     macs: int
@@ -147,18 +132,15 @@ class DesignRow:
 
     @property
     def seeds(self) -> set[int]:
-        """Those of the runs that were made."""
         return {*(run.seed for run in self.runs), *self.failed}
 
     def choose_rate(self) -> None:
         """Take the rate of the most accurate tries; without any, the one that it has."""
-        tried = [one for one in self.tries if one.accuracies]
-        self.rate = (
-            max(tried, key=lambda one: sum(one.accuracies) / len(one.accuracies)).rate if tried else self.rate
-        )
+        if tried := [one for one in self.tries if one.accuracies]:
+            self.rate = max(tried, key=lambda one: sum(one.accuracies) / len(one.accuracies)).rate
 
     def tried(self, rate: float) -> RateTry:
-        """The tries of a factor of the learning rate, as yet without any where it is a new one."""
+        """The tries of a factor of the learning rate, none as yet if it is a new one."""
         known = next((one for one in self.tries if one.rate == rate), None)
         if known is None:
             self.tries.append(known := RateTry(rate))
@@ -167,7 +149,7 @@ class DesignRow:
 
 @dataclass
 class Frontier:
-    """Everything that a frontier found, and the folder it lives in."""
+    """Everything that a frontier found, and the folder it lives in; `answers` are verdicts on the questions."""
 
     folder: Path
     about: dict[str, Any]
@@ -175,11 +157,9 @@ class Frontier:
     rows: list[DesignRow] = field(default_factory=list)
     environments: list[dict[str, Any]] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
-    """Verdicts on the questions, as `statistics` finds them."""
 
     @property
     def title(self) -> str:
-        """The network, its width where it is not the family's own, the images, and who taught."""
         width, teacher = self.about["network"]["base"], self.about["teacher"]
         wide = f" (width {width:g})" if width != 1 else ""
         taught = f", taught by {teacher}" if teacher else ""
@@ -202,10 +182,8 @@ class Frontier:
         Rows may have been timed on different days, each in turns with the dense network.
         """
         dense = self.row(DENSE_NAME)
-        if row.timing is None:
-            return None
-        if dense is None or dense.timing is None:
-            return row.timing.ms
+        if row.timing is None or dense is None or dense.timing is None:
+            return row.timing and row.timing.ms
         return row.timing.ratio * median([ms for ms, _ in dense.timing.processes] or [dense.timing.ms])
 
     def check_batch(self, batch: int) -> None:
@@ -218,7 +196,6 @@ class Frontier:
             )
 
     def save(self) -> None:
-        """Write the record with its checksum, in one move."""
         values = {
             "kind": KIND,
             "schema": SCHEMA,
@@ -261,10 +238,9 @@ class Frontier:
 
     def add_run(self, row: DesignRow, seed: int, right: bytes, **figures: Any) -> SeedRun:
         """Keep a run of a design with its packed answers and the other fields of `SeedRun`."""
-        environment = self.here()
-        place, checksum = self.add_answers(right)
+        here, (place, checksum) = self.here(), self.add_answers(right)
         correct = int.from_bytes(right).bit_count()
-        row.runs.append(SeedRun(seed, correct, place, checksum, environment=environment, **figures))
+        row.runs.append(SeedRun(seed, correct, place, checksum, environment=here, **figures))
         self.save()
         return row.runs[-1]
 
@@ -323,9 +299,9 @@ def load_frontier(folder: str | Path) -> Frontier:
             raise KeyError("kind")
         rows = [_read_row(row) for row in values["rows"]]
         about = {key: values.get(key) for key in ABOUT}
-        about |= {key: values[key] for key in (TARGET, PLAN) if key in values}
+        about |= {key: values[key] for key in ("target", "plan") if key in values}
         return Frontier(folder, about, values["images"], rows, values["environments"], values["answers"])
-    except (BrokenSealError, UnreadableError) as damage:
+    except LowRankError as damage:
         raise LowRankError(f"{path} is damaged: {damage}.") from damage
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise LowRankError(f"{path} is not the record of a frontier of this version.") from error
@@ -364,10 +340,8 @@ def about_runs(
 
 
 def shared_settings(about: dict[str, Any]) -> dict[str, Any]:
-    """The shared settings of all runs by name, with defaults for recipe fields that are newer than the record."""
-    whole = {
-        **{key: about.get(key) for key in (*ABOUT, TARGET)},
-        "recipe": {**json.loads(json.dumps(Recipe().to_dict())), **(about["recipe"] or {})},
-    }
+    """The settings of all runs by name, with defaults for recipe fields that are newer than the record."""
+    whole = {key: about.get(key) for key in (*ABOUT, "target")}
+    whole["recipe"] = Recipe().to_dict() | about["recipe"]
     nested = {key: value if isinstance(value, dict) else {"": value} for key, value in whole.items()}
     return {f"{key} {name}".strip(): value for key, fields in nested.items() for name, value in fields.items()}

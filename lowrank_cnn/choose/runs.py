@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -51,22 +52,18 @@ class DesignRun:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """The result of a run, as plain values for another process: `right` has one bit for each test image.
-
-    `right` is None if the loss was not finite.
-    """
+    """The result of a run: `right` has one bit for each test image, and is None if the loss was not finite."""
 
     wall: float
     right: bytes | None = None
-    correct: int = 0
-    images: int = 1
+    accuracy: float = 0.0
     images_per_second: float = 0.0
     train_accuracy: float = 0.0
 
 
 @dataclass
 class RunMaker:
-    """Trains designs of one family from scratch, in this process or in another, by one recipe on one device.
+    """Trains designs of one family from scratch, by one recipe on one device.
 
     `teacher` is a design that all others, thin dense ones too, learn from beside the labels; `folder` holds it.
     """
@@ -92,17 +89,16 @@ class RunMaker:
         return RunOutcome(
             wall=time.monotonic() - began,
             right=pack(record.right),
-            correct=int(record.right.sum()),
-            images=len(record.right),
+            accuracy=int(record.right.sum()) / len(record.right),
             images_per_second=record.result["images_per_second"],
-            train_accuracy=record.history[-1]["train_accuracy"] if record.history else 0.0,
+            train_accuracy=record.history[-1]["train_accuracy"],
         )
 
     def teach(self, *, held_out: bool) -> Record:
         """Train the teacher of the runs that follow, on the same images as these; one that is there stays."""
         torch.manual_seed(TEACHER_SEED)
-        network, out = self.builder(find_design(self.teacher)), self._teacher_in(held_out)
-        how = {"seed": TEACHER_SEED, "device": self.device, "out": out}
+        network = self.builder(find_design(self.teacher))
+        how = {"seed": TEACHER_SEED, "device": self.device, "out": self._teacher_in(held_out)}
         return train(network, self._images(held_out), self.recipe, **how)
 
     def _images_and_teacher(self, held_out: bool) -> tuple[Data, Trained | None]:
@@ -143,30 +139,23 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-# Run trainings side by side: several processes that share one device, and the results in a fixed order.
-#
-# A short run leaves a GPU idle while Python builds the network and reads results. Other runs can use that time.
-# Each process is set up once, with its images in memory, and then does one job after the other. Times of such
-# runs are not comparable with those of runs that had the device alone.
-
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 _worker: list[Callable[[Any], Any]] = []
-"""What does the jobs of this process, in a process of a pool."""
+"""The function that does jobs, in a process of a pool."""
 
 
 @dataclass
 class WorkerPool(Generic[Job, Result]):
-    """Run jobs in several processes, or in this one if only one is asked for.
+    """Run jobs in several processes that share a device, or in this one if only one is asked for.
 
+    A short run leaves a GPU idle while Python builds the network and reads results. Other runs can use that time.
     `do` does one job. Each process gets a copy of it, with the images that it holds, when it starts.
     """
 
     do: Callable[[Job], Result]
     processes: int = 1
-    _executor: ProcessPoolExecutor | None = field(default=None, init=False)
-    _alive: Connection | None = field(default=None, init=False)
     _to_close: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
 
     def __post_init__(self) -> None:
@@ -176,12 +165,9 @@ class WorkerPool(Generic[Job, Result]):
     def __enter__(self) -> WorkerPool[Job, Result]:
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         """End the processes, and after an error at once: a run that is not finished is lost, and nothing else."""
-        if error is not None and self._alive:
-            self._alive.close()
-        self._to_close.close()
-        self._executor = None
+        self._to_close.__exit__(*error)
 
     def results(
         self,
@@ -218,7 +204,7 @@ class WorkerPool(Generic[Job, Result]):
 
     def _begin(self, job: Job) -> Future[Result]:
         if self.processes > 1:
-            executor = self._started()
+            executor = self._executor
             with _without_interrupts():  # processes that start here inherit that: Ctrl-C is for this one alone
                 return executor.submit(_do, job)
         done: Future[Result] = Future()
@@ -228,22 +214,23 @@ class WorkerPool(Generic[Job, Result]):
             done.set_exception(error)
         return done
 
-    def _started(self) -> ProcessPoolExecutor:
-        if self._executor is None:
-            # Through a file: a pipe would let this process wait for each of the others to import torch first.
-            copy = Path(self._to_close.enter_context(TemporaryDirectory(prefix="lowrank-"))) / "do.pickle"
-            with copy.open("wb") as file:
-                pickle.dump(self.do, file)
-            ended, self._alive = Pipe(duplex=False)
-            self._to_close.callback(self._alive.close)
-            self._executor = ProcessPoolExecutor(
-                self.processes,
-                mp_context=get_context("spawn"),  # a forked process cannot use CUDA
-                initializer=_set_up,
-                initargs=(copy, ended, max(1, torch.get_num_threads() // self.processes)),
-            )
-            self._to_close.callback(self._executor.shutdown, cancel_futures=True)
-        return self._executor
+    @cached_property
+    def _executor(self) -> ProcessPoolExecutor:
+        # Through a file: a pipe would let this process wait for each of the others to import torch first.
+        copy = Path(self._to_close.enter_context(TemporaryDirectory(prefix="lowrank-"))) / "do.pickle"
+        with copy.open("wb") as file:
+            pickle.dump(self.do, file)
+        ended, alive = Pipe(duplex=False)
+        self._to_close.callback(alive.close)
+        executor = ProcessPoolExecutor(
+            self.processes,
+            mp_context=get_context("spawn"),  # a forked process cannot use CUDA
+            initializer=_set_up,
+            initargs=(copy, ended, max(1, torch.get_num_threads() // self.processes)),
+        )
+        self._to_close.callback(executor.shutdown, cancel_futures=True)
+        self._to_close.push(lambda error, *_: alive.close() if error else None)
+        return executor
 
 
 @contextlib.contextmanager
@@ -283,7 +270,7 @@ def _set_up(copy: Path, ended: Connection, threads: int) -> None:
 
 
 def _leave_with(ended: Connection) -> None:
-    """End this process as soon as the other end of the connection is closed, by intention or by a kill."""
+    """End this process as soon as the other end of the connection is closed."""
     with contextlib.suppress(EOFError, OSError):
         ended.recv()
     os._exit(1)

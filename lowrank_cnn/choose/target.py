@@ -1,7 +1,5 @@
 """Time a network where it will run, and test the file that is shipped.
 
-    Target.parse("cuda"), Target.parse("onnxruntime:int8")
-
 In torch, a network runs in the form that `optimize` finds. In an engine it is a file, which is timed in a process
 of its own. All designs of a record are timed so, in turns with the dense network.
 """
@@ -25,7 +23,7 @@ from lowrank_cnn.core.processes import apart
 from lowrank_cnn.data import Data
 from lowrank_cnn.deploy import choose_engine
 from lowrank_cnn.deploy.choose_engine import write_to_time
-from lowrank_cnn.deploy.engines.targets import ENGINES, target_of
+from lowrank_cnn.deploy.engines.targets import ENGINES
 from lowrank_cnn.deploy.export import export
 from lowrank_cnn.deploy.optimize import Optimized, optimize, reoptimize
 from lowrank_cnn.deploy.quantize import quantize
@@ -61,11 +59,11 @@ class Target:
         name, _, precision = text.partition(":")
         name = ENGINE_WORDS.get(name, name)
         if name in ENGINES:
+            kinds = PRECISIONS if ENGINES[name].int8 else PRECISIONS[:-1]
             precision = precision or "fp32"
-            if precision not in PRECISIONS or (precision == "int8" and not target_of(name).int8):
-                kinds = [kind for kind in PRECISIONS if kind != "int8" or target_of(name).int8]
+            if precision not in kinds:
                 raise LowRankError(f"{name} runs in {', '.join(kinds)}, not in {precision!r}.")
-            if not target_of(name).installed:
+            if not ENGINES[name].installed:
                 raise LowRankError(f"{name} is not installed here: pip install '.[engines]' in the clone.")
             return cls("cpu", name, precision)
         if text != "auto" and text.partition(":")[0] not in ("cpu", "cuda", "mps"):
@@ -81,7 +79,7 @@ class Target:
 
     @property
     def batch(self) -> int:
-        """The images that are timed at once if the user names no number."""
+        """The number of images to time at once."""
         return GPU_BATCH if self.gpu else 1
 
     def __str__(self) -> str:
@@ -91,8 +89,7 @@ class Target:
 
     @property
     def suffix(self) -> str:
-        """That of the engine's file."""
-        return target_of(self.engine).suffix
+        return ENGINES[self.engine].suffix
 
     def images(self, batch: int, size: tuple[int, ...]) -> Tensor:
         """Images to time a network with; on a GPU in bf16, as networks are trained there."""
@@ -117,11 +114,8 @@ class Target:
         if not self.engine:
             return optimize(network, images, budget=self.seconds, **how)
         folder.mkdir(parents=True, exist_ok=True)
-        return write_to_time(network, self.engine, self.precision, images, folder, strips=self._strips)
-
-    @property
-    def _strips(self) -> bool:
-        return target_of(self.engine).strips
+        strips = ENGINES[self.engine].strips
+        return write_to_time(network, self.engine, self.precision, images, folder, strips=strips)
 
     def times(
         self, made: Mapping[str, Optimized | Path], images: Tensor, *, repeats: int, budget: float = 20.0
@@ -129,7 +123,8 @@ class Target:
         """Milliseconds of prepared networks, in turns."""
         if self.engine:
             paths = {name: str(path) for name, path in made.items()}
-            asked = paths, list(images.shape), torch.get_num_threads(), torch.get_num_threads(), repeats
+            threads = torch.get_num_threads()
+            asked = paths, list(images.shape), threads, threads, repeats
             return {n: Sample(*s) for n, s in apart(choose_engine.__file__, "time_files", *asked).items()}
         runs = {name: lambda one=one: one(images) for name, one in made.items()}  # type: ignore[operator]
         return measure(runs, repeats=repeats, budget=budget, cuda=images.is_cuda)
@@ -151,13 +146,13 @@ class Target:
         if self.precision == "int8":
             quantize(trained, data, path, test=1, overwrite=True)
         else:
-            how: Any = {"precision": self.precision, "strips": self._strips}
+            how: Any = {"precision": self.precision, "strips": ENGINES[self.engine].strips}
             export(trained, path, overwrite=True, **how)
         return load_checkpoint(path, trusted=True)
 
     def answers(self, network: Trained, data: Data) -> Tensor:
         """Whether each test image of the data is classified correctly, in their order."""
-        found = evaluate(network, data, device="cpu" if self.engine else self.device, progress=False)
+        found = evaluate(network, data, device=self.device, progress=False)
         assert found.details is not None
         assert found.details.right is not None
         return found.details.right
@@ -167,8 +162,7 @@ class Target:
 class TimedDesigns:
     """The designs of a record by name, counted and timed; the record, which may hold more, is saved after each.
 
-    `batch` is the number of images that are timed together; 0 times nothing. Files of engines are written to
-    `scratch`. `say` gets a line for each design.
+    `batch` is the number of images that are timed together; 0 times nothing. `scratch` is for files of engines.
     """
 
     found: Frontier
@@ -207,8 +201,7 @@ class TimedDesigns:
             self.reference = ours if design == DENSE else self._fresh(DENSE)
         times = self.target.times({"ours": ours, "dense": self.reference}, self.images, repeats=self.repeats)
         sample = times["ours"]
-        # The dense network beside itself: the difference of two clocks is not a ratio.
-        other = sample.ms if design == DENSE else times["dense"].ms
+        other = sample.ms if design == DENSE else times["dense"].ms  # beside itself it takes as long
         return DesignTime(sample.ms, sample.low, sample.high, other, self.batch, *self.target.choice_of(ours))
 
     def time_apart(self, *family: Any) -> None:

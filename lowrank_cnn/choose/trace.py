@@ -1,4 +1,4 @@
-"""`trace_frontier`: time, tune and train every design of a family, and write one resumable record.
+"""Time, tune and train every design of a family, and write one resumable record.
 
 All designs are timed first, and controls of equal cost are added. All networks are then timed again in turns, in
 processes of their own. Every design is tuned by the same tries. All are trained with the first seed before the
@@ -32,7 +32,7 @@ from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, about_r
 from lowrank_cnn.choose.runs import DesignRun, RunMaker, RunOutcome, WorkerPool, release_memory
 from lowrank_cnn.choose.target import Target, TimedDesigns
 from lowrank_cnn.core.clock import check_budget
-from lowrank_cnn.core.errors import LowRankError, check_number
+from lowrank_cnn.core.errors import LowRankError, check_choice, check_number
 from lowrank_cnn.core.files import locked
 from lowrank_cnn.core.text import counted, duration
 from lowrank_cnn.data import Data
@@ -46,13 +46,12 @@ PROCESSES = 3
 """Fresh processes in which networks are timed: times of one network differ more between processes than within."""
 FURTHEST = 4
 """How far beyond those of the plan rates are tried: the largest twice doubled, the least twice halved."""
-Say = Callable[[str], None]
 MATCHES = ("macs", "time")
 
 
 @dataclass(frozen=True)
 class FrontierPlan:
-    """The request for `trace_frontier`.
+    """What `trace_frontier` is asked for.
 
     - `designs`: low-rank candidates by name or scheme; `widths`: those of the dense network, 1 always among them.
     - `match`: also dense networks that cost each candidate's MACs, and time.
@@ -61,8 +60,7 @@ class FrontierPlan:
     - `batch`: images in a batch to time inference with; 0 times nothing. `repeats`: runs that a median is of.
     - `base`: the width of the family's own network that counts as 1: below 1 for a miniature.
     - `teacher`: a design, `dense@1.5` say, that is trained first and that all others then learn from as well.
-    - `processes`: trainings at a time on the device. Networks are timed alone, before; how long a training takes
-      is recorded only with one process.
+    - `processes`: trainings at a time on the device; their seconds are recorded only if it is one.
     - `budget`: seconds after which nothing new is begun.
     """
 
@@ -82,8 +80,7 @@ class FrontierPlan:
 
     def __post_init__(self) -> None:
         for name in self.match:
-            if name not in MATCHES:
-                raise LowRankError(f"networks are matched by {' or '.join(MATCHES)}, not {name!r}.")
+            check_choice("match", name, MATCHES)
         for name, least in {"seeds": 0, "batch": 0, "tries": 1, "processes": 1}.items():
             check_number(name, getattr(self, name), least=least, whole=True)
         for rate in self.rates:
@@ -114,20 +111,19 @@ def trace_frontier(
     family: str,
     data: Data,
     out: str | Path,
-    plan: FrontierPlan | None = None,
+    plan: FrontierPlan,
     *,
     recipe: str | None = None,
     settings: Mapping[str, object] | None = None,
     device: str = "auto",
-    say: Say = print,
+    say: Callable[[str], None] = print,
 ) -> Frontier:
     """Carry out the rest of a plan, and return the record of everything in `out`.
 
     >>> trace_frontier("airbench", data, "runs/f", FrontierPlan(("lr",), (0.5, 1.0), seeds=8))  # doctest: +SKIP
     """
-    kind, plan = find_family(family), plan or FrontierPlan()
+    kind, place = find_family(family), resolve_device(device)
     resolved = get_recipe(recipe or kind.recipe, **(settings or {}))
-    place = resolve_device(device)
     size = image_size(data.test, augmentation(resolved))
     builder = Builder.of_family(kind, size, len(data.classes), resolved.norm, plan.base)
     network = {"name": kind.network, "base": plan.base}
@@ -135,20 +131,20 @@ def trace_frontier(
     with locked(Path(out)):
         found = open_frontier(Path(out), about, len(data.test))
         maker = RunMaker(builder, data, resolved, place, plan.teacher, Path(out))
-        timing = {name: getattr(plan, name) for name in ("batch", "repeats", "compile")}
+        how: dict[str, Any] = {name: getattr(plan, name) for name in ("batch", "repeats", "compile")}
         with WorkerPool(maker, plan.processes) as pool:
-            how: dict[str, Any] = {**timing, "scratch": Path(), "maker": maker, "pool": pool, "plan": plan}
+            how |= {"scratch": Path(), "maker": maker, "pool": pool, "plan": plan}
             Tracer(found, builder, Target(place), say, **how).run()
     return found
 
 
 class BudgetSpent(Exception):
-    """The budget of time is spent; finished runs are saved."""
+    """The budget of time is spent. Finished runs are saved."""
 
 
 @dataclass
 class Tracer(TimedDesigns):
-    """Carries a plan out, one step at a time, saving after each."""
+    """Carries a plan out, and saves after each step."""
 
     maker: RunMaker
     pool: WorkerPool[DesignRun, RunOutcome]
@@ -165,7 +161,13 @@ class Tracer(TimedDesigns):
                 self._match(row)
             self._time_apart()
             self._tune()
-            self._run_all(self._left(), self._keep)
+            runs = [
+                DesignRun(self.designs[name], seed, row.rate)
+                for seed in range(1, self.plan.seeds + 1)
+                for name, row in self.rows.items()
+                if seed not in row.seeds
+            ]
+            self._run_all(runs, self._keep)
         except BudgetSpent:
             self.say(f"The time is over ({self.plan.budget:.0f} s): the same command continues from here.")
 
@@ -181,35 +183,33 @@ class Tracer(TimedDesigns):
         """
         if "macs" in self.plan.match and row.macs < self.rows[DENSE.name].macs:
             thin = control_for(row.design["scheme"])
-            width = width_of_macs(self.builder, thin, row.macs)
-            self._add_control(at_width(thin, min(width, 1.0), f"macs of {row.name}"))
+            self._add_control(thin, width_of_macs(self.builder, thin, row.macs), f"macs of {row.name}")
         if "time" in self.plan.match and row.timing and row.timing.first_ratio < 1:
             thin = control_for(row.design["scheme"], in_64s=self.found.about["device"] == "cuda")
-            width = width_of_time({1.0: 1.0, **self._times(thin)}, row.timing.first_ratio)
-            self._add_control(at_width(thin, min(width, 1.0), f"time of {row.name}"))
+            alike = [one for one in self.rows.values() if base_name(one.name) == thin.name]
+            # The first times, by which a resumed trace matches again.
+            times = {one.design["width"]: one.timing.first_ratio for one in alike if one.timing}
+            width = width_of_time({1.0: 1.0, **times}, row.timing.first_ratio)
+            self._add_control(thin, width, f"time of {row.name}")
 
-    def _add_control(self, design: Design) -> None:
+    def _add_control(self, thin: Design, width: float, matched: str) -> None:
         """A thin dense network: that of the record, if it has one of the same filters under another width."""
+        design = at_width(thin, min(width, 1.0), matched)
         cost = self.builder.count(design)
         same = [row for row in self.found.rows if (row.macs, row.params) == (cost.macs, cost.params)]
         known = [row for row in same if row.dense and row.branched is is_branched(design.scheme)]
         self.add(Design(**known[0].design) if known else design)
 
-    def _times(self, design: Design) -> dict[float, float]:
-        """The measured times of a design by its width: the first ones, by which a resumed trace matches again."""
-        rows = [row for row in self.rows.values() if base_name(row.name) == base_name(design.name)]
-        return {row.design["width"]: row.timing.first_ratio for row in rows if row.timing}
-
     def _time_apart(self) -> None:
         """Time all networks of the record in turns, in fresh processes, until each has been in enough of them."""
-        maker, times = self.maker, [row.timing for row in self.found.rows if row.timing]
+        times = [row.timing for row in self.found.rows if row.timing]
         while self.batch and min(len(timing.processes) for timing in times) < PROCESSES:
             self._check_budget()
             self.say(f"{counted(len(times), 'network')} in turns, in a process of their own")
             self.reference = None
             release_memory()  # the process needs it
-            options = self.builder.size, len(maker.data.classes), maker.recipe.norm, self.plan.base
-            self.time_apart(self.found.about["family"], *options)
+            classes, norm = len(self.maker.data.classes), self.maker.recipe.norm
+            self.time_apart(self.found.about["family"], self.builder.size, classes, norm, self.plan.base)
 
     def _tune(self) -> None:
         """Every design by the same factors of the learning rate, on images held out of training."""
@@ -251,22 +251,13 @@ class Tracer(TimedDesigns):
         if len(walls) < len(jobs):
             raise BudgetSpent
 
-    def _left(self) -> list[DesignRun]:
-        """Runs that are not done, the first seed of all designs first."""
-        return [
-            DesignRun(self.designs[name], seed, row.rate)
-            for seed in range(1, self.plan.seeds + 1)
-            for name, row in self.rows.items()
-            if seed not in row.seeds
-        ]
-
     def _keep_try(self, job: DesignRun, outcome: RunOutcome) -> str:
         """Write a try into the record; a sentence about it."""
-        accuracy = outcome.correct / outcome.images
-        self.rows[job.design.name].tried(job.rate).accuracies.append(accuracy)
+        self.rows[job.design.name].tried(job.rate).accuracies.append(outcome.accuracy)
         self.found.here()  # a record of tries alone names its machine too
         self.found.save()
-        return f"{job.design.name}, {job.rate:g} times the rate: {100 * accuracy:.2f}% of the images held out"
+        share = f"{100 * outcome.accuracy:.2f}%"
+        return f"{job.design.name}, {job.rate:g} times the rate: {share} of the images held out"
 
     def _keep(self, job: DesignRun, outcome: RunOutcome) -> str:
         """Write a run into the record; a sentence about it."""
@@ -275,12 +266,16 @@ class Tracer(TimedDesigns):
             row.failed.append(job.seed)
             self.found.save()
             return f"{told}: the loss was not finite"
-        alone, speed = self.plan.processes == 1, outcome.images_per_second
+        speed, seconds = outcome.images_per_second, 0.0
+        if speed:  # all epochs at their median speed: the first one also compiles
+            recipe, images = self.maker.recipe, len(self.maker.data.train)
+            seconds = recipe.epochs * (images // recipe.batch_size * recipe.batch_size) / speed
+        alone = self.plan.processes == 1
         run = self.found.add_run(
             row,
             job.seed,
             outcome.right,
-            seconds=self._steady_seconds(speed) if alone else None,
+            seconds=seconds if alone else None,
             wall=outcome.wall,
             images_per_second=speed if alone else None,
             train_accuracy=outcome.train_accuracy,
@@ -290,12 +285,6 @@ class Tracer(TimedDesigns):
         if run.seconds is None:
             return f"{told}: {share} in {run.wall:.1f} s beside others"
         return f"{told}: {share} in {run.seconds:.1f} s, {run.wall:.1f} s with compiling"
-
-    def _steady_seconds(self, speed: float) -> float:
-        """Seconds of all epochs at the median speed: the first epoch also compiles."""
-        recipe = self.maker.recipe
-        images = len(self.maker.data.train) // recipe.batch_size * recipe.batch_size
-        return recipe.epochs * images / speed if speed else 0.0
 
     @property
     def _spent(self) -> bool:

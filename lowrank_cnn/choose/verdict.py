@@ -17,12 +17,6 @@ from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.files import read_json
 from lowrank_cnn.core.numbers import holm, mean_interval, student_p, student_t
 
-# How certain a difference of two designs is.
-#
-# Other seeds would give other runs, and other test images other answers. So runs and images are two crossed random
-# effects; what neither explains is noise. Both designs are tested on the same images, so an image counts by the
-# difference of the two designs on it.
-
 
 @dataclass(frozen=True)
 class PairedGap:
@@ -33,12 +27,18 @@ class PairedGap:
     high: float
     p: float
 
+    @property
+    def decided(self) -> bool:
+        """Whether the interval is on one side of zero."""
+        return self.low > 0 or self.high < 0
+
 
 def paired_gap(ours: Tensor, theirs: Tensor, *, margin: float, alpha: float) -> PairedGap:
     """Answers [runs, images] of two designs; the interval leaves a share `alpha` outside, half on each side.
 
     `p` is for the claim that the gap is above `margin` points, by Student's t with the degrees of freedom of
-    Satterthwaite (1946).
+    Satterthwaite (1946). Other seeds would give other runs, and other test images other answers: runs and images
+    are two crossed random effects. An image counts by the difference of the two designs on it.
     """
     by_image = ours.double().mean(0) - theirs.double().mean(0)
     points, images = 100 * by_image.mean().item(), len(by_image)
@@ -113,12 +113,11 @@ class Answer:
 
 
 def read_questions() -> dict[str, Any]:
-    """The questions that were written down before the runs."""
     return read_json(Path(__file__).with_name("questions.json"))
 
 
 def question_set(found: Frontier, questions: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The questions about this family on these images, by the name of their folder; None if there are none."""
+    """The questions about the family on the images of a record; None if there are none."""
     family, data = found.about["family"], found.about["data"]["name"].lower()
     return next((one for one in questions["sets"] if one["family"] == family and one["data"] in data), None)
 
@@ -130,9 +129,7 @@ def answer(found: Frontier) -> list[Answer]:
     A verdict is yes where the corrected p is below alpha, no where the interval lies below the margin, and
     undecided else. There is none yet with fewer runs than were registered, none where one side had other tries of
     the learning rate or neither had any, and none where runs diverged: the others alone would look better than
-    the design is. The controls are dense networks of the record: the largest of those that take no longer than one
-    of equal time. What several timings leave open counts against the design. One that trains with branches has
-    controls that do, too.
+    the design is.
     """
     questions = read_questions()
     asked = question_set(found, questions)
@@ -184,10 +181,7 @@ def _beside(found: Frontier) -> list[Frontier]:
 
 
 def _notes(records: Sequence[Frontier], row: DesignRow, control: DesignRow) -> tuple[str, ...]:
-    """What weakens a verdict: a best rate at the edge of those tried, a control that a smaller network beats.
-
-    The records were trained alike; the control is of the first.
-    """
+    """What weakens a verdict; the records were trained alike, and the control is of the first."""
     notes = []
     for one in (row, control):
         rates = [tried.rate for tried in one.tries if tried.accuracies]

@@ -128,23 +128,16 @@ def demo_command(
       lowrank demo
       lowrank demo --epochs 1 --out runs/quick
     """
-    with resumable():
-        found = demo(out, epochs=epochs, device=device, limit=limit)
-    return print_json(found.to_dict()) if as_json else print_comparison(found)
-
-
-def demo(
-    out: str | Path, *, epochs: int | None = None, device: str = "auto", limit: int | None = None
-) -> Comparison:
-    """Compare three Network-in-Networks, or go on with that; Lin et al. (2013) have the network."""
     from lowrank_cnn.data import open_data
 
-    digits = open_data("digits", limit=limit)
-    shape: dict[str, Any] = {"num_classes": len(digits.classes), "in_channels": 1}
-    make = partial(lr.create_model, "nin", width=WIDTH, stride=STRIDE, norm="batch", **shape)
     own: dict[str, Any] = {} if epochs is None else {"epochs": epochs}
     how: dict[str, Any] = {"recipe": "digits", "schemes": ("lr",), "for_": "cpu", "device": device}
-    return lr.compare(make, digits, out=out, minutes=MINUTES, **how, **own)
+    with resumable():
+        digits = open_data("digits", limit=limit)
+        shape: dict[str, Any] = {"num_classes": len(digits.classes), "in_channels": 1}
+        make = partial(lr.create_model, "nin", width=WIDTH, stride=STRIDE, norm="batch", **shape)
+        found = lr.compare(make, digits, out=out, minutes=MINUTES, **how, **own)
+    return print_json(found.to_dict()) if as_json else print_comparison(found)
 
 
 @grouped

@@ -44,19 +44,15 @@ def models_command(as_json: Json = False) -> None:
     for name, cost in stored_counts().items():
         row = published().get(name)
         about = {"network": name, "input": "x".join(map(str, cost["input"])), "macs": cost["macs"]}
-        about |= {"params": cost["params"], "top1": row.top1 if row else None, "top5": row.top5 if row else None}
+        about |= {"params": cost["params"], "top1": row and row.top1, "top5": row and row.top5}
         rows.append(about)
     if as_json:
         return print_json(rows)
-
-    def percent(share: float | None) -> str:
-        return "" if share is None else f"{100 * share:.1f}%"
-
     columns = ("network", "input", "MACs", "params", "published top-1", "top-5")
-    table = [
-        (r["network"], r["input"], si(r["macs"]), si(r["params"]), percent(r["top1"]), percent(r["top5"]))
-        for r in rows
-    ]
+    table = []
+    for r in rows:
+        shares = ("" if share is None else f"{100 * share:.1f}%" for share in (r["top1"], r["top5"]))
+        table.append((r["network"], r["input"], si(r["macs"]), si(r["params"]), *shares))
     print_table("Networks", columns, table)
     return None
 

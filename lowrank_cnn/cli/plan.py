@@ -71,13 +71,13 @@ def time_command(
     """
     from lowrank_cnn.cli.source import parse_size
     from lowrank_cnn.core.environment import environment
-    from lowrank_cnn.deploy.engines.targets import is_engine_file
+    from lowrank_cnn.deploy.engines.targets import suffixes
     from lowrank_cnn.deploy.timing import time_file
 
     how: dict[str, Any] = {"batch": batch, "threads": threads, "repeats": repeats}
     timings = []
     for text in models:
-        if not is_engine_file(text):
+        if Path(text).suffix not in suffixes():
             source, inputs = named.find(text, example, scheme=scheme, batch=batch)
             timings.append(lr.time_model(source.network, inputs, twin=source.dense, device=device, **how))
         elif scheme is not None or device not in ("cpu", "auto") or example is not None:

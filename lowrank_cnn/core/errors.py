@@ -1,9 +1,4 @@
-"""Errors for users: one sentence that says what is wrong and what to do.
-
-Every room validates by `check_type`, `check_number` and `check_file`:
-
-    check_number("width", width, above=0, most=64)
-"""
+"""Errors for users: one sentence that says what is wrong and what to do. Every room validates by `check_...`."""
 
 from __future__ import annotations
 
@@ -198,13 +193,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def names_options(**meant: str) -> Callable[[_F], _F]:
     """Decorate a public function: if a keyword is unknown, the error names the parameter that is meant.
 
-    `meant` has the parameters for words that other libraries use.
-
-    >>> @names_options(learning_rate="lr")
-    ... def train(*, lr=0.1): ...
-    >>> train(learning_rate=1)
-    Traceback (most recent call last):
-    lowrank_cnn.core.errors.UnknownOptionError: train has no option 'learning_rate'; did you mean lr?
+    `meant` has the parameters for words that other libraries use, as `@names_options(learning_rate="lr")`.
     """
 
     def decorate(function: _F) -> _F:
@@ -237,14 +226,9 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def explained(sentence: str) -> Iterator[None]:
-    """Turn any error of foreign code into one sentence.
+    """Turn any error of foreign code into one sentence: "the network does not run: division by zero."
 
     A user's forward, an engine or a tool may fail in any way of its own. A `LowRankError` passes unchanged.
-
-    >>> with explained("the network does not run"):
-    ...     1 / 0
-    Traceback (most recent call last):
-    lowrank_cnn.core.errors.LowRankError: the network does not run: division by zero.
     """
     try:
         yield

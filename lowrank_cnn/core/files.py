@@ -193,10 +193,10 @@ def is_regular(path: str | Path) -> bool:
     return os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises where a folder may not be searched
 
 
-def read_json(path: Path, *, most: int = LARGEST_JSON) -> Any:
+def read_json(path: Path) -> Any:
     """The value in a JSON file. Anything else raises `UnreadableError`: damage, depth, size, a missing file."""
     try:
-        content = read_regular(path, most=most)
+        content = read_regular(path, most=LARGEST_JSON)
     except OSError as error:
         raise UnreadableError(f"it cannot be read ({error.strerror or error})") from error
     return parse_json(content)
@@ -317,9 +317,6 @@ def locked(directory: Path) -> Iterator[None]:
     A directory that is not there is made, and removed again if nothing was put into it. A thread that holds the
     directory already may enter again. The first of torchrun's processes holds it for all. On a file system without
     locks, nothing is held.
-
-        with locked(Path("runs/first")):
-            train()
     """
     owner = (os.getpid(), str(directory.absolute()))
     if not first_process() or _ours.get(owner) == threading.get_ident():

@@ -60,11 +60,11 @@ def call(network: Callable[..., Any], inputs: Any) -> Any:
     return network(*inputs) if isinstance(inputs, tuple | list) else network(inputs)
 
 
-def blank(inputs: InputSize, device: torch.device | str, *, batch: int = 1) -> Any:
-    """A batch of black images of a size; of an example, its own values again and again."""
+def blank(inputs: InputSize, device: torch.device | str) -> Any:
+    """A black image of a size; of an example, a copy of its own values."""
     if not is_example(inputs):
-        return torch.zeros(batch, *checked_size(inputs), device=device)
-    return tree_map(lambda t: torch.cat([t.to(device)] * batch) if isinstance(t, Tensor) else t, inputs)
+        return torch.zeros(1, *checked_size(inputs), device=device)
+    return tree_map(lambda value: value.to(device, copy=True) if isinstance(value, Tensor) else value, inputs)
 
 
 def batch_length(inputs: Any) -> int:

@@ -53,13 +53,13 @@ def student_p(t: float, freedom: float) -> float:
     return float(_special().stdtr(freedom, t))
 
 
-def mean_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
-    """The mean of a sample with the ends of its interval by Student's t; a single value has no width."""
+def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The mean of a sample with the ends of its 95% interval by Student's t; a single value has no width."""
     centre = statistics.fmean(values)
     spread = deviation(values)
     if spread is None:
         return centre, centre, centre
-    reach = student_t((1 + level) / 2, len(values) - 1) * spread / math.sqrt(len(values))
+    reach = student_t(0.975, len(values) - 1) * spread / math.sqrt(len(values))
     return centre, centre - reach, centre + reach
 
 

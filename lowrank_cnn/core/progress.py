@@ -30,7 +30,7 @@ class StepLine:
     """The line of one call: its step, and those of calls within it. `say` gets every step in place of the line."""
 
     def __init__(self, what: str, say: Callable[[str], None] | None) -> None:
-        self.what, self.say, self.steps = what, say, [""]
+        self.what, self.say, self.steps = what, say, []
         self.began = time.monotonic()
         self.width, self.logged = 0, -_LOG_EVERY
         self.lock = threading.Lock()
@@ -82,21 +82,17 @@ _line: ContextVar[StepLine | None] = ContextVar("line", default=None)
 @contextmanager
 def progress(what: str, say: Callable[[str], None] | None = None) -> Iterator[None]:
     """Show the steps of a call; `say` is called with each instead. Also a decorator."""
-    outer = _line.get()
-    if outer is not None and say is None:
-        outer.steps.append("")
-        try:
-            yield
-        finally:
-            outer.steps.pop()
-        return
-    line = StepLine(what, say)
+    outer = _line.get() if say is None else None
+    line = outer or StepLine(what, say)
+    line.steps.append("")
     token = _line.set(line)
     try:
         yield
     finally:
         _line.reset(token)
-        line.close()
+        line.steps.pop()
+        if line is not outer:
+            line.close()
 
 
 def step(text: str) -> None:

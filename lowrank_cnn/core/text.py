@@ -12,11 +12,11 @@ TIMES, DASH, MINUS = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}", "\N{MINUS SIGN}"
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def si(number: float, digits: int = 3) -> str:
+def si(number: float) -> str:
     """A count with its unit: 7508438696 -> 7.51G."""
     for unit, letter in _UNITS:
         if abs(number) >= unit:
-            return f"{number / unit:#.{digits}g}".rstrip(".") + letter
+            return f"{number / unit:#.3g}".rstrip(".") + letter
     return f"{number:g}"
 
 
@@ -64,10 +64,9 @@ def printable(text: str) -> str:
 
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> str:
     """A table for notebooks; a column whose heading begins with > is set to the right. All text is escaped."""
-    right = [heading.startswith(">") for heading in columns]
+    sides = ["right" if heading.startswith(">") else "left" for heading in columns]
 
     def line(cells: Sequence[object], tag: str) -> str:
-        sides = ("right" if aligned else "left" for aligned in right)
         made = (
             f'<{tag} style="text-align:{side}">{escape(printable(str(cell)))}</{tag}>'
             for cell, side in zip(cells, sides, strict=True)

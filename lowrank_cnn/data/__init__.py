@@ -33,11 +33,7 @@ __all__ = [
     "preprocess_from_dict",
 ]
 
-_LOADERS = {
-    ResidentSplit: ResidentLoader,
-    StreamedSplit: StreamedLoader,
-    DatasetSplit: DatasetLoader,
-}
+_LOADERS = {ResidentSplit: ResidentLoader, StreamedSplit: StreamedLoader, DatasetSplit: DatasetLoader}
 
 
 def make_loader(split: Split, **options: Any) -> Loader:

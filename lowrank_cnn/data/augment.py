@@ -50,10 +50,7 @@ class Augment:
         return self.crop, self.crop
 
     def for_any_size(self) -> Augment:
-        """The same for images that differ in size, which must be scaled before they are cropped.
-
-        Without `resize` their shorter side becomes 8/7 of the crop, which is 256 for 224.
-        """
+        """The same for images that differ in size: without `resize` their shorter side becomes 8/7 of the crop."""
         if self.resize is not None:
             return self
         if self.crop is None:
@@ -66,10 +63,7 @@ class Augment:
 
 @dataclass(frozen=True)
 class ByteScale:
-    """How images that are held as bytes become what the network sees: less the mean, over the deviation.
-
-    The outer `pad` pixels of each image are padding and become zero.
-    """
+    """From images held as bytes to what the network sees: (bytes - mean) / std, 0 in the outer `pad` pixels."""
 
     mean: Tensor
     std: Tensor
@@ -358,20 +352,16 @@ class Mixer:
         draw = generator("mix", self.seed, epoch, batch, self.rank)
         order = send_to_device(torch.randperm(len(images), generator=draw), images.device)
         use_cutmix = self.cutmix > 0 and (self.mixup == 0 or float(torch.rand((), generator=draw)) < 0.5)
-        share = _beta(self.cutmix if use_cutmix else self.mixup, draw)
+        alpha = self.cutmix if use_cutmix else self.mixup
+        numpy = require("numpy", extra="train", purpose="mixing images")  # torch's Beta takes no generator
+        seed = int(torch.randint(2**31, (), generator=draw))
+        share = float(numpy.random.default_rng(seed).beta(alpha, alpha))
         if use_cutmix:
             images, share = _pasted(images, order, share, draw)
         else:
             images = torch.lerp(images[order], images, share)
         targets = functional.one_hot(labels, self.classes).float()
         return images, torch.lerp(targets[order], targets, share)
-
-
-def _beta(alpha: float, draw: torch.Generator) -> float:
-    """A share drawn from Beta(alpha, alpha) by NumPy, since torch's own distribution takes no generator."""
-    numpy = require("numpy", extra="train", purpose="mixing images")
-    seed = int(torch.randint(2**31, (), generator=draw))
-    return float(numpy.random.default_rng(seed).beta(alpha, alpha))
 
 
 def _pasted(images: Tensor, order: Tensor, share: float, draw: torch.Generator) -> tuple[Tensor, float]:

@@ -111,10 +111,9 @@ def _resized(image: Image, width: int, height: int, box: tuple[float, float, flo
 
 def stack(pixels: Sequence[bytes], height: int, width: int, channels: int) -> Tensor:
     """The bytes of images of one size as uint8 [n, H, W, C]."""
-    if not pixels:
-        return torch.empty(0, height, width, channels, dtype=torch.uint8)
     joined = bytearray().join(pixels)
-    return torch.frombuffer(joined, dtype=torch.uint8).view(-1, height, width, channels)
+    flat = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+    return flat.view(len(pixels), height, width, channels)
 
 
 def open_image(data: bytes) -> Image:
@@ -168,11 +167,7 @@ class Framing:
 
     @property
     def at_least(self) -> int:
-        """How far a decoder may scale the image down.
-
-        An image that comes to `size` first is decoded for that, as sets that are held in memory are: both show the
-        same pixels, also where `resize` is larger.
-        """
+        """How far a decoder may scale the image down: to `size` first, which shows what sets in memory show."""
         return max(self.size) if self.size else self.resize or 0
 
     def __call__(self, image: Image, draws: list[float] | None) -> Image:
@@ -204,21 +199,14 @@ _QUALITY = 80
 
 
 def thumbnail(pixels: Tensor | None) -> str | None:
-    """An image as a JPEG of at most 96 pixels in a data URI.
-
-    None without pixels, without Pillow, and of images that are neither grey nor RGB.
-
-    >>> import torch
-    >>> thumbnail(torch.zeros(3, 8, 8, dtype=torch.uint8))[:23]
-    'data:image/jpeg;base64,'
-    """
+    """An image as a JPEG of at most 96 pixels in a data URI; None without Pillow, and if it is not grey or RGB."""
     if pixels is None or pixels.shape[0] not in (1, 3):
         return None
     try:
         pillow = _pillow()
     except MissingExtra:
         return None
-    rows = pixels.permute(1, 2, 0).squeeze(2) if pixels.shape[0] == 1 else pixels.permute(1, 2, 0)
+    rows = pixels.permute(1, 2, 0).squeeze(2)
     image, written = pillow.fromarray(rows.contiguous().cpu().numpy()), io.BytesIO()
     image.thumbnail((SIDE, SIDE))
     image.save(written, "JPEG", quality=_QUALITY)

@@ -114,13 +114,9 @@ class DatasetSplit(Split):
         return torch.zeros(len(self), dtype=torch.int64) if found is None else found
 
     def for_classes(self, classes: int) -> DatasetSplit:
-        """The same for cross-entropy, which takes images as floats and a class number each.
-
-        The first item is checked here, and the class numbers of a batch when it is read. A collation of the user's
-        own may make such batches of other items.
-        """
+        """The same for cross-entropy: the first item is checked here, class numbers when a batch is read."""
         found, size = replace(self, classes=classes), self.size
-        if self.collate is None:
+        if self.collate is None:  # a collation of the user's own may make such batches of other items
             image, target = self.dataset[0]
             if size and (kind := torch.as_tensor(image).dtype) != torch.float32 and not self.in_bytes:
                 raise LowRankError(
@@ -210,36 +206,29 @@ class DatasetLoader(Loader):
 
         if self._held is not None:
             inputs, targets = self._held
-            for rows in send_to_device(self._order(epoch), self._device).split(self.batch_size)[start : len(self)]:
+            n, draw = len(self.split), generator("dataset", self.seed, epoch)
+            torch.empty((), dtype=torch.int64).random_(generator=draw)  # as a DataLoader, for its workers
+            order = torch.randperm(n, generator=draw) if self.train else torch.arange(n)
+            for rows in send_to_device(order, self._device).split(self.batch_size)[start : len(self)]:
                 yield prepared(inputs[rows].movedim(-1, 1)), targets[rows]
             return
-        for batch in islice(loaded(self._loader(epoch)), start, None):
+        loader = self.split.own_loader
+        if loader is None:
+            loader = DataLoader(
+                self.split.dataset,
+                batch_size=self.batch_size,
+                shuffle=self.train,
+                drop_last=self.train,
+                collate_fn=self.split.collate or stacked,
+                num_workers=self.workers or self.split.workers,
+                pin_memory=self._device.type == "cuda",
+                generator=generator("dataset", self.seed, epoch),
+            )
+        for batch in islice(loaded(loader), start, None):
             if not isinstance(batch, tuple | list) or len(batch) != 2:
                 raise LowRankError(f"a batch of a DataLoader is (images, targets), not {in_short(batch)}.")
             images = prepared(tree_map(move, batch[0]))
             yield images, tree_map(move, self.split.class_numbers(batch[1], train=self.train))
-
-    def _order(self, epoch: int) -> Tensor:
-        """The order of an epoch, as that of `_loader`, which draws the seed of its workers first."""
-        if not self.train:
-            return torch.arange(len(self.split))
-        draw = generator("dataset", self.seed, epoch)
-        torch.empty((), dtype=torch.int64).random_(generator=draw)
-        return torch.randperm(len(self.split), generator=draw)
-
-    def _loader(self, epoch: int) -> DataLoader:
-        if self.split.own_loader is not None:
-            return self.split.own_loader
-        return DataLoader(
-            self.split.dataset,
-            batch_size=self.batch_size,
-            shuffle=self.train,
-            drop_last=self.train,
-            collate_fn=self.split.collate or stacked,
-            num_workers=self.workers or self.split.workers,
-            pin_memory=self._device.type == "cuda",
-            generator=generator("dataset", self.seed, epoch),
-        )
 
 
 def stacked(items: list[Any]) -> Any:
@@ -382,14 +371,11 @@ def _split(part: Any) -> DatasetSplit:
 
 
 def _tested(part: Any) -> DatasetSplit:
-    """The split to test on: each item that a sampler of the user's own gives, once, in the order of the data set.
-
-    Weights say how often an item is drawn to train on, and not that it is tested on more than once.
-    """
+    """The split to test on: each item that the user's sampler gives, once, in the order of the data set."""
     split = _split(part)
     if (loader := split.own_loader) is None:
         return split
-    if isinstance(loader.sampler, WeightedRandomSampler):
+    if isinstance(loader.sampler, WeightedRandomSampler):  # weights say how often to train on an item
         chosen = loader.sampler.weights.nonzero()[:, 0].tolist()
     else:
         with torch.random.fork_rng(devices=[]):  # a sampler may never end: its length is that of an epoch

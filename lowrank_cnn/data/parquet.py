@@ -54,8 +54,17 @@ def open_parquet(folder: Path, *, name: str) -> LabelledImages:
             names = names or named
     if not stores:
         raise LowRankError(f"{name} needs shards train-* with labels; it has {', '.join(shards) or 'none'}.")
-    classes = tuple(names) or _numbered_classes(next(iter(stores.values())).labels, name)
-    return LabelledImages(name, classes, stores, problems, tested)
+    if not names:  # the label numbers, as the schema has none
+        labels = next(iter(stores.values())).labels
+        if not len(labels):
+            raise LowRankError(f"{name} holds no images to train on.")
+        highest = int(labels.max())
+        if highest >= len(labels):
+            raise LowRankError(
+                f"{name} names no classes, and its labels go up to {highest}: one of them is wrong."
+            )
+        names = [str(label) for label in range(highest + 1)]
+    return LabelledImages(name, tuple(names), stores, problems, tested)
 
 
 @dataclass(frozen=True)
@@ -64,10 +73,8 @@ class RowGroup:
 
     shard: int
     number: int
-    first: int
-    """Its first row in the shard."""
-    start: int
-    """Its first row in the store."""
+    first: int  # the row of the shard
+    start: int  # and that of the store
     rows: int
 
 
@@ -116,15 +123,11 @@ class ParquetStore(ImageStore):
         return index, row - self.groups[index].start
 
     def _load(self, index: int) -> Any:
-        """The image bytes of a row group, or None if the shard is damaged there."""
         if index not in self._held:
             while len(self._held) >= self._capacity:
                 self._held.popitem(last=False)
             group = self.groups[index]
-            try:
-                self._held[index] = read_binaries(self.paths[group.shard], self.image_column, group.number)
-            except READ_ERRORS:
-                self._held[index] = None
+            self._held[index] = read_binaries(self.paths[group.shard], self.image_column, group.number)
         self._held.move_to_end(index)
         return self._held[index]
 
@@ -195,16 +198,6 @@ def _opened(path: str | Path, **options: Any) -> Any:
     return pq.ParquetFile(regular(Path(path)), **options)
 
 
-def _numbered_classes(labels: Tensor, name: str) -> tuple[str, ...]:
-    """The label numbers, as class names if the schema has none."""
-    if not len(labels):
-        raise LowRankError(f"{name} holds no images to train on.")
-    highest = int(labels.max())
-    if highest >= len(labels):
-        raise LowRankError(f"{name} names no classes, and its labels go up to {highest}: one of them is wrong.")
-    return tuple(str(label) for label in range(highest + 1))
-
-
 def _withheld(path: Path) -> bool:
     with suppress(*READ_ERRORS), _opened(path) as file:
         return bool((_read_labels(file, path) < 0).all())
@@ -212,7 +205,7 @@ def _withheld(path: Path) -> bool:
 
 
 def _read_labels(file: Any, path: Path, rows: int = 0) -> Tensor:
-    """The labels of a shard; `rows` are those that this and earlier shards claim to have."""
+    """The labels of a shard, NO_LABEL where a row has none; this and earlier shards claim to have `rows`."""
     name = next((name for name in _LABEL_COLUMNS if name in file.schema_arrow.names), None)
     if name is None:
         raise LowRankError(f"{path} has no column label, only {', '.join(file.schema_arrow.names)}.")
@@ -224,7 +217,15 @@ def _read_labels(file: Any, path: Path, rows: int = 0) -> Tensor:
             raise LowRankError(
                 f"{path} claims {claimed:,} rows; at most {MOST_ROWS:,} images of a split are read."
             )
-    return read_integers(file, name, missing=NO_LABEL)
+    found, done = torch.empty(file.metadata.num_rows, dtype=torch.int64), 0
+    # In pieces: parquet stores equal values once, so a few hundred bytes can stand for gigabytes.
+    for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=[name], use_threads=False):
+        values = batch.column(0).cast("int64").fill_null(NO_LABEL).to_numpy(zero_copy_only=False)
+        if done + len(values) > len(found):
+            raise ValueError("it has more rows than it says")
+        found[done : done + len(values)] = torch.from_numpy(values.copy())
+        done += len(values)
+    return found[:done]
 
 
 def _image_column(schema: Any, path: Path) -> str:
@@ -247,36 +248,19 @@ def _class_names(schema: Any) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def read_integers(file: Any, name: str, *, missing: int) -> Tensor:
-    """A column of integers as int64, `missing` where a row has none.
-
-    It is decoded in pieces: parquet stores equal values once, so a few hundred bytes can stand for gigabytes.
-    """
-    rows = file.metadata.num_rows
-    found = torch.empty(rows, dtype=torch.int64)
-    done = 0
-    for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=[name], use_threads=False):
-        values = batch.column(0).cast("int64").fill_null(missing).to_numpy(zero_copy_only=False)
-        if done + len(values) > rows:
-            raise ValueError("it has more rows than it says")
-        found[done : done + len(values)] = torch.from_numpy(values.copy())
-        done += len(values)
-    return found[:done]
-
-
 def read_binaries(path: str | Path, name: str, group: int) -> Any:
-    """The images of a row group as an array of bytes; None where they exceed the bound.
+    """The images of a row group as an array of bytes; None where they exceed the bound or are damaged.
 
     Values that are stored once stay so: as a dictionary, they take the memory that the file says they take.
     """
-    with _opened(path, read_dictionary=[name]) as file:
+    with suppress(*READ_ERRORS), _opened(path, read_dictionary=[name]) as file:
         metadata = file.metadata.row_group(group)
         columns = [metadata.column(index) for index in range(metadata.num_columns)]
         sizes = [column.total_uncompressed_size for column in columns if column.path_in_schema == name]
-        if not sizes or sizes[0] > LARGEST_GROUP:
-            return None
-        column = file.read_row_group(group, columns=[name], use_threads=False).column(0).combine_chunks()
-    return column.field("bytes") if hasattr(column, "field") else column
+        if sizes and sizes[0] <= LARGEST_GROUP:
+            column = file.read_row_group(group, columns=[name], use_threads=False).column(0).combine_chunks()
+            return column.field("bytes") if hasattr(column, "field") else column
+    return None
 
 
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")

@@ -120,21 +120,32 @@ class Whiten(Preprocess):
 
     @classmethod
     def fit(
-        cls,
-        split: Split,
-        *,
-        scale: float = 55.0,
-        epsilon: float = 0.1,
-        device: torch.device | str = "cpu",
+        cls, split: Split, *, scale: float = 55.0, epsilon: float = 0.1, device: torch.device | str = "cpu"
     ) -> Whiten:
-        """Computed from the training images on the device."""
+        """Computed from the training images in double precision, chunks of them passing over the device."""
         images = getattr(split, "images", None)
         if images is None:
             raise LowRankError("whitening needs a set small enough to be held in memory, of equal image sizes.")
         check_number("scale", scale, above=0)
         check_number("epsilon", epsilon, least=0)
-        check_number("the number of values of an image", images[0].numel(), most=_MOST_VALUES)
-        return cls(*_zca(images, scale, epsilon, torch.device(device)), scale, epsilon).to(device)
+        size = images[0].numel()
+        check_number("the number of values of an image", size, most=_MOST_VALUES)
+        # Apple's GPUs have no double precision.
+        work = torch.device("cpu" if torch.device(device).type == "mps" else device)
+        total = torch.zeros(size, dtype=torch.float64, device=work)
+        products = torch.zeros(size, size, dtype=torch.float64, device=work)
+        for chunk in images.split(_CHUNK):
+            flat = normalise_contrast(chunk.to(work).flatten(1).double(), scale=scale)
+            total += flat.sum(0)
+            products.addmm_(flat.T, flat)
+        mean = total / len(images)
+        covariance = products / len(images) - torch.outer(mean, mean)
+        values, vectors = torch.linalg.eigh(covariance)
+        # Dimensions without variance (grey values of equal channels, constant borders) would divide by zero.
+        floor = values[-1].clamp(min=1e-30) * size * torch.finfo(torch.float64).eps
+        inverse = (values.clamp(min=0) + max(epsilon, float(floor))).rsqrt()
+        matrix = (vectors * inverse) @ vectors.T
+        return cls(mean.float().cpu(), matrix.float().cpu(), scale, epsilon).to(device)
 
 
 def normalise_contrast(flat: Tensor, *, scale: float) -> Tensor:
@@ -145,11 +156,7 @@ def normalise_contrast(flat: Tensor, *, scale: float) -> Tensor:
 
 
 def fit_preprocess(
-    name: str,
-    split: Split,
-    *,
-    device: torch.device | str = "cpu",
-    epsilon: float = 0.1,
+    name: str, split: Split, *, device: torch.device | str = "cpu", epsilon: float = 0.1
 ) -> Preprocess:
     """The preprocessing of this name, computed from a training split; `epsilon` is that of whitening."""
     check_choice("preprocess", name, ("standardize", "whiten"))
@@ -167,23 +174,3 @@ def preprocess_from_dict(tensors: Mapping[str, Tensor]) -> Preprocess:
         if tensors.keys() == {field.name for field in fields(kind)}:
             return kind(**{name: value if value.dim() else float(value) for name, value in tensors.items()})
     raise LowRankError(f"no preprocessing is stored as {', '.join(sorted(tensors)) or 'nothing'}.")
-
-
-def _zca(images: Tensor, scale: float, epsilon: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mean and whitening matrix in double precision, image chunks passing over the device."""
-    work = torch.device("cpu") if device.type == "mps" else device  # which has no double precision
-    size = images[0].numel()
-    total = torch.zeros(size, dtype=torch.float64, device=work)
-    products = torch.zeros(size, size, dtype=torch.float64, device=work)
-    for chunk in images.split(_CHUNK):
-        flat = normalise_contrast(chunk.to(work).flatten(1).double(), scale=scale)
-        total += flat.sum(0)
-        products.addmm_(flat.T, flat)
-    mean = total / len(images)
-    covariance = products / len(images) - torch.outer(mean, mean)
-    values, vectors = torch.linalg.eigh(covariance)
-    # Dimensions without variance (grey values of equal channels, constant borders) would divide by zero.
-    floor = values[-1].clamp(min=1e-30) * size * torch.finfo(torch.float64).eps
-    inverse = (values.clamp(min=0) + max(epsilon, float(floor))).rsqrt()
-    matrix = (vectors * inverse) @ vectors.T
-    return mean.float().cpu(), matrix.float().cpu()

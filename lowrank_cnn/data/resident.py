@@ -50,10 +50,8 @@ MOST_PREPARED_BYTES = 2**32
 """Sets that would take more as floats are held as bytes."""
 _CHUNK_BYTES = 2**29
 _PREPARE_IMAGES = 4096
-_SAMPLED = 256
-"""Images that a fingerprint is taken of."""
-_MOST_WORKERS = 1024
-"""More would bring the machine down."""
+_SAMPLED = 256  # images of a fingerprint
+_MOST_WORKERS = 1024  # more would bring the machine down
 
 
 @dataclass(eq=False, repr=False)

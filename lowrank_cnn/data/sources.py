@@ -267,7 +267,7 @@ class Reading:
         if size is None or len(rows) * prod(size) > self.resident_bytes:
             return streamed
         what = f"Decoding images {which}" if self.progress else ""
-        decode = partial(streamed.decode, any_size=self.image_size is not None, what=what)
+        decode = partial(streamed.decode, one_size=self.image_size is None, what=what)
         return ResidentSplit(decode, size, partial(store.fingerprint, rows), store)
 
 

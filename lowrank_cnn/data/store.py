@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,15 +16,14 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.core.errors import LowRankError, option
-from lowrank_cnn.core.files import read_regular
+from lowrank_cnn.core.files import open_regular, read_regular
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.data.decode import BadImageError, decode_image, image_header
 from lowrank_cnn.data.types import (
     Problems,
     digest_of,
-    file_state,
-    fingerprint_of_files,
+    evenly_spaced,
     fingerprint_of_parts,
     hash_of,
     places_by_name,
@@ -34,6 +34,10 @@ UNKNOWN_CLASS = NO_LABEL + 1
 """The label of an image whose class is counted as a problem already."""
 Item = TypeVar("Item")
 _LARGEST_FILE = 2**29
+MOST_SIZES = 2**16
+"""File sizes are read for this many files at most: each costs a request to a network file system."""
+SAMPLED_FILES = 64
+_PIECE = 2**14
 _SAMPLED_HEADERS = 64
 _RUN = 8
 
@@ -42,7 +46,7 @@ _RUN = 8
 class ImageStore:
     """Image files below one folder, each a numbered row with its label (NO_LABEL if it has none).
 
-    Another store (`ParquetStore`) may have many rows in a file. It remembers a stamp of each file and a digest of
+    Another store (`ParquetStore`) has many rows in a file. A store remembers a stamp of each file and a digest of
     each image that was read, 8 bytes each: a run notices if an image changes while it is in use, or before the run
     is resumed.
     """
@@ -111,8 +115,8 @@ class ImageStore:
 
     @cached_property
     def stamps(self) -> Tensor:
-        """The size and time of each file as one number, as they are when they are first asked for."""
-        return torch.tensor([_stamp(path) for path in self.paths], dtype=torch.int64)
+        """The size and time of each file, as first seen, as one number that is the same in every process."""
+        return torch.tensor([hash(file_state(path)) for path in self.paths], dtype=torch.int64)
 
     @cached_property
     def digests(self) -> Tensor:
@@ -127,7 +131,7 @@ class ImageStore:
         """Read an image; `fresh` gets its digest if it is read first, or its file was written since."""
         data, file = self.read(row), self.file_of(row)
         # The stamp is that after reading: with one before, new contents could pass for old ones.
-        if not self.digests[row] or _stamp(self.paths[file]) != self.stamps[file]:
+        if not self.digests[row] or hash(file_state(self.paths[file])) != self.stamps[file]:
             fresh[row] = digest_of(data)
         return data
 
@@ -142,10 +146,7 @@ class ImageStore:
             self.digests[row] = digest or self.digests[row]
 
     def changed(self, rows: Tensor, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
-        """The images that have other contents than before, and how many cannot be compared.
-
-        Only images whose files have another size or time are compared, by their digests.
-        """
+        """The images of written files that have other contents than before, and how many cannot be compared."""
         digests = before["digests"].tolist()
         if before["stamps"].shape != self.stamps.shape or len(digests) != len(self.digests):
             return ["some images"], 0
@@ -168,8 +169,39 @@ def read_image(path: str | Path) -> bytes:
     return read_regular(path, most=_LARGEST_FILE)
 
 
-def _stamp(path: str | Path) -> int:
-    return hash(file_state(path))  # of whole numbers, so it is the same in every process
+def fingerprint_of_files(root: Path, files: Sequence[str | Path]) -> str:
+    """From the names below `root`, the sizes, and pieces of some of the files: cheap on a million files.
+
+    A copy of a set in another place, with other dates, has the same fingerprint. As content is only sampled, a
+    resumed run compares digests of the images as well (`ImageStore.changed`).
+    """
+    names = [os.path.relpath(file, root) for file in files]
+    sizes = [file_state(files[index])[0] for index in evenly_spaced(len(files), MOST_SIZES)]
+    pieces = [_pieces(files[index]) for index in evenly_spaced(len(files), SAMPLED_FILES)]
+    return fingerprint_of_parts("files", "\0".join(names), str(sizes), *pieces)
+
+
+def file_state(path: str | Path) -> tuple[int, int]:
+    """The file's size and time of change; -1 if it cannot be read, which decoding reports."""
+    try:
+        found = os.stat(path)  # noqa: PTH116  a Path for each of a million files takes longer than the look
+    except OSError:
+        return -1, -1
+    return found.st_size, found.st_mtime_ns
+
+
+def _pieces(path: str | Path) -> str:
+    """A digest of the beginning, the middle and the end of a file."""
+    hashed = hashlib.sha256()
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            for start in (0, size // 2, max(0, size - _PIECE)):
+                file.seek(start)
+                hashed.update(file.read(_PIECE))
+    except OSError:
+        return "unreadable"
+    return hashed.hexdigest()
 
 
 def sample_rows(n: int, most: int) -> Tensor:

@@ -90,18 +90,17 @@ class StreamedSplit(Split):
             with suppress(BadImageError):
                 yield self._decode(int(self.rows[index]))[None]
 
-    def decode(self, *, any_size: bool, what: str) -> Decoded:
+    def decode(self, *, one_size: bool, what: str) -> Decoded:
         """All images as one tensor, without the bad ones, which are added to the problems.
 
-        An image of another size than the split's is a problem unless `any_size`. `what` is the title of a progress
-        line; an empty one shows none. Processes decode large sets: Pillow holds the interpreter on small images.
+        With `one_size`, an image of another size is a problem as well. `what` is the title of a progress line; an
+        empty one shows none. Processes decode large sets: Pillow holds the interpreter on small images.
         """
         assert self.size is not None
         store, (channels, height, width) = self.store, self.size
         _ = store.stamps  # of all files, listed here and not by each worker
         framing = Framing((height, width), (height, width), None, 0, False, ())
-        rows, one_size = self.rows[None], not any_size
-        parts = EpochParts(store, rows, range(1), _CHUNK, 1, channels, framing, one_size=one_size)
+        parts = EpochParts(store, self.rows[None], range(1), _CHUNK, 1, channels, framing, one_size=one_size)
         workers = min(_MOST_WORKERS, os.cpu_count() or 1) if len(self) >= _WORTH_WORKERS else 0
         forks = workers > 1 and "fork" in multiprocessing.get_all_start_methods()
         options = {"workers": workers, "multiprocessing_context": "fork"} if forks else {}
@@ -217,10 +216,7 @@ def frame(size: Size | None, augment: Augment, *, train: bool, fill: tuple[int, 
 
 
 class BatchPart(NamedTuple):
-    """Images [n, h, w, C], their rows and the problems found.
-
-    `digests` are those of images that were read for the first time or whose files were written since, by row.
-    """
+    """Images [n, h, w, C], their rows, problems, and digests by row where a file is new or was written since."""
 
     images: Tensor
     rows: list[int]
@@ -233,9 +229,8 @@ class EpochParts(Dataset):
     """One process's images of an epoch.
 
     Every batch takes `per_lane` rows from each lane. This process reads the lanes in `mine`, in `parts` parts for
-    its workers. `draw` seeds the crops of training; it is None in evaluation, which leaves bad images out. In
-    training another row replaces a bad one, so that every batch keeps its size. With `one_size`, an
-    image of another size than the framing's is a problem.
+    its workers. `draw` seeds the crops of training, where another row replaces a bad one: every batch keeps its
+    size. It is None in evaluation. With `one_size`, an image of another size than the framing's is a problem.
     """
 
     store: ImageStore
@@ -262,8 +257,8 @@ class EpochParts(Dataset):
         images = []
         for lane in self.mine[slice(*rank_range(len(self.mine), part, self.parts))]:
             for place in range(first, min(first + self.per_lane, self.lanes.shape[1])):
-                image = self._first_good(lane, place, draws and draws[lane][place - first], read)
-                images += [image] if image else []
+                if image := self._first_good(lane, place, draws and draws[lane][place - first], read):
+                    images.append(image)
         return read._replace(images=stack(images, *self.framing.window, self.channels))
 
     def _first_good(self, lane: int, place: int, draws: list[float] | None, read: BatchPart) -> bytes | None:

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lowrank_cnn.core.errors import LowRankError, option
-from lowrank_cnn.core.files import open_regular
 from lowrank_cnn.core.text import counted, first_few
 
 Size = tuple[int, ...]
 """(channels, height, width) of an image, (channels, depth, height, width) of a volume."""
 Bad = Literal["skip", "refuse"]
-MOST_SIZES = 2**16
-"""File sizes are read for this many files at most: each costs a request to a network file system."""
-SAMPLED_FILES = 64
-_PIECE = 2**14
 _NAMED = 5
 
 
@@ -249,18 +242,6 @@ def fingerprint_of_parts(*parts: str) -> str:
     return hashed.hexdigest()[:32]
 
 
-def fingerprint_of_files(root: Path, files: Sequence[str | Path]) -> str:
-    """From the names below `root`, the sizes, and pieces of some of the files: cheap on a million files.
-
-    A copy of a set in another place, with other dates, has the same fingerprint. As content is only sampled, a
-    resumed run compares digests of the images as well (`ImageStore.changed`).
-    """
-    names = [os.path.relpath(file, root) for file in files]
-    sizes = [file_state(files[index])[0] for index in evenly_spaced(len(files), MOST_SIZES)]
-    pieces = [_pieces(files[index]) for index in evenly_spaced(len(files), SAMPLED_FILES)]
-    return fingerprint_of_parts("files", "\0".join(names), str(sizes), *pieces)
-
-
 def hash_of(tensor: Tensor) -> str:
     """SHA-256 of the values of a tensor."""
     return hashlib.sha256(tensor.cpu().contiguous().numpy().data).hexdigest()
@@ -276,26 +257,3 @@ def evenly_spaced(n: int, most: int) -> Iterable[int]:
     if n <= most:
         return range(n)
     return (place * (n - 1) // (most - 1) for place in range(most))
-
-
-def file_state(path: str | Path) -> tuple[int, int]:
-    """The file's size and time of change; -1 if it cannot be read, which decoding reports."""
-    try:
-        found = os.stat(path)  # noqa: PTH116  a Path for each of a million files takes longer than the look
-    except OSError:
-        return -1, -1
-    return found.st_size, found.st_mtime_ns
-
-
-def _pieces(path: str | Path) -> str:
-    """A digest of the beginning, the middle and the end of a file."""
-    hashed = hashlib.sha256()
-    try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            for start in (0, size // 2, max(0, size - _PIECE)):
-                file.seek(start)
-                hashed.update(file.read(_PIECE))
-    except OSError:
-        return "unreadable"
-    return hashed.hexdigest()

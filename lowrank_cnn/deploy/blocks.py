@@ -8,6 +8,7 @@ input and, if the block adds one, its residual. `GroupsApart` is for engines, wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -49,8 +50,8 @@ class Epilogue:
     def __call__(self, y: Tensor, residual: Tensor | None = None) -> Tensor:
         """Finish a result. It may be overwritten, because nothing else refers to it."""
         if self.pool is not None and is_monotone(self.activation) and not self.add_last:
-            y = max_pool(self._added(y, residual), self.pool)  # first, which leaves fewer values to activate
-            return self._activated(y)
+            # The pool comes first, which leaves fewer values to activate.
+            return self._activated(max_pool(self._added(y, residual), self.pool))
         y = self._summed(y, residual)
         return y if self.pool is None else max_pool(y, self.pool)
 
@@ -60,7 +61,6 @@ class Epilogue:
         return y if self.pool is None else self.pool(y)
 
     def _summed(self, y: Tensor, residual: Tensor | None) -> Tensor:
-        """Sum and activation in their order."""
         if self.add_last:
             return self._added(self._activated(y), residual)
         return self._activated(self._added(y, residual))
@@ -78,10 +78,9 @@ class Epilogue:
         return self.adds or self.activation is not None or self.pool is not None
 
     def __str__(self) -> str:
-        named = ["add"] if self.adds else []
-        activation = [self.activation] if self.activation is not None else []
-        named = [*activation, *named] if self.add_last else [*named, *activation]
-        return " + ".join([*named, *([str(self.pool)] if self.pool is not None else [])])
+        named = ["add" if self.adds else "", self.activation or ""]
+        named = [*(reversed(named) if self.add_last else named), "" if self.pool is None else str(self.pool)]
+        return " + ".join(filter(None, named))
 
 
 @dataclass(frozen=True)
@@ -111,43 +110,37 @@ class BlockAsGiven(nn.Module):
 
 
 class ForCalls(nn.Module):
-    """A rewritten network for the kind of call that was captured; the original runs all others.
-
-    The original also runs calls by keyword.
-    """
+    """The rewritten network for calls of the captured kind; the original for all others, also by keyword."""
 
     def __init__(self, rewritten: nn.Module, original: nn.Module, calls: tuple[InputKind | None, ...]) -> None:
         super().__init__()
         self.rewritten, self.original, self.calls = rewritten, original, calls
 
     def forward(self, *inputs: Any, **options: Any) -> object:
-        fits = len(inputs) == len(self.calls) and not options
-        if fits and all(_fits(x, kind) for x, kind in zip(inputs, self.calls, strict=True)):
+        kinds = zip(inputs, self.calls, strict=False)
+        tensors = all(isinstance(x, Tensor) and (kind is None or kind_of(x) == kind) for x, kind in kinds)
+        if tensors and len(inputs) == len(self.calls) and not options:
             return self.rewritten(*inputs)
         return self.original(*inputs, **options)
 
 
-def _fits(x: Any, kind: InputKind | None) -> bool:
-    return isinstance(x, Tensor) and (kind is None or kind_of(x) == kind)
-
-
-def in_blocks(model: nn.Module, *inputs: Any) -> tuple[fx.GraphModule, list[Block], NetworkGraph]:
-    """A copy of a network as a graph in which each block is one module, under the name of its layer.
-
-    It is valid for calls with inputs of this kind (`NetworkGraph.calls`). Raises `CaptureError` if the network
-    cannot be captured.
-    """
+def in_blocks(model: nn.Module, *inputs: Any) -> tuple[fx.GraphModule, dict[str, Block], NetworkGraph]:
+    """A copy as a graph in which each block is one module, under the name of its layer; the blocks by name."""
     copied = copy_with(model)
     captured = capture(nn.Sequential(copied).eval() if layer_kind(model) else copied, *inputs).complete()
-    patterns = [
-        pattern
-        for pattern in find_patterns(captured)
-        if not isinstance(captured.root.get_submodule(pattern.name), nn.Conv1d)  # which has one way to run
-    ]
-    blocks = [pattern_block(captured, pattern) for pattern in patterns]
-    made = [BlockAsGiven(block.layer, block.epilogue).eval() for block in blocks]
-    network = rewritten(captured, dict(zip(patterns, made, strict=True)))
-    return network.eval(), blocks, captured
+    # A 1-D conv has one way to run.
+    blocks = {key: block for key, block in _blocks(captured).items() if not isinstance(block.layer, nn.Conv1d)}
+    network = rewritten(captured, {pattern: as_given(block).eval() for pattern, block in blocks.items()})
+    return network.eval(), {block.name: block for block in blocks.values()}, captured
+
+
+def _blocks(captured: NetworkGraph) -> dict[Pattern, Block]:
+    found = {}
+    for pattern in find_patterns(captured):
+        layer, adds = captured.root.get_submodule(pattern.name), pattern.add is not None
+        epilogue = Epilogue(pattern.activation, pattern.pool, adds, pattern.add_last)
+        found[pattern] = Block(pattern.name, layer, epilogue)
+    return found
 
 
 def as_network(network: nn.Module, captured: NetworkGraph, original: nn.Module) -> nn.Module:
@@ -164,21 +157,8 @@ def max_pool(x: Tensor, pool: nn.MaxPool2d) -> Tensor:
     return torch.maximum(rows[..., ::2], rows[..., 1::2])
 
 
-def pattern_block(captured: NetworkGraph, pattern: Pattern) -> Block:
-    """The layer of a pattern, with its epilogue."""
-    layer = captured.root.get_submodule(pattern.name)
-    adds = pattern.add is not None
-    return Block(pattern.name, layer, Epilogue(pattern.activation, pattern.pool, adds, pattern.add_last))
-
-
-# A block by the GPU kernels: filters, bias, residual, activation and max-pool in one launch.
-
-
 class FusedBlock(nn.Module):
-    """The layers of a block by the kernels; the last launch includes the epilogue.
-
-    A pool that no conv kernel supports runs after it, if possible by a kernel of its own.
-    """
+    """The layers of a block by the kernels; the last launch includes the epilogue, but for pools it lacks."""
 
     def __init__(self, layers: Sequence[nn.Module], pool: nn.Module | None, epilogue: Epilogue) -> None:
         super().__init__()
@@ -187,7 +167,7 @@ class FusedBlock(nn.Module):
     @classmethod
     def of(cls, layer: nn.Module, epilogue: Epilogue) -> FusedBlock | None:
         """A block of a conv, composite or chain; None if the kernels do not support one of its layers."""
-        stages = list(layer) if isinstance(layer, FactoredConv2d) else [layer]
+        stages = _stages(layer)
         known = [options for options in map(conv_options, stages) if options is not None]
         if len(known) < len(stages):
             return None
@@ -222,7 +202,7 @@ Candidate = Callable[[Block], nn.Module | None]
 class Staged(nn.Module):
     """The first layers of a chain one after the other, then the last one with the block's epilogue."""
 
-    def __init__(self, front: list[nn.Module], last: nn.Module) -> None:
+    def __init__(self, front: Sequence[nn.Module], last: nn.Module) -> None:
         super().__init__()
         self.front, self.last = nn.Sequential(*front), last
 
@@ -246,10 +226,7 @@ class ByGroup(nn.Module):
 
 
 class GroupsApart(ByGroup):
-    """The same step by step: a runtime fuses a conv with the activation right after it, and has its own pools.
-
-    A residual is added after the concatenation. Every conv has its own bias, because runtimes need constants.
-    """
+    """The same step by step: a runtime fuses a conv with the activation right after it, and has its own pools."""
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if residual is not None:
@@ -258,22 +235,16 @@ class GroupsApart(ByGroup):
 
 
 def groups_apart(model: nn.Module) -> nn.Module:
-    """A copy in which the groups of every composite are rectified and pooled before they are concatenated.
-
-    The result is the same, and a runtime can then fuse a conv with the ReLU after it. A network that cannot be
-    captured stays as it is.
-    """
+    """A copy in which composites are rectified and pooled by group; a network that cannot be captured stays."""
     try:
         captured = capture(copy_with(model)).complete()
     except CaptureError:
         return model
     made: dict[Pattern, nn.Module] = {}
-    for pattern in find_patterns(captured):
-        block = pattern_block(captured, pattern)
-        stages = [_apart(layer) for layer in _stages(block.layer)]
-        if any(len(convs) > 1 for convs in stages):
-            *front, last = stages
-            before: list[nn.Module] = [GroupsApart(convs, Epilogue()) for convs in front]
+    for pattern, block in _blocks(captured).items():
+        *front, last = map(_apart, _stages(block.layer))
+        if any(len(convs) > 1 for convs in (*front, last)):
+            before = [GroupsApart(convs, Epilogue()) for convs in front]
             made[pattern] = Staged(before, GroupsApart(last, block.epilogue)).eval()
     return rewritten(captured, made).eval() if made else model
 
@@ -320,14 +291,14 @@ class StripConv2d(nn.Module):
         halves = self.rest.pool is not None and pool_name(self.rest.pool) in HALVING
         self.pools = halves and not self.rest.adds and self.rest.activation is None
         self.pack()
-        self.register_load_state_dict_post_hook(_pack_again)
+        self.register_load_state_dict_post_hook(StripConv2d.pack)
 
     @staticmethod
     def takes(layer: nn.Module) -> bool:
         weights = _strip_weights(layer)
         return bool(weights) and weights[0].device.type == "cpu" and available(weights[0].dtype)
 
-    def pack(self) -> None:
+    def pack(self, _: object = None) -> None:
         weights = _strip_weights(self.layer)
         self.filters, self.across = [len(w) for w in weights], [w.shape[3] == 3 for w in weights]
         bias = self.layer.bias if isinstance(self.layer.bias, Tensor) else weights[0].new_zeros(sum(self.filters))
@@ -352,11 +323,6 @@ class StripConv2d(nn.Module):
         return y if pool else self.rest(y, residual)
 
 
-def _pack_again(module: nn.Module, _: object) -> None:
-    assert isinstance(module, StripConv2d)
-    module.pack()
-
-
 def has_strips(network: nn.Module) -> bool:
     """Whether a network has layers that compiled strips run, and these are installed."""
     return any(map(StripConv2d.takes, network.modules()))
@@ -369,13 +335,7 @@ def in_layers(model: nn.Module) -> nn.Module:
 
 
 def as_given(block: Block) -> nn.Module:
-    """The layer, then its epilogue."""
     return BlockAsGiven(block.layer, block.epilogue)
-
-
-def epilogue_first(block: Block) -> nn.Module:
-    """A conv, with the epilogue's pool before its activation."""
-    return ByGroup([block.layer], block.epilogue)
 
 
 def by_group(block: Block) -> nn.Module | None:
@@ -387,10 +347,18 @@ def by_group(block: Block) -> nn.Module | None:
     return Staged(front, ByGroup(convs, block.epilogue)) if convs else None
 
 
-def merged(block: Block, way: Candidate = epilogue_first) -> nn.Module | None:
-    """The whole layer as one dense conv, in one of the other ways."""
-    dense = _dense(block.layer)
-    return None if dense is None else way(replace(block, layer=dense))
+def merged(block: Block, *, by_kernel: bool = False) -> nn.Module | None:
+    """The whole layer as one dense conv, if exact: fused, or with the epilogue's pool before its activation."""
+    layer, dense = block.layer, None
+    with suppress(InexactError):
+        if isinstance(layer, FactoredConv2d):
+            dense = merge_chain(layer)
+        elif isinstance(layer, CompositeConv2d) and not _in_one_pass(layer):
+            dense = layer.dense_view()
+    if dense is None:
+        return None
+    dense = laid_out_as(layer, dense).eval()
+    return fused(replace(block, layer=dense)) if by_kernel else ByGroup([dense], block.epilogue)
 
 
 def fused(block: Block) -> nn.Module | None:
@@ -410,26 +378,11 @@ def by_strips(block: Block) -> nn.Module | None:
 
 
 def _stages(layer: nn.Module) -> list[nn.Module]:
-    """The layers of a chain; for any other layer, the layer itself."""
     return list(layer) if isinstance(layer, FactoredConv2d) else [layer]
 
 
 def _on_cpu(layer: nn.Module) -> bool:
     return next(layer.parameters()).device.type == "cpu"
-
-
-def _dense(layer: nn.Module) -> nn.Module | None:
-    """A chain or composite as one dense conv, if that is exact."""
-    try:
-        if isinstance(layer, FactoredConv2d):
-            dense = merge_chain(layer)
-        elif isinstance(layer, CompositeConv2d) and not _in_one_pass(layer):
-            dense = layer.dense_view()
-        else:
-            return None
-    except InexactError:
-        return None
-    return laid_out_as(layer, dense).eval()
 
 
 def _in_one_pass(layer: CompositeConv2d) -> bool:
@@ -440,17 +393,9 @@ def _in_one_pass(layer: CompositeConv2d) -> bool:
 
 
 def _split(layer: CompositeConv2d) -> list[nn.Module]:
-    """A conv per group, sharing the composite's weights; none if it does not pad with zeros.
-
-    Also none for several groups with channel groups, whose outputs are not simply concatenated, and for depthwise
-    filters, which see different channels.
-    """
-    if (
-        layer.composite.depthwise
-        or layer.padding_mode != "zeros"
-        or layer.shuffle
-        or (layer.channel_groups > 1 and len(layer.weights) > 1)
-    ):
+    """A conv per group, sharing the weights; none if they cannot be convs whose results are just concatenated."""
+    several = layer.channel_groups > 1 and len(layer.weights) > 1
+    if layer.composite.depthwise or layer.padding_mode != "zeros" or layer.shuffle or several:
         return []
     biases = [None] * len(layer.weights) if layer.bias is None else layer.by_group(layer.bias)
     convs = []
@@ -474,5 +419,5 @@ CANDIDATES: dict[str, Candidate] = {
     "merged": merged,
     "compiled strips": by_strips,
     "fused": fused,
-    "merged, fused": partial(merged, way=fused),
+    "merged, fused": partial(merged, by_kernel=True),
 }

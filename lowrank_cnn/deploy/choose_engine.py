@@ -69,7 +69,6 @@ class EngineTimes:
 
     @property
     def verdict(self) -> str:
-        """The result in a few sentences."""
         told = f"Fastest here: {self.fastest} ({self.times[self.fastest].ms:.2f} ms)."
         if not all(time.steady for time in (*self.times.values(), *self.rival.values())):
             told += " Some times are unsteady: measure again while the machine is idle."
@@ -77,14 +76,11 @@ class EngineTimes:
             told += f" int8 needs real images: {to_caller('lr.quantize', '--precision int8 --calibrate DATA')}."
         if not self.rival:
             return told
-        name, ms = next(iter(self.rival)), next(iter(self.rival.values())).ms
-        ratio = self.times[self.fastest].ms / ms
-        advice = (
-            f"this one takes {ratio:.2f} of its time"
-            if ratio < 1
-            else f"it is faster (this one takes {ratio:.2f} of its time), so compare their accuracies"
-        )
-        return f"{told} A thinner dense network of the same MACs takes {ms:.2f} ms ({name}): {advice}."
+        name, time = next(iter(self.rival.items()))
+        advice = f"this one takes {self.times[self.fastest].ms / time.ms:.2f} of its time"
+        if self.times[self.fastest].ms >= time.ms:
+            advice = f"it is faster ({advice}), so compare their accuracies"
+        return f"{told} A thinner dense network of the same MACs takes {time.ms:.2f} ms ({name}): {advice}."
 
 
 @progress("engines")
@@ -139,9 +135,15 @@ def time_engines(
 
     with tempfile.TemporaryDirectory() as scratch:
         for engine, (is_rival, network), precision in product(names, networks.items(), precisions):
-            run = EngineRun(engine, precision, is_rival)
+            run, target = EngineRun(engine, precision, is_rival), target_of(engine)
+            plain = network.network if isinstance(network, Trained) else network
+            if (precision == "int8" and not target.int8) or (target.strips and not has_strips(plain)):
+                continue
             step(f"{run} is written")
-            search.attempt(run, partial(_write, network, run, image, Path(scratch) / str(run)))
+            folder = Path(scratch, str(run))
+            folder.mkdir()
+            written = partial(write_to_time, network, engine, precision, image, folder, strips=target.strips)
+            search.attempt(run, written)
         times = search.times(clock)
         unsteady = {run.engine for run, time in times.items() if not time.steady}  # something else ran meanwhile
         again = clock({run: path for run, path in search.made.items() if run.engine in unsteady})
@@ -149,24 +151,17 @@ def time_engines(
         for run in search.failed:
             say(f"{run}: left out")
         order = sorted(times, key=lambda run: times[run].ms)
-        ours, theirs = ([run for run in order if run.rival == wanted] for wanted in (False, True))
         failed = {str(run): reason for run, reason in search.failed.items()}
-        if not ours:
+        if all(run.rival for run in order):
             raise LowRankError(f"no engine runs this network: {'; '.join(failed.values())}.")
-        kept = next((search.made[run] for run in ours if run.precision != "int8"), None)
-        path = None if place is None or kept is None else _copy(kept, place / kept.name, overwrite)
-    return EngineTimes(
-        {run.name: times[run] for run in ours}, failed, path, {run.name: times[run] for run in theirs}
-    )
-
-
-def _write(model: nn.Module | Trained, run: EngineRun, image: torch.Tensor, place: Path) -> Path | None:
-    """The file of a network for an engine; None if the engine has no such precision, or the network no strips."""
-    target, network = target_of(run.engine), model.network if isinstance(model, Trained) else model
-    if (target.strips and not has_strips(network)) or (run.precision == "int8" and not target.int8):
-        return None
-    place.mkdir()
-    return write_to_time(model, run.engine, run.precision, image, place, strips=target.strips)
+        kept = next((search.made[run] for run in order if not run.rival and run.precision != "int8"), None)
+        path = None
+        if place is not None and kept is not None:
+            path = str(place / kept.name)
+            with placing(place / kept.name, overwrite=overwrite) as aside:
+                shutil.copytree(kept.parent, aside.parent, dirs_exist_ok=True)
+    own, rivals = ({run.name: times[run] for run in order if run.rival == wanted} for wanted in (False, True))
+    return EngineTimes(own, failed, path, rivals)
 
 
 def write_to_time(
@@ -192,10 +187,3 @@ def time_files(
     runners = {name: open_engine(path, threads=threads, trusted=True) for name, path in files.items()}
     runs = {name: lambda runner=runner: runner(array) for name, runner in runners.items()}
     return {name: astuple(time) for name, time in measure(runs, repeats=repeats, rest=_REST, warm=_WARM).items()}
-
-
-def _copy(made: Path, path: Path, overwrite: bool) -> str:
-    """Copy an engine's files; returns the path of the main file."""
-    with placing(path, overwrite=overwrite) as aside:
-        shutil.copytree(made.parent, aside.parent, dirs_exist_ok=True)
-    return str(path)

@@ -27,23 +27,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import SafetensorError
 from torch import nn
 
 from lowrank_cnn.core.compare import unchanged
-from lowrank_cnn.core.errors import LowRankError, names_options, option
+from lowrank_cnn.core.errors import LowRankError, check_file, names_options, option
 from lowrank_cnn.core.files import as_path, delete, replacing, why_not_written
 from lowrank_cnn.core.notes import AsDict, note, notes
 from lowrank_cnn.core.progress import progress
 from lowrank_cnn.deploy.engines.request import ExportRequest, Layout, Precision, at_precision, request_for
-from lowrank_cnn.deploy.engines.targets import (
-    PRETRAINED,
-    engine_of,
-    is_engine_file,
-    open_engine,
-    suffixes,
-    target_of,
-)
+from lowrank_cnn.deploy.engines.targets import PRETRAINED, engine_of, open_engine, suffixes, target_of
 from lowrank_cnn.deploy.metadata import attach_metadata
 from lowrank_cnn.deploy.optimize import Optimized, reoptimize
 from lowrank_cnn.deploy.parity import EngineModel, parity
@@ -136,7 +128,10 @@ def export(
     if strips and path.suffix != ".onnx":
         raise LowRankError(f"compiled strips run in ONNX Runtime: write an .onnx file, not {path.suffix}.")
     if path.suffix == ".safetensors":
-        return _write_weights(path, _as_given(stored))
+        with replacing(path) as temporary:
+            write_weights(temporary, _as_given(stored))
+            temporary.chmod(0o644)  # safetensors writes for its owner alone
+        return Exported(str(path), path.stat().st_size, None)
     names = {"inputs": input_names, "outputs": output_names}
     network, request = request_for(stored, example_input, dynamic, names, preprocess)
     request = at_precision(replace(request, opset=opset, strips=strips), engine_of(path), precision)
@@ -146,11 +141,8 @@ def export(
 def write_request(path: Path, request: ExportRequest, network: nn.Module, *, overwrite: bool = True) -> Exported:
     """Write the file, run it in its engine, compare it with the network, and move it to its place."""
     with placing(path, overwrite=overwrite) as aside:
-        try:
-            engine_of(path).write(aside, request)
-            error = parity(aside, request, network)
-        except OSError as failure:
-            raise LowRankError(why_not_written(path, failure)) from failure
+        engine_of(path).write(aside, request)
+        error = parity(aside, request, network)
         size = sum(file.stat().st_size for file in aside.parent.iterdir())
     return Exported(str(path), size, error)
 
@@ -164,22 +156,20 @@ def placing(path: Path, *, overwrite: bool) -> Iterator[Path]:
     """
     check_place(path, overwrite)
     _clear_leftovers(path.parent)
+    about: Any = {"prefix": f"{_ASIDE}{os.getpid()}-", "dir": path.parent, "ignore_cleanup_errors": True}
     try:
-        folder = Path(tempfile.mkdtemp(prefix=f"{_ASIDE}{os.getpid()}-", dir=path.parent))
+        with tempfile.TemporaryDirectory(**about) as folder:
+            yield Path(folder, path.name)
+            files = sorted(Path(folder).iterdir(), key=lambda file: file.name == path.name)
+            for file in files:
+                check_place(path.with_name(file.name), overwrite)
+            if len(files) > 1:
+                delete(path)
+            for file in files:
+                with replacing(path.with_name(file.name)) as temporary:
+                    file.replace(temporary)
     except OSError as error:
         raise LowRankError(why_not_written(path, error)) from error
-    try:
-        yield folder / path.name
-        files = sorted(folder.iterdir(), key=lambda file: file.name == path.name)
-        for file in files:
-            check_place(path.with_name(file.name), overwrite)
-        if len(files) > 1:
-            delete(path)
-        for file in files:
-            with replacing(path.with_name(file.name)) as temporary:
-                file.replace(temporary)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _clear_leftovers(place: Path) -> None:
@@ -209,8 +199,7 @@ def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = Fal
         trained = load_checkpoint(path, network=None if into is None else copy_with(into))
         note(trained.network, input_size=trained.input_size or None)
         return trained.network.eval()
-    if not path.is_file():
-        raise LowRankError(f"there is no file {path}.")
+    check_file(path)
     if path.suffix == ".safetensors":
         stored = read_weights(path, into=into)
         network = stored.network.eval()
@@ -219,8 +208,7 @@ def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = Fal
     runner = open_engine(path, trusted=trusted)
     # A file that prepares its images takes other values than a module of torch's does.
     own = runner.module if "pixels" not in runner.metadata else None
-    network = EngineModel(runner) if own is None else own
-    return attach_metadata(network, runner.metadata)
+    return attach_metadata(EngineModel(runner) if own is None else own, runner.metadata)
 
 
 def file_for(path: Path, to: str | None, name: str = "net") -> Path:
@@ -257,10 +245,9 @@ def stored_of(model: nn.Module | Trained, input_size: Sequence[int] | None) -> S
 
 
 def _check_suffix(path: Path) -> None:
-    if path.suffix != ".safetensors" and not is_engine_file(path):
-        known = ", ".join([*suffixes(), ".safetensors"])
-        folder = "" if path.suffix else f"; for a folder, give {option('to', 'onnx')} or another engine"
-        raise LowRankError(f"a network's file ends in one of {known}, and {path.name} does not{folder}.")
+    if path.suffix not in (known := [*suffixes(), ".safetensors"]):
+        hint = "" if path.suffix else f"; for a folder, give {option('to', 'onnx')} or another engine"
+        raise LowRankError(f"a network's file ends in one of {', '.join(known)}, and {path.name} does not{hint}.")
 
 
 def _as_given(stored: Stored) -> Stored:
@@ -276,13 +263,3 @@ def _as_given(stored: Stored) -> Stored:
     if reason := objection_on(made, made.given, *made.example):
         raise LowRankError(f"the network was changed since it was optimised ({reason}): optimise it again.")
     return replace(stored, network=made.given, optimized=made.chosen)
-
-
-def _write_weights(path: Path, stored: Stored) -> Exported:
-    try:
-        with replacing(path) as temporary:
-            write_weights(temporary, stored)
-            temporary.chmod(0o644)  # safetensors writes for its owner alone
-    except SafetensorError as failure:
-        raise LowRankError(f"{path} could not be written ({failure}).") from failure
-    return Exported(str(path), path.stat().st_size, None)

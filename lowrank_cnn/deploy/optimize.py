@@ -30,20 +30,12 @@ from lowrank_cnn.core.notes import AsDict, note, notes
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.search import RESERVED, Search
 from lowrank_cnn.core.text import counted, text_table
-from lowrank_cnn.deploy.plan import (
-    GIVEN,
-    apply_ways,
-    check_ready,
-    fuse_blocks,
-    network_key,
-    objection_on,
-    open_times,
-    plan,
-)
-from lowrank_cnn.graph.bands import split_as_composite
+from lowrank_cnn.deploy.blocks import as_network, fused, in_blocks
+from lowrank_cnn.deploy.plan import GIVEN, apply_ways, check_ready, network_key, objection_on, open_times, plan
+from lowrank_cnn.graph.bands import fused_bands, split_as_composite
 from lowrank_cnn.graph.capture import layer_kind
 from lowrank_cnn.graph.examples import Example, by_position, in_order
-from lowrank_cnn.graph.fuse import shared_copy
+from lowrank_cnn.graph.fuse import fuse_neighbours, shared_copy
 from lowrank_cnn.graph.merge import merge
 from lowrank_cnn.kernels.autotune.choice import prepare
 from lowrank_cnn.kernels.cuda_graph import Recorded, recorded
@@ -181,17 +173,16 @@ class Optimized(nn.Module):
         self.recording, self.compiled = None, False
         self.__dict__.update(given=None, _compiled_run=None)
 
-    def _weights(self) -> list[tuple[int, torch.dtype, torch.device]]:
-        tensors = (*self.parameters(), *self.buffers())
-        return [(tensor.data_ptr(), tensor.dtype, tensor.device) for tensor in tensors]
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "recording": None, "_compiled_run": None, "given": None}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Optimized:
-        before = self._weights()
+        def places() -> list[tuple[Any, ...]]:
+            return [(t.data_ptr(), t.dtype, t.device) for t in (*self.parameters(), *self.buffers())]
+
+        before = places()
         super()._apply(fn, recurse)
-        if self._weights() != before:
+        if places() != before:
             self.forget()
         return self
 
@@ -202,11 +193,7 @@ class Optimized(nn.Module):
 
 
 def _function_of(network: nn.Module) -> Callable[..., Any]:
-    """A call of the network as a function with code of its own.
-
-    Torch keeps at most eight compilations per code object, and then runs it uncompiled. Networks of one class
-    share the code of their forward, and would exhaust this limit.
-    """
+    """Call the network by code of its own: torch compiles a code object eight times, and a class has only one."""
 
     def run(*inputs: Any) -> Any:
         return network(*inputs)
@@ -226,24 +213,20 @@ def _stop_compiler() -> None:
 
 FOR_COMPILING = 0.5
 """Compile around our kernels only with this share of the budget left: it takes a third of it."""
-Planner = Callable[[nn.Module, tuple[Any, ...]], nn.Module]
 
 
 class FormSearch:
     """Build and measure the forms of one network for one example. `planner` makes the planned network."""
 
     def __init__(
-        self, model: nn.Module, inputs: tuple[Tensor, ...], planner: Planner, *, names: tuple[str, ...] = (),
-        compile: bool = True, budget: float = float("inf"),
+        self, model: nn.Module, inputs: tuple[Tensor, ...], planner: Callable[..., nn.Module], *,
+        names: tuple[str, ...] = (), compile: bool = True, budget: float = float("inf"),
     ) -> None:  # fmt: skip
         self.model, self.inputs, self.planner, self.names, self.compile = model, inputs, planner, names, compile
         self.on_gpu = inputs[0].is_cuda
         self.has_images = any(x.dim() == 4 for x in inputs)
         self.networks: dict[tuple[str, str | None], nn.Module] = {}
-        self.search: Search[Form, Optimized] = Search(self._differs, budget=budget)
-
-    def _differs(self, made: Optimized) -> str:
-        return objection_on(made, self.model, *self.inputs)
+        self.search = Search[Form, Optimized](lambda made: objection_on(made, model, *inputs), budget=budget)
 
     def forms(self) -> dict[str, Form]:
         """The forms that apply here by name."""
@@ -271,8 +254,7 @@ class FormSearch:
             return None
         step(f"{choice}, as measured before")
         self.take_given()
-        if choice != Form():
-            self.attempt(choice)
+        self.attempt(choice)
         if choice not in self.search.made:
             return None
         times = self.times(repeats)
@@ -286,9 +268,8 @@ class FormSearch:
             told = "the machine is too busy to time networks well: optimize again while it is idle."
             warnings.warn(told, LowRankWarning, stacklevel=2)
         taken = {str(form): sample for form, sample in times.items()}
-        best.report = OptimizeReport(
-            str(choice), taken, {str(form): why for form, why in self.search.failed.items()}
-        )
+        failed = {str(form): why for form, why in self.search.failed.items()}
+        best.report = OptimizeReport(str(choice), taken, failed)
         return best
 
     def take_given(self) -> None:
@@ -308,7 +289,8 @@ class FormSearch:
 
     def build(self, form: Form) -> Optimized:
         """The network in a form. It is compiled and recorded here, so that failures appear here."""
-        layout = self._layout(form)
+        # On a GPU channels_last, which its kernels need.
+        layout = LAST if self.on_gpu and self.has_images and form.network != GIVEN else form.layout
         made = Optimized(self.network(form.network, layout), layout, compiled=form.compiled, names=self.names)
         if self.on_gpu and not form.compiled:
             compile_kernels_of(made.network, laid_out(layout, *self.inputs), recorded=form.recorded)
@@ -322,10 +304,6 @@ class FormSearch:
             _stop_compiler()
             raise
         return made
-
-    def _layout(self, form: Form) -> str | None:
-        """The memory format of a form: on a GPU channels_last, which its kernels need."""
-        return LAST if self.on_gpu and self.has_images and form.network != GIVEN else form.layout
 
     def network(self, kind: str, layout: str | None) -> nn.Module:
         """The rewritten network; forms that only run it differently share it."""
@@ -389,6 +367,16 @@ class FormSearch:
         return self.search.times(clock)
 
 
+def fuse_blocks(model: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
+    """The network with GPU kernels for every block, depthwise conv, pool and response norm that they support."""
+    network, blocks, captured = in_blocks(shared_copy(model, fused_bands), *inputs)
+    for name, block in blocks.items():
+        if (way := fused(block)) is not None:
+            network.set_submodule(name, way.eval())
+    fuse_neighbours(network)
+    return as_network(network, captured, model)
+
+
 @torch.no_grad()
 def compile_kernels_of(network: nn.Module, inputs: tuple[Tensor, ...], *, recorded: bool = False) -> None:
     """Compile the kernels that a network needs on all cores; its first run would compile one after the other."""
@@ -445,6 +433,10 @@ def optimize(
     return _finished(best, model, inputs)
 
 
+_LARGEST_EXAMPLE = 2**28
+"""Most values of an example that a file may request."""
+
+
 def reoptimize(model: nn.Module, chosen: Mapping[str, Any]) -> Optimized:
     """Rebuild the form that `optimize` found before, without measuring; `chosen` is that of an `Optimized`.
 
@@ -454,12 +446,15 @@ def reoptimize(model: nn.Module, chosen: Mapping[str, Any]) -> Optimized:
     try:
         name, ways = str(chosen["choice"]), {str(block): str(way) for block, way in chosen["ways"].items()}
         times = {str(form): Sample(float(ms), float(ms), float(ms), 0) for form, ms in chosen["times"].items()}
-        x = _example(model, chosen)
+        shape = [int(side) for side in chosen["input"]]
+        if min(shape, default=0) < 1 or prod(shape) > _LARGEST_EXAMPLE:
+            raise ValueError(shape)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise LowRankError("the stored form of the optimised network is damaged: optimise it again.") from error
+    like = next(chain(model.parameters(), model.buffers()), torch.zeros(()))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like.device, dtype_of(model))
     check_ready(model, x)
-    planner = partial(apply_ways, ways=ways)
-    forms = FormSearch(model, (x,), planner)
+    forms = FormSearch(model, (x,), partial(apply_ways, ways=ways))
     form = forms.forms().get(name)
     if form is not None and form != Form():
         forms.attempt(form)
@@ -478,30 +473,10 @@ def _finished(
     """Attach to the result what `export` writes: the network, the inputs it was made for, and the choice."""
     size = tuple(inputs[0].shape[1:]) if len(inputs) == 1 and not best.names else None
     note(best, input_size=size, training_card=notes(model).training_card)
-    best.__dict__.update(given=model, example=inputs, chosen=dict(chosen or _chosen(best, inputs[0])))
+    if chosen is None:  # the values that `reoptimize` needs to rebuild the same form
+        found = next((plan for part in best.modules() if (plan := notes(part).plan) is not None), None)
+        times = {name: sample.ms for name, sample in best.report.times.items()}
+        ways = found.ways if found else {}
+        chosen = {"choice": best.report.choice, "ways": ways, "times": times, "input": [*inputs[0].shape]}
+    best.__dict__.update(given=model, example=inputs, chosen=dict(chosen))
     return best
-
-
-def _chosen(best: Optimized, x: Tensor) -> dict[str, Any]:
-    """The values that `reoptimize` needs to rebuild the same form."""
-    found = next((plan for part in best.modules() if (plan := notes(part).plan) is not None), None)
-    return {
-        "choice": best.report.choice,
-        "ways": found.ways if found else {},
-        "times": {name: sample.ms for name, sample in best.report.times.items()},
-        "input": [*x.shape],
-    }
-
-
-_LARGEST_EXAMPLE = 2**28
-"""Most values of an example that a file may request."""
-
-
-def _example(model: nn.Module, chosen: Mapping[str, Any]) -> Tensor:
-    """Random images of the shape that a network was optimised for."""
-    shape = [int(side) for side in chosen["input"]]
-    if min(shape, default=0) < 1 or prod(shape) > _LARGEST_EXAMPLE:
-        raise ValueError(shape)
-    like = next(chain(model.parameters(), model.buffers()), torch.zeros(()))
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    return drawn.to(like.device, dtype_of(model))

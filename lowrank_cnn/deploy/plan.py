@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -25,25 +24,26 @@ from lowrank_cnn.core.cache import JsonCache, cache_folder
 from lowrank_cnn.core.clock import Sample, check_repeats, measure
 from lowrank_cnn.core.compare import agree, copied, objection, unchanged
 from lowrank_cnn.core.environment import environment
-from lowrank_cnn.core.errors import LostDeviceError, LowRankError
+from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import AsDict, note, notes
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.search import Search
 from lowrank_cnn.core.text import si, text_table
-from lowrank_cnn.deploy.blocks import CANDIDATES, Block, BlockAsGiven, Candidate, as_network, fused, in_blocks
-from lowrank_cnn.graph.bands import fused_bands
+from lowrank_cnn.deploy.blocks import CANDIDATES, Block, Candidate, as_given, as_network, in_blocks
 from lowrank_cnn.graph.capture import CaptureError
 from lowrank_cnn.graph.examples import ByKeyword, Example, by_position, check_runs
-from lowrank_cnn.graph.fuse import fuse_neighbours, shared_copy
+from lowrank_cnn.graph.fuse import fuse_neighbours
 from lowrank_cnn.kernels.cuda_graph import captured
 from lowrank_cnn.kernels.device import is_for_graphs
 from lowrank_cnn.kernels.strips import installed_version
 from lowrank_cnn.method.count import count
-from lowrank_cnn.method.rewrite import copy_with
+from lowrank_cnn.method.rewrite import copy_with, is_channels_last
 from lowrank_cnn.method.select import check_rewritable
 
-GIVEN = "as given"
-"""The way of blocks for which no other way is faster."""
+GIVEN, PLANNED = "as given", "planned"
+"""The way of blocks for which no other way is faster, and the name of a network with other ways."""
+Blocks = Mapping[str, Block]
+Candidates = Mapping[str, Candidate]
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,6 @@ class Decision:
     times: Mapping[str, float]
     choice: str
     failed: Mapping[str, str] = field(default_factory=dict)
-
-    def refused(self, reason: str) -> Decision:
-        """The same decision withdrawn, because with it the whole network fails or differs."""
-        return replace(self, choice=GIVEN, failed={**self.failed, self.choice: reason})
 
 
 @dataclass(frozen=True)
@@ -90,15 +86,10 @@ class NetworkPlan(AsDict):
         if self.reason:
             return f"not planned: {self.reason}"
         ways = list(dict.fromkeys(way for row in self.decisions for way in row.times))
-        rows = [
-            (
-                row.name,
-                si(row.macs),
-                *(f"{row.times[way]:.3f}" if way in row.times else "" for way in ways),
-                row.choice,
-            )
-            for row in self.decisions
-        ]
+        rows = []
+        for row in self.decisions:
+            times = (f"{row.times[way]:.3f}" if way in row.times else "" for way in ways)
+            rows.append((row.name, si(row.macs), *times, row.choice))
         table = text_table(("block", ">MACs", *(f">{way}" for way in ways), "chosen"), rows)
         verdict = "the plan is used" if self.used else "nothing gained: as given"
         whole = f"whole network: {self.before.ms:.3f} ms before, {self.after.ms:.3f} after; {verdict}"
@@ -108,9 +99,6 @@ class NetworkPlan(AsDict):
     __repr__ = __str__
 
 
-# Measured times on disk, keyed by everything that they depend on.
-
-
 def open_times(where: str | Path | bool) -> JsonCache:
     """Times of blocks and of whole networks (True: in the user's cache directory; False: in memory alone)."""
     path = cache_folder() / "plans.json" if where is True else Path(where) if where else None
@@ -118,9 +106,7 @@ def open_times(where: str | Path | bool) -> JsonCache:
 
 
 def _is_times(entry: object) -> bool:
-    if not isinstance(entry, dict):
-        return False
-    return all(isinstance(ms, int | float) and not math.isnan(ms) and ms >= 0 for ms in entry.values())
+    return isinstance(entry, dict) and all(isinstance(ms, int | float) and ms >= 0 for ms in entry.values())
 
 
 def block_key(block: Block, inputs: Sequence[Tensor]) -> str:
@@ -135,13 +121,9 @@ def network_key(network: nn.Module, inputs: Sequence[Tensor], *options: object) 
 
 def _key(kind: str, what: str, inputs: Sequence[Tensor], *options: object) -> str:
     where = [_machine(), torch.get_num_threads(), str(inputs[0].device)]
-    text = json.dumps([__version__, kind, where, [_described(x) for x in inputs], what, list(map(str, options))])
+    described = [[str(x.dtype), list(x.shape), is_channels_last(x)] for x in inputs]
+    text = json.dumps([__version__, kind, where, described, what, list(map(str, options))])
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _described(x: Tensor) -> list[object]:
-    last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-    return [str(x.dtype), list(x.shape), last]
 
 
 @cache
@@ -174,21 +156,13 @@ def objection_on(ours: nn.Module, given: nn.Module, *inputs: Tensor) -> str:
 
 
 class BlockPlanner(fx.Interpreter):
-    """Runs a network call by call, and decides for each block how to run it.
-
-    `recalled` says whether times of an earlier plan were used.
-    """
+    """Runs a network call by call and decides how each block runs; `recalled` if by times of an earlier plan."""
 
     def __init__(
-        self,
-        network: fx.GraphModule,
-        blocks: Sequence[Block],
-        store: JsonCache,
-        candidates: Mapping[str, Candidate],
-        repeats: int,
+        self, network: fx.GraphModule, blocks: Blocks, store: JsonCache, candidates: Candidates, repeats: int
     ) -> None:
         super().__init__(network)
-        self.network, self.blocks = network, {block.name: block for block in blocks}
+        self.network, self.blocks = network, blocks
         self.store, self.candidates, self.repeats = store, candidates, repeats
         self.decisions: dict[str, Decision] = {}
         self.ways: dict[str, nn.Module] = {}
@@ -199,8 +173,6 @@ class BlockPlanner(fx.Interpreter):
         """Plan every block; if the rest of the network then fails, once more in its own memory formats."""
         try:
             self._run(*copied(*inputs))
-        except LostDeviceError:
-            raise
         except RuntimeError:  # a view of a tensor that has another memory format
             if not self.ways:
                 raise
@@ -217,17 +189,13 @@ class BlockPlanner(fx.Interpreter):
                 self.network.set_submodule(name, way)
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Decide on a block before it runs."""
         if target in self.blocks:
             step(f"{target}, block {len(self.decisions) + 1} of {len(self.blocks)}")
             self.decide(self.blocks[target], args)
         return super().call_module(target, args, kwargs)
 
     def decide(self, block: Block, inputs: tuple[Tensor, ...]) -> None:
-        """Choose how a block is run, and put the choice into the network.
-
-        The way that an earlier plan chose is made and compared again; all are measured if it is unknown or fails.
-        """
+        """Choose the way of a block: that of an earlier plan if it still agrees, else the fastest of all."""
         key = block_key(block, inputs)
         times: dict[str, float] | None = self.store.get(key)
         search: Search[str, nn.Module] = Search()
@@ -262,10 +230,9 @@ class BlockPlanner(fx.Interpreter):
             return ""
 
         search: Search[str, nn.Module] = Search(differs)
+        search.made[GIVEN] = given
         for name, make in self.candidates.items():
-            if name == GIVEN:
-                search.made[name] = given
-            elif name in names:
+            if name in names and name != GIVEN:
                 search.attempt(name, partial(make, block))
         return search
 
@@ -276,14 +243,14 @@ class BlockPlanner(fx.Interpreter):
             self.network.set_submodule(name, way)
             if reason := objection_on(self.network, given, *inputs):
                 self.network.set_submodule(name, before)
-                self.decisions[name] = self.decisions[name].refused(reason)
+                row = self.decisions[name]
+                self.decisions[name] = replace(row, choice=GIVEN, failed={**row.failed, row.choice: reason})
 
     def take_back(self) -> dict[str, nn.Module]:
         """Run every block as given again, and return the ways that were chosen."""
         chosen, self.ways = self.ways, {}
         for name in chosen:
-            block = self.blocks[name]
-            self.network.set_submodule(name, BlockAsGiven(block.layer, block.epilogue).eval())
+            self.network.set_submodule(name, as_given(self.blocks[name]).eval())
         return chosen
 
 
@@ -309,7 +276,7 @@ def plan(
     example_input: Example,
     *,
     cache: str | Path | bool = True,
-    candidates: Mapping[str, Candidate] = CANDIDATES,
+    candidates: Candidates = CANDIDATES,
     repeats: int = 11,
     say: Callable[[str], None] | None = None,
 ) -> nn.Module:
@@ -353,25 +320,14 @@ def apply_ways(model: nn.Module, inputs: tuple[Any, ...], *, ways: Mapping[str, 
     if not ways:
         return model
     network, blocks, captured = in_blocks(model, *inputs)
-    known = {block.name: block for block in blocks}
     for name, way in ways.items():
-        made = CANDIDATES[way](known[name]) if name in known and way in CANDIDATES else None
+        made = CANDIDATES[way](blocks[name]) if name in blocks and way in CANDIDATES else None
         if made is None:
             raise LowRankError(f"{name} cannot run by {way} here.")
         network.set_submodule(name, made.eval())
     if inputs[0].is_cuda:
         fuse_neighbours(network)
     return as_network(network, captured, copy_with(model))
-
-
-def fuse_blocks(model: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
-    """The network with GPU kernels for every block, depthwise conv, pool and response norm that they support."""
-    network, blocks, captured = in_blocks(shared_copy(model, fused_bands), *inputs)
-    for block in blocks:
-        if (way := fused(block)) is not None:
-            network.set_submodule(block.name, way.eval())
-    fuse_neighbours(network)
-    return as_network(network, captured, model)
 
 
 def check_ready(model: nn.Module, *inputs: Any) -> None:
@@ -385,15 +341,8 @@ def check_ready(model: nn.Module, *inputs: Any) -> None:
     check_runs(model, *inputs)
 
 
-PLANNED = "planned"
-
-
 def _planned(
-    model: nn.Module,
-    inputs: tuple[Tensor, ...],
-    store: JsonCache,
-    candidates: Mapping[str, Candidate],
-    repeats: int,
+    model: nn.Module, inputs: tuple[Tensor, ...], store: JsonCache, candidates: Candidates, repeats: int
 ) -> tuple[nn.Module, bool]:
     """A planned network, and whether it lacks the gain that the times of an earlier plan predicted."""
     given, reason, decisions, recalled = copy_with(model), "", (), False
@@ -417,11 +366,9 @@ def _planned(
         decisions, recalled = tuple(planner.decisions.values()), planner.recalled
     totals = search.times(partial(timed, inputs=inputs, repeats=repeats))
     best = min(totals, key=lambda name: totals[name].ms)
-    after = min((totals[name] for name in totals if name != GIVEN), key=lambda s: s.ms, default=totals[GIVEN])
-    found = NetworkPlan(
-        tuple(inputs[0].shape), str(inputs[0].device), decisions, totals[GIVEN], after, best != GIVEN, reason
-    )
+    after = totals.get(PLANNED, totals[GIVEN])
+    about = tuple(inputs[0].shape), str(inputs[0].device), decisions
+    found = NetworkPlan(*about, totals[GIVEN], after, best != GIVEN, reason)
     result = search.made[best]
     note(result, plan=found, input_size=notes(model).input_size, training_card=notes(model).training_card)
-    changed = any(decision.choice != GIVEN for decision in decisions)
-    return result, recalled and changed and best == GIVEN
+    return result, recalled and best == GIVEN and any(row.choice != GIVEN for row in decisions)

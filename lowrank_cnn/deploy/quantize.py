@@ -71,7 +71,7 @@ class Quantized(Exported):
 
     def __repr__(self) -> str:
         """One line; `layers` has the error of each."""
-        images = f"{counted(self.images, 'test image')}"
+        images = counted(self.images, "test image")
         told = "" if self.before is None else f", top-1 {self.before:.2%} before, {self.after:.2%} on {images}"
         return f"{self.path}: {si(self.bytes)}B in int8{told}; in float: {', '.join(self.in_float) or 'none'}"
 
@@ -117,17 +117,16 @@ def quantize(
     """
     path = as_path(path)
     if path.suffix not in (known := suffixes(int8=True)):
-        raise LowRankError(
-            f"int8 is written to {', '.join(known)}, not to {path.suffix or 'a file without suffix'}."
-        )
+        suffix = path.suffix or "a file without suffix"
+        raise LowRankError(f"int8 is written to {', '.join(known)}, not to {suffix}.")
     check_place(path, overwrite)
     trained = model if isinstance(model, Trained) else carried_by(model)
     network = merge(copy_with(trained.network if trained else model).eval())  # type: ignore[arg-type]
     step("reading images")
-    data = _labelled(calibration, trained)
-    judged = _judged(data)
+    data = judged = _labelled(calibration, trained)
+    if data is not None:  # some training images as test images, if there are enough
+        judged = data.holdout(min(_JUDGED, len(data.train) // 2), seed=1) if len(data.train) > 1 else None
     prepared = _prepared(judged or data or calibration, trained, images)
-    _check(prepared)
     # A network trained on the user's own batches has only its ranges.
     ranges = trained.ranges if trained else notes(model).int8_ranges  # type: ignore[arg-type]
     trained = replace(trained, network=network) if trained else None
@@ -151,21 +150,18 @@ def quantize(
             return write(layers)
         ours = trained
 
-        def top1(data: Data) -> float:
-            return _top1(replace(ours, network=load(aside)), data)
+        def top1(data: Data, *, before: bool = False) -> float:
+            step(f"accuracy on {counted(len(data.test), 'image')}")
+            asked = ours if before else replace(ours, network=load(aside))
+            return evaluate(asked, data, device="cpu", progress=False).top1
 
         if judged is None:
             written = write(layers)
         else:
-            written = _within_loss(write, layers, most_loss, _top1(ours, judged), lambda: top1(judged))
+            written = _within_loss(write, layers, most_loss, top1(judged, before=True), lambda: top1(judged))
         if test is not None:
             data = replace(data, test=data.test.subset(torch.arange(min(test, len(data.test)))))
-        return replace(written, before=_top1(ours, data), after=top1(data), images=len(data.test))
-
-
-def _top1(trained: Trained, data: Data) -> float:
-    step(f"accuracy on {counted(len(data.test), 'image')}")
-    return evaluate(trained, data, device="cpu", progress=False).top1
+        return replace(written, before=top1(data, before=True), after=top1(data), images=len(data.test))
 
 
 def _within_loss(
@@ -175,10 +171,7 @@ def _within_loss(
     before: float,
     top1: Callable[[], float],
 ) -> Quantized:
-    """Write the file; while it loses too much on the judged images, leave one more layer in float.
-
-    If none of the tries is within the loss, the best of them is written.
-    """
+    """Write the file, with one more layer in float while it loses too much; if all tries do, the best of them."""
     tried = []
     for _ in range(_TRIES + 1):
         try:
@@ -235,37 +228,28 @@ def _labelled(calibration: Any, trained: Trained | None) -> Data | None:
     return data
 
 
-def _judged(data: Data | None) -> Data | None:
-    """The data set with some training images as its test images; None if it has too few."""
-    if data is None or len(data.train) < 2:
-        return None
-    return data.holdout(min(_JUDGED, len(data.train) // 2), seed=1)
-
-
 def _prepared(calibration: Any, trained: Trained | None, images: int) -> Tensor:
-    """Calibration images as the network takes them."""
+    """Calibration images as the network takes them; images that cannot set ranges are refused."""
     if isinstance(calibration, Tensor):
-        return calibration.detach().float().cpu().clone()
-    if isinstance(calibration, Sequence):
+        found = calibration.detach().float().cpu().clone()
+    elif isinstance(calibration, Sequence):
         if not calibration or not all(isinstance(one, Tensor) for one in calibration):
             raise LowRankError(
                 "calibration takes prepared images as a tensor [N, C, H, W], or a list of such tensors, for "
                 f"networks of one input, not {in_short(calibration)}."
             )
-        return torch.cat([tensor.detach().float().cpu() for tensor in calibration])
-    assert trained is not None
-    split = calibration.train if len(calibration.train) else calibration.test
-    chosen = split.subset(stratified(split.labels, images, seed=0))
-    options: dict[str, Any] = {"preprocess": trained.preprocess, "augment": trained.augment, "seed": 0}
-    loader = make_loader(chosen, batch_size=_BATCH, device="cpu", train=False, **options)
-    return torch.cat([batch.contiguous() for batch, _ in loader.epoch(0)])
-
-
-def _check(images: Tensor) -> None:
-    """Refuse images that cannot set ranges."""
-    if images.dim() != 4 or not len(images):
-        raise LowRankError(f"calibration takes images [N, C, H, W], not a tensor of shape {list(images.shape)}.")
-    if not is_finite(images):
+        found = torch.cat([tensor.detach().float().cpu() for tensor in calibration])
+    else:
+        assert trained is not None
+        split = calibration.train if len(calibration.train) else calibration.test
+        chosen = split.subset(stratified(split.labels, images, seed=0))
+        options: dict[str, Any] = {"preprocess": trained.preprocess, "augment": trained.augment, "seed": 0}
+        loader = make_loader(chosen, batch_size=_BATCH, device="cpu", train=False, **options)
+        found = torch.cat([batch.contiguous() for batch, _ in loader.epoch(0)])
+    if found.dim() != 4 or not len(found):
+        raise LowRankError(f"calibration takes images [N, C, H, W], not a tensor of shape {list(found.shape)}.")
+    if not is_finite(found):
         raise LowRankError("the calibration images have NaN or infinite values.")
-    if bool((images == images.flatten()[0]).all()):
+    if bool((found == found.flatten()[0]).all()):
         raise LowRankError("the calibration images are all one value, so they set no range: give real images.")
+    return found

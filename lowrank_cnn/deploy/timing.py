@@ -6,7 +6,7 @@ A network and its twin run in turns, so a short disturbance of the machine affec
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -31,76 +31,6 @@ from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.rewrite import copy_with, in_channels_last
 from lowrank_cnn.method.select import check_module
 from lowrank_cnn.models.build import dense_twin, name_of, run_entry
-
-
-class TorchRunner:
-    """A copy of a network in evaluation and its inputs, both in channels_last if they have that format.
-
-    Training-only branches are folded.
-    """
-
-    def __init__(self, model: nn.Module, inputs: InputSize, batch: int, device: str) -> None:
-        self.network = in_channels_last(copy_with(fold_branches(model)).eval().to(device))
-        self.counted, self.times = inputs, 1 if is_example(inputs) else batch  # an example counts with its batch
-        if not is_example(inputs):
-            dtype = next((p.dtype for p in model.parameters()), torch.float32)
-            draw = torch.Generator(device).manual_seed(0)
-            inputs = torch.randn((batch, *checked_size(inputs)), generator=draw, device=device, dtype=dtype)
-        self.shapes = _shapes(inputs)
-        args, kwargs = arguments(inputs, device=device, dtype=None)
-        self.args = laid_out(LAST, *args)
-        self.kwargs = dict(zip(kwargs, laid_out(LAST, *kwargs.values()), strict=True))
-        told = " and ".join("x".join(map(str, shape)) for shape in self.shapes)
-        with explained(f"the network does not run on an input of {told}"):
-            self.run()
-        self.clock = Marks(cuda=device.startswith("cuda"))
-
-    def run(self) -> object:
-        return self.network(*self.args, **self.kwargs)
-
-    def macs(self) -> dict[str, int]:
-        """Multiply-accumulates of each layer, of the whole batch."""
-        return {row.name: self.times * row.macs for row in count(self.network, self.counted).layers}
-
-    def layers(self, repeats: int = 7) -> dict[str, float]:
-        """Milliseconds of each layer inside whole runs, by hooks: the median of several."""
-        hooks = []
-        for name, module in _timed(self.network):
-            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self.clock.mark(name)))
-            hooks.append(module.register_forward_hook(lambda *_, name=name: self.clock.mark(name)))
-        times: dict[str, list[float]] = defaultdict(list)
-        for _ in range(repeats):
-            self.run()
-            for name, ms in self.clock.collect().items():
-                times[name].append(ms)
-        for hook in hooks:
-            hook.remove()
-        return {name: median(taken) for name, taken in times.items()}
-
-
-def _random_array(port: Port, size: Sequence[int] | None, batch: int) -> Any:
-    """Random values for an input, its free axes as long as the batch and the image size say."""
-    known = dict(enumerate(size or (), start=1)) | {0: batch}
-    shape = [side if isinstance(side, int) else known.get(axis) for axis, side in enumerate(port.shape)]
-    if None in shape:
-        raise LowRankError(f"give the size of the images: {port.name} of this file is {port}.")
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type]
-    dtype = getattr(torch, port.array_dtype)
-    return (drawn if dtype.is_floating_point else 255 * drawn.abs().clamp(max=1)).to(dtype).numpy()
-
-
-def _timed(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The smallest modules that compute; a composite counts as one."""
-    for name, module in network.named_modules():
-        whole = isinstance(module, CompositeConv2d)
-        inside = name.rpartition(".")[0]
-        parent = network.get_submodule(inside) if inside else None
-        if (whole or not module._modules) and not isinstance(parent, CompositeConv2d):
-            yield name, module
-
-
-def _shapes(inputs: InputSize) -> list[tuple[int, ...]]:
-    return [tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True)
@@ -141,6 +71,71 @@ class Timing(AsDict):
         return f"{self.name} {self.total.ms:.3f} ms{twin}; {'x'.join(map(str, self.input))}, {where}"
 
 
+class TorchRunner:
+    """A network for inference, its branches folded, with its inputs; both in channels_last where possible."""
+
+    def __init__(self, model: nn.Module, inputs: InputSize, batch: int, device: str) -> None:
+        self.model, self.device = model, device
+        self.network = in_channels_last(copy_with(fold_branches(model)).eval().to(device))
+        self.counted, self.times = inputs, 1 if is_example(inputs) else batch  # an example counts with its batch
+        if not is_example(inputs):
+            dtype = next((p.dtype for p in model.parameters()), torch.float32)
+            draw = torch.Generator(device).manual_seed(0)
+            inputs = torch.randn((batch, *checked_size(inputs)), generator=draw, device=device, dtype=dtype)
+        self.shapes = [tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        args, kwargs = arguments(inputs, device=device, dtype=None)
+        self.args = laid_out(LAST, *args)
+        self.kwargs = dict(zip(kwargs, laid_out(LAST, *kwargs.values()), strict=True))
+        self.clock = Marks(cuda=device.startswith("cuda"))
+        told = " and ".join("x".join(map(str, shape)) for shape in self.shapes)
+        with explained(f"the network does not run on an input of {told}"):
+            self.run()
+
+    def run(self) -> object:
+        return self.network(*self.args, **self.kwargs)
+
+    def macs(self) -> dict[str, int]:
+        """Multiply-accumulates of each layer, of the whole batch."""
+        return {row.name: self.times * row.macs for row in count(self.network, self.counted).layers}
+
+    def layers(self, repeats: int = 7) -> dict[str, float]:
+        """Milliseconds of each layer inside whole runs, by hooks: the median of several."""
+        hooks, times = [], defaultdict[str, list[float]](list)
+        for name, module in self.network.named_modules():
+            composite = isinstance(module, CompositeConv2d)  # counts as one layer
+            parent = self.network.get_submodule(name.rpartition(".")[0])
+            if composite or not (module._modules or isinstance(parent, CompositeConv2d)):
+                hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self.clock.mark(name)))
+                hooks.append(module.register_forward_hook(lambda *_, name=name: self.clock.mark(name)))
+        for _ in range(repeats):
+            self.run()
+            for name, ms in self.clock.collect().items():
+                times[name].append(ms)
+        for hook in hooks:
+            hook.remove()
+        return {name: median(taken) for name, taken in times.items()}
+
+    def timing(self, total: Sample) -> Timing:
+        types = {key: type(module).__name__ for key, module in self.model.named_modules()}
+        macs, whole = self.macs(), self.times * count(self.model, self.counted).macs
+        rows = self.layers().items()
+        layers = tuple(LayerTime(key, types.get(key, ""), macs.get(key, 0), ms) for key, ms in rows)
+        (shape, *more), threads, about = self.shapes, torch.get_num_threads(), run_entry(self.model)
+        where = "torch", self.device, threads, whole
+        return Timing(name_of(self.model), shape, *where, total, layers, more_inputs=tuple(more), model=about)
+
+
+def _random_array(port: Port, size: Sequence[int] | None, batch: int) -> Any:
+    """Random values for an input, its free axes as long as the batch and the image size say."""
+    known = dict(enumerate(size or (), start=1)) | {0: batch}
+    shape = [side if isinstance(side, int) else known.get(axis) for axis, side in enumerate(port.shape)]
+    if None in shape:
+        raise LowRankError(f"give the size of the images: {port.name} of this file is {port}.")
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type]
+    dtype = getattr(torch, port.array_dtype)
+    return (drawn if dtype.is_floating_point else 255 * drawn.abs().clamp(max=1)).to(dtype).numpy()
+
+
 @unchanged()  # a dense twin draws weights when it is built, and forwards may draw
 def time_model(
     model: nn.Module,
@@ -164,7 +159,11 @@ def time_model(
     """
     from lowrank_cnn.train.distributed import resolve_device
 
-    inputs = _checked(model, input_size, batch)
+    check_module(model)
+    inputs = known_inputs(model, input_size, "timing")
+    check_number("batch", batch, least=1)
+    if is_example(inputs) and batch != 1:
+        raise LowRankError("an example has a batch of its own: leave the batch out.")
     device = resolve_device(device)
     twin = dense_twin(model) if twin is None else twin
     networks = {"network": model} | ({} if twin is None else {"twin": twin})
@@ -172,7 +171,7 @@ def time_model(
         runners = {key: TorchRunner(network, inputs, batch, device) for key, network in networks.items()}
         runs = {key: runner.run for key, runner in runners.items()}
         totals = measure(runs, repeats=repeats, cuda=device.startswith("cuda"))
-        timed = {key: _timing(net, runners[key], totals[key], device) for key, net in networks.items()}
+        timed = {key: runner.timing(totals[key]) for key, runner in runners.items()}
     return replace(timed["network"], twin=timed.get("twin"))
 
 
@@ -198,25 +197,3 @@ def time_file(
         total = measure({"file": lambda: runner(arrays)}, repeats=repeats)["file"]
     shape, *more = (tuple(array.shape) for array in arrays.values())
     return Timing(path.name, shape, runner.engine, "cpu", used, 0, total, (), more_inputs=tuple(more))
-
-
-def _checked(model: nn.Module, inputs: InputSize | None, batch: int) -> InputSize:
-    check_module(model)
-    inputs = known_inputs(model, inputs, "timing")
-    check_number("batch", batch, least=1)
-    if is_example(inputs) and batch != 1:
-        raise LowRankError("an example has a batch of its own: leave the batch out.")
-    return inputs
-
-
-def _timing(model: nn.Module, runner: TorchRunner, total: Sample, device: str) -> Timing:
-    """A network's time with its layers."""
-    types = {key: type(module).__name__ for key, module in model.named_modules()}
-    macs = runner.macs()
-    rows = runner.layers().items()
-    layers = tuple(LayerTime(key, types.get(key, ""), macs.get(key, 0), ms) for key, ms in rows)
-    whole = runner.times * count(model, runner.counted).macs
-    (shape, *more), threads, about = runner.shapes, torch.get_num_threads(), run_entry(model)
-    return Timing(
-        name_of(model), shape, "torch", device, threads, whole, total, layers, more_inputs=tuple(more), model=about
-    )

@@ -117,56 +117,54 @@ def split_as_composite(module: nn.Module) -> CompositeConv2d | None:
 
 
 def _parts_of(module: nn.Module) -> list[_Part] | None:
-    """The parts that a module filters, if that is all it does; None if it does anything else."""
+    """The parts that a module filters, if that is all it does and one launch can run them; else None.
+
+    One launch runs plain depthwise convs of one stride, whose results have one size.
+    """
     if isinstance(module, nn.Conv2d):
         parts = [_Part(module.in_channels, module)]
-    elif module._modules and all(isinstance(part, nn.Conv2d) for part in module.children()):
-        parts = _split(module)
     else:
-        return None
-    return parts if parts and _alike(parts) else None
-
-
-def _split(module: nn.Module) -> list[_Part] | None:
-    """The parts of a forward that splits its input along the channels, filters parts and concatenates them."""
-    if has_hooks(module) or "forward" in vars(module):
-        return None
-    try:
-        graph = fx.Tracer().trace(module)
-    except Exception:  # a forward may fail on symbolic values in any way
-        return None
-    nodes = list(graph.nodes)
-    match [(node.target, [*node.args, *node.kwargs.values()]) for node in nodes]:
-        case [_, (torch.split, [_, [*sizes], 1]), *between, (torch.cat, [[*joined], 1]), (_, [result])]:
-            if result is not nodes[-2] or len(sizes) != len(joined):
-                return None
-        case _:
-            return None
-    parts: list[_Part] = []
-    for place, (size, given) in enumerate(zip(sizes, joined, strict=True)):
-        conv: Any = module.get_submodule(given.target) if given.op == "call_module" else None
-        source: Any = given if conv is None else next(iter(given.args), None)  # a keyword is no argument
-        if getattr(source, "target", None) is not operator.getitem or source.args != (nodes[1], place):
-            return None
-        parts.append(_Part(size, conv))
-    used = sum(1 if part.conv is None else 2 for part in parts)
-    return parts if len(between) == used else None
-
-
-def _alike(parts: Sequence[_Part]) -> bool:
-    """Whether one launch can run these: plain depthwise convs of one stride, whose results have one size."""
+        split = module._modules and all(isinstance(part, nn.Conv2d) for part in module.children())
+        parts = _split(module) if split else []
     convs = [part.conv for part in parts if part.conv is not None]
     for conv in convs:
         weight = conv._parameters.get("weight")
         owned = weight is not None and (conv.bias is None or isinstance(conv.bias, nn.Parameter))
         plain = is_plain(conv, nn.Conv2d) and conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
         if not (owned and plain and conv.groups == conv.in_channels == conv.out_channels > 1):
-            return False
+            return None
     if any(part.conv is not None and part.conv.in_channels != part.channels for part in parts):
-        return False
+        return None
     lost = {
         tuple(2 * p - d * (k - 1) for k, p, d in zip(c.kernel_size, c.padding, c.dilation, strict=True))  # type: ignore[arg-type, operator]
         for c in convs
     }
     one = len(lost) == len({(conv.stride, conv.dilation) for conv in convs}) == 1
-    return one and (len(convs) == len(parts) or (lost == {(0, 0)} and convs[0].stride == (1, 1)))
+    kept = len(convs) == len(parts) or (lost == {(0, 0)} and convs[0].stride == (1, 1))
+    return parts if one and kept else None
+
+
+def _split(module: nn.Module) -> list[_Part]:
+    """The parts of a forward that splits its input along the channels, filters some, and joins them; else none."""
+    if has_hooks(module) or "forward" in vars(module):
+        return []
+    try:
+        graph = fx.Tracer().trace(module)
+    except Exception:  # a forward may fail on symbolic values in any way
+        return []
+    nodes = list(graph.nodes)
+    match [(node.target, [*node.args, *node.kwargs.values()]) for node in nodes]:
+        case [_, (torch.split, [_, [*sizes], 1]), *between, (torch.cat, [[*joined], 1]), (_, [result])]:
+            if result is not nodes[-2] or len(sizes) != len(joined):
+                return []
+        case _:
+            return []
+    parts: list[_Part] = []
+    for place, (size, given) in enumerate(zip(sizes, joined, strict=True)):
+        conv: Any = module.get_submodule(given.target) if given.op == "call_module" else None
+        source: Any = given if conv is None else next(iter(given.args), None)  # a keyword is no argument
+        if getattr(source, "target", None) is not operator.getitem or source.args != (nodes[1], place):
+            return []
+        parts.append(_Part(size, conv))
+    used = sum(1 if part.conv is None else 2 for part in parts)
+    return parts if len(between) == used else []

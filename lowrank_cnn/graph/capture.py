@@ -133,7 +133,7 @@ def capture(root: nn.Module, *example: Any) -> NetworkGraph:
         with torch.no_grad():
             return _SizedTracer(root, copied(*example)).captured(root, tuple(map(kind_of, example)))
     except Exception as error:
-        raise _cannot_trace(error) from error
+        raise CaptureError(f"its forward cannot be traced ({first_line(error)})") from error
 
 
 def captures(root: nn.Module) -> list[NetworkGraph]:
@@ -155,7 +155,7 @@ def captures(root: nn.Module) -> list[NetworkGraph]:
                     raise
                 continue  # the network refuses such a call, too
     except Exception as error:  # a forward may fail on symbolic values in any way
-        raise _cannot_trace(error) from error
+        raise CaptureError(f"its forward cannot be traced ({first_line(error)})") from error
     return graphs
 
 
@@ -175,10 +175,6 @@ def _calls_of(graph: fx.Graph) -> list[tuple[str, ...]]:
     """All that a graph computes, to compare it with others of the same network."""
     nodes = (node for node in graph.nodes if node.op != "placeholder")
     return [tuple(map(str, (node.op, node.target, node.args, node.kwargs))) for node in nodes]
-
-
-def _cannot_trace(error: Exception) -> CaptureError:
-    return CaptureError(f"its forward cannot be traced ({first_line(error)})")
 
 
 def _check_hooks(root: nn.Module) -> None:
@@ -315,7 +311,10 @@ class _SizedTracer(_Tracer):
         return attr_val if self.computing else super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> Any:
-        positional, named = (map_aggregate(part, _value) for part in (args, kwargs))
+        positional, named = (
+            map_aggregate(part, lambda given: given.value if isinstance(given, _SizedProxy) else given)
+            for part in (args, kwargs)
+        )
         if kind == "call_method" and target in _SIZE_METHODS:
             return getattr(positional[0], target)(*positional[1:], **named)
         made = super().create_proxy(kind, target, args, kwargs, *rest, **options)
@@ -332,7 +331,3 @@ class _SizedTracer(_Tracer):
         assert isinstance(made, _SizedProxy)
         made.value = value
         return made
-
-
-def _value(proxy: Any) -> Any:
-    return proxy.value if isinstance(proxy, _SizedProxy) else proxy

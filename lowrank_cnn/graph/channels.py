@@ -11,7 +11,7 @@ one of them changed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,19 +30,14 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 
 
 @dataclass(frozen=True)
-class Reader:
-    """A layer that reads channels; each is `block` of its input features, more than one after flattening."""
-
-    name: str
-    block: int = 1
-
-
-@dataclass(frozen=True)
 class Route:
-    """The norms and layers that read the free channels of a conv."""
+    """The norms and layers that read the free channels of a conv.
+
+    Of a layer each channel is as many input features as `readers` says: more than one after flattening.
+    """
 
     norms: tuple[str, ...]
-    readers: tuple[Reader, ...]
+    readers: Mapping[str, int]
 
 
 def free_routes(model: nn.Module, input_size: Sequence[int]) -> dict[str, Route]:
@@ -50,17 +45,16 @@ def free_routes(model: nn.Module, input_size: Sequence[int]) -> dict[str, Route]
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
     >>> free_routes(net, (3, 8, 8))
-    {'0': Route(norms=(), readers=(Reader(name='2', block=1),))}
+    {'0': Route(norms=(), readers={'2': 1})}
     """
     try:
         walk = _Walk(model, input_size)
-        if not walk.has_idle_layers:
-            return walk.routes()
+        routes = walk.routes()
         # A layer that runs in training alone, such as an auxiliary head, reads channels too.
-        trained = _Walk(model, input_size, training=True).routes()
-        return {name: route for name, route in walk.routes().items() if trained.get(name) == route}
+        trained = _Walk(model, input_size, training=True).routes() if walk.has_idle_layers else routes
     except CaptureError:
         return {}
+    return {name: route for name, route in routes.items() if trained.get(name) == route}
 
 
 class _Walk:
@@ -108,7 +102,7 @@ class _Walk:
         return {name: route for name, node in convs.items() if (route := self._route(node)) is not None}
 
     def _route(self, conv: fx.Node) -> Route | None:
-        channels, norms, readers = self.values[conv].shape[1], [], []
+        channels, norms, readers = self.values[conv].shape[1], [], {}
         ways = [conv]
         while ways:
             value = ways.pop()
@@ -119,15 +113,14 @@ class _Walk:
                     norms.append(str(user.target))
                     ways.append(user)
                 elif _reads_channels(module, self.values[value]) and alone:
-                    block = self.values[value].shape[1] // channels
-                    readers.append(Reader(str(user.target), block))
+                    readers[str(user.target)] = self.values[value].shape[1] // channels
                 elif self._is_size(user):
                     continue
                 elif self._keeps_apart(user, value, channels):
                     ways.append(user)
                 else:
                     return None
-        return Route(tuple(norms), tuple(readers)) if readers else None
+        return Route(tuple(norms), readers) if readers else None
 
     def _is_size(self, node: fx.Node) -> bool:
         """Whether the value of a node follows from shapes alone."""

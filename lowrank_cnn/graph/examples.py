@@ -87,12 +87,11 @@ def in_signature(model: nn.Module, example: Any) -> tuple[Any, ...] | dict[str, 
     return dict(bound.arguments) if bound.kwargs else bound.args
 
 
-def example_for(model: nn.Module, given: Tensor | tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+def example_for(model: nn.Module, given: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
     """The inputs to compare on: those given, else random ones; None if no known input runs."""
     if given is not None:
-        example = copied(*(given if isinstance(given, tuple) else (given,)))
-        check_runs(model, *example)
-        return example
+        check_runs(model, *given)
+        return copied(*given)
     tensors = (t for t in chain(model.parameters(), model.buffers()) if t.is_floating_point())
     like = next(tensors, torch.zeros(()))
     for shape in _shapes(model):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lowrank_cnn.core.compare import difference
 from lowrank_cnn.core.errors import LowRankError, to_caller
 from lowrank_cnn.core.files import LARGEST_JSON, parse_json, read_regular, write_json
-from lowrank_cnn.core.modules import InputSize, checked_size
+from lowrank_cnn.core.modules import InputSize, checked_size, known_inputs
 from lowrank_cnn.core.notes import note, notes
 from lowrank_cnn.core.text import text_table
 from lowrank_cnn.graph.channels import Route, free_routes
@@ -104,9 +104,7 @@ def finalize_shapes(network: nn.Module, input_size: InputSize | None = None) -> 
     """A copy of plain convs and composites that computes the same; the network itself if it has no masks."""
     if not has_learned(network):
         return network
-    size = notes(network).input_size if input_size is None else checked_size(input_size)
-    if size is None:
-        raise LowRankError("give the size of the images (channels, height, width) that the network takes.")
+    size = checked_size(known_inputs(network, input_size, "a network that learned its shapes"))
     convs, layers = shaped_convs(network), _plain_layers(network, free_routes(network, size))
     new = copy_with(network, {network.get_submodule(name): layer for name, layer in layers.items()})
     dense = {change.name: change for change in changes_of(network)}
@@ -131,12 +129,14 @@ def finalize_shapes(network: nn.Module, input_size: InputSize | None = None) -> 
 def _plain_layers(network: nn.Module, routes: Mapping[str, Route]) -> dict[str, nn.Module]:
     """The layers that change, by name."""
     convs = shaped_convs(network)
-    orders = {name: _order(layer, free=name in routes) for name, layer in convs.items()}
+    if any(bool((layer.choice.diff() < 0).any()) for name, layer in convs.items() if name not in routes):
+        raise LowRankError("a layer whose channels are added to others has filters that are not sorted by shape.")
+    orders = {name: torch.argsort(layer.choice.cpu(), stable=True) for name, layer in convs.items()}
     arriving = {  # the features of each reader, in their new order
-        reader.name: (orders[name][:, None] * reader.block + torch.arange(reader.block)).flatten()
+        reader: (orders[name][:, None] * block + torch.arange(block)).flatten()
         for name, route in routes.items()
         if name in orders
-        for reader in route.readers
+        for reader, block in route.readers.items()
     }
     found: dict[str, nn.Module] = {}
     for name, layer in convs.items():
@@ -145,14 +145,6 @@ def _plain_layers(network: nn.Module, routes: Mapping[str, Route]) -> dict[str, 
             found[norm] = _reordered(network.get_submodule(norm), orders[name], dim=0)
     others = {name: features for name, features in arriving.items() if name not in convs}
     return found | {name: _reordered(network.get_submodule(name), of, dim=1) for name, of in others.items()}
-
-
-def _order(layer: ShapedConv2d, *, free: bool) -> Tensor:
-    """The filters sorted by shape."""
-    choice = layer.choice.cpu()
-    if not free and not bool((choice.diff() >= 0).all()):
-        raise LowRankError("a layer whose channels are added to others has filters that are not sorted by shape.")
-    return torch.argsort(choice, stable=True)
 
 
 def exact_scheme(groups: Sequence[tuple[Kernel, int]]) -> Scheme:

@@ -55,15 +55,19 @@ class FusedNorm(nn.Module):
         return self
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        if not self.takes(x, residual):
-            y = self._by_torch(x, residual)
-            return (y, y) if self.twice else y
-        from lowrank_cnn.kernels.between.batch_statistics import batch_norm_statistics
-
         norm = self.norm
-        running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
-        mean, rstd = batch_norm_statistics(x.detach(), *running, norm.momentum, norm.eps)
-        return self.normalised(x, mean, rstd, residual)
+        if self.takes(x, residual):
+            from lowrank_cnn.kernels.between.batch_statistics import batch_norm_statistics
+
+            running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
+            mean, rstd = batch_norm_statistics(x.detach(), *running, norm.momentum, norm.eps)
+            return self.normalised(x, mean, rstd, residual)
+        y = norm.forward(x)
+        y = y if residual is None or self.add_last else y + residual
+        y = activate(y, self.activation)
+        y = y + residual if residual is not None and self.add_last else y
+        y = y if self.pool is None else self.pool(y)
+        return (y, y) if self.twice else y
 
     def takes(self, x: Tensor, residual: Tensor | None = None) -> bool:
         """Whether the kernels normalise `x` now: in training, with a residual of the same size and type."""
@@ -89,13 +93,6 @@ class FusedNorm(nn.Module):
             y = batch_norm_activation(*inputs)
             y = y if self.pool is None else self.pool(y)
         return (y, y) if self.twice else y
-
-    def _by_torch(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        y = self.norm.forward(x)
-        y = y if residual is None or self.add_last else y + residual
-        y = activate(y, self.activation)
-        y = y + residual if residual is not None and self.add_last else y
-        return y if self.pool is None else self.pool(y)
 
     def extra_repr(self) -> str:
         return f"{self.norm.extra_repr()}, {self.activation}, twice={self.twice}"

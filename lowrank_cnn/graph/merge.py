@@ -13,7 +13,7 @@ be compared, stay, and `notes(network).merging` gives the reason:
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
@@ -190,23 +190,22 @@ def merge(
     >>> merge(net)[1]
     Identity()
     """
-    _check(model)
-    options: Any = {"chains": chains, "norms": norms}
+    check_rewritable(model)
+    if (training := next((name for name, part in model.named_modules() if part.training), None)) is not None:
+        part = training or "the network"
+        raise LowRankError(f"{part} is in training mode, where batch norm is not linear: call model.eval() first.")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise LowRankError("the network has no weights to merge: it is on the meta device.")
     example = None if example_input is None else in_signature(model, example_input)
+    outer, name = model, ""
     if isinstance(example, Mapping):  # inputs that go by keyword alone
-        outer, inputs, _ = by_position(model, example)
-        return _part(merge(outer, example_input=inputs, **options), "network")
-    if layer_kind(model) is not None:  # a graph shows calls of parts
-        return _part(merge(nn.Sequential(model).eval(), example_input=example, **options), "0")
-    return _merged_network(model, chains, norms, example)
-
-
-def _part(merged: nn.Module, name: str) -> nn.Module:
-    """The only part of a merged network, with the rows about it."""
-    part = merged.get_submodule(name)
-    rows = notes(merged).merging
-    note(part, merging=tuple(replace(row, name=row.name.removeprefix(name).removeprefix(".")) for row in rows))
-    return part
+        (outer, example, _), name = by_position(model, example), "network"
+    elif layer_kind(model) is not None:  # a graph shows calls of parts
+        outer, name = nn.Sequential(model).eval(), "0"
+    whole = _merged_network(outer, chains, norms, example)
+    merged, rows = whole.get_submodule(name), notes(whole).merging
+    note(merged, merging=tuple(replace(row, name=row.name.removeprefix(name).removeprefix(".")) for row in rows))
+    return merged
 
 
 def _merged_network(model: nn.Module, chains: bool | None, norms: bool, example_input: Any) -> nn.Module:
@@ -219,7 +218,10 @@ def _merged_network(model: nn.Module, chains: bool | None, norms: bool, example_
         if example is None:
             raise CaptureError("no example input is known to compare the result on: pass example_input")
         captured = capture(copy_with(model), *example)
-        seen = _dimensions(model, example)
+        seen: dict[str, set[int]] = {}  # the dimensions of each norm's inputs
+        watch = watched(_norms(model), lambda name, x: seen.setdefault(name, set()).add(x.dim()))
+        with torch.no_grad(), unchanged(model), watch:
+            model(*copied(*example))
         found = _Folds(model, captured, seen, chains=chains, norms=norms, given=given)
     except CaptureError as why:
         compared = folded is not original and example is not None and not objection(folded, original, *example)
@@ -229,12 +231,16 @@ def _merged_network(model: nn.Module, chains: bool | None, norms: bool, example_
     changed = bool(replaced) or model is not original
     if changed and (reason := objection(merged, original, *example)):
         return _left_alone(original, f"merged, {reason}", norms=norms)
-    if replaced and captured.calls is not None and not _same_calls(model, merged):
-        return _left_alone(original, _READ, norms=norms)
+    if replaced and captured.calls is not None and (before := _every_call(model)):
+        after = _every_call(merged)  # the example shows one kind of call alone
+        if len(before) != len(after) or not all(map(NetworkGraph.computes_like, before, after)):
+            return _left_alone(original, _READ, norms=norms)
     told = {row.name for row in report}
-    left = [(name, kind) for name, kind in _norms(merged) if norms and name not in told]
-    rest = (Merging(name, (kind,), reason=_NOT_FED if name in seen else _NOT_RUN) for name, kind in left)
-    note(merged, merging=(*report, *rest))
+    for name, norm in _norms(merged).items() if norms else ():
+        if name not in told:
+            reason = _NOT_FED if name in seen else _NOT_RUN
+            report.append(Merging(name, (type(norm).__name__,), reason=reason))
+    note(merged, merging=tuple(report))
     return merged
 
 
@@ -244,14 +250,6 @@ def _every_call(model: nn.Module) -> list[NetworkGraph]:
         return captures(copy_with(model))
     except CaptureError:
         return []
-
-
-def _same_calls(model: nn.Module, merged: nn.Module) -> bool:
-    """Whether every kind of call still reads the same weights: the example shows one kind alone."""
-    if not (before := _every_call(model)):
-        return True  # folds were made within parts whose calls are known
-    after = _every_call(merged)
-    return len(before) == len(after) and all(map(NetworkGraph.computes_like, before, after))
 
 
 @dataclass
@@ -294,9 +292,13 @@ class _Folds:
         axes = 0 if isinstance(layer, nn.Linear) else len(layer.stride)
         if self.dimensions.get(norm) != {2 + axes}:
             return "it normalises another axis than that of the layer before it"
-        if isinstance(layer, nn.Linear) and not self.given and not _is_flattened(pattern):
-            return "it normalises another axis where inputs have three dimensions: pass example_input"
-        return ""
+        if not isinstance(layer, nn.Linear) or self.given:
+            return ""
+        node = pattern.input  # flattened just before, it has two dimensions
+        names = (node.target, getattr(node.target, "__name__", ""))
+        if node.op != "call_module" and "flatten" in names and node.args[1:] == (1,):
+            return ""
+        return "it normalises another axis where inputs have three dimensions: pass example_input"
 
     def _elsewhere(self, layer: str, norm: str) -> str:
         """Why another kind of call might skip a norm; empty if none can.
@@ -354,24 +356,13 @@ class _Folds:
         return dense, ""
 
 
-def _check(model: nn.Module) -> None:
-    check_rewritable(model)
-    for name, module in model.named_modules():
-        if module.training:
-            part = name or "the network"
-            raise LowRankError(
-                f"{part} is in training mode, where batch norm is not linear: call model.eval() first."
-            )
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise LowRankError("the network has no weights to merge: it is on the meta device.")
-
-
 def _left_alone(model: nn.Module, reason: str, *, norms: bool) -> nn.Module:
     """A copy in which nothing is merged, with the reason in every row."""
     same = copy_with(model)
-    names = [(name, "FactoredConv2d") for name, part in same.named_modules() if isinstance(part, FactoredConv2d)]
-    rows = [*names, *(_norms(same) if norms else ())]
-    note(same, merging=tuple(Merging(name, (kind,), reason=reason) for name, kind in rows))
+    left = {name: part for name, part in same.named_modules() if isinstance(part, FactoredConv2d)}
+    left |= _norms(same) if norms else {}
+    rows = (Merging(name, (type(part).__name__,), reason=reason) for name, part in left.items())
+    note(same, merging=tuple(rows))
     return same
 
 
@@ -380,22 +371,5 @@ def _pairs(captured: NetworkGraph) -> set[tuple[str, str]]:
     return {(pattern.name, str(pattern.norm.target)) for pattern in found if pattern.norm is not None}
 
 
-def _norms(model: nn.Module) -> Iterator[tuple[str, str]]:
-    return ((name, type(part).__name__) for name, part in model.named_modules() if type(part) in NORMS)
-
-
-@torch.no_grad()
-def _dimensions(model: nn.Module, example: tuple[Any, ...]) -> dict[str, set[int]]:
-    """How many dimensions the inputs of each batch norm have on the example."""
-    seen: dict[str, set[int]] = {}
-    norms = {name: part for name, part in model.named_modules() if type(part) in NORMS}
-    with watched(norms, lambda name, x: seen.setdefault(name, set()).add(x.dim())), unchanged(model):
-        model(*copied(*example))
-    return seen
-
-
-def _is_flattened(pattern: Pattern) -> bool:
-    """Whether the input of a linear layer was flattened just before, so that it has two dimensions."""
-    node = pattern.input
-    names = (node.target, getattr(node.target, "__name__", ""))
-    return node.op != "call_module" and "flatten" in names and node.args[1:] == (1,)
+def _norms(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: part for name, part in model.named_modules() if type(part) in NORMS}

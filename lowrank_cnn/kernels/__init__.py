@@ -7,12 +7,7 @@ from lowrank_cnn.kernels.autotune.choice import Choice, choose, explain
 from lowrank_cnn.kernels.autotune.tuned import unsupported
 from lowrank_cnn.kernels.depthwise.dispatch import depthwise_conv2d, explain_depthwise
 from lowrank_cnn.kernels.device import for_graphs, forced
-from lowrank_cnn.kernels.dispatch import (
-    composite_conv2d,
-    composite_conv2d_with_statistics,
-    explain_call,
-    tune,
-)
+from lowrank_cnn.kernels.dispatch import composite_conv2d, composite_conv2d_with_statistics, explain_call, tune
 from lowrank_cnn.kernels.problem import Problem, describe
 from lowrank_cnn.kernels.reference import composite_reference
 

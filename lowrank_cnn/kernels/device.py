@@ -121,7 +121,7 @@ def on_its_device(launch: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(launch)
     def guarded(*arguments: P.args, **options: P.kwargs) -> R:
-        values = (value for part in arguments for value in (part if isinstance(part, tuple) else (part,)))
+        values = (value for part in arguments for value in (part if isinstance(part, tuple | list) else (part,)))
         tensor = next(value for value in values if isinstance(value, Tensor))
         with torch.cuda.device_of(tensor):
             return launch(*arguments, **options)

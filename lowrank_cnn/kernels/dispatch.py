@@ -116,10 +116,8 @@ def explain_call(x: Tensor, weights: Sequence[Tensor], *, training: bool = False
 
 def tune(model: torch.nn.Module, example: Tensor, *, training: bool = False) -> None:
     """Measure every plan of every layer a model calls on an example; later runs take the fastest."""
-    from lowrank_cnn.kernels.autotune.choice import prepare
-
     with mode.tuning(), torch.set_grad_enabled(training):
-        prepare(lambda: model(example))
+        choice.prepare(lambda: model(example))
         model(example)
 
 

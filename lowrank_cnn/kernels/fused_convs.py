@@ -153,7 +153,6 @@ class FusedComposite(nn.Module):
         *,
         stride: Pair,
         padding: Sequence[Sides],
-        relu: bool = False,
         pool: str | None = None,
         activation: str | None = None,
         add_last: bool = False,
@@ -162,7 +161,7 @@ class FusedComposite(nn.Module):
         self.weights = nn.ParameterList(weights)
         self.bias = bias
         self.stride, self.padding = stride, tuple(padding)
-        self.activation, self.pool, self.add_last = canonical(activation, relu), pool, add_last
+        self.activation, self.pool, self.add_last = canonical(activation), pool, add_last
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         run: Any = composite_conv3d if self.weights[0].dim() == 5 else composite_conv2d
@@ -192,7 +191,7 @@ class FrozenComposite(FusedComposite):
     The input's size decides which kernel runs, and kernels read different layouts. The layer makes each layout at
     the first call that needs it and keeps it. Loading a state dict into the layer discards them.
 
-        layer = FrozenComposite([conv.weight], conv.bias, stride=(2, 2), padding=[((1, 1), (1, 1))], relu=True)
+        layer = FrozenComposite([conv.weight], conv.bias, stride=(2, 2), padding=[((1, 1), (1, 1))])
         y = layer(x, residual)
     """
 

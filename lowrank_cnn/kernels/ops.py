@@ -15,7 +15,16 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lowrank_cnn.kernels.conv.pack import copy_groups
-from lowrank_cnn.kernels.problem import CallOptions, ConvTensors, Problem, Sides, empty_codes, empty_result, pose
+from lowrank_cnn.kernels.device import operator
+from lowrank_cnn.kernels.problem import (
+    CallOptions,
+    ConvTensors,
+    Problem,
+    Sides,
+    describe,
+    empty_codes,
+    empty_result,
+)
 from lowrank_cnn.kernels.reference import enclosure
 
 
@@ -26,7 +35,7 @@ def flat_padding(padding: Sequence[Sides]) -> list[int]:
 
 def _problem(
     x: Tensor,
-    shapes: Sequence[Sequence[int]],
+    weights: Sequence[Tensor],
     stride: Sequence[int],
     padding: Sequence[int],
     activation: str,
@@ -37,14 +46,18 @@ def _problem(
     sides = [((t, b), (lt, r)) for t, b, lt, r in zip(*(padding[i::4] for i in range(4)), strict=True)]
     epilogue = {"activation": activation or None, "pool": pool or None, "residual": residual is not None}
     how = {"stride": (stride[0], stride[1]), "padding": sides, "add_last": add_last}
-    return pose(tuple(x.shape), shapes, x.dtype, **how, **epilogue)
+    return describe(x, weights, **how, **epilogue)
 
 
-def _shapes(weights: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    return [tuple(weight.shape) for weight in weights]
+def _results(x, weights, packed, bias, residual, stride, padding, activation, pool, add_last, *how):
+    codes, statistics, _ = how
+    problem = _problem(x, weights, stride, padding, activation, pool, residual, add_last)
+    shape = (problem.batch, *problem.result_size, problem.filters) if codes and pool else (0,)
+    found = x.new_empty((2, problem.filters) if statistics else (0,), dtype=torch.float32)
+    return empty_result(problem, x), x.new_empty(shape, dtype=torch.uint8), found
 
 
-@torch.library.custom_op("lowrank::composite_conv2d", mutates_args=())
+@operator("composite_conv2d", _results)
 def composite_conv2d(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -70,7 +83,7 @@ def composite_conv2d(
     from lowrank_cnn.kernels.conv.plans import KERNELS, KernelPlan
 
     how = KernelPlan.parse(plan)
-    problem = _problem(x, _shapes(weights), stride, padding, activation, pool, residual, add_last)
+    problem = _problem(x, weights, stride, padding, activation, pool, residual, add_last)
     if packed is None:
         packed = KERNELS[how.kernel].layout.pack(weights, problem, x.dtype)
     seen = empty_codes(problem, x) if codes else None
@@ -81,14 +94,6 @@ def composite_conv2d(
     else:
         y = forward.run_packed(how, problem, given)
     return y, x.new_empty(0, dtype=torch.uint8) if seen is None else seen, found
-
-
-@composite_conv2d.register_fake
-def _(x, weights, packed, bias, residual, stride, padding, activation, pool, add_last, codes, statistics, plan):
-    problem = _problem(x, _shapes(weights), stride, padding, activation, pool, residual, add_last)
-    shape = (problem.batch, *problem.result_size, problem.filters) if codes and pool else (0,)
-    found = x.new_empty((2, problem.filters) if statistics else (0,), dtype=torch.float32)
-    return empty_result(problem, x), x.new_empty(shape, dtype=torch.uint8), found
 
 
 def fused_conv2d(
@@ -106,7 +111,12 @@ def fused_conv2d(
     return composite_conv2d(x, list(weights), packed, bias, residual, list(asked.stride), sides, *epilogue, *how)
 
 
-@torch.library.custom_op("lowrank::pack_weights", mutates_args=())
+def _empty_packed(weights, size, stride, padding, kernel):
+    alike = [torch.empty(weight.shape, dtype=weight.dtype, device="meta") for weight in weights]
+    return weights[0].new_empty(_packed(alike, size, stride, padding, kernel).shape)
+
+
+@operator("pack_weights", _empty_packed)
 def pack_weights(
     weights: Sequence[Tensor], size: Sequence[int], stride: Sequence[int], padding: Sequence[int], kernel: str
 ) -> Tensor:
@@ -117,22 +127,23 @@ def pack_weights(
     return packed.clone() if shared else packed
 
 
-@pack_weights.register_fake
-def _(weights, size, stride, padding, kernel):
-    alike = [torch.empty(weight.shape, dtype=weight.dtype, device="meta") for weight in weights]
-    return weights[0].new_empty(_packed(alike, size, stride, padding, kernel).shape)
-
-
 def _packed(
     weights: Sequence[Tensor], size: Sequence[int], stride: Sequence[int], padding: Sequence[int], kernel: str
 ) -> Tensor:
     from lowrank_cnn.kernels.conv.plans import KERNELS
 
     x = torch.empty(tuple(size), dtype=weights[0].dtype, device="meta")
-    return KERNELS[kernel].layout.pack(weights, _problem(x, _shapes(weights), stride, padding, "", ""), x.dtype)
+    return KERNELS[kernel].layout.pack(weights, _problem(x, weights, stride, padding, "", ""), x.dtype)
 
 
-@torch.library.custom_op("lowrank::composite_conv2d_backward", mutates_args=())
+def _empty_gradients(grad, x, weights, seen, stride, padding, relu, pool, need_input, need_bias):
+    dx = torch.empty_like(x, memory_format=torch.channels_last) if need_input else x.new_empty(0)
+    filters = sum(weight.shape[0] for weight in weights)
+    db = x.new_empty(filters, dtype=torch.float32) if need_bias else x.new_empty(0)
+    return [dx, db, *(torch.empty_like(weight) for weight in weights)]
+
+
+@operator("composite_conv2d_backward", _empty_gradients)
 def composite_conv2d_backward(
     grad: Tensor,
     x: Tensor,
@@ -148,7 +159,7 @@ def composite_conv2d_backward(
     """Gradients of input and bias (empty if not needed) and of the weights, in this order."""
     from lowrank_cnn.kernels.conv import gradients
 
-    problem = _problem(x, _shapes(weights), stride, padding, "relu" if relu else "", pool)
+    problem = _problem(x, weights, stride, padding, "relu" if relu else "", pool)
     how = {"need_input": need_input, "need_bias": need_bias}
     dx, dw, db = gradients.compute_gradients(problem, grad.to(x.dtype), x, weights, seen, **how)
     # Copies: results of an operator must not share memory, as the groups' gradients do. They get the weights'
@@ -157,14 +168,6 @@ def composite_conv2d_backward(
     copy_groups(dw, parts)
     needed = [(dx, need_input), (db, need_bias)]
     return [*(t if need and t is not None else x.new_empty(0) for t, need in needed), *parts]
-
-
-@composite_conv2d_backward.register_fake
-def _(grad, x, weights, seen, stride, padding, relu, pool, need_input, need_bias):
-    dx = torch.empty_like(x, memory_format=torch.channels_last) if need_input else x.new_empty(0)
-    filters = sum(weight.shape[0] for weight in weights)
-    db = x.new_empty(filters, dtype=torch.float32) if need_bias else x.new_empty(0)
-    return [dx, db, *(torch.empty_like(w) for w in weights)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -220,7 +223,7 @@ def enclose(weights: Sequence[Tensor], padding: Sequence[Sides]) -> tuple[Tensor
     return place_groups(list(weights), [value for start in starts for value in start], list(kernel)), sides
 
 
-@torch.library.custom_op("lowrank::place_groups", mutates_args=())
+@operator("place_groups", lambda weights, starts, kernel: _empty_whole(weights, kernel))
 def place_groups(weights: Sequence[Tensor], starts: Sequence[int], kernel: Sequence[int]) -> Tensor:
     """[all filters, channels, *kernel]: each group's taps from its (row, column) of `starts` on, zeros around."""
     whole = _empty_whole(weights, kernel).zero_()
@@ -228,22 +231,12 @@ def place_groups(weights: Sequence[Tensor], starts: Sequence[int], kernel: Seque
     return whole
 
 
-@place_groups.register_fake
-def _(weights, starts, kernel):
-    return _empty_whole(weights, kernel)
-
-
-@torch.library.custom_op("lowrank::take_groups", mutates_args=())
+@operator("take_groups", lambda whole, like, starts: [torch.empty_like(weight) for weight in like])
 def take_groups(whole: Tensor, like: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
     """Each group's part of a dense weight's gradient, in the memory layout of `like`."""
     parts = [torch.empty_like(weight) for weight in like]
     copy_groups(_places(whole, [weight.shape for weight in like], starts), parts)
     return parts
-
-
-@take_groups.register_fake
-def _(whole, like, starts):
-    return [torch.empty_like(weight) for weight in like]
 
 
 def _empty_whole(weights: Sequence[Tensor], kernel: Sequence[int]) -> Tensor:

@@ -74,8 +74,6 @@ Pair = tuple[int, int]
 Sides = tuple[Pair, Pair]
 OVERLAPPING = "3x3/2"
 """The pool of a ResNet's stem: 3x3 windows, stride 2, padding 1."""
-POOLS = (None, "floor", "ceil", OVERLAPPING)
-"""No pool, 2x2 windows of stride 2 that round down or up at the border, and overlapping windows."""
 
 
 @dataclass(frozen=True)
@@ -135,13 +133,18 @@ class Problem:
         return starts(group.filters for group in self.groups)
 
     @property
+    def shapes(self) -> list[tuple[int, int, int, int]]:
+        """The weights' of each group."""
+        return [(group.filters, self.channels, group.height, group.width) for group in self.groups]
+
+    @property
     def rows(self) -> list[int]:
         """Rows of packed weights of each group: one per tap and filter."""
         return [group.taps * group.filters for group in self.groups]
 
     @property
     def as_dense(self) -> Problem:
-        """The same layer as one dense conv: one group that encloses the taps of all, see `reference.enclosed`."""
+        """The layer as one dense conv: one group that encloses the taps of all, see `reference.enclosed`."""
         top, left = (max(getattr(group, side) for group in self.groups) for side in ("top", "left"))
         height = max(top - group.top + group.height for group in self.groups)
         width = max(left - group.left + group.width for group in self.groups)
@@ -231,11 +234,7 @@ class ConvTensors(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The weight layout of a kernel: `pack(weights, problem, dtype)` packs the weights of all groups into one
-    tensor.
-
-    Frozen layers keep one packed copy per `name`.
-    """
+    """How a kernel packs the weights of all groups; frozen layers keep a packed copy per `name`."""
 
     name: str
     pack: Callable[[Sequence[Tensor], Problem, torch.dtype], Tensor]
@@ -293,7 +292,7 @@ def pose(
 
     Every group must give the same output size.
     """
-    if pool not in POOLS:
+    if pool not in (None, "floor", "ceil", OVERLAPPING):
         raise LowRankError(f'pool is None, "floor", "ceil" or "{OVERLAPPING}", not {pool!r}.')
     if len(padding) != len(shapes):
         raise LowRankError(f"{len(shapes)} filter groups need as many paddings, not {len(padding)}.")
@@ -422,9 +421,9 @@ def shares(tiles: int, boxes: int, programs: int) -> int:
     return min(range(1, most + 1), key=rounds)
 
 
-def power_above(value: int, least: int = 16) -> int:
-    """The smallest power of two that is at least `value` and `least`, the smallest side of a matrix product."""
-    return max(least, 1 << (value - 1).bit_length())
+def power_above(value: int) -> int:
+    """The smallest power of two that is at least `value` and 16, the smallest side of a matrix product."""
+    return max(16, 1 << (value - 1).bit_length())
 
 
 def lanes_of(channels: int) -> int:

@@ -45,9 +45,8 @@ def library() -> ModuleType:
     if not is_installed():
         raise missing_extra("running compiled strips", "lowrank-strips")
     package = importlib.import_module("lowrank_strips")
-    for runtime in (Path(torch.__file__).parent / "lib").glob(
-        "libgomp*"
-    ):  # the threads of torch, not further ones
+    # The threads of torch, not further ones.
+    for runtime in (Path(torch.__file__).parent / "lib").glob("libgomp*"):
         package.use_openmp(str(runtime))
     return package
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from lowrank_cnn.kernels import device as availability
 from lowrank_cnn.kernels import device as mode
 from lowrank_cnn.kernels.autotune import choice
 
@@ -32,6 +31,6 @@ def plan_text(*request: Any) -> str | None:
 
 @torch.compiler.assume_constant_result
 def takes(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, depthwise: bool = False) -> bool:
-    """`availability.takes`, unaffected by a survey."""
+    """`device.takes`, unaffected by a survey."""
     with mode.unsurveyed():
-        return availability.takes(shape, dtype, device, depthwise=depthwise)
+        return mode.takes(shape, dtype, device, depthwise=depthwise)

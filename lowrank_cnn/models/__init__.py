@@ -71,10 +71,8 @@ def _with_weights(name: str, data: str, options: Mapping[str, object]) -> Networ
     config = file.description["model"]
     asked = {key: value for key, value in options.items() if value != _DEFAULTS[key]}
     for key, value in asked.items():
-        if key not in _FREE and value != config.get(key):
-            raise LowRankError(
-                f"the weights of {name} on {data} are for {key}={config.get(key)!r}, not {value!r}."
-            )
+        if key not in _FREE and value != (known := config.get(key)):
+            raise LowRankError(f"the weights of {name} on {data} are for {key}={known!r}, not {value!r}.")
     model = build_network(**config | {key: asked[key] for key in _FREE if key in asked})
     weights = file.weights()
     fresh = {name: own for name, own in model.state_dict().items() if own.shape != weights[name].shape}

@@ -25,7 +25,6 @@ NORM_MOMENTUM = 0.4
 """Running statistics follow the last few batches, which Lookahead needs: it replaces weights every five steps."""
 LOGIT_SCALE = 1 / 9
 
-
 VARIANTS = {"airbench": Variant(), "airbench-lr": Variant("lr")}
 
 CLASSES, IMAGE, NORM = 10, 32, "batch"

@@ -117,7 +117,6 @@ def with_classes(network: nn.Module, classes: int) -> nn.Module:
     >>> with_classes(build_network("nin", num_classes=100, width=0.1), 2).config["num_classes"]
     2
     """
-
     description = rebuild_options(network)
     ours = description["model"]
     fresh, other = (
@@ -188,13 +187,11 @@ def _ours(description: Mapping[str, Any]) -> nn.Module:
     if not isinstance(config, Mapping):
         named = str(description.get("name"))
         function = named if ".py:" in named else "path.py:function"
-        raise LowRankError(
-            f"{description.get('class') or 'the network'} is not one of our networks: "
-            + to_caller(
-                "build the unconverted network and call lowrank_cnn.load(path, into=network).",
-                f"name the function that builds it as --into {function}.",
-            )
+        how = to_caller(
+            "build the unconverted network and call lowrank_cnn.load(path, into=network).",
+            f"name the function that builds it as --into {function}.",
         )
+        raise LowRankError(f"{description.get('class') or 'the network'} is not one of our networks: {how}")
     try:
         return build_network(**config)
     except (TypeError, RuntimeError, OverflowError) as error:  # wrong types, or sizes that torch cannot hold

@@ -132,20 +132,16 @@ def receptive_field(network: nn.Module, *, seed: int = 0) -> Tensor:
 
 def _last_maps(network: nn.Module, images: Tensor) -> Tensor:
     """The output of the last conv that runs and still has an extent."""
-    outputs: list[Tensor] = []
-
-    def keep(_module: nn.Module, _inputs: object, output: Tensor) -> None:
-        if min(output.shape[2:]) > 1:
-            outputs.append(output)
-
+    outputs: list[Any] = []
     with ExitStack() as hooks:
         for module in network.modules():
             if isinstance(module, nn.Conv2d | CompositeConv2d):
-                hooks.enter_context(module.register_forward_hook(keep))
+                hooks.enter_context(module.register_forward_hook(lambda _, __, output: outputs.append(output)))
         network(images)
-    if not outputs:
+    found = [maps for maps in outputs if min(maps.shape[2:]) > 1]
+    if not found:
         raise LowRankError(f"{name_of(network)} has no convolution whose field could be shown.")
-    return outputs[-1]
+    return found[-1]
 
 
 def pixels_holding(share: float, field: Tensor) -> int:

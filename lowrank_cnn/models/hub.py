@@ -38,26 +38,18 @@ net = lr.from_pretrained("{name}"{into})
 """
 
 
-def write_card(
-    path: Path,
-    stored: Stored,
-    description: Mapping[str, Any],
-    metrics: Mapping[str, float],
-    licence: str | None,
-    name: str,
-) -> None:
-    """Write README.md as the Hub shows it: YAML for its search, then Markdown for people."""
+def _model_card(
+    stored: Stored, description: Mapping[str, Any], metrics: Mapping[str, float], licence: str | None, name: str
+) -> str:
+    """README.md as the Hub shows it: YAML for its search, then Markdown for people."""
     hub = require("huggingface_hub", extra="hub", purpose="a model card")
     card = stored.card or {}
     data = str(card.get("data", {}).get("name", ""))
     trained = card.get("trained", {})
     measured = metrics or {key: trained[key] for key in _METRICS if key in trained}
     kind = str((description["model"] or {}).get("name") or description["class"])
-    known = {
-        "task_type": "image-classification",
-        "dataset_type": data or "unknown",
-        "dataset_name": data or "unknown",
-    }
+    known: dict[str, str] = dict.fromkeys(("dataset_type", "dataset_name"), data or "unknown")
+    known["task_type"] = "image-classification"
     results = [
         hub.EvalResult(metric_type=_METRICS.get(key, key), metric_value=round(value, 6), **known)
         for key, value in measured.items()
@@ -84,7 +76,7 @@ def write_card(
         _trained(card, data),
         "## Use\n\n" + _USE.format(name=name, into=into, line=line),
     ]
-    write_atomically(path, "\n".join(filter(None, parts)).encode())
+    return "\n".join(filter(None, parts))
 
 
 def _cost(stored: Stored) -> str:
@@ -146,7 +138,8 @@ def save_pretrained(
     description = read_header(folder / WEIGHTS).description
     preprocess = {key: tensor.tolist() for key, tensor in stored.preprocess.items() if tensor.dim() <= 1}
     write_json(folder / CONFIG, {"library_name": "lowrank-cnn", **description, "preprocess": preprocess})
-    write_card(folder / CARD, stored, description, metrics or {}, licence, name or folder.name)
+    card = _model_card(stored, description, metrics or {}, licence, name or folder.name)
+    write_atomically(folder / CARD, card.encode())
     return folder
 
 

@@ -47,6 +47,13 @@ class NetworkFile:
         card = self.description.get("card")
         return card if isinstance(card, Mapping) else None
 
+    @property
+    def input_size(self) -> tuple[int, ...] | None:
+        """The size of one image; None if the file does not say."""
+        size: Any = self.description.get("input")
+        right = isinstance(size, list) and len(size) == 3 and all(isinstance(v, int) and v > 0 for v in size)
+        return tuple(size) if right else None
+
     def weights(self) -> dict[str, Tensor]:
         """The weights by name, in the precision they were written in, or in that which the description names."""
         dtype = _DTYPES.get(str(self.description.get("dtype")))
@@ -112,12 +119,6 @@ def _once(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: weights[name] for name in found.values()}
 
 
-CHANGED = (
-    "the network no longer is what its configuration builds (merged, planned, optimised or changed by hand): "
-    "export it before that, or to .onnx or .pt2."
-)
-
-
 @dataclass(frozen=True)
 class Stored:
     """A network read from a file, with the size of its images; `card` describes how it was trained.
@@ -134,11 +135,23 @@ class Stored:
 
 def write_weights(path: Path, stored: Stored) -> None:
     """Write a network that `read_weights` can build again, each tensor in its own precision; refuse any other."""
-    description = rebuild_options(stored.network)
-    _check_description(stored.network, description)
+    network, description = stored.network, rebuild_options(stored.network)
+    if description["model"] is None:
+        merged = any(row.error is not None for row in notes(network).merging)
+        plans = (notes(part).plan for part in network.modules())
+        changed = merged or any(plan and plan.used for plan in plans) or notes(network).optimized
+    else:
+        with torch.device("meta"):
+            again = rebuild(description).state_dict()
+        changed = {k: t.shape for k, t in network.state_dict().items()} != {k: t.shape for k, t in again.items()}
+    if changed:
+        raise LowRankError(
+            "the network no longer is what its configuration builds (merged, planned, optimised or changed by "
+            "hand): export it before that, or to .onnx or .pt2."
+        )
     size = stored.input_size
     about = {"input": list(size) if size else None, "card": stored.card, "optimized": stored.optimized}
-    write_network_file(path, stored.network.state_dict(), {**description, **about}, stored.preprocess)
+    write_network_file(path, network.state_dict(), {**description, **about}, stored.preprocess)
 
 
 def read_weights(path: Path, *, into: nn.Module | None = None) -> Stored:
@@ -158,7 +171,7 @@ def read_weights(path: Path, *, into: nn.Module | None = None) -> Stored:
         network = rebuild(file.description, into=into)
         network = copy_with(network) if network is into else network
         _load_into(network, file)
-    card, preprocess, size = file.card, file.preprocess(), _size(file.description.get("input"))
+    card, preprocess, size = file.card, file.preprocess(), file.input_size
     card_note = None if card is None else TrainingCard(card, preprocess)
     note(network, begun_from=path.name, input_size=size, training_card=card_note)
     chosen = file.description.get("optimized")
@@ -206,26 +219,6 @@ def _load_into(network: nn.Module, file: NetworkFile) -> None:
     for tensor in state.values():
         tensor.data = tensor.data.to(values[id(tensor)].dtype)
     network.load_state_dict({name: values[id(tensor)] for name, tensor in state.items()})
-
-
-def _check_description(model: nn.Module, description: Mapping[str, Any]) -> None:
-    if description["model"] is None:
-        merged = any(row.error is not None for row in notes(model).merging)
-        plans = (notes(part).plan for part in model.modules())
-        if merged or any(plan and plan.used for plan in plans) or notes(model).optimized:
-            raise LowRankError(CHANGED)
-        return
-    with torch.device("meta"):
-        again = rebuild(description).state_dict()
-    stored = model.state_dict()
-    if {name: t.shape for name, t in stored.items()} != {name: t.shape for name, t in again.items()}:
-        raise LowRankError(CHANGED)
-
-
-def _size(value: object) -> tuple[int, ...] | None:
-    """The size of an image as JSON holds it; None for anything else."""
-    right = isinstance(value, Sequence) and len(value) == 3 and all(isinstance(v, int) and v > 0 for v in value)
-    return tuple(value) if right else None  # type: ignore[arg-type]
 
 
 FOLDER = Path(__file__).parent / "weights"

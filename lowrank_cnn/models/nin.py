@@ -74,7 +74,5 @@ class NiN(Network):
         """
         layer, rectified = self.features.get_submodule("classes"), hasattr(self.features, "classes_relu")
         assert isinstance(layer, nn.Conv2d)
-        if layer.weight.is_meta:
-            return
         nn.init.normal_(layer.weight, std=sigma(layer.in_channels, relu=rectified))
         nn.init.constant_(layer.bias, 1.0 if rectified else 0.0)  # type: ignore[arg-type]

@@ -18,18 +18,7 @@ from lowrank_cnn.core.text import counted
 from lowrank_cnn.method.count import Count, count
 from lowrank_cnn.method.schemes import build_conv
 from lowrank_cnn.models import create_model, list_models
-from lowrank_cnn.paper.claims import (
-    ACCURACY_CLAIMS,
-    COMPARABLE,
-    COST_CLAIMS,
-    FAILS,
-    HOLDS,
-    AccuracyClaim,
-    ClaimAnswer,
-    CostClaim,
-    Scores,
-    answer_claims,
-)
+from lowrank_cnn.paper import claims
 from lowrank_cnn.paper.published import Published, published, rows, timings
 
 # The rivals of the two "big picture" plots are tables from which their cost is counted: AlexNet (Krizhevsky et
@@ -209,7 +198,7 @@ def audit(accuracies: Accuracies | None = None, measured: Sequence[LayerTimes] =
     """
     ours = accuracies or {}
     figures = [finding for row in rows() for finding in _check_row(row, ours)]
-    text = [*map(_check_cost, COST_CLAIMS), _check_like_for_like(), *_check_accuracies(ours)]
+    text = [*map(_check_cost, claims.COST_CLAIMS), _check_like_for_like(), *_check_accuracies(ours)]
     return [*figures, *text, _check_smallest(), _check_separable_rank(), *_check_correlation(measured)]
 
 
@@ -255,7 +244,7 @@ def _claim(text: str, published: str, computed: str, verdict: str, note: str = "
     return Finding("text", text, "claim", published, computed, verdict, note)
 
 
-def _check_cost(claim: CostClaim) -> Finding:
+def _check_cost(claim: claims.CostClaim) -> Finding:
     ours, base = (published()[name] for name in (claim.network, claim.base))
     in_table = claim.value(getattr(ours, claim.quantity), getattr(base, claim.quantity))
     value = claim.value(getattr(count_row(ours), claim.quantity), getattr(count_row(base), claim.quantity))
@@ -269,7 +258,7 @@ def _check_cost(claim: CostClaim) -> Finding:
 @cache
 def _check_like_for_like() -> Finding:
     """The paper compares a padded low-rank GoogLeNet with an unpadded dense one: treat both alike."""
-    claim = next(c for c in COST_CLAIMS if c.network == "googlenet-lr" and c.quantity == "macs")
+    claim = next(c for c in claims.COST_CLAIMS if c.network == "googlenet-lr" and c.quantity == "macs")
     padded = claim.value(*(count_padded_googlenet(name).macs for name in (claim.network, claim.base)))
     with torch.device("meta"):
         plain = [create_model(name) for name in (claim.network, claim.base)]
@@ -282,25 +271,26 @@ def _check_like_for_like() -> Finding:
 
 def _check_accuracies(accuracies: Accuracies) -> Iterator[Finding]:
     """Every accuracy claim, in the measure that the text uses, against the paper's table and our runs."""
-    scores: dict[str, list[Scores]] = {}
+    scores: dict[str, list[claims.Scores]] = {}
     for (table, network, measure), values in accuracies.items():
         row = published().get(network)
         if row is not None and row.table == table:
             stated = getattr(row, measure, None)
-            scores.setdefault(measure, []).append(Scores(network, stated, values, row.macs, recipe=table))
-    answers = {(measure, gap.question): gap for measure, gaps in answer_claims(scores).items() for gap in gaps}
-    for claim in ACCURACY_CLAIMS:
+            scores.setdefault(measure, []).append(claims.Scores(network, stated, values, row.macs, recipe=table))
+    gaps = claims.answer_claims(scores)
+    answers = {(measure, gap.question): gap for measure, found in gaps.items() for gap in found}
+    for claim in claims.ACCURACY_CLAIMS:
         yield _check_accuracy(claim, answers.get((claim.measure, claim.text)))
 
 
-def _check_accuracy(claim: AccuracyClaim, gap: ClaimAnswer | None) -> Finding:
+def _check_accuracy(claim: claims.AccuracyClaim, gap: claims.ClaimAnswer | None) -> Finding:
     computed, verdict, note = "", UNTESTED, ""
     if gap is not None:
         computed, note = f"{gap.ours:+.2f} points", "Single seeds decide nothing."
         if gap.half_width is not None:
             computed = f"{gap.ours:+.2f} ± {gap.half_width:.2f} points"
             note = f"95% interval over seeds; p = {gap.p:.2g}, corrected for all claims tested."
-        verdict = {HOLDS: REPRODUCED, FAILS: MISSED}.get(gap.verdict, UNDECIDED)
+        verdict = {claims.HOLDS: REPRODUCED, claims.FAILS: MISSED}.get(gap.verdict, UNDECIDED)
     stated = claim.expected if claim.stated is None else f"{claim.stated:+.{claim.digits}f} points"
     if claim.measure != "overfit":
         ours, base = (getattr(published()[name], claim.measure) for name in (claim.network, claim.base))
@@ -314,7 +304,7 @@ def _check_smallest() -> Finding:
     """The caption: googlenet-lr is almost ten times smaller than any other network of comparable accuracy."""
     ours = published()["googlenet-lr"]
     others = [row for row in rows() if row.dataset == ours.dataset and not row.network.startswith(ours.network)]
-    near = [r for r in others if r.top5 is not None and abs(r.top5 - (ours.top5 or 0)) <= COMPARABLE / 100]
+    near = [r for r in others if r.top5 is not None and abs(r.top5 - (ours.top5 or 0)) <= claims.COMPARABLE / 100]
     nearest = min(near, key=lambda row: row.params)
     factor = nearest.params / ours.params
     note = f"{nearest.network} has {nearest.params:,} parameters and {100 * (nearest.top5 or 0):.2f}% top-5."
@@ -350,9 +340,7 @@ def _check_correlation(measured: Sequence[LayerTimes]) -> Iterator[Finding]:
 def _check_measured(device: str, measured: Sequence[LayerTimes]) -> Finding:
     """The same claim on our recorded timings; it must hold for every network."""
     text = f"MACs correlate strongly with {device} time (measured here)"
-    by_network = {
-        times.network: correlation(times.macs, times.ms) for times in measured if len(set(times.macs)) > 2
-    }
+    by_network = {t.network: correlation(t.macs, t.ms) for t in measured if len(set(t.macs)) > 2}
     if not by_network:
         return _claim(text, "strong", "", UNTESTED)
     lowest, highest = min(by_network.values()), max(by_network.values())

@@ -12,20 +12,12 @@ from typing import TYPE_CHECKING, Any
 from lowrank_cnn.core.numbers import ceil_div, pearson
 from lowrank_cnn.core.text import counted, percent, si
 from lowrank_cnn.paper.published import timings
-from lowrank_cnn.report.records import (
-    CPU,
-    GPU,
-    AnswerDetails,
-    Run,
-    TimedNetwork,
-    data_label,
-    pool_answers,
-    trained_label,
-)
+from lowrank_cnn.report.records import CPU, GPU, data_label, pool_answers
 from lowrank_cnn.report.results import NetworkResult, kind_of
-from lowrank_cnn.report.style import Look, Spec, filled, kind_colours, network_looks, template
+from lowrank_cnn.report.style import Spec, filled, kind_colours, network_looks, template
 
 if TYPE_CHECKING:
+    from lowrank_cnn.report.records import AnswerDetails, TimedNetwork
     from lowrank_cnn.train.find_lr import RateTest
 
 MOST_EPOCHS = 400
@@ -48,24 +40,23 @@ def training_curves(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
     for result, run in shown:
         charts.setdefault((result.data, run.recipe), {})[result.label] = kind_of(result)
     looks = {chart: network_looks(networks) for chart, networks in charts.items()}
-    return [_curve(result, run, looks[result.data, run.recipe][result.label]) for result, run in shown]
-
-
-def _curve(result: NetworkResult, run: Run, look: Look) -> dict[str, Any]:
-    step = ceil_div(len(run.history), MOST_EPOCHS)
-    kept = [*run.history[:-1:step], run.history[-1]]
-    values = {measure: [getattr(epoch, measure) for epoch in kept] for measure in MEASURES}
-    return {
-        "group": result.label,
-        "look": look,
-        "seed": run.seed,
-        "data": data_label(result.data),
-        "recipe": run.recipe,
-        "watched": run.watched,
-        "epochs": [epoch.epoch for epoch in kept],
-        "test": run.top1 if run.finished else None,
-        **values,
-    }
+    curves = []
+    for result, run in shown:
+        step = ceil_div(len(run.history), MOST_EPOCHS)
+        kept = [*run.history[:-1:step], run.history[-1]]
+        about = {
+            "group": result.label,
+            "look": looks[result.data, run.recipe][result.label],
+            "seed": run.seed,
+            "data": data_label(result.data),
+            "recipe": run.recipe,
+            "watched": run.watched,
+            "epochs": [epoch.epoch for epoch in kept],
+            "test": run.top1 if run.finished else None,
+        }
+        values = {measure: [getattr(epoch, measure) for epoch in kept] for measure in MEASURES}
+        curves.append(about | values)
+    return curves
 
 
 def curves_spec(title: str, curves: Sequence[dict[str, Any]]) -> Spec:
@@ -126,20 +117,21 @@ def details_data(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
 
     The page fills in the colour of its theme, and the cells of a confusion matrix, which would be megabytes.
     """
-    return [_details(result) for result in results if any(run.details for run in result.scored)]
-
-
-def _details(result: NetworkResult) -> dict[str, Any]:
-    answers = pool_answers([run.details for run in result.scored if run.details])
-    return {
-        "network": result.label,
-        "trained": trained_label(result.data, result.recipe),
-        "colours": kind_colours(kind_of(result)),
-        "classes": list(answers.classes),
-        "confusion": answers.confusion.tolist(),
-        "charts": dict(_details_specs(answers)),
-        "worst": [vars(image) for image in answers.worst],
-    }
+    found = []
+    for result in results:
+        if details := [run.details for run in result.scored if run.details]:
+            answers = pool_answers(details)
+            about = {
+                "network": result.label,
+                "trained": result.trained,
+                "colours": kind_colours(kind_of(result)),
+                "classes": list(answers.classes),
+                "confusion": answers.confusion.tolist(),
+                "charts": dict(_details_specs(answers)),
+                "worst": [vars(image) for image in answers.worst],
+            }
+            found.append(about)
+    return found
 
 
 def _details_specs(answers: AnswerDetails) -> Iterator[tuple[str, Spec]]:
@@ -202,12 +194,9 @@ def layer_charts(measured: Sequence[TimedNetwork], *, paper: bool = True) -> lis
 
 
 def layers_spec(chart: dict[str, Any]) -> Spec:
+    spec: Spec = filled(LAYERS_SPEC, {"{height}": chart["height"], "{series}": chart["series"]})
     title = {"text": chart["title"], "subtitle": chart["note"]}
-    return {
-        **filled(LAYERS_SPEC, {"{height}": chart["height"], "{series}": chart["series"]}),
-        "title": title,
-        "datasets": {"layers": chart["layers"]},
-    }
+    return {**spec, "title": title, "datasets": {"layers": chart["layers"]}}
 
 
 def _same_layers(timing: TimedNetwork) -> tuple[str, ...]:

@@ -21,15 +21,7 @@ from torch.nn import functional as F
 from lowrank_cnn.core.errors import LowRankError, check_choice
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.text import TIMES, counted
-from lowrank_cnn.models.filters import (
-    dense_filters,
-    filter_shapes,
-    first_filters,
-    pixels_holding,
-    receptive_field,
-    singular_energy,
-    spatial_energy,
-)
+from lowrank_cnn.models import filters
 from lowrank_cnn.paper.published import rows
 from lowrank_cnn.report.charts import curves_spec, layer_charts, layers_spec, short_names, training_curves
 from lowrank_cnn.report.records import Records, data_label
@@ -108,12 +100,12 @@ def timings_figure(*, records: Records | None) -> list[Spec]:
 
 
 SHAPE_COLOURS = {
-    "columns": ("#009e73", "#00664b", "#7fcfb9"),
-    "rows": ("#e69f00", "#a85a00", "#f3d080"),
-    "points": ("#9a9fa6",),
-    "squares": ("#0072b2", "#003f63", "#7fb8d8"),
+    (True, False): ("#009e73", "#00664b", "#7fcfb9"),
+    (False, True): ("#e69f00", "#a85a00", "#f3d080"),
+    (False, False): ("#9a9fa6",),
+    (True, True): ("#0072b2", "#003f63", "#7fb8d8"),
 }
-"""Columns (kx1) green, rows (1xk) orange, points (1x1) grey and all others blue, from the smallest up."""
+"""By tall and wide: columns (kx1) green, rows (1xk) orange, points (1x1) grey, others blue, the smallest first."""
 
 
 def shapes_figure(*, networks: Titled) -> list[Spec]:
@@ -122,12 +114,11 @@ def shapes_figure(*, networks: Titled) -> list[Spec]:
 
 def shapes_spec(title: str, network: nn.Module) -> Spec:
     """A bar for each layer and shape, with its share of the layer's filters."""
-    layers, bars = filter_shapes(network), []
+    layers, bars = filters.filter_shapes(network), []
     for layer, label in zip(layers, short_names([layer.layer for layer in layers]), strict=True):
         for place, (shape, n) in enumerate(layer.filters):
-            spoken = f"{label}: {n} of {layer.dense} filters are {shape}"
-            bars.append({"layer": label, "shape": shape, "share": n / layer.dense, "place": place})
-            bars[-1]["spoken"] = spoken
+            bar = {"layer": label, "shape": shape, "share": n / layer.dense, "place": place}
+            bars.append(bar | {"spoken": f"{label}: {n} of {layer.dense} filters are {shape}"})
     colours = shape_colours({bar["shape"] for bar in bars})
     scale = {"domain": list(colours), "range": list(colours.values())}
     spec = filled(template("shapes"), {"{height}": 22 * len(layers), "{scale}": scale})
@@ -140,16 +131,11 @@ def shape_colours(shapes: Iterable[str]) -> dict[str, str]:
     >>> shape_colours(["1x1", "3x1", "5x1"])
     {'3x1': '#009e73', '5x1': '#00664b', '1x1': '#9a9fa6'}
     """
-    kinds: dict[str, list[str]] = {kind: [] for kind in SHAPE_COLOURS}
-    for height, width in sorted(tuple(map(int, shape.split("x"))) for shape in shapes):
-        tall, wide = height > 1, width > 1
-        kind = "squares" if tall and wide else "columns" if tall else "rows" if wide else "points"
-        kinds[kind].append(f"{height}x{width}")
-    return {
-        shape: SHAPE_COLOURS[kind][place % len(SHAPE_COLOURS[kind])]
-        for kind, found in kinds.items()
-        for place, shape in enumerate(found)
-    }
+    sides, colours = sorted(tuple(map(int, shape.split("x"))) for shape in shapes), {}
+    for kind, hues in SHAPE_COLOURS.items():
+        alike = [f"{height}x{width}" for height, width in sides if (height > 1, width > 1) == kind]
+        colours |= {shape: hues[place % len(hues)] for place, shape in enumerate(alike)}
+    return colours
 
 
 FINE = 1000
@@ -161,14 +147,13 @@ VIRIDIS = ("#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a
 def picture(pixels: Tensor, width: float, x: Spec | None = None, y: Spec | None = None) -> Spec:
     """A panel that shows an RGB image [height, width, 3] with values from 0 to 1; x and y are Vega-Lite axes."""
     down, across = pixels.shape[:2]
-    image = {"type": "image", "url": _png(pixels), "width": width, "height": width * down / across, "aria": False}
+    size = {"width": width, "height": width * down / across}
+    mark = {"type": "image", "url": _png(pixels), **size, "aria": False, "align": "left", "baseline": "top"}
     sides = {
         axis: {"datum": 0, "type": "quantitative", "scale": {"domain": [0, side], "nice": False}, "axis": shown}
         for axis, side, shown in (("x", across, x), ("y", down, y))
     }
     sides["y"]["scale"]["reverse"] = True
-    mark = {**image, "align": "left", "baseline": "top"}
-    size = {"width": width, "height": image["height"]}
     return {**size, "data": {"values": [{}]}, "mark": mark, "encoding": sides}
 
 
@@ -208,15 +193,11 @@ WIDTH = 660
 def filters_figure(*, networks: Titled) -> list[Spec]:
     """A mosaic per group of the first conv, and one of the filters that the join makes of them."""
     [(label, network)] = networks
-    banks, panels = first_filters(network), []
+    banks, panels = filters.first_filters(network), []
     for letter, (kind, weight) in zip("abcdef", banks, strict=False):
         shown, some = min(len(weight), MOST_FILTERS), counted(len(weight), "filter")
-        title = {
-            "text": f"({letter}) {kind}",
-            "subtitle": some if shown == len(weight) else f"{shown} of {some}",
-            "fontSize": 12,
-            "fontWeight": "normal",
-        }
+        told = some if shown == len(weight) else f"{shown} of {some}"
+        title = {"text": f"({letter}) {kind}", "subtitle": told, "fontSize": 12, "fontWeight": "normal"}
         panels.append(picture(mosaic(weight[:shown]), min(400, WIDTH / len(banks))) | {"title": title})
     return [{"title": {"text": f"First layer of {label}", "offset": 16}, "hconcat": panels, "spacing": 24}]
 
@@ -247,20 +228,20 @@ CYCLE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 def spectra_figure(*, networks: Titled) -> list[Spec]:
     """Left, in space: how much of a k x k kernel one column times one row holds. Right, over the channels."""
     [(label, network)] = networks
-    found = dense_filters(network)
+    found = filters.dense_filters(network)
     layers = dict(zip(short_names(list(found)), found.values(), strict=True))
     random = {name: torch.randn(w.shape, generator=torch.Generator().manual_seed(0)) for name, w in layers.items()}
     space = [
         {"layer": name, "rank": RANKS[min(rank, 5)], "place": rank, "share": share}
         for name, weight in layers.items()
-        for rank, share in enumerate(spatial_energy(weight).tolist())
+        for rank, share in enumerate(filters.spatial_energy(weight).tolist())
     ]
-    chance = [{"layer": name, "share": float(spatial_energy(weight)[0])} for name, weight in random.items()]
+    chance = [{"layer": name, "share": float(filters.spatial_energy(w)[0])} for name, w in random.items()]
     held = [
         {"layer": name, "filters": kind, "kept": n / len(energy), "energy": share}
         for kind, weights in (("", layers), ("random filters", random))
         for name, weight in weights.items()
-        for energy in [singular_energy(weight).tolist()]
+        for energy in [filters.singular_energy(weight).tolist()]
         for n, share in enumerate(energy, 1)
     ]
     names, ranks = list(layers), RANKS[: max(row["place"] for row in space) + 1]
@@ -340,8 +321,8 @@ def receptive_field_figure(*, networks: Titled, seed: int) -> list[Spec]:
     panels = []
     scale = filled(template("gradient"), {"{colours}": CIVIDIS})  # invisible points, for the legend that they have
     for label, network in networks:
-        field = receptive_field(network, seed=seed)
-        held = f"{pixels_holding(SHARE, field):,} of {field.numel():,} pixels hold {SHARE:.0%}"
+        field = filters.receptive_field(network, seed=seed)
+        held = f"{filters.pixels_holding(SHARE, field):,} of {field.numel():,} pixels hold {SHARE:.0%}"
         axes = [{"title": title, "grid": False, "tickCount": 4} for title in ("pixels across", "pixels down")]
         axes[1]["title"] = None if panels else "pixels down"
         # The square root lifts the faint rim, where the twins differ.

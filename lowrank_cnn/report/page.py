@@ -15,16 +15,7 @@ from lowrank_cnn.core.files import write_atomically
 from lowrank_cnn.core.text import DASH, TIMES, counted, duration, percent, points, ratio, si
 from lowrank_cnn.paper.claims import COMPARABLE
 from lowrank_cnn.report import charts, style, trade
-from lowrank_cnn.report.records import (
-    CPU,
-    GPU,
-    LONGEST_TEXT,
-    Records,
-    TimedNetwork,
-    read_records,
-    require_records,
-    trained_label,
-)
+from lowrank_cnn.report.records import CPU, GPU, LONGEST_TEXT, Records, read_records, require_records
 from lowrank_cnn.report.results import NetworkResult, comparable, gather, is_twin, kind_of, of_paper, twin_known
 
 MOST_CARDS = 4
@@ -77,7 +68,7 @@ def _card(title: str, result: NetworkResult) -> dict[str, Any]:
         "title": title,
         "network": result.label,
         "twin": result.twin,
-        "data": trained_label(result.data, result.recipe),
+        "data": result.trained,
         "difference": f"{points(gap)} points",
         "accuracy": f"{percent(result.top1)} top-1",
         "cost": ", ".join(costs),
@@ -148,7 +139,7 @@ def summary_table(results: Sequence[NetworkResult]) -> PageTable:
 
 def _summary_row(result: NetworkResult) -> dict[str, TableCell]:
     kind = kind_of(result)
-    words = [kind, trained_label(result.data, result.recipe), result.variant, runs_in_words(result)]
+    words = [kind, result.trained, result.variant, runs_in_words(result)]
     origin = ", ".join(filter(None, words)) if result.runs else f"{kind}, timed only"
     spread = f"±{100 * result.top1_spread:.2f}" if result.top1_spread is not None else ""
     known = result.gap_half_width is not None and not is_twin(result)
@@ -161,8 +152,8 @@ def _summary_row(result: NetworkResult) -> dict[str, TableCell]:
         "top-5": _cell(result.top5, percent),
         "MACs": _cell(result.macs, si, shares.get("macs", "")),
         "parameters": _cell(result.params, si, shares.get("params", "")),
-        "CPU ms/image": _time(result.time(CPU), shares.get(CPU)),
-        "GPU ms/image": _time(result.time(GPU), shares.get(GPU)),
+        "CPU ms/image": _time(result, CPU),
+        "GPU ms/image": _time(result, GPU),
         "training": _cell(result.seconds, duration),
     }
 
@@ -171,10 +162,12 @@ def _cell(value: float | None, show: Callable[[float], str], small: str = "") ->
     return TableCell(DASH if value is None else show(value), value, small)
 
 
-def _time(timing: TimedNetwork | None, share: str | None) -> TableCell:
+def _time(result: NetworkResult, device: str) -> TableCell:
+    timing = result.time(device)
     if timing is None:
         return TableCell(DASH)
-    small = f"{share or f'batch {timing.batch}'} {_RUN_BY.get(timing.runtime, timing.runtime)}"
+    share = ratio(result.ratios[device]) if device in result.ratios else f"batch {timing.batch}"
+    small = f"{share} {_RUN_BY.get(timing.runtime, timing.runtime)}"
     return _cell(timing.ms_per_image, "{:.3g}".format, small)
 
 

@@ -12,6 +12,7 @@ import shlex
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class NetworkId:
     base: str | None = None
     thin: bool = False
 
-    @property
+    @cached_property
     def ours(self) -> bool:
         """Whether the name identifies the network; others are named after their class, which many share."""
         return self.name in list_models()
@@ -497,11 +498,6 @@ _NEARLY = 0.99
 def data_label(name: str) -> str:
     """One name per data set, without its owner on the Hub."""
     return _NAMES.get(re.sub(r"[^a-z0-9]", "", name.rpartition("/")[2].lower()), name)
-
-
-def trained_label(data: str, recipe: str) -> str:
-    """A data set and the recipe trained on it, once where both have one name (`digits`)."""
-    return ", ".join(dict.fromkeys(filter(None, (data_label(data), recipe))))
 
 
 def data_name(data: Fields) -> str:

@@ -56,6 +56,11 @@ class NetworkResult:
     def label(self) -> str:
         return f"{self.network.label}, {self.variant}" if self.variant else self.network.label
 
+    @property
+    def trained(self) -> str:
+        """The data set and the recipe, once where both have one name (`digits`)."""
+        return ", ".join(dict.fromkeys(filter(None, (data_label(self.data), self.recipe))))
+
     @cached_property
     def settings(self) -> dict[str, str]:
         return dict(self.runs[0].settings) if self.runs else {}
@@ -265,13 +270,14 @@ def comparable(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
     return [e for e in entries if e.data not in compared or len(networks[e.data, e.recipe]) > 1]
 
 
+def _network_key(record: Run | TimedNetwork) -> tuple[str, ...]:
+    """Of foreign networks, different ones may have the same name, that of their class: their costs differ."""
+    cost = "" if record.network.ours else f"{record.macs} {record.params}"
+    return (*identity(record.network), cost)
+
+
 def _key(run: Run) -> tuple[Any, ...]:
-    return (run.data, run.recipe, *identity(run.network), _cost(run), run.settings)
-
-
-def _cost(record: Run | TimedNetwork) -> str:
-    """A key for foreign networks: different ones may have the same name, that of their class."""
-    return "" if record.network.ours else f"{record.macs} {record.params}"
+    return (run.data, run.recipe, *_network_key(run), run.settings)
 
 
 def _in_order(runs: Sequence[Run]) -> list[Run]:
@@ -339,12 +345,8 @@ def _same_network(run: Run, timing: TimedNetwork) -> bool:
 
 def _timed_only(timings: Sequence[TimedNetwork], entries: Sequence[NetworkResult]) -> list[NetworkResult]:
     used = {timing for entry in entries for timing in entry.timings}
-
-    def key(timing: TimedNetwork) -> tuple[str, ...]:
-        return (*identity(timing.network), _cost(timing))
-
-    rest = sorted((timing for timing in timings if timing not in used), key=key)
-    groups = (list(group) for _, group in groupby(rest, key=key))
+    rest = sorted((timing for timing in timings if timing not in used), key=_network_key)
+    groups = (list(group) for _, group in groupby(rest, key=_network_key))
     return [NetworkResult(group[0].network, timings=tuple(group)) for group in groups]
 
 

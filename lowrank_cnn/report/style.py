@@ -184,11 +184,11 @@ def network_looks(networks: Mapping[str, str]) -> dict[str, Look]:
     kinds = dict.fromkeys(networks.values())
     for kind in kinds:
         hues = (COLOURS[kind],)
-        if kind == LOW_RANK:
-            taken = [COLOURS[other] for other in kinds if other != kind]
-            hues = OTHERS if not taken else tuple(hue for hue in OTHERS if hue not in (*taken, LIKE_DENSE))
-        elif kind != DENSE and len(kinds) == 1:
+        if kind != DENSE and len(kinds) == 1:
             hues = OTHERS
+        elif kind == LOW_RANK:
+            taken = [COLOURS[other] for other in kinds if other != kind]
+            hues = tuple(hue for hue in OTHERS if hue not in (*taken, LIKE_DENSE))
         for place, name in enumerate(name for name, one in networks.items() if one == kind):
             light, dark = hues[place % len(hues)]
             found[name] = {"light": light, "dark": dark, "dash": DASHES[place // len(hues) % len(DASHES)]}

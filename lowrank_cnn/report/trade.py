@@ -14,21 +14,10 @@ from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.numbers import mean_interval
 from lowrank_cnn.core.text import counted, percent, ratio, si
 from lowrank_cnn.paper.published import MAIN_TABLES, Published, rows
+from lowrank_cnn.report import style
 from lowrank_cnn.report.records import CPU, GPU, data_label
 from lowrank_cnn.report.results import NetworkResult, kind_of
-from lowrank_cnn.report.style import (
-    COLOURS,
-    DENSE,
-    LABELS,
-    LEARNED,
-    LOW_RANK,
-    THIN,
-    Spec,
-    filled,
-    label_rows,
-    save_charts,
-    template,
-)
+from lowrank_cnn.report.style import COLOURS, DENSE, LEARNED, LOW_RANK, THIN, Spec
 
 OURS = (DENSE, THIN, LOW_RANK, LEARNED)
 BASELINE, PAPER, AUGMENTED = "published, baseline", "published, low-rank", "published, more augmentation"
@@ -43,7 +32,7 @@ KINDS = {
 }
 """Shape of each kind of point, its colour and that on dark pages; our own are drawn last, over the published."""
 
-SPEC = filled(template("trade"), {"{labels}": LABELS["layer"]})
+SPEC = style.filled(style.template("trade"), {"{labels}": style.LABELS["layer"]})
 
 PUBLISHED_TABLES = (*MAIN_TABLES, "vgg-places", "big-picture")
 """Those whose accuracies come from one view of each image, as ours do."""
@@ -161,24 +150,19 @@ def trade_chart(points: Sequence[TradePoint], axis: str, metric: str, *, error: 
         "costs": {"linear": [0.0, 1.15 * high or 1.0], "log": [low / 1.4, high * 1.4]},  # with room for labels
         "points": marks,
         "arrows": arrows,
-        "labels": label_rows(marks),
+        "labels": style.label_rows(marks),
         "fronts": fronts,
         "kinds": [kind for kind in KINDS if any(point.kind == kind for point in points)],
     }
 
 
 def _row(point: TradePoint, axis: str, metric: str, *, error: bool) -> dict[str, Any]:
-    accuracy, reach = point.values[metric], point.errors.get(metric, 0.0)
+    x, accuracy, reach = point.values[axis], point.values[metric], point.errors.get(metric, 0.0)
     height = 1 - accuracy if error else accuracy
-    cost = si(point.values[axis]) if axis in COUNTS else f"{point.values[axis]:.3g} ms"
+    cost = si(x) if axis in COUNTS else f"{x:.3g} ms"
     details = [(METRICS[metric], percent(accuracy)), (AXES[axis], cost), *point.details]
     spoken = ", ".join([f"{point.label} ({point.kind})", *(f"{name} {value}" for name, value in details)])
-    place = {
-        "x": point.values[axis],
-        "y": height,
-        "low": max(0.0, height - reach),
-        "high": min(1.0, height + reach),
-    }
+    place = {"x": x, "y": height, "low": max(0.0, height - reach), "high": min(1.0, height + reach)}
     return {"label": point.label, "kind": point.kind, **place, "details": details, "spoken": spoken}
 
 
@@ -229,7 +213,7 @@ def trade_spec(chart: dict[str, Any]) -> Spec:
         "{colours}": {"domain": kinds, "range": [KINDS[kind][1] for kind in kinds]},
         "{shapes}": {"domain": kinds, "range": [KINDS[kind][0] for kind in kinds]},
     }
-    spec: Spec = filled(SPEC, scales)
+    spec: Spec = style.filled(SPEC, scales)
     kind = "log" if chart["log"] else "linear"
     spec["encoding"]["x"]["scale"] = {"type": kind, "nice": False, "domain": chart["costs"][kind]}
     spec["encoding"]["y"]["scale"] |= {"domain": chart["domain"]}
@@ -246,13 +230,10 @@ def draw_frontier(found: Frontier, out: str | Path) -> Path:
     costs = [cost for cost in ("batch", "macs", "params") if all(cost in point.values for point in points)]
     runs = sorted({len(row.runs) for row in found.rows if row.runs})
     count = f"{runs[0]} to {runs[-1]} runs" if len(runs) > 1 else counted(runs[0], "run")
-    title = {
-        "text": found.title,
-        "subtitle": f"Mean of {count} with its 95% interval over seeds; dashed: the Pareto front",
-    }
-    return save_charts(
-        [{**trade_spec(trade_chart(points, cost, "top1")), "title": title} for cost in costs], Path(out)
-    )
+    told = f"Mean of {count} with its 95% interval over seeds; dashed: the Pareto front"
+    title = {"text": found.title, "subtitle": told}
+    specs = [{**trade_spec(trade_chart(points, cost, "top1")), "title": title} for cost in costs]
+    return style.save_charts(specs, Path(out))
 
 
 def _point(found: Frontier, row: DesignRow) -> TradePoint:

@@ -33,9 +33,9 @@ _FOUND: dict[str, Callable[[], int]] = {
 
 
 def import_fabric() -> ModuleType:
-    """Fabric, without transformers: it imports torchmetrics for its version alone, which imports those in 4 s.
+    """Fabric imports torchmetrics for its version alone, and with it transformers, which takes four seconds.
 
-    A module without a version stands in for torchmetrics: Fabric then asks the installed package.
+    A module without a version stands in for it: Fabric then asks the installed package.
     """
     empty = ModuleType("torchmetrics")
     if importlib.util.find_spec("torchmetrics"):
@@ -147,10 +147,9 @@ _RANK_STRIDE = 1_000_003  # keeps the processes' streams apart, and apart from t
 
 
 def conditions(fabric: Fabric) -> dict[str, Any]:
-    """The conditions of this process that a result depends on in its last bits, by name.
+    """The conditions that a result depends on in its last bits, by name.
 
-    Training is bit-identical when it is repeated or resumed on one CPU with the same number of threads. Another
-    number of threads or processes, or another device, adds the same numbers in another order. A run therefore
+    Another number of threads or processes, or another device, adds the same numbers in another order. A run
     records these conditions, and `repeatable` makes it keep them.
     """
     device = fabric.device

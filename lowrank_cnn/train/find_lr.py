@@ -92,7 +92,7 @@ def find_lr(
         options = {"objective": Objective(found, loss=loss), "scaled": scaled}
         forward = fabric.setup_module(network)
         update = TrainingStep(network, forward, fabric.backward, found, fabric.device, **options)
-        batches = itertools.chain.from_iterable(inputs.batches(epoch) for epoch in itertools.count())
+        batches = itertools.chain.from_iterable(inputs.batches(epoch, 0) for epoch in itertools.count())
         rates = [lowest * (highest / lowest) ** (place / (steps - 1)) for place in range(steps)]
         losses: list[float] = []
         mean = 0.0

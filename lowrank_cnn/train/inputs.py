@@ -68,12 +68,8 @@ class Inputs:
     preprocess: Preprocess
     watched: str
     size: InputSize
-    vary: Callable[[Any, Any, int, int], tuple[Any, Any]]
-    """From a batch, the epoch and the number of the batch to the batch that the step sees."""
-
-    def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Any]]:
-        for number, (images, targets) in enumerate(self.train.epoch(epoch, start), start=start):
-            yield self.vary(images, targets, epoch, number)
+    batches: Callable[[int, int], Iterator[tuple[Any, Any]]]
+    """The batches of an epoch from this one on, as the step sees them: augmented and mixed."""
 
 
 def make_inputs(
@@ -94,7 +90,7 @@ def make_inputs(
     pixels.check(preprocess)
     mixer = Mixer(recipe.mixup, recipe.cutmix, len(data.classes), seed=seed, rank=rank)
 
-    def batches(split: Split, *, train: bool) -> Loader:
+    def load(split: Split, *, train: bool) -> Loader:
         return make_loader(
             split,
             batch_size=recipe.batch_size if train else evaluation_batch(split, augment, world),
@@ -109,17 +105,21 @@ def make_inputs(
             dtype=half or torch.float32,
         )
 
-    def vary(images: Any, targets: Any, epoch: int, batch: int) -> tuple[Any, Any]:
-        """Augment a batch on the device: zooms and colours, then mixing."""
-        if pixels.active:
-            assert isinstance(preprocess, Standardize)
-            images = pixels(images, preprocess, seed, epoch, batch, rank)
-        return mixer(images, targets, epoch, batch) if recipe.mixup or recipe.cutmix else (images, targets)
+    test = load(data.test, train=False)
+    watch = load(kept.test, train=False) if recipe.holdout else test
+    train = load(kept.train, train=True)
 
-    test = batches(data.test, train=False)
-    watch = batches(kept.test, train=False) if recipe.holdout else test
+    def batches(epoch: int, start: int) -> Iterator[tuple[Any, Any]]:
+        for number, (images, targets) in enumerate(train.epoch(epoch, start), start=start):
+            if pixels.active:
+                assert isinstance(preprocess, Standardize)
+                images = pixels(images, preprocess, seed, epoch, number, rank)
+            if recipe.mixup or recipe.cutmix:
+                images, targets = mixer(images, targets, epoch, number)
+            yield images, targets
+
     watched = "holdout" if recipe.holdout else "test"
-    return Inputs(data, batches(kept.train, train=True), watch, test, preprocess, watched, size, vary)
+    return Inputs(data, train, watch, test, preprocess, watched, size, batches)
 
 
 def held_out(recipe: Recipe, images: int) -> int:
@@ -157,12 +157,15 @@ def _check_batch(recipe: Recipe, images: int, all_images: int) -> None:
 
 def _check_settings(recipe: Recipe, size: InputSize, split: Split) -> None:
     """Refuse augmentation for several inputs or volumes, unless it suits these, and what leaves nothing to see."""
-    several = {"mixup": 0, "cutmix": 0, "test_mirror": False, "accumulate": 1}
-    volumes = {"zoom": 1, "jitter": 0, "auto_augment": "none", "preprocess": "standardize"}
-    both = {"whiten_first": False, "test_shift": 0, "quantize": "none"}
-    inputs = "has several inputs" if is_example(size) else "takes volumes"
-    image = not is_example(size) and len(checked_size(size)) == 3
-    for name, value in () if image else (both | (several if is_example(size) else volumes)).items():
+    inputs, refused = "", {}
+    if is_example(size):
+        inputs, refused = "has several inputs", {"mixup": 0, "cutmix": 0, "test_mirror": False, "accumulate": 1}
+    elif len(checked_size(size)) != 3:
+        inputs = "takes volumes"
+        refused = {"zoom": 1, "jitter": 0, "auto_augment": "none", "preprocess": "standardize"}
+    if inputs:
+        refused = {"whiten_first": False, "test_shift": 0, "quantize": "none"} | refused
+    for name, value in refused.items():
         if getattr(recipe, name) != value:
             raise LowRankError(f"{name} is for networks of one image, and this one {inputs}: leave it out.")
     if is_example(size):

@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -90,12 +90,17 @@ class Trainer:
         alone = fabric.device.type == "cuda" and fabric.world_size == 1
         self.graphs = alone and plain and self.how.cuda_graphs
         self.compiled = bool(ran.get("compiled") if self.how.compile is None else self.how.compile)
-        forward = self._forward()
+        running: Any = running_network(self, self.progress.say)
+        if self.compiled:
+            # Dropout draws the same numbers as without the compiler, so that results are the same.
+            running = torch.compile(running, dynamic=False, options={"fallback_random": True})
+        # Fabric would take the compiler off and put it on again around its own wrapper.
+        forward = fabric.setup_module(running, _reapply_compile=not self.compiled)
         self.frozen = [*in_evaluation(network), *freeze_parameters(network, recipe.freeze)]
         options = {"objective": self.objective, "scaled": self.record.precision == "fp16"}
         self.step = TrainingStep(network, forward, fabric.backward, recipe, fabric.device, **options)
         self.position, self.levels = Position(), LevelOff()
-        self.saved: Position | None = None  # the position of the last checkpoint
+        self.saved = ""  # the position of the last checkpoint, in words
         self.unsaved_best: dict[str, Tensor] = {}
         self.update: Callable[[Any, Any], None] | None = None
         self.per_epoch = len(self.inputs.train)
@@ -105,16 +110,6 @@ class Trainer:
         fades = math.ceil(recipe.helper * recipe.epochs)
         self.changes_until = max([fades, *(epoch for epoch in changes if epoch is not None)])
         self.may_change = None in changes  # a callback that tells nothing may change weights after any epoch
-
-    def _forward(self) -> nn.Module:
-        """The network as it is run; compiled if the run says so, or did so before it was resumed."""
-        running = running_network(self, self.progress.say)
-        if not self.compiled:
-            return self.fabric.setup_module(running)
-        # Dropout draws the same numbers as without the compiler, so that results are the same.
-        compiled: Any = torch.compile(running, dynamic=False, options={"fallback_random": True})
-        # Fabric would take the compiler off and put it on again around its own wrapper.
-        return self.fabric.setup_module(compiled, _reapply_compile=False)
 
     @property
     def iteration(self) -> int:
@@ -279,8 +274,8 @@ class Trainer:
             where = first_not_finite(self.network, images)
         hint = f"Nothing is saved: start anew with a smaller {option('lr')}."
         if self.saved:
-            told = self.saved.told(self.recipe.epochs)
-            hint = f"The state {told} is saved: go on with {option('resume', True)} and a smaller {option('lr')}."
+            again = f"go on with {option('resume', True)} and a smaller {option('lr')}"
+            hint = f"The state {self.saved} is saved: {again}."
         raise NotFiniteError(f"the loss is not finite at {place}; the first thing that is not: {where}. {hint}")
 
     @contextlib.contextmanager
@@ -312,7 +307,9 @@ class Trainer:
         self._checked_tally()
         self.position.epoch_seconds = time.monotonic() - self.epoch_began
         self._share_findings()
-        tensors = self._tensors()
+        tensors = self.step.tensors() | {"tally.sums": sum_over_processes(self.fabric, self.step.sums)}
+        for name, state in generator_states(self.fabric.device).items():
+            tensors |= {f"random.{rank}.{name}": t for rank, t in enumerate(from_all(self.fabric, state))}
         self.update_record()
         if self.fabric.is_global_zero:
             state = {key: getattr(self.record, key) for key in (*ABOUT, "execution")}
@@ -332,13 +329,7 @@ class Trainer:
             self.directory.save(Checkpoint(tensors | preprocess | images, state), self.iteration)
             self.record.save(self.directory.path / RECORD, parents=False)
         self.unsaved_best = {}
-        self.saved = replace(self.position)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        random: dict[str, Tensor] = {}
-        for name, state in generator_states(self.fabric.device).items():
-            random |= {f"random.{rank}.{name}": t for rank, t in enumerate(from_all(self.fabric, state))}
-        return self.step.tensors() | random | {"tally.sums": sum_over_processes(self.fabric, self.step.sums)}
+        self.saved = self.position.told(self.recipe.epochs)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint, with the generators of this process, and say which settings have changed."""
@@ -355,7 +346,7 @@ class Trainer:
             restore_generators(states, self.fabric.device)
         self.position = Position(**checkpoint.state["position"])
         self.levels = LevelOff(**checkpoint.state["levels"])
-        self.saved = replace(self.position)
+        self.saved = self.position.told(self.recipe.epochs)
         stored = self.directory and [self.directory.stems("best", end) for end in (".json", ".safetensors")]
         if self.position.best_epoch and self.directory and stored and not all(stored):
             say(

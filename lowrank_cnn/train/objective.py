@@ -113,10 +113,7 @@ class Objective:
 
 
 def hits(outputs: Any, targets: Any, *, blended: bool = False, output: str | None = None) -> Tensor | None:
-    """How many answers are right, where targets are class numbers; None for other tasks.
-
-    With `blended`, targets may be probabilities of classes, of which the largest counts.
-    """
+    """How many answers are right, by class numbers or, if `blended`, by their probabilities; else None."""
     try:
         logits = class_scores(outputs, output)
     except LowRankError:  # the user's own loss may take any outputs

@@ -309,8 +309,8 @@ class LevelOff:
     """Drop when `patience` evaluations in a row bring no gain over the best; stop when a drop has not helped.
 
     The paper's authors did so by hand. The accuracy is that on held-out training images, never on the test set.
-    A gain is more than `min_delta`. At most `levels` drops are made; levelling off after the last one stops.
-    Without levels, `early_stop` is the patience.
+    A gain is more than `min_delta`. At most `levels` drops are made; levelling off after the last one stops. In a
+    recipe without levels, `early_stop` is the patience.
     """
 
     best: float | None = None

@@ -24,10 +24,7 @@ def declare(
     options: Collection[str] = (),
     fixed: bool = False,
 ) -> Any:
-    """A field with its limits or options. A `fixed` field cannot change when a run is resumed.
-
-    The saved state or the order of the data depends on a fixed field.
-    """
+    """A field with its limits or options. A `fixed` one, on which saved state depends, cannot change later."""
     return dataclasses.field(default=default, metadata={"limits": limits, "options": options, "fixed": fixed})
 
 

@@ -198,10 +198,7 @@ def _card_of(path: str | Path) -> Any:
 
 
 def how_far(path: str | Path, *, best: bool = False) -> str | None:
-    """How far training was when the weights that `load_checkpoint` reads were saved; None if it was complete.
-
-    None as well for an exported file, which does not say.
-    """
+    """How far training was when its weights were saved; None if it was complete, or for an exported file."""
     path = Path(path)
     best = best or path.name.startswith("best-")
     whole = path if path.is_dir() else path.parent  # whether a run came to its end, its newest state knows

@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowrank_cnn as lr
-from lowrank_cnn.choose.learn_shapes import mac_costs, shape_network
-from lowrank_cnn.choose.shape_choice import (
+from lowrank_cnn.choose.learn_shapes import (
     ShapeChooser,
     measure_views,
     pick_units,
+    shape_network,
     views_by_weights,
     worth,
 )
@@ -41,7 +41,7 @@ def shaped_net(scheme: str = "learned(kx1, 1xk, kxk)", net: nn.Module | None = N
 
 
 def chooser_of(shaped: nn.Module, dense: nn.Module | None = None, size=SIZE) -> ShapeChooser:
-    return ShapeChooser(shaped, free_routes(shaped, size), mac_costs(shaped, dense or two_convs(), size))
+    return ShapeChooser(shaped, free_routes(shaped, size), lr.count(dense or two_convs(), size))
 
 
 def views_of(shaped: nn.Module, loss=F.cross_entropy) -> dict[str, torch.Tensor]:

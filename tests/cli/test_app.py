@@ -157,7 +157,7 @@ def test_every_command_that_trains_exits_by_the_signal(monkeypatch, capsys, numb
         stopped.signal = number
         raise stopped
 
-    monkeypatch.setattr("lowrank_cnn.cli.compare.demo", lambda *_, **__: stop())
+    monkeypatch.setattr("lowrank_cnn.compare", lambda *_, **__: stop())
     assert app.run(["demo"]) == code
     assert capsys.readouterr().err == "Stopped and saved: the same command continues from here.\n"
 

@@ -23,7 +23,8 @@ from lowrank_cnn.data import (
     preprocess_from_dict,
 )
 from lowrank_cnn.data.preprocess import AsGiven, normalise_contrast
-from lowrank_cnn.data.types import fingerprint_of_files, generator
+from lowrank_cnn.data.store import fingerprint_of_files
+from lowrank_cnn.data.types import generator
 
 
 @pytest.fixture(scope="module")

@@ -159,7 +159,7 @@ def test_a_plan_may_choose_strips_and_an_export_holds_layers(scheme: str):
     planned = lr.plan(net, x, cache=False, candidates=only, repeats=3)
     (decision,) = lr.notes(planned).plan.decisions
     assert set(decision.times) == set(only)
-    made = CANDIDATES["compiled strips"](in_blocks(net, x)[1][0])
+    made = CANDIDATES["compiled strips"](in_blocks(net, x)[1]["0"])
     layers = in_layers(nn.Sequential(made))
     assert not any(isinstance(part, StripConv2d) for part in layers.modules())
     torch.testing.assert_close(layers(x), net(x))

@@ -21,7 +21,7 @@ from typing import Any
 
 import fault_run as run
 
-from lowrank_cnn.data.types import SAMPLED_FILES, evenly_spaced
+from lowrank_cnn.data.store import SAMPLED_FILES, evenly_spaced
 
 OPERATIONS = 265
 """File operations of an undisturbed run, or a few less; `test_faults.py` counts them."""

@@ -22,7 +22,7 @@ from lowrank_cnn.cli.train import read_config
 from lowrank_cnn.core.cache import JsonCache
 from lowrank_cnn.core.files import as_path, below, locked, write_atomically
 from lowrank_cnn.data.folders import read_class_names
-from lowrank_cnn.data.types import fingerprint_of_files
+from lowrank_cnn.data.store import fingerprint_of_files
 from lowrank_cnn.report import read_records
 from lowrank_cnn.train import get_recipe, load_record
 from lowrank_cnn.train.recipe import Recipe, parse_settings

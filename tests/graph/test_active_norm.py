@@ -102,7 +102,7 @@ def test_a_network_with_such_norms_is_made_thinner_and_keeps_their_class() -> No
 def test_the_residual_behind_such_a_norm_is_part_of_its_block() -> None:
     net, x = darknet().eval(), torch.randn(1, 3, 8, 8)
     _, blocks, _ = in_blocks(lr.merge(net, example_input=x), x)
-    assert [str(block.epilogue) for block in blocks] == [
+    assert [str(block.epilogue) for block in blocks.values()] == [
         "leaky_relu:0.01",
         "leaky_relu:0.01",
         "leaky_relu:0.01 + add",

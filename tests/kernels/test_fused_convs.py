@@ -177,7 +177,7 @@ def test_a_basis_times_its_join_is_the_layer(kernel, scheme, bias, stride):
 def test_a_basis_and_its_join_train_in_one_launch_or_two(monkeypatch, one_launch, pool):
     pytest.importorskip("triton")
     layer = build_conv(8, 8, 3, "lr-join").to(DEVICE)
-    twin = joined(layer, relu=True, pool=pool)
+    twin = joined(layer, activation="relu", pool=pool)
     monkeypatch.setattr(twin, "merges", lambda _: one_launch)
     x = (torch.randn(2, 8, 6, 7, device=DEVICE) * 64).round().div(64).requires_grad_()
     leaves = [x, *layer.parameters()]

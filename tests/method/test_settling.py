@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import lowrank_cnn as lr
-from lowrank_cnn.choose.learn_shapes import mac_costs, shape_network
-from lowrank_cnn.choose.shape_choice import ShapeChooser
+from lowrank_cnn.choose.learn_shapes import ShapeChooser, shape_network
 from lowrank_cnn.core.notes import forget
 from lowrank_cnn.graph.channels import free_routes
 from lowrank_cnn.graph.finalize_shapes import LearnedShapes, finalize_shapes, has_learned, load_shapes
@@ -41,7 +40,7 @@ def test_it_computes_the_same_within_the_budget(name, side, norm, scheme):
     shaped = shape_network(net, parse_scheme(scheme), size)
     x = torch.randn(2, *size)
     torch.testing.assert_close(shaped(x), net(x))
-    ShapeChooser(shaped, free_routes(shaped, size), mac_costs(shaped, net, size)).choose(0.5)
+    ShapeChooser(shaped, free_routes(shaped, size), lr.count(net, size)).choose(0.5)
     plain = finalize_shapes(shaped, size)  # compares both in float64
     assert not has_learned(plain)
     torch.testing.assert_close(plain(x), shaped(x), rtol=1e-4, atol=1e-4)
@@ -55,7 +54,7 @@ def test_it_computes_the_same_within_the_budget(name, side, norm, scheme):
 def test_shapes_are_written_read_and_applied(tmp_path):
     net, size = trained_like("nin", 16, "batch"), (3, 16, 16)
     shaped = shape_network(net, parse_scheme(SCHEMES[1]), size)
-    ShapeChooser(shaped, free_routes(shaped, size), mac_costs(shaped, net, size)).choose(0.5)
+    ShapeChooser(shaped, free_routes(shaped, size), lr.count(net, size)).choose(0.5)
     plain = finalize_shapes(shaped, size)
     shapes = LearnedShapes.of(plain)
     read = load_shapes(shapes.save(tmp_path / "shapes.json"))

@@ -17,7 +17,7 @@ import lowrank_cnn as lr
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.data import ResidentSplit
-from lowrank_cnn.data.types import SAMPLED_FILES, evenly_spaced
+from lowrank_cnn.data.store import SAMPLED_FILES, evenly_spaced
 from lowrank_cnn.train import load_record
 from lowrank_cnn.train.loop import Trainer
 from lowrank_cnn.train.run_folder import check_same_run

@@ -8,23 +8,19 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowrank_cnn.core.errors import LowRankError, explained, require
-from lowrank_cnn.core.files import regular
 from lowrank_cnn.deploy.blocks import groups_apart
 from lowrank_cnn.deploy.engines.request import ExportRequest
-from lowrank_cnn.deploy.engines.runner import Engine, Runner, quiet, silent_process, write_beside
-
-if TYPE_CHECKING:
-    from numpy import ndarray
+from lowrank_cnn.deploy.engines.runner import Arrays, Engine, Runner, quiet, silent_process, write_beside
 
 
 class ExecuTorchRunner(Runner):
-    """A .pte file in ExecuTorch's runtime. Its threads are those of the process, shared by all files."""
+    """A .pte file in ExecuTorch's runtime, with threads that all files of the process share."""
 
     engine = "executorch"
     one_image = True
@@ -36,11 +32,10 @@ class ExecuTorchRunner(Runner):
             self._read_beside(path)
             if threads:
                 library._unsafe_reset_threadpool(threads)
-            with explained(f"executorch cannot read {path}"):
-                self.program = runtime.Runtime.get().load_program(str(regular(path)))
-                self.method = self.program.load_method("forward")
+            self.program = runtime.Runtime.get().load_program(str(path))
+            self.method = self.program.load_method("forward")
 
-    def _run(self, arrays: list[ndarray]) -> list[ndarray]:
+    def _run(self, arrays: Arrays) -> Arrays:
         try:
             return [result.numpy() for result in self.method.execute([torch.from_numpy(each) for each in arrays])]
         except RuntimeError as error:

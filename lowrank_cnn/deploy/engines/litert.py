@@ -9,20 +9,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.core.errors import LowRankError, explained, require
+from lowrank_cnn.core.errors import LowRankError, require
 from lowrank_cnn.core.files import read_regular
 from lowrank_cnn.deploy.engines.onnx import write_onnx
 from lowrank_cnn.deploy.engines.request import ExportRequest
-from lowrank_cnn.deploy.engines.runner import Engine, Port, Runner, parse_metadata, silent_process
+from lowrank_cnn.deploy.engines.runner import Arrays, Engine, Port, Runner, parse_metadata, silent_process
 from lowrank_cnn.graph.merge import merge
-
-if TYPE_CHECKING:
-    from numpy import ndarray
 
 _LARGEST_FILE = 2**31  # of a flat buffer
 _NOTES = "lowrank_cnn"
@@ -30,14 +27,12 @@ _NOTES = "lowrank_cnn"
 
 
 class LitertRunner(Runner):
-    """A .tflite file in LiteRT's interpreter."""
-
     engine = "litert"
     one_image = True
 
     def __init__(self, path: Path, *, threads: int = 0) -> None:
         library: Any = require("ai_edge_litert.interpreter", extra="engines", purpose="running a .tflite file")
-        with explained(f"litert cannot read {path}"), silent_process():
+        with silent_process():
             content = read_regular(path, most=_LARGEST_FILE)
             self._take(parse_metadata(_read_notes(content)))
             count = threads or torch.get_num_threads()
@@ -49,7 +44,7 @@ class LitertRunner(Runner):
         self.inputs = self.inputs or tuple(map(_port, details[0]))
         self.outputs = self.outputs or tuple(map(_port, details[1]))
 
-    def _run(self, arrays: list[ndarray]) -> list[ndarray]:
+    def _run(self, arrays: Arrays) -> Arrays:
         for place, array in zip(self.places[0], arrays, strict=True):
             self.interpreter.set_tensor(place, array)
         self.interpreter.invoke()

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lowrank_cnn.core.errors import LowRankError, require
-from lowrank_cnn.core.files import regular
 from lowrank_cnn.core.processes import apart
 from lowrank_cnn.deploy.engines import mnn_process
 from lowrank_cnn.deploy.engines.onnx import write_onnx
 from lowrank_cnn.deploy.engines.request import ExportRequest
-from lowrank_cnn.deploy.engines.runner import Engine, Runner, as_array, silent_process, write_beside
-
-if TYPE_CHECKING:
-    from numpy import ndarray
+from lowrank_cnn.deploy.engines.runner import Arrays, Engine, Runner, as_array, silent_process, write_beside
 
 
 class MnnRunner(Runner):
@@ -32,15 +28,11 @@ class MnnRunner(Runner):
         precision = "low" if self.metadata.get("precision") == "fp16" else "high"
         config = {"backend": "CPU", "numThread": threads or torch.get_num_threads(), "precision": precision}
         names = [[port.name for port in ports] for ports in (self.inputs, self.outputs)]
-        try:
-            with silent_process():
-                runtime = self.mnn.nn.create_runtime_manager((config,))
-                file = str(regular(path))
-                self.loaded = self.mnn.nn.load_module_from_file(file, *names, runtime_manager=runtime)
-        except Exception as error:  # MNN does not say what is wrong with a file
-            raise LowRankError(f"mnn cannot read {path}, or {path.name}.json beside it.") from error
+        with silent_process():
+            runtime = self.mnn.nn.create_runtime_manager((config,))
+            self.loaded = self.mnn.nn.load_module_from_file(str(path), *names, runtime_manager=runtime)
 
-    def _run(self, arrays: list[ndarray]) -> list[ndarray]:
+    def _run(self, arrays: Arrays) -> Arrays:
         expr = self.mnn.expr
         results = self.loaded.forward([mnn_process.variable(expr, array) for array in arrays])
         kept = [expr.convert(result, expr.NCHW) for result in results]  # an array is a view of MNN's memory

@@ -9,7 +9,6 @@ import copy
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +18,9 @@ from lowrank_cnn.core.errors import LowRankError, require
 from lowrank_cnn.core.files import is_regular
 from lowrank_cnn.deploy.blocks import groups_apart
 from lowrank_cnn.deploy.engines.request import ExportRequest
-from lowrank_cnn.deploy.engines.runner import Engine, Runner, write_beside
-from lowrank_cnn.deploy.engines.torchscript import script_bytes, trace
+from lowrank_cnn.deploy.engines.runner import Arrays, Engine, Runner, write_beside
+from lowrank_cnn.deploy.engines.torch import script_bytes, trace
 from lowrank_cnn.method.rewrite import copy_with
-
-if TYPE_CHECKING:
-    from numpy import ndarray
 
 
 class NcnnRunner(Runner):
@@ -43,11 +39,10 @@ class NcnnRunner(Runner):
         options.use_bf16_storage = False
         options.num_threads = threads or torch.get_num_threads()
         weights = path.with_suffix(".ncnn.bin")
-        there = is_regular(path) and is_regular(weights)
-        if not there or self.net.load_param(str(path)) or self.net.load_model(str(weights)):
+        if not is_regular(weights) or self.net.load_param(str(path)) or self.net.load_model(str(weights)):
             raise LowRankError(f"ncnn cannot read {path}, or {weights.name} beside it.")
 
-    def _run(self, arrays: list[ndarray]) -> list[ndarray]:
+    def _run(self, arrays: Arrays) -> Arrays:
         extractor = self.net.create_extractor()
         for place, array in enumerate(arrays):
             extractor.input(f"in{place}", self.ncnn.Mat(array[0]).clone())
@@ -55,9 +50,7 @@ class NcnnRunner(Runner):
         for place, port in enumerate(self.outputs):
             failed, result = extractor.extract(f"out{place}")
             if failed:
-                raise LowRankError(
-                    f"ncnn gives no output {port.name}: an operation of this network is not in ncnn."
-                )
+                raise LowRankError(f"ncnn gives no output {port.name}: it lacks an operation of this network.")
             results.append(result.numpy().copy()[None])
         return results
 
@@ -90,18 +83,14 @@ class _CeilAvgPool(nn.Module):
         return self.whole(F.pad(x, sides)) * correction
 
 
-def _exact_pools(network: nn.Module) -> nn.Module:
-    """A copy in which average pools with ceil_mode are rewritten so that ncnn computes the same."""
-    pools = [m for m in network.modules() if type(m) is nn.AvgPool2d and m.ceil_mode]
-    return copy_with(network, {pool: _CeilAvgPool(pool) for pool in pools}) if pools else network
-
-
 def write_ncnn(path: Path, request: ExportRequest) -> None:
     """Write a .param and a .bin file; in fp16 the weights are stored in half precision."""
     pnnx = require("pnnx", extra="engines", purpose="writing ncnn's files")
     example = tuple(request.one_image("ncnn").tensors.values())
     folder, script = path.parent, path.with_name("traced.pt")
-    network = replace(request, network=_exact_pools(groups_apart(request.network))).positional()
+    apart = groups_apart(request.network)
+    pools = {m: _CeilAvgPool(m) for m in apart.modules() if type(m) is nn.AvgPool2d and m.ceil_mode}
+    network = replace(request, network=copy_with(apart, pools)).positional()
     script.write_bytes(script_bytes(trace(network, example, request.name)))
     shapes = ",".join(f"[{','.join(map(str, tensor.shape))}]" for tensor in example)
     command = [pnnx.EXEC_PATH, script.name, f"inputshape={shapes}", f"fp16={int(request.precision == 'fp16')}"]

@@ -8,23 +8,19 @@ from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from lowrank_cnn.core.errors import LowRankError, explained, first_line, require
-from lowrank_cnn.core.files import regular
 from lowrank_cnn.deploy.blocks import groups_apart
 from lowrank_cnn.deploy.engines.request import ExportRequest
-from lowrank_cnn.deploy.engines.runner import Engine, Port, Runner, quiet
+from lowrank_cnn.deploy.engines.runner import Arrays, Engine, Port, Runner, quiet
 from lowrank_cnn.kernels.strips import is_installed, library
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.models.network_file import dtype_of
 from lowrank_cnn.train.int8 import widen
-
-if TYPE_CHECKING:
-    from numpy import ndarray
 
 _DTYPES = {"float": "float32", "double": "float64"}
 _FP16_OPSET = 18
@@ -33,8 +29,6 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 class OnnxRunner(Runner):
-    """An .onnx file in ONNX Runtime."""
-
     engine = "onnxruntime"
 
     def __init__(self, path: Path, *, threads: int = 0) -> None:
@@ -45,18 +39,16 @@ class OnnxRunner(Runner):
         if is_installed():
             options.register_custom_ops_library(library().onnxruntime_library())
         try:
-            file = str(regular(path))
-            self.session: Any = runtime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-            # A name that is not UTF-8 fails only when it is read.
-            self.inputs = tuple(map(_port, self.session.get_inputs()))
-            self.outputs = tuple(map(_port, self.session.get_outputs()))
-            self.metadata = dict(self.session.get_modelmeta().custom_metadata_map)
+            self.session: Any = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's own error classes are not public
             if f"{DOMAIN}:{OPERATOR}" in str(error):
                 library()  # its error names the package that is missing
-            raise LowRankError(f"onnxruntime cannot read {path}: {first_line(error)}.") from error
+            raise
+        self.inputs = tuple(map(_port, self.session.get_inputs()))
+        self.outputs = tuple(map(_port, self.session.get_outputs()))
+        self.metadata = dict(self.session.get_modelmeta().custom_metadata_map)
 
-    def _run(self, arrays: list[ndarray]) -> list[ndarray]:
+    def _run(self, arrays: Arrays) -> Arrays:
         return self.session.run(None, {port.name: array for port, array in zip(self.inputs, arrays, strict=True)})
 
 
@@ -164,14 +156,10 @@ def _layer(scopes: str) -> str:
     return f"{layer}/{operation}" if layer else str(operation)
 
 
-# int8: static quantisation by ONNX Runtime's own tool, weights per channel.
-
 _AVERAGES = ("AveragePool", "GlobalAveragePool", "ReduceMean")
 """Operations that stay in float: the tool would round means to the coarse levels of their inputs."""
-_READERS = ("Conv", "Gemm", "MatMul", *_AVERAGES)
-"""Operations whose input may have a range that training found."""
-_SAME_RANGE = ("MaxPool", "Reshape", "Flatten", "Squeeze", "Transpose")
-"""Operations whose output gets the range of their input from the tool."""
+_READERS = ("Conv", "Gemm", "MatMul", *_AVERAGES)  # whose input may have a range that training found
+_SAME_RANGE = ("MaxPool", "Reshape", "Flatten", "Squeeze", "Transpose")  # whose output has their input's range
 
 
 def _quantize(path: Path, request: ExportRequest) -> None:
@@ -214,19 +202,15 @@ def _ranges(nodes: list[Any], request: ExportRequest) -> dict[str, tuple[float, 
     found: dict[str, tuple[float, float]] = {}
     for node in nodes:
         ends = request.trained_range(node.name) if node.op_type in _READERS else None
-        name = node.input[0] if ends is not None else ""
-        while name and ends is not None:
-            widen(found, name, ends)
-            maker = makers.get(name)
-            name = maker.input[0] if maker is not None and maker.op_type in _SAME_RANGE else ""
+        while ends is not None and node is not None:
+            widen(found, node.input[0], ends)
+            maker = makers.get(node.input[0])
+            node = maker if maker is not None and maker.op_type in _SAME_RANGE else None
     return found
 
 
-# Convs with 1x3 and 3x1 filters of an ONNX graph as lowrank::Strips, the compiled operator of `lowrank_strips`.
-#
-# A node includes the ReLU and the 2x2 max-pool after its conv. If two such nodes have the same input and are
-# concatenated, one node computes both and writes the concatenated result. Other engines than ONNX Runtime do not
-# have the operator.
+# 1x3 and 3x1 convs as lowrank::Strips, the operator of `lowrank_strips` for ONNX Runtime. A node includes the ReLU
+# and the 2x2 max-pool after its conv; one node computes two convs of one input that are concatenated.
 
 DOMAIN, OPERATOR = "lowrank", "Strips"
 _PADS = {(1, 3): [0, 1, 0, 1], (3, 1): [1, 0, 1, 0]}
@@ -239,34 +223,16 @@ def _use_strips(model: Any) -> None:
     graph = model.graph
     convs = [node for node in graph if _is_strip(node)]
     if not convs:
-        raise LowRankError(
-            "no conv of this network has 1x3 or 3x1 filters and stride 1: export it without strips."
-        )
+        raise LowRankError("no conv of this network has 1x3 or 3x1 filters and stride 1: export without strips.")
     if convs[0].inputs[1].dtype == ir.DataType.FLOAT16 and not library().has_half():
         raise LowRankError("compiled strips need an Arm processor in fp16: export fp32, or without strips.")
     for conv in convs:
         x, weight, *bias = conv.inputs
-        made = _replace(ir, graph, [conv], [x, weight, bias[0] if bias else _zeros(ir, graph, conv, weight)])
-        _take_over(ir, graph, made)
+        _replace(ir, graph, [conv], [x, weight, bias[0] if bias else _zeros(ir, graph, conv, weight)])
     for concat in [node for node in graph if _joins(node)]:
         first, second = (value.producer() for value in concat.inputs)
-        inputs = [*first.inputs, *second.inputs[1:]]
-        made = _replace(ir, graph, [concat, first, second], inputs, **_flags(first))
-        _take_over(ir, graph, made)
+        _replace(ir, graph, [concat, first, second], [*first.inputs, *second.inputs[1:]], **_flags(first))
     model.opset_imports[DOMAIN] = 1
-
-
-def _take_over(ir: Any, graph: Any, node: Any) -> None:
-    """Move a ReLU, then a pool, into a node if nothing else reads its result."""
-    while (behind := _only_reader(node.outputs[0])) is not None:
-        flags = _flags(node)
-        if behind.op_type == "Relu" and not flags["relu"]:
-            flags["relu"] = 1
-        elif behind.op_type == "MaxPool" and not flags["pool"]:
-            flags["pool"] = _pool(behind)
-        if flags == _flags(node):
-            return
-        node = _replace(ir, graph, [behind, node], list(node.inputs), **flags)
 
 
 def _joins(node: Any) -> bool:
@@ -280,16 +246,19 @@ def _joins(node: Any) -> bool:
     return ours and both[0].inputs[0] is both[1].inputs[0] and _flags(both[0]) == _flags(both[1])
 
 
-def _replace(ir: Any, graph: Any, nodes: list[Any], inputs: list[Any], *, relu: int = 0, pool: int = 0) -> Any:
-    """Replace nodes by one; the first of them has the result."""
-    before = nodes[0].outputs[0]
-    flags = {"relu": relu, "pool": pool}
-    made = ir.node(OPERATOR, inputs, attributes=flags, domain=DOMAIN, name=nodes[0 if len(nodes) > 2 else -1].name)
+def _replace(ir: Any, graph: Any, nodes: list[Any], inputs: list[Any], *, relu: int = 0, pool: int = 0) -> None:
+    """Replace nodes by one, which includes the ReLU and the pool after them; the first of them has the result."""
+    before, name = nodes[0].outputs[0], nodes[0 if len(nodes) > 2 else -1].name
+    made = ir.node(OPERATOR, inputs, attributes={"relu": relu, "pool": pool}, domain=DOMAIN, name=name)
     made.outputs[0].shape, made.outputs[0].type, made.outputs[0].name = before.shape, before.type, before.name
     graph.insert_before(nodes[0], made)
     ir.convenience.replace_all_uses_with(before, made.outputs[0], replace_graph_outputs=True)
     graph.remove(nodes, safe=True)
-    return made
+    behind = _only_reader(made.outputs[0])
+    if behind is not None and behind.op_type == "Relu" and not relu:
+        _replace(ir, graph, [behind, made], inputs, relu=1, pool=pool)
+    elif behind is not None and behind.op_type == "MaxPool" and not pool and (kind := _pool(behind)):
+        _replace(ir, graph, [behind, made], inputs, relu=relu, pool=kind)
 
 
 def _zeros(ir: Any, graph: Any, conv: Any, weight: Any) -> Any:
@@ -303,11 +272,10 @@ def _zeros(ir: Any, graph: Any, conv: Any, weight: Any) -> Any:
 
 
 def _is_strip(node: Any) -> bool:
-    if node.op_type != "Conv" or node.inputs[1].const_value is None:
+    if node.op_type != "Conv" or (weight := node.inputs[1].const_value) is None:
         return False
-    weight = node.inputs[1].const_value
-    kernel, options = tuple(weight.shape[2:]), node.attributes
-    same = kernel in _PADS and list(_ints(options, "pads", [0] * 4)) == _PADS[kernel]
+    options = node.attributes
+    same = _PADS.get(tuple(weight.shape[2:])) == _ints(options, "pads", [0] * 4)
     plain = all(set(_ints(options, name, [1])) == {1} for name in ("strides", "dilations"))
     alone = "group" not in options or options["group"].as_int() == 1
     return same and plain and alone and weight.dtype.name in ("FLOAT", "FLOAT16")

@@ -8,17 +8,13 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lowrank_cnn.core.errors import LowRankError, explained, first_line, require
-from lowrank_cnn.core.files import regular
+from lowrank_cnn.core.errors import LowRankError, first_line, require
 from lowrank_cnn.deploy.engines.onnx import write_onnx
 from lowrank_cnn.deploy.engines.request import ExportRequest
-from lowrank_cnn.deploy.engines.runner import Engine, Port, Runner, quiet
+from lowrank_cnn.deploy.engines.runner import Arrays, Engine, Port, Runner, quiet
 from lowrank_cnn.train.int8 import widen
-
-if TYPE_CHECKING:
-    from numpy import ndarray
 
 _NOTES = "lowrank_cnn"
 """The key of `rt_info` under which a file keeps our metadata."""
@@ -33,19 +29,18 @@ class OpenVinoRunner(Runner):
 
     def __init__(self, path: Path, *, threads: int = 0) -> None:
         openvino = require("openvino", extra="engines", purpose="running an .xml file")
-        with explained(f"openvino cannot read {path}"):
-            core = openvino.Core()
-            model = core.read_model(str(regular(path)))
-            self.metadata = _notes(model)
-            hint = "f16" if self.metadata.get("precision") == "fp16" else "f32"
-            options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": hint, "PERFORMANCE_HINT": "LATENCY"}
-            if threads:
-                options["INFERENCE_NUM_THREADS"] = threads
-            self.request = core.compile_model(model, "CPU", options).create_infer_request()
+        core = openvino.Core()
+        model = core.read_model(str(path))
+        self.metadata = _notes(model)
+        hint = "f16" if self.metadata.get("precision") == "fp16" else "f32"
+        options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": hint, "PERFORMANCE_HINT": "LATENCY"}
+        if threads:
+            options["INFERENCE_NUM_THREADS"] = threads
+        self.request = core.compile_model(model, "CPU", options).create_infer_request()
         self.inputs = tuple(map(_port, model.inputs))
         self.outputs = tuple(map(_port, model.outputs))
 
-    def _run(self, arrays: list[ndarray]) -> list[ndarray]:
+    def _run(self, arrays: Arrays) -> Arrays:
         results = self.request.infer(arrays, share_inputs=True)
         return [results[place].copy() for place in range(len(self.outputs))]
 

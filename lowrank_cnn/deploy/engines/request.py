@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_structure, tree_unflatten
 
 from lowrank_cnn.core.compare import is_finite, mapped, random_like, unchanged
-from lowrank_cnn.core.errors import LowRankError, explained
+from lowrank_cnn.core.errors import LowRankError, check_choice, explained
 from lowrank_cnn.core.notes import note
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.deploy.blocks import groups_apart, in_layers
@@ -61,10 +61,8 @@ def named_tensors(result: Any) -> dict[str, Tensor]:
     for path, value in _leaves(result):
         key = "_".join(map(str, path)) or "output"
         if not isinstance(value, Tensor):
-            kind = type(value).__name__
-            raise LowRankError(
-                f"the network returns a {kind} ({key}), but a file holds only tensors: export a module without it."
-            )
+            told = f"the network returns a {type(value).__name__} ({key}), but a file holds only tensors"
+            raise LowRankError(f"{told}: export a module without it.")
         found[key if key not in found else f"{key}_{len(found)}"] = value
     if not found:
         raise LowRankError("the network gives no tensor.")
@@ -73,18 +71,18 @@ def named_tensors(result: Any) -> dict[str, Tensor]:
 
 def _leaves(value: Any, *path: object) -> Iterator[tuple[tuple[object, ...], Any]]:
     if isinstance(value, Mapping):
-        parts = list(value.items())
+        parts = value
     elif is_dataclass(value):
-        parts = [(each.name, getattr(value, each.name)) for each in fields(value)]
-    elif hasattr(value, "_fields"):  # a named tuple
-        parts = [(each, getattr(value, each)) for each in value._fields]
+        parts = {each.name: getattr(value, each.name) for each in fields(value)}
+    elif hasattr(value, "_asdict"):  # a named tuple
+        parts = value._asdict()
     elif isinstance(value, list | tuple):
-        parts = [(place if path else f"output_{place}", part) for place, part in enumerate(value)]
+        parts = {place if path else f"output_{place}": part for place, part in enumerate(value)}
     else:
-        parts = []
+        parts = {}
         if value is not None:
             yield path, value
-    for key, part in parts:
+    for key, part in parts.items():
         yield from _leaves(part, *path, key)
 
 
@@ -114,24 +112,20 @@ class Call:
         found = list(_input_names(network, args, kwargs))
         if not found:
             raise LowRankError(f"an example input must contain tensors, not only {type(example).__name__}.")
-        if names is not None and (len(names) != len(found) or len(set(names)) < len(names)):
-            raise LowRankError(
-                f"the network takes {counted(len(found), 'input')}: give as many different input_names."
-            )
+        if names is not None and not len(names) == len(set(names)) == len(found):
+            told = counted(len(found), "input")
+            raise LowRankError(f"the network takes {told}: give as many different input_names.")
         return cls(tuple(leaves), structure, tuple(names or found))
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name."""
         return dict(zip(self.names, (leaf for leaf in self.leaves if isinstance(leaf, Tensor)), strict=True))
 
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments."""
         return tree_unflatten(list(self.leaves), self.structure)  # type: ignore[return-value]
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> Call:
-        """The same call with other tensors."""
         rest = iter([tensors[name] for name in self.names])
         leaves = (next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
         return replace(self, leaves=tuple(leaves))
@@ -141,15 +135,11 @@ class Call:
         return self.replaced({name: tensor.detach().clone() for name, tensor in self.tensors.items()})
 
     def run(self, network: Any) -> Any:
-        """Run a network on this call."""
         args, kwargs = self.arguments
         return network(*args, **kwargs)
 
     def sized(self, axes: Axes, sizes: Mapping[str, float], *, seed: int | None = None) -> Call:
-        """The call with free axes of other lengths: `batch` is a number; others are factors.
-
-        Tensors are repeated or cut along such axes; with a seed, floating-point ones are random numbers.
-        """
+        """The call with free axes of other lengths (factors, but for `batch`); with a seed, of random numbers."""
         made = {}
         for name, tensor in self.tensors.items():
             for axis, word in axes[name].items():
@@ -184,7 +174,6 @@ class ExportRequest:
 
     @property
     def name(self) -> str:
-        """The user's name of the network."""
         return name_of(self.network)
 
     @cached_property
@@ -216,8 +205,11 @@ class ExportRequest:
         free = f" with free {' and '.join(self.free)}" if self.free else ""
         with explained(f"torch.export cannot trace {self.name}{free}"):
             network = _capturable(self.network, self.call)
+            dims = iter([dict.fromkeys(self.axes[name], torch.export.Dim.DYNAMIC) for name in self.call.names])
+            specs = [next(dims) if isinstance(leaf, Tensor) else None for leaf in self.call.leaves]
+            shapes = _bound(network, *tree_unflatten(specs, self.call.structure))
             with quiet(), redirect_stderr(io.StringIO()):  # torch prints the graph if it refuses a part of it
-                program = torch.export.export(network, args, kwargs, dynamic_shapes=self._shapes(network))
+                program = torch.export.export(network, args, kwargs, dynamic_shapes=shapes)
         for module in program.graph_module.modules():  # source lines with paths, which the file must not contain
             for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
                 node.meta.pop("stack_trace", None)
@@ -263,21 +255,14 @@ class ExportRequest:
 
     def one_image(self, engine: str) -> Call:
         """The example reduced to one image, for an engine whose files have a fixed size."""
-        named = (pair for free in self.axes.values() for pair in free.items())
-        if other := [word for axis, word in named if axis or word != "batch"]:
-            raise LowRankError(f"a file for {engine} has a fixed image size: leave {other[0]} out of dynamic.")
+        for axis, word in (pair for free in self.axes.values() for pair in free.items()):
+            if axis or word != "batch":
+                raise LowRankError(f"a file for {engine} has a fixed image size: leave {word} out of dynamic.")
         return self.call.replaced({name: tensor[:1] for name, tensor in self.call.tensors.items()})
 
     def positional(self) -> nn.Module:
         """The network as a module that takes its tensors in the order of their names and gives a tuple."""
         return _Positional(self.network, self.call).eval()
-
-    def _shapes(self, network: nn.Module) -> Any:
-        """The free axes in the structure of the arguments, by the names of the forward's parameters."""
-        free = iter([dict.fromkeys(self.axes[name], torch.export.Dim.DYNAMIC) for name in self.call.names])
-        specs = [next(free) if isinstance(leaf, Tensor) else None for leaf in self.call.leaves]
-        args, kwargs = tree_unflatten(specs, self.call.structure)
-        return _bound(network, args, kwargs)
 
 
 def _holds(guard: str, values: dict[str, Any]) -> bool:
@@ -334,22 +319,20 @@ def free_axes(call: Call, dynamic: Sequence[str] | Mapping[str, Mapping[int, str
     if isinstance(dynamic, Mapping):
         if unknown := [name for name in dynamic if name not in tensors]:
             raise LowRankError(f"dynamic names {unknown[0]!r}, but the inputs are {', '.join(tensors)}.")
-        wrong = [name for name, axes in dynamic.items() if any(not 0 <= a < tensors[name].dim() for a in axes)]
-        if wrong:
-            raise LowRankError(f"dynamic names an axis that {wrong[0]} lacks.")
+        for name, axes in dynamic.items():
+            if not all(0 <= axis < tensors[name].dim() for axis in axes):
+                raise LowRankError(f"dynamic names an axis that {name} lacks.")
         return {name: dict(dynamic.get(name, {})) for name in tensors}
     words = (dynamic,) if isinstance(dynamic, str) else tuple(dynamic)
     if unknown := [word for word in words if word not in _FREE]:
         raise LowRankError(f"an axis can be {', '.join(_FREE)}, not {unknown[0]!r}.")
+    found: Axes = {}
     batch = next((len(tensor) for tensor in tensors.values() if tensor.dim()), 0)
-    return {name: _axes_of(tensor, words, batch) for name, tensor in tensors.items()}
-
-
-def _axes_of(tensor: Tensor, words: Sequence[str], batch: int) -> dict[int, str]:
-    """The free axes of one input: the first if it is as long as the batch, and the last ones for images."""
-    found = {0: "batch"} if "batch" in words and tensor.dim() and len(tensor) == batch else {}
-    inner = enumerate(_AXES.get(tensor.dim(), ()), start=2) if tensor.is_floating_point() else ()
-    return found | {axis: word for axis, word in inner if word in words}
+    for name, tensor in tensors.items():
+        inner = enumerate(_AXES.get(tensor.dim(), ()), start=2) if tensor.is_floating_point() else ()
+        found[name] = {0: "batch"} if "batch" in words and tensor.dim() and len(tensor) == batch else {}
+        found[name] |= {axis: word for axis, word in inner if word in words}
+    return found
 
 
 def _input_names(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:
@@ -368,9 +351,6 @@ def _bound(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return dict(inspect.signature(network.forward).bind_partial(*args, **kwargs).arguments)
 
 
-# Half precision for engines that compute in the precision of the graph.
-
-
 class InSingle(nn.Module):
     """A layer that computes in float32 within a network in half precision."""
 
@@ -383,10 +363,7 @@ class InSingle(nn.Module):
 
 
 class InHalf(nn.Module):
-    """A network that computes in half precision, between inputs and outputs in float32.
-
-    The layers that `in_single` names compute in float32.
-    """
+    """A network in half precision between inputs and outputs in float32, as are layers that `in_single` names."""
 
     def __init__(self, network: nn.Module, in_single: Callable[[nn.Module], bool] = lambda _: False) -> None:
         super().__init__()
@@ -401,8 +378,7 @@ class InHalf(nn.Module):
 
 def at_precision(request: ExportRequest, engine: Engine, precision: str) -> ExportRequest:
     """The same request for a file in another precision."""
-    if precision not in get_args(Precision):
-        raise LowRankError(f"the precision is fp32 or fp16, not {precision!r}; int8 is for export.")
+    check_choice("precision", precision, (*get_args(Precision), "int8"))
     if precision == "fp32":
         return request
     if dtype_of(request.network) != torch.float32:
@@ -420,14 +396,8 @@ def _cast(values: Any, before: torch.dtype, after: torch.dtype) -> Any:
     return mapped(lambda x: x.to(after) if isinstance(x, Tensor) and x.dtype == before else x, values)
 
 
-# Make a request from a network and the options of `export`.
-
-
 class PreparedNetwork(nn.Module):
-    """A network with preprocessing: it takes uint8 images of the network's input size.
-
-    Whitening needs whole images, so if images were whitened, the graph also crops.
-    """
+    """A network with preprocessing, for uint8 images; whitening needs whole ones, which the graph then crops."""
 
     def __init__(self, trained: Trained, layout: str) -> None:
         super().__init__()
@@ -458,11 +428,20 @@ def request_for(
     layout: Layout | None = "nchw" if preprocess is True else preprocess or None
     if layout:
         network, example = _prepared(replace(stored, network=network), layout, example)
-    example = _images(stored) if example is None else example
+    elif example is None:
+        if stored.input_size is None:
+            raise LowRankError("give the size of the images (channels, height, width), or example_input.")
+        drawn = torch.randn(2, *stored.input_size, generator=torch.Generator().manual_seed(2))
+        example = drawn.to(dtype_of(stored.network))
     call = Call.of(network, example, names.get("inputs"))
     call = call.replaced({name: tensor.detach().cpu() for name, tensor in call.tensors.items()})
     found = checked_outputs(network, call)
-    outputs = _output_names(found, call.names, names.get("outputs"))
+    outputs = tuple(f"output_{name}" if name in call.names else name for name in found)
+    if (asked := names.get("outputs")) is not None:
+        if len(asked) != len(found) or len({*asked, *call.names}) != len(asked) + len(call.names):
+            told = f"{counted(len(found), 'output')} ({', '.join(found)})"
+            raise LowRankError(f"the network gives {told}: give as many different output_names.")
+        outputs = tuple(asked)
     axes = free_axes(call, dynamic)
     results = dict(zip(outputs, found.values(), strict=True))
     metadata = metadata_of(stored, pixels=layout) | {
@@ -488,26 +467,6 @@ def _prepared(stored: Stored, layout: Layout, example: Any) -> tuple[nn.Module, 
     return network, drawn.permute(0, 2, 3, 1).contiguous() if layout == "nhwc" else drawn
 
 
-def _images(stored: Stored) -> Tensor:
-    if stored.input_size is None:
-        raise LowRankError("give the size of the images (channels, height, width), or example_input.")
-    drawn = torch.randn(2, *stored.input_size, generator=torch.Generator().manual_seed(2))
-    return drawn.to(dtype_of(stored.network))
-
-
-def _output_names(
-    found: Mapping[str, Tensor], inputs: Sequence[str], asked: Sequence[str] | None
-) -> tuple[str, ...]:
-    if asked is None:
-        return tuple(f"output_{name}" if name in inputs else name for name in found)
-    if len(asked) != len(found) or len({*asked, *inputs}) != len(asked) + len(inputs):
-        raise LowRankError(
-            f"the network gives {counted(len(found), 'output')} ({', '.join(found)}): give as many different "
-            "output_names."
-        )
-    return tuple(asked)
-
-
 def _described(tensors: Mapping[str, Tensor], axes: Axes, *, fixed: bool = True) -> str:
     """Names, shapes and types for formats that store none; free axes have no length."""
     rows = []
@@ -518,7 +477,6 @@ def _described(tensors: Mapping[str, Tensor], axes: Axes, *, fixed: bool = True)
 
 
 def shapes_of(call: Call) -> str:
-    """The shapes of a call's tensors, for messages."""
     return ", ".join("x".join(map(str, tensor.shape)) for tensor in call.tensors.values())
 
 

@@ -9,8 +9,8 @@ import os
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from lowrank_cnn.deploy.engines.request import ExportRequest
 
-EXTRA = "lowrank_cnn.json"
-"""The part of a torch file that holds our metadata."""
+Arrays = list["ndarray"]
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,7 @@ class Port:
     def takes(self, array: ndarray) -> bool:
         """Whether an array has the fixed dimensions."""
         pairs = zip(array.shape, self.shape, strict=False)
-        fits = all(not isinstance(wanted, int) or size == wanted for size, wanted in pairs)
-        return array.ndim == len(self.shape) and fits
+        return array.ndim == len(self.shape) and all(a == b for a, b in pairs if isinstance(b, int))
 
     def __str__(self) -> str:
         return "x".join(str(size or "any") for size in self.shape) or "a number"
@@ -69,19 +67,27 @@ class Runner(ABC):
     def __init__(self, path: Path, *, threads: int = 0) -> None: ...
 
     @abstractmethod
-    def _run(self, arrays: list[ndarray]) -> Sequence[ndarray]:
+    def _run(self, arrays: Arrays) -> Arrays:
         """The outputs for arrays, both in the order of the ports."""
 
     def __call__(self, inputs: ndarray | Mapping[str, ndarray]) -> dict[str, ndarray]:
         """The outputs by name. A network of one input takes an array alone."""
-        named = dict(inputs) if isinstance(inputs, Mapping) else {self.inputs[0].name: inputs}
-        self._check(named)
-        arrays = [named[port.name] for port in self.inputs]
+        given = dict(inputs) if isinstance(inputs, Mapping) else {self.inputs[0].name: inputs}
+        names = [port.name for port in self.inputs]
+        if set(names) != set(given):
+            raise LowRankError(f"this file takes {', '.join(names)}, not {', '.join(given)}.")
+        arrays = [given[name] for name in names]
+        for port, array in zip(self.inputs, arrays, strict=True):  # with clearer messages than the engine's
+            if not port.takes(array):
+                shape = "x".join(map(str, array.shape)) or "a number"
+                raise LowRankError(f"this file takes {port.name} of {port}, not of {shape}.")
+            if str(array.dtype) != port.array_dtype:
+                raise LowRankError(f"this file takes {port.name} in {port.array_dtype}, not in {array.dtype}.")
         with explained(f"{self.engine} cannot run this file"):
             results = self._one_by_one(arrays) if self.one_image else self._run(arrays)
-            return {port.name: result for port, result in zip(self.outputs, results, strict=True)}
+            return dict(zip((port.name for port in self.outputs), results, strict=True))
 
-    def _one_by_one(self, arrays: list[ndarray]) -> list[ndarray]:
+    def _one_by_one(self, arrays: Arrays) -> Arrays:
         import numpy
 
         batches = [numpy.ascontiguousarray(array)[:, None] for array in arrays]
@@ -97,19 +103,6 @@ class Runner(ABC):
             given = "x".join(map(str, image.shape))
             raise LowRankError(f"this file takes {port.name} of {port}, not images of {given}.")
 
-    def _check(self, inputs: Mapping[str, ndarray]) -> None:
-        """Check the inputs, with clearer messages than the engine's."""
-        names = [port.name for port in self.inputs]
-        if set(names) != set(inputs):
-            raise LowRankError(f"this file takes {', '.join(names)}, not {', '.join(inputs)}.")
-        for port in self.inputs:
-            array = inputs[port.name]
-            if not port.takes(array):
-                given = "x".join(map(str, array.shape)) or "a number"
-                raise LowRankError(f"this file takes {port.name} of {port}, not of {given}.")
-            if str(array.dtype) != port.array_dtype:
-                raise LowRankError(f"this file takes {port.name} in {port.array_dtype}, not in {array.dtype}.")
-
     def _take(self, metadata: dict[str, str]) -> None:
         """Store the metadata of a file, with the inputs and outputs that it names."""
         self.metadata = metadata
@@ -117,10 +110,9 @@ class Runner(ABC):
 
     def _read_beside(self, path: Path) -> None:
         """Take metadata, inputs and outputs from the file that `write_beside` wrote."""
-        try:
-            self._take(parse_metadata(read_regular(_beside(path), most=LARGEST_JSON)))
-        except OSError:
-            self._take({})
+        self._take({})
+        with suppress(OSError):
+            self._take(parse_metadata(read_regular(path.with_name(f"{path.name}.json"), most=LARGEST_JSON)))
         if not self.inputs or not self.outputs:
             raise LowRankError(f"{path.name}.json, which names the inputs of {path}, is missing or damaged.")
 
@@ -130,7 +122,6 @@ class Engine:
     """An engine that runs networks. `ENGINES` in `targets.py` has one for each name of `--to` and `--engine`."""
 
     suffix: str
-    """The suffix of its files."""
     runner: type[Runner]
     write: Callable[[Path, ExportRequest], None]
     """Writes a request to a path; other files that belong to it go into the same folder."""
@@ -154,7 +145,6 @@ class Engine:
 
     @property
     def installed(self) -> bool:
-        """Whether its packages can be imported."""
         return all(importlib.util.find_spec(name) for name in (self.package, self.writer) if name)
 
 
@@ -189,35 +179,23 @@ def silent_process() -> Iterator[None]:
 
 def write_beside(path: Path, request: ExportRequest) -> None:
     """Write metadata and precision to a JSON file, for formats that have no place for them."""
-    write_json(_beside(path), {**request.metadata, "precision": request.precision})
+    write_json(path.with_name(f"{path.name}.json"), {**request.metadata, "precision": request.precision})
 
 
 def parse_metadata(text: str | bytes) -> dict[str, str]:
     """Metadata that a file stores as JSON; empty if it is missing or damaged."""
-    try:
-        found = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        return {}
+    found = None
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
     return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
 
 
 def ports_from(text: str | None) -> tuple[Port, ...]:
     """Inputs or outputs that a file stores as JSON, if its format does not name them."""
-    try:
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
         return tuple(Port(row["name"], tuple(row["shape"]), row["dtype"]) for row in json.loads(text or ""))
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return ()
-
-
-def as_tensor(port: Port, array: ndarray) -> Tensor:
-    """A copy of an array as a tensor, because a program may change its inputs."""
-    return torch.from_numpy(array).to(getattr(torch, port.dtype), copy=True)
+    return ()
 
 
 def as_array(tensor: Tensor) -> ndarray:
-    """An output as a numpy array."""
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f"{path.name}.json")

@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 from pathlib import Path
 
-from lowrank_cnn.core.errors import LowRankError, nearest, option
+from lowrank_cnn.core.errors import LowRankError, check_file, explained, nearest, option
 from lowrank_cnn.core.files import as_path, write_atomically
 from lowrank_cnn.core.text import si
 from lowrank_cnn.deploy.engines.executorch import EXECUTORCH
@@ -15,9 +15,8 @@ from lowrank_cnn.deploy.engines.mnn import MNN
 from lowrank_cnn.deploy.engines.ncnn import NCNN
 from lowrank_cnn.deploy.engines.onnx import ONNX, ONNX_STRIPS
 from lowrank_cnn.deploy.engines.openvino import OPENVINO
-from lowrank_cnn.deploy.engines.program import PROGRAM
 from lowrank_cnn.deploy.engines.runner import Engine, Port, Runner
-from lowrank_cnn.deploy.engines.torchscript import TORCHSCRIPT
+from lowrank_cnn.deploy.engines.torch import PROGRAM, TORCHSCRIPT
 
 ENGINES: dict[str, Engine] = {
     "onnx": ONNX,
@@ -52,32 +51,26 @@ def open_engine(path: str | Path, *, threads: int = 0, trusted: bool = False) ->
     """
     path = as_path(path)
     engine = engine_of(path)
-    if not path.is_file():
-        raise LowRankError(f"there is no file {path}.")
+    check_file(path)
     if engine.trusted and not trusted:
         raise LowRankError(
             f"reading {path.name} can run code stored in it: say {option('trusted', True)} for a file of your own."
         )
-    return engine.runner(path, threads=threads)
+    with explained(f"{engine.runner.engine} cannot read {path}"):
+        return engine.runner(path, threads=threads)
 
 
 def engine_of(path: Path, *, strips: bool = False) -> Engine:
     """The engine that runs a file, by its suffix."""
-    fits = (each for each in ENGINES.values() if (each.suffix, each.strips) == (path.suffix, strips))
-    if (found := next(fits, None)) is None:
-        known = ", ".join(suffixes())
-        raise LowRankError(f"no engine runs {path.name}: its name must end in one of {known}.")
-    return found
+    for engine in ENGINES.values():
+        if (engine.suffix, engine.strips) == (path.suffix, strips):
+            return engine
+    raise LowRankError(f"no engine runs {path.name}: its name must end in one of {', '.join(suffixes())}.")
 
 
 def suffixes(*, int8: bool = False) -> list[str]:
     """The suffixes of all engines, or of those that run int8."""
     return list(dict.fromkeys(engine.suffix for engine in ENGINES.values() if engine.int8 or not int8))
-
-
-def is_engine_file(path: str | Path) -> bool:
-    """Whether an engine runs files of this suffix."""
-    return Path(path).suffix in suffixes()
 
 
 def target_of(name: str) -> Engine:
@@ -97,12 +90,11 @@ def usage(runner: Runner, path: str | Path, *, precision: str = "fp32") -> str:
     engine = engine_of(Path(path), strips="strips" in runner.metadata)
     in_torch = engine.package in ("torch", "executorch")
     names = [port.name for port in runner.inputs]
+    keywords = getattr(runner, "keywords", ())
     variables = ["images"] if len(names) == 1 else [f"input{place}" for place in range(len(names))]
     pairs = list(zip(variables, names, strict=True))
-    keywords = getattr(runner, "keywords", ())
-    made = (f"{v} = {_random(port, in_torch)}" for v, port in zip(variables, runner.inputs, strict=True))
     return engine.usage.format(
-        made="; ".join(made),
+        made="; ".join(f"{v} = {_random(p, in_torch)}" for v, p in zip(variables, runner.inputs, strict=True)),
         file=_quoted(path),
         weights=_quoted(Path(path).with_suffix(".ncnn.bin")),
         given=", ".join(variables),

@@ -28,16 +28,7 @@ from lowrank_cnn.core.search import Key, Search
 from lowrank_cnn.kernels import device as gpu
 from lowrank_cnn.kernels.autotune import tuned
 from lowrank_cnn.kernels.autotune.trial import OUT_OF_MEMORY, WRONG, KernelTrial, Path, mismatch, times
-from lowrank_cnn.kernels.autotune.tuned import (
-    FAILED,
-    DensePath,
-    Request,
-    Times,
-    entry_of,
-    plan_in,
-    plans_of,
-    refusal,
-)
+from lowrank_cnn.kernels.autotune.tuned import FAILED, DensePath, Request, Times, entry_of, plans_of, refusal
 from lowrank_cnn.kernels.device import asked_for_dense, by_torch, is_for_graphs, is_tuning, mode
 from lowrank_cnn.kernels.problem import CallOptions, Problem, pose
 
@@ -92,7 +83,10 @@ def choose(
     bias: torch.dtype | None = torch.float32,
 ) -> Choice:
     """The path of a problem under the current mode; in training, `need_input` asks for the input gradient."""
-    request = Request(problem, device, training, need_input, bias)
+    return _choose(Request(problem, device, training, need_input, bias))
+
+
+def _choose(request: Request) -> Choice:
     if by_torch():
         return Choice("mode dense: in training as one dense conv" if asked_for_dense() else "switched off")
     if reason := refusal(request):
@@ -101,6 +95,7 @@ def choose(
         noted.extend(_to_compile(request))
         return Choice("only surveyed")
     if mode() == "on":
+        problem, device = request.problem, request.device
         return Choice("forced", tuned.measured_plan(problem, device) or plans_of(problem, device)[0])
     return (None if _to_tune(request) else _stored(request)) or _measured(request) or _default(request)
 
@@ -108,25 +103,24 @@ def choose(
 def in_question(request: Request) -> list[KernelPlan]:
     """The plans that a choice would run: all if it tunes, else the stored one or the default."""
     if mode() == "on" or not (_to_tune(request) or _stored(request) is None):
-        choice = choose(request.problem, request.device, training=request.training, need_input=request.need_input)
-        return [choice.plan] if choice.plan else []
+        plan = _choose(request).plan
+        return [plan] if plan else []
     return _candidates(request)
 
 
 def fastest(problem: Problem, device: torch.device, *, training: bool, need_input: bool = True) -> float | None:
     """Milliseconds of the path that a problem takes, measured now if possible; None if unknown."""
-    choose(problem, device, training=training, need_input=need_input)
-    entry = entry_of(Request(problem, device, training, need_input))
+    request = Request(problem, device, training, need_input)
+    _choose(request)
+    entry = entry_of(request)
     return min(tuned.times_in(entry, _way()).values()) if entry else None
 
 
 def explain(problem: Problem, device: torch.device | str = "cuda", *, training: bool = False) -> str:
     """The path of a problem and why, in one line; nothing is measured."""
     request = Request(problem, torch.device(device), training, need_input=problem.channels > 4)
-    if mode() != "auto" or refusal(request):
-        choice = choose(problem, request.device, training=training, need_input=request.need_input)
-    else:
-        choice = _stored(request) or _default(request)
+    decided = mode() != "auto" or refusal(request)
+    choice = _choose(request) if decided else _stored(request) or _default(request)
     if choice.dense:
         inner = explain(problem.as_dense, device, training=training)
         return f"{problem}: as one dense conv ({choice.why}), {inner}"
@@ -150,8 +144,8 @@ def _measured(request: Request) -> Choice | None:
         return None
     plan, tried = _fastest(request)
     builders: dict[str, Callable[[], Path]] = {"fused": lambda: plan}
-    if request.as_dense:
-        builders["dense"] = lambda: _dense_path(request)
+    if whole := request.as_dense:
+        builders["dense"] = lambda: DensePath(_choose(whole).plan)
     taken, failed = _search(request, builders)
     torch_times = _by_torch(request, Times(*map(min, zip(FAILED, *taken.values(), strict=True))))
     wrong = failed.get("fused") == WRONG  # a wrong plan must not become the default
@@ -178,12 +172,6 @@ def _search(
         return {key: taken for key, taken in found.items() if taken is not None}
 
     return search.times(clock), search.failed
-
-
-def _dense_path(request: Request) -> DensePath:
-    """The layer as one dense conv, by the path that such a conv takes."""
-    needs: Any = {"training": True, "need_input": request.need_input, "bias": request.bias}
-    return DensePath(choose(request.problem.as_dense, request.device, **needs).plan)
 
 
 def _to_compile(request: Request) -> list[Request]:
@@ -253,7 +241,7 @@ def _choice(entry: dict[str, Any]) -> Choice:
     found = tuned.times_in(entry, _way())
     why = f"measured, in a {_way()}: " + ", ".join(f"{path} {ms:.3f} ms" for path, ms in found.items())
     best = min(("torch", "fused", "dense"), key=lambda path: found.get(path, float("inf")))  # torch, if equal
-    return Choice(why, plan_in(entry) if best == "fused" else None, best == "dense")
+    return Choice(why, tuned.plan_in(entry) if best == "fused" else None, best == "dense")
 
 
 def _way() -> str:
@@ -294,8 +282,6 @@ def compile_kernels(asked: Iterable[Any]) -> None:
     """Compile the kernels of every candidate; a plan that fails to compile is left to its first use."""
     import triton
 
-    if not hasattr(triton, "AsyncCompileMode"):  # since Triton 3.5
-        return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with (
         warnings.catch_warnings(),  # Triton's threads leave warning filters behind

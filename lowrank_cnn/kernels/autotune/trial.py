@@ -83,8 +83,7 @@ class KernelTrial:
             return made.contiguous(memory_format=torch.channels_last) if len(size) == 4 else made
 
         x = draw(problem.batch, problem.channels, problem.height, problem.width)
-        shapes = [(g.filters, problem.channels, g.height, g.width) for g in problem.groups]
-        weights = [draw(*shape).contiguous() for shape in shapes]
+        weights = [draw(*shape).contiguous() for shape in problem.shapes]
         bias = None if request.bias is None else draw(problem.filters, dtype=request.bias)
         residual = draw(problem.batch, problem.filters, *problem.result_size) if problem.residual else None
         return cls(problem, x, weights, bias, request.training if training is None else training, residual)
@@ -98,12 +97,12 @@ class KernelTrial:
         """The result, or in training the gradients of weights, bias and input; None runs torch."""
         if plan is None or isinstance(plan, DensePath):
             return self.call(plan)
-        y, codes = self._forward(plan)
+        y, codes = self.forward(plan)
         if not self.training:
             return [y]
         # Without a pool, the gradient of a ReLU reads the result.
         kept = y.permute(0, 2, 3, 1) if self.problem.relu else y.new_empty(0, dtype=torch.uint8)
-        return self._gradients(y, kept if codes is None else codes)
+        return self.gradients(y, kept if codes is None else codes)
 
     def call(self, plan: Path) -> list[Tensor]:
         """The same as a layer calls it, with the host's time for the operator and for autograd."""
@@ -121,12 +120,6 @@ class KernelTrial:
             y = ops.fused_conv2d(self.x, weights, None, self.bias, self.residual, *how)[0]
         return list(torch.autograd.grad(y, inputs, y.detach())) if self.training else [y]
 
-    def pooled(self, plan: KernelPlan) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The result of a plan with a fused pool, the codes of the winners, and the gradients."""
-        y, codes = self._forward(plan)
-        assert codes is not None
-        return y, codes, self._gradients(y, codes)
-
     def by_winners(self, codes: Tensor, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Torch's results at the argmax positions in `codes`, and their gradients."""
         problem, inputs = self.problem, self._inputs()
@@ -138,14 +131,14 @@ class KernelTrial:
         won = quads.gather(-1, place.clamp(max=3).unsqueeze(-1)).squeeze(-1) * (place < 4)
         return won.detach(), list(torch.autograd.grad(won, inputs, grad))
 
-    def _forward(self, plan: KernelPlan) -> tuple[Tensor, Tensor | None]:
+    def forward(self, plan: KernelPlan) -> tuple[Tensor, Tensor | None]:
         from lowrank_cnn.kernels.conv import forward
 
         codes = empty_codes(self.problem, self.x) if self.training else None
         inputs = (self.x, self.weights, self.bias, codes, self.residual)
         return forward.run_plan(plan, self.problem, *inputs), codes
 
-    def _gradients(self, grad: Tensor, seen: Tensor) -> list[Tensor]:
+    def gradients(self, grad: Tensor, seen: Tensor) -> list[Tensor]:
         from lowrank_cnn.kernels.conv import gradients
 
         need = {"need_input": self.need_input, "need_bias": self.bias is not None}
@@ -168,9 +161,10 @@ def _gradients_agree(trial: KernelTrial, plan: Path) -> bool:
         trial, plan = replace(trial, problem=replace(trial.problem, pool=None)), DensePath(None)
     if isinstance(plan, DensePath) or trial.problem.pool is None:
         return _all_close(trial.run(plan), trial.run(None))
-    y, codes, ours = trial.pooled(plan)
+    y, codes = trial.forward(plan)
+    assert codes is not None
     won, right = trial.by_winners(codes, y)
-    return _all_close([y, *ours], [won, *right])
+    return _all_close([y, *trial.gradients(y, codes)], [won, *right])
 
 
 def _all_close(ours: Sequence[Tensor], right: Sequence[Tensor]) -> bool:

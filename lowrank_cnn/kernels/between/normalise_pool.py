@@ -24,14 +24,12 @@ from torch import Tensor
 
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.kernels.between.batch_statistics import affine, affine_gradients, of_channels, split_sum
-from lowrank_cnn.kernels.between.pool import covering, pooled_size, window_constants, won_from
+from lowrank_cnn.kernels.between.pool import UNROLLED, VALUES, covering, pooled_size, window_constants, won_from
 from lowrank_cnn.kernels.device import operator
 from lowrank_cnn.kernels.problem import blocks_of, empty_maps, pixels_last
 
-VALUES = 1024
-"""Values per program: with 128 threads, 16 bytes of bfloat16 per thread and place of the window."""
-MOST_PLACES = 25
-"""Places of the largest window: loops over them are unrolled, so that all their loads run at the same time."""
+MOST_PLACES = UNROLLED
+"""Places of the largest window: loops over them are always unrolled."""
 DEAD = tl.constexpr(255)
 """The code of a window whose maximum the ReLU set to zero."""
 
@@ -141,12 +139,10 @@ def unpooled_gradient(
     tl.store(dx + place, out.to(dx.dtype.element_ty), mask=keep)
 
 
-def _results(
-    x: Tensor, mean: Any, rstd: Any, weight: Any, bias: Any, kernel: Any, stride: Any, padding: Any, ceil: bool,
-    codes: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _results(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for the result and, with `codes`, for the winners' places and values."""
-    size = pooled_size(x.shape, kernel, stride, padding, ceil)
+    *window, codes = rest[-5:]
+    size = pooled_size(x.shape, *window)
     kept = (x.shape[0], *size, x.shape[1]) if codes else (0,)
     return empty_maps((*x.shape[:2], *size), x), x.new_empty(kept, dtype=torch.uint8), x.new_empty(kept)
 
@@ -168,7 +164,7 @@ def batch_norm_relu_pool(
 
     Without `codes` the last two are empty.
     """
-    y, seen, won = _results(x, mean, rstd, weight, bias, kernel, stride, padding, ceil, codes)
+    y, seen, won = _results(x, kernel, stride, padding, ceil, codes)
     pixels = y.numel() // x.shape[1]
     grid, constants = blocks_of(pixels, x.shape[1], VALUES)
     normalise_pool[grid](

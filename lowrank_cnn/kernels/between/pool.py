@@ -169,12 +169,7 @@ def _results(x: Tensor, kernel: Any, stride: Any, padding: Any, ceil: bool, code
 
 @operator("max_pool2d", _results)
 def max_pool2d(
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    ceil: bool,
-    codes: bool,
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], ceil: bool, codes: bool
 ) -> tuple[Tensor, Tensor]:
     """The result, channels-last, and the winners' places [N, H, W, C]; without `codes` the second is empty."""
     y, seen = _results(x, kernel, stride, padding, ceil, codes)

@@ -361,4 +361,4 @@ def launch_weight_gradient(
         CHANNELS=problem.channels, IMAGES=images, ROWS=rows, COLUMNS=columns, FILTERS=filters, DEPTH=depth,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return unpack_rows(dw, problem)
+    return unpack_rows(dw, problem.shapes)

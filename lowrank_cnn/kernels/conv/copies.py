@@ -64,7 +64,10 @@ def copy_all(
 
 @on_its_device
 def launch_copy(*sources: Tensor, targets: Sequence[Tensor]) -> None:
-    """Run the kernel; there are at most `MOST_GROUPS` groups, and a group has fewer than 2^31 values."""
+    """Run the kernel, for at most `MOST_GROUPS` groups at once; a group has fewer than 2^31 values."""
+    if len(sources) > MOST_GROUPS:
+        launch_copy(*sources[MOST_GROUPS:], targets=targets[MOST_GROUPS:])
+    sources, targets = sources[:MOST_GROUPS], targets[:MOST_GROUPS]
     shapes = tuple((tuple(s.shape), s.stride(), t.stride()) for s, t in zip(sources, targets, strict=True))
     last = MOST_GROUPS - len(sources)  # not read
     blocks = ceil_div(max(source.numel() for source in sources), BLOCK)

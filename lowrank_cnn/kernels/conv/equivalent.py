@@ -120,15 +120,10 @@ def _launch_folded(problem: Problem, given: ConvTensors, tile: tiled.Tile) -> Te
     return tiled.launch_tiled(inner, given._replace(x=fold_pixels(given.x, problem.stride)), tile)
 
 
-def _unfoldable(problem: Problem) -> str | None:
-    inner = folded(problem)
-    return tiled.unsupported(inner) if inner else "no blocks of pixels"
-
-
 FOLDED = ForwardKernel(
     tiled.Tile,
     lambda problem, capability: tiled.tiles(folded(problem) or problem, capability)[:1],
-    _unfoldable,
+    lambda problem: tiled.unsupported(inner) if (inner := folded(problem)) else "no blocks of pixels",
     Layout("blocks", lambda weights, problem, dtype: pack_rows(folded_weights(weights, problem), dtype)),
     _launch_folded,
 )
@@ -189,7 +184,7 @@ def pack_enclosed(weights: Sequence[Tensor], problem: Problem, dtype: torch.dtyp
     """As `pack.pack_rows`, for the problem as one dense group."""
     dense = problem.as_dense
     rows = weights[0].new_zeros((sum(dense.rows), problem.channels), dtype=dtype)
-    (whole,) = unpack_rows(rows, dense)
+    (whole,) = unpack_rows(rows, dense.shapes)
     parts = whole.split([group.filters for group in problem.groups])
     copy_groups(weights, own_taps(parts, problem, dense.groups * len(parts)))
     return rows
@@ -253,7 +248,10 @@ def parity_convs(problem: Problem) -> list[ParityConv]:
         ]
         if placed:
             members, begins, groups, taps = zip(*placed, strict=True)
-            found.append(ParityConv(parity, _over(problem, parity, groups), members, begins, taps))
+            sides = zip((problem.height, problem.width), parity, problem.stride, strict=True)
+            height, width = (ceil_div(size - first, stride) for size, first, stride in sides)
+            linear = replace(problem, groups=groups, stride=(1, 1), activation=None, pool=None)
+            found.append(ParityConv(parity, replace(linear, height=height, width=width), members, begins, taps))
     return found
 
 
@@ -296,11 +294,3 @@ def _parity_side(taps: int, before: int, parity: int, stride: int) -> tuple[int,
     """Taps along one side that read a parity, how far before the output they begin, and the first of them."""
     first = (parity + before) % stride
     return ceil_div(taps - first, stride), (before + parity - first) // stride, first
-
-
-def _over(problem: Problem, parity: Pair, groups: tuple[TapGroup, ...]) -> Problem:
-    """The problem of some taps over the pixels of one parity."""
-    sides = zip((problem.height, problem.width), parity, problem.stride, strict=True)
-    height, width = (ceil_div(size - first, stride) for size, first, stride in sides)
-    changes = {"groups": groups, "stride": (1, 1), "activation": None, "pool": None}
-    return replace(problem, height=height, width=width, **changes)

@@ -98,8 +98,7 @@ def _strided_input_gradient(problem: Problem, g: Tensor, weights: Sequence[Tenso
 
 def _strided_weight_gradients(problem: Problem, g: Tensor, pixels: Tensor) -> list[Tensor]:
     """The groups' gradients in float32, from those of a conv of stride 1 per parity."""
-    sizes = [(group.filters, problem.channels, group.height, group.width) for group in problem.groups]
-    found = [torch.empty(size, device=g.device) for size in sizes]  # every tap reads one parity
+    found = [torch.empty(shape, device=g.device) for shape in problem.shapes]  # every tap reads one parity
     for conv in equivalent.parity_convs(problem):
         view = equivalent.pixels_of(pixels, conv, problem.stride)
         for first, last in equivalent.neighbours(conv):
@@ -124,18 +123,15 @@ def input_gradient(problem: Problem, g: Tensor, weights: Sequence[Tensor]) -> Te
     For a single group this is a convolution, and the Hopper kernel runs it. Groups of different directions share
     no fetches: `backward` sums them in one kernel. Of few channels, they are one dense conv.
     """
-    whole = backward.turned(problem.as_dense)
-    if whole is not None and _few(whole) and toeplitz.TOEPLITZ.unsupported(whole) is None:
-        dense, plan = enclosed(weights, problem.padding)[0], KernelPlan("toeplitz", FEW_TILE)
-        return run_plan(plan, whole, g.permute(0, 3, 1, 2), [_turned(dense)], None)
-    turned = backward.turned(problem)
-    if turned is not None and (plan := _hopper_plan(turned, gpu.capability_of(g.device))) is not None:
-        return run_plan(plan, turned, g.permute(0, 3, 1, 2), [_turned(weights[0])], None)
-    return backward.launch_input_gradient(problem, g, weights, _input_tile(problem, g.device))
-
-
-def _turned(weight: Tensor) -> Tensor:
-    return weight.detach().flip(2, 3).transpose(0, 1)
+    turned, weight, plan = backward.turned(problem.as_dense), weights[0], None
+    if turned is not None and _few(turned) and toeplitz.TOEPLITZ.unsupported(turned) is None:
+        weight, plan = enclosed(weights, problem.padding)[0], KernelPlan("toeplitz", FEW_TILE)
+    elif (turned := backward.turned(problem)) is not None:
+        plan = _hopper_plan(turned, gpu.capability_of(g.device))
+    if turned is None or plan is None:
+        return backward.launch_input_gradient(problem, g, weights, _input_tile(problem, g.device))
+    taps = weight.detach().flip(2, 3).transpose(0, 1)
+    return run_plan(plan, turned, g.permute(0, 3, 1, 2), [taps], None)
 
 
 def weight_gradient(problem: Problem, g: Tensor, pixels: Tensor) -> list[Tensor]:

@@ -491,6 +491,8 @@ def launch_hopper(problem: Problem, given: ConvTensors, tile: plan.HopperTile) -
     grid = min(total, gpu.multiprocessors(x.device) * tile.residents)
     if tile.weights_stay:
         grid = max(1, grid // tiles) * tiles
+    # [warps, filters] with all warps' values of a filter in one thread.
+    sums = gl.BlockedLayout([tile.warp_grid[0], 1], [1, 32], [1, tile.warps], [1, 0])
     start(composite_hopper, (grid,))(
         *described_input(problem, pixels, box, tile.depth),
         described(packed, packed.shape, packed.stride(), (tile.filters, tile.depth)),
@@ -504,7 +506,7 @@ def launch_hopper(problem: Problem, given: ConvTensors, tile: plan.HopperTile) -
         HAS_RESIDUAL=residual is not None, ADD_LAST=problem.add_last, BOXES=tile.boxes,
         SLABS=plan.slab_count(problem, tile), PARTS=tile.parts,
         CODES=codes is not None, STATISTICS=parts is not None, STAY=tile.weights_stay, WARPS=tile.warp_grid[0],
-        ACC=accumulator(tile.filters // tile.warp_grid[1], tile.warp_grid), SUMS=_by_filter(tile),
+        ACC=accumulator(tile.filters // tile.warp_grid[1], tile.warp_grid), SUMS=sums,
         **activation_options(problem), num_warps=tile.warps,
     )  # fmt: skip
     return maps
@@ -527,11 +529,6 @@ def described_input(problem: Problem, pixels: Tensor, box: Box, depth: int) -> l
 def accumulator(filters: int, warps: tuple[int, int] = (4, 1)) -> gl.NVMMADistributedLayout:
     """The layout of an accumulator with this many filters per warp, by warps along pixels and filters."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=list(warps), instr_shape=[16, filters, 16])
-
-
-def _by_filter(tile: plan.HopperTile) -> gl.BlockedLayout:
-    """A layout of [warps, filters] with all warps' values of a filter in one thread."""
-    return gl.BlockedLayout([tile.warp_grid[0], 1], [1, 32], [1, tile.warps], [1, 0])
 
 
 def described_both(pixels: Tensor, block: tuple[int, ...]) -> tuple[TensorDescriptor, TensorDescriptor]:

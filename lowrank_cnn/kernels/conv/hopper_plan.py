@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowrank_cnn.core.numbers import ceil_div, round_up
 from lowrank_cnn.kernels.conv.pack import ROWS, union_taps
-from lowrank_cnn.kernels.conv.tiled import stride_unsupported
+from lowrank_cnn.kernels.conv.tiled import Tile, stride_unsupported
 from lowrank_cnn.kernels.problem import (
     OVERLAPPING,
     Box,
@@ -254,17 +254,6 @@ RUNS = (1, 2, 3, 5)
 """Taps of a run. The gradients of all its taps stay in registers; a fetch brings 1, 2 or 4 pixels beyond a box."""
 
 
-@dataclass(frozen=True)
-class WeightTile:
-    """Tuned sizes: pixels per step, filters and channels of a tile, warps and stages."""
-
-    pixels: int = 64
-    filters: int = 128
-    depth: int = 64
-    warps: int = 4
-    stages: int = 4
-
-
 def weights_unsupported(problem: Problem) -> str | None:
     """Why the Hopper kernel cannot compute the weight gradient of a problem, or None if it can."""
     # Boxes of pixels and of the gradient must begin at multiples of 16 bytes, or the device faults.
@@ -278,31 +267,31 @@ def weights_unsupported(problem: Problem) -> str | None:
     return first_reason(checks)
 
 
-def weight_tile(problem: Problem) -> WeightTile:
+def weight_tile(problem: Problem) -> Tile:
     """As many filters as fit in the registers beside the taps, and as many stages as let two programs reside."""
     most = 128 if run_length(problem) <= 3 else 64
     widest = max(group.filters for group in problem.groups)
     filters = next(size for size in (16, 32, 64, 128) if size >= min(widest, most))
     depth = 128 if run_length(problem) == 1 and problem.channels > 64 else 64
-    tiles = [WeightTile(filters=filters, depth=depth, stages=stages) for stages in (4, 3, 2)]
+    tiles = [Tile(64, filters, depth, 4, stages) for stages in (4, 3, 2)]
     return next(
         tile for tile in tiles if tile.stages == 2 or 2 * (weights_shared_bytes(problem, tile) + 1024) <= SHARED
     )
 
 
-def weight_box(problem: Problem, tile: WeightTile) -> Box:
+def weight_box(problem: Problem, tile: Tile) -> Box:
     """The pixels of a step as (run, images, cross). A pool is already undone."""
     return run_box(replace(problem, pool=None), HopperTile(pixels=tile.pixels))
 
 
-def weights_shared_bytes(problem: Problem, tile: WeightTile) -> int:
+def weights_shared_bytes(problem: Problem, tile: Tile) -> int:
     """Shared memory of one program: pixels, gradients and a barrier for each stage."""
     run, images, cross = weight_box(problem, tile)
     pixels = (run + run_length(problem) - 1) * images * cross * tile.depth
     return tile.stages * (problem.dtype.itemsize * (pixels + tile.pixels * tile.filters) + 8)
 
 
-def weight_run_rows(problem: Problem, tile: WeightTile) -> tuple[tuple[tuple[int, ...], ...], int]:
+def weight_run_rows(problem: Problem, tile: Tile) -> tuple[tuple[tuple[int, ...], ...], int]:
     """The groups for `hopper_weights`, with the fields that its `part_of` names, and the number of tiles.
 
     A group's gradient begins at a value. It has runs side by side in columns; neighbouring taps of a run are
@@ -525,12 +514,6 @@ def result_columns(problem: Problem) -> int:
     whole = WINDOWS + 1 - reach_of(problem).blocks
     most, width = (whole - 1) // 2 if problem.pool else whole, problem.result_size[1]
     return ceil_div(width, ceil_div(width, most))
-
-
-def strip_counts(problem: Problem, tile: OverlapTile) -> tuple[int, int]:
-    """Strips along the rows of an image, and tiles along its columns."""
-    height, width = problem.result_size
-    return ceil_div(height, tile.rows), ceil_div(width, result_columns(problem))
 
 
 def pack_overlap(weights: Sequence[Tensor], problem: Problem, dtype: torch.dtype) -> Tensor:

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.kernels.conv import hopper_plan as plan
 from lowrank_cnn.kernels.conv.hopper import accumulator, described_both, described_input, shared_layout
+from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.device import start
 from lowrank_cnn.kernels.problem import Problem, shares
 
@@ -184,11 +185,11 @@ def weights_hopper(
 
 
 def launch_weights_hopper(
-    problem: Problem, g: Tensor, pixels: Tensor, programs: int, tile: plan.WeightTile | None = None
+    problem: Problem, g: Tensor, pixels: Tensor, programs: int, tile: Tile | None = None
 ) -> list[Tensor]:
     """Gradients of the groups' weights, in float32, as `backward.launch_weight_gradient` gives them."""
     tile = tile or plan.weight_tile(problem)
-    taps, box = plan.run_length(problem), plan.weight_box(problem, tile)
+    box = plan.weight_box(problem, tile)
     run, images, cross = box
     rows, turned = plan.box_counts(problem, box)
     boxes = plan.box_total(problem, box)
@@ -199,18 +200,14 @@ def launch_weights_hopper(
         *described_input(problem, pixels, box, tile.depth), *described_both(g, (*box, tile.filters)),
         dw, ceil_div(boxes, splits), boxes, problem.channels, *rows, *turned,
         GROUPS=groups, TILES=tiles, DEPTHS=ceil_div(problem.channels, tile.depth),
-        TAPS=taps, RUN=run, IMAGES=images, CROSS=cross, DEPTH=tile.depth, FILTERS=tile.filters, STAGES=tile.stages,
+        TAPS=plan.run_length(problem), RUN=run, IMAGES=images, CROSS=cross,
+        DEPTH=tile.depth, FILTERS=tile.filters, STAGES=tile.stages,
         PIXEL_LAYOUT=shared_layout((tile.pixels, tile.depth), g),
         GRAD_LAYOUT=shared_layout((tile.pixels, tile.filters), g),
         ACC=accumulator(tile.filters, (tile.warps, 1)), num_warps=tile.warps,
     )  # fmt: skip
-    return _unpacked(dw, problem)
-
-
-def _unpacked(dw: Tensor, problem: Problem) -> list[Tensor]:
-    """The groups' [filters, channels, height, width], from [height, width, channels, filters] in turn."""
     parts = dw.split([problem.channels * rows for rows in problem.rows])
     return [
-        part.view(group.height, group.width, problem.channels, group.filters).permute(3, 2, 0, 1)
-        for part, group in zip(parts, problem.groups, strict=True)
+        part.view(height, width, channels, filters).permute(3, 2, 0, 1)
+        for part, (filters, channels, height, width) in zip(parts, problem.shapes, strict=True)
     ]

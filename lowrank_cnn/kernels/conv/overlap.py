@@ -11,8 +11,6 @@ neighbouring columns, which threads exchange. Only pooled pixels are written.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -26,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lowrank_cnn.core.numbers import round_up
+from lowrank_cnn.core.numbers import ceil_div, round_up
 from lowrank_cnn.kernels import device as gpu
 from lowrank_cnn.kernels.conv import hopper_plan as plan
 from lowrank_cnn.kernels.conv.copies import launch_pad_channels
@@ -184,20 +182,21 @@ def composite_overlap(
 
 def launch_overlap(problem: Problem, given: ConvTensors, tile: plan.OverlapTile) -> Tensor:
     """Run the kernel on `hopper_plan.pack_overlap` weights; the result is channels-last."""
-    x, packed, bias, codes, residual, _ = given
-    assert codes is None, "this kernel keeps no codes"
-    assert residual is None, "this kernel adds no residual"
+    x, packed, bias, *_ = given
     maps = empty_result(problem, x)
     result = maps.permute(0, 2, 3, 1)
     reach, filters = plan.reach_of(problem), plan.window_filters(problem)
-    width = round_up(problem.width, 2)
-    padded = launch_pad_channels(pixels_last(x), (problem.height, width), beyond=0, border=0)
+    padded = launch_pad_channels(pixels_last(x), (problem.height, round_up(problem.width, 2)), beyond=0, border=0)
     # A fetch takes at most 256 elements along a row. As words of two values it takes twice the values.
-    words = padded.view(problem.batch, problem.height, width * 4).view(WORDS[x.element_size()])
-    counts = plan.strip_counts(problem, tile)
+    words = padded.view(problem.batch, problem.height, 4 * padded.shape[1]).view(WORDS[x.element_size()])
+    (rows, width), columns = problem.result_size, plan.result_columns(problem)
+    counts = (ceil_div(rows, tile.rows), ceil_div(width, columns))  # strips of an image, and tiles of its columns
     total, tiles = problem.batch * counts[0] * counts[1], problem.filters // filters
     programs = max(1, gpu.multiprocessors(x.device) * tile.residents // tiles)
-    columns = plan.WINDOWS // 2 if problem.pool else plan.WINDOWS
+    # Blocks of 16 bytes that follow each other; fetches need an aligned beginning.
+    flat = gl.SharedLinearLayout(offset_bases=[[1], [2], [4]], alignment=1024)
+    # Threads with 16 bytes of a pixel's filters each, so that whole cache lines are written.
+    across = min(32, filters // 8)
     start(composite_overlap, (tiles * min(total, programs),))(
         TensorDescriptor(
             words, list(words.shape), list(words.stride()), [1, plan.FETCHED_ROWS, 4 * plan.WINDOWS],
@@ -207,20 +206,10 @@ def launch_overlap(problem: Problem, given: ConvTensors, tile: plan.OverlapTile)
         result, bias if bias is not None else packed, total, problem.out_height, problem.out_width,
         *problem.result_size,
         COUNTS=counts, TOTAL=problem.filters, FILTERS=filters, ROWS=tile.rows, STRIDE=problem.stride[0],
-        COLUMNS=plan.result_columns(problem), FETCHED=plan.fetched_rows(problem, tile),
+        COLUMNS=columns, FETCHED=plan.fetched_rows(problem, tile),
         TOP=reach.top, LEFT=reach.left, SLABS=tuple(plan.slabs_of(problem)), POOL=problem.pool is not None,
-        HAS_BIAS=bias is not None, STAGES=tile.stages, FLAT=flat(), VIEW=halves(), ACC=accumulator(filters),
-        OUT=_rows_of_results(columns, filters), **activation_options(problem), num_warps=4,
+        HAS_BIAS=bias is not None, STAGES=tile.stages, FLAT=flat, VIEW=halves(), ACC=accumulator(filters),
+        OUT=gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0]), **activation_options(problem),
+        num_warps=4,
     )  # fmt: skip
     return maps
-
-
-def flat() -> Any:
-    """The layout of blocks of 16 bytes that follow each other; fetches need an aligned beginning."""
-    return gl.SharedLinearLayout(offset_bases=[[1], [2], [4]], alignment=1024)
-
-
-def _rows_of_results(columns: int, filters: int) -> Any:
-    """A layout in which each thread holds 16 bytes of a pixel's filters, so that whole cache lines are written."""
-    across = min(32, filters // 8)
-    return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])

@@ -13,12 +13,11 @@ from lowrank_cnn.kernels.problem import Layout, Pair, Problem, TapGroup, power_a
 
 
 def copy_groups(sources: Sequence[Tensor], targets: Sequence[Tensor], *, by_torch: bool = False) -> None:
-    """Copy each group's [filters, channels, height, width] into its target; on a GPU in one launch."""
+    """Copy each group's [filters, channels, height, width] into its target; on a GPU four in one launch."""
     if sources[0].is_cuda and not by_torch:
-        from lowrank_cnn.kernels.conv.copies import MOST_GROUPS, launch_copy
+        from lowrank_cnn.kernels.conv.copies import launch_copy
 
-        if len(sources) <= MOST_GROUPS:
-            return launch_copy(*sources, targets=targets)
+        return launch_copy(*sources, targets=targets)
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source.detach())
     return None
@@ -33,23 +32,23 @@ def pack_rows(weights: Sequence[Tensor], dtype: torch.dtype, *, by_torch: bool =
         return rows
     channels = weights[0].shape[1]
     rows = weights[0].new_empty((sum(weight.numel() for weight in weights) // channels, channels), dtype=dtype)
-    copy_groups(weights, _as_weights(rows, weights), by_torch=by_torch)
+    copy_groups(weights, unpack_rows(rows, [weight.shape for weight in weights]), by_torch=by_torch)
     return rows
 
 
-def _as_weights(rows: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """Views of the groups' packed rows as [filters, channels, height, width]."""
-    parts = rows.split([weight[:, 0].numel() for weight in weights])
+def unpack_rows(rows: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Views of the groups' [filters, channels, height, width], from rows as in `pack_rows`."""
+    parts = rows.split([filters * height * width for filters, _, height, width in shapes])
     return [
-        part.view(*weight.shape[2:], weight.shape[0], -1).permute(2, 3, 0, 1)
-        for part, weight in zip(parts, weights, strict=True)
+        part.view(height, width, filters, -1).permute(2, 3, 0, 1)
+        for part, (filters, _, height, width) in zip(parts, shapes, strict=True)
     ]
 
 
 def laid_out(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Copies of the groups' weights in the memory of `pack_rows`, so that packing them later costs nothing."""
     rows = pack_rows(weights, dtype, by_torch=True)  # works without Triton as well
-    return _as_weights(rows, weights)
+    return unpack_rows(rows, [weight.shape for weight in weights])
 
 
 def _already_packed(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
@@ -106,14 +105,6 @@ def unpack_union(matrix: Tensor, problem: Problem) -> list[Tensor]:
     return [
         torch.stack([part[:, taps.index(tap)] for tap in taps_of(group)], 2).unflatten(2, (group.height, -1))
         for part, group in zip(parts, problem.groups, strict=True)
-    ]
-
-
-def unpack_rows(rows: Tensor, problem: Problem) -> list[Tensor]:
-    """The groups' [filters, channels, height, width], from rows as in `pack_rows`."""
-    return [
-        part.view(group.height, group.width, group.filters, -1).permute(2, 3, 0, 1)
-        for part, group in zip(rows.split(problem.rows), problem.groups, strict=True)
     ]
 
 

@@ -24,14 +24,7 @@ from lowrank_cnn.kernels.conv import tiled
 from lowrank_cnn.kernels.conv.pack import UNION, union_taps, unpack_union
 from lowrank_cnn.kernels.conv.tiled import activated, activation_options, without_codes
 from lowrank_cnn.kernels.device import start
-from lowrank_cnn.kernels.problem import (
-    ConvTensors,
-    ForwardKernel,
-    Problem,
-    empty_result,
-    pixels_last,
-    power_above,
-)
+from lowrank_cnn.kernels.problem import ConvTensors, ForwardKernel, Problem, empty_result, pixels_last, power_above
 
 MOST_VALUES = 64
 """The most gathered values per pixel: they stay in registers."""
@@ -205,16 +198,11 @@ def launch_stem(problem: Problem, given: ConvTensors, tile: StemTile) -> Tensor:
 
 
 def launch_stem_gradient(
-    problem: Problem,
-    x: Tensor,
-    grad: Tensor,
-    seen: Tensor,
-    programs: int,
-    tile: StemTile | None = None,
+    problem: Problem, x: Tensor, grad: Tensor, seen: Tensor, programs: int
 ) -> tuple[list[Tensor], Tensor]:
     """Gradients of the groups' weights and of the bias, in float32, from [N, H, W, filters] `grad` and `seen`."""
     # With this many filters, the gradients of more pixels would not stay in registers.
-    tile, pixels = tile or StemTile(16 if problem.filters > 128 else 32), pixels_last(x)
+    tile, pixels = StemTile(16 if problem.filters > 128 else 32), pixels_last(x)
     count = problem.batch * problem.result_size[0] * problem.result_size[1]
     blocks = ceil_div(count, tile.pixels)
     programs = min(2 * programs, blocks)  # these are small: four share a multiprocessor

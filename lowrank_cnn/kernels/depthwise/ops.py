@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lowrank_cnn.kernels.conv.copies import MOST_GROUPS, launch_copy
+from lowrank_cnn.kernels.conv.copies import launch_copy
 from lowrank_cnn.kernels.depthwise import forward
 from lowrank_cnn.kernels.depthwise import weights as sums
 from lowrank_cnn.kernels.depthwise.plan import described
@@ -20,7 +20,7 @@ from lowrank_cnn.kernels.problem import empty_maps, pixels_last
 def _packed(filters: Sequence[Tensor]) -> Tensor:
     """The weights of all bands as the kernels read them: [taps, channels] of each, in float32."""
     packed = torch.empty(sum(own.numel() for own in filters) or 1, device=filters[0].device, dtype=torch.float32)
-    _copied(filters, _views(packed, filters))
+    launch_copy(*filters, targets=_views(packed, filters))
     return packed
 
 
@@ -33,18 +33,10 @@ def _views(packed: Tensor, filters: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def _copied(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    for first in range(0, len(sources), MOST_GROUPS):
-        launch_copy(*sources[first : first + MOST_GROUPS], targets=targets[first : first + MOST_GROUPS])
-
-
-def _output(
-    x: Tensor, filters: Any, bias: Any, bands: Any, stride: Any, dilation: Any, size: Sequence[int], *_: Any
-):
-    return empty_maps((x.shape[0], x.shape[1], *size), x)
-
-
-@operator("depthwise_conv2d", _output)
+@operator(
+    "depthwise_conv2d",
+    lambda x, filters, bias, bands, stride, dilation, size, *_: empty_maps((*x.shape[:2], *size), x),
+)
 def depthwise_conv2d(
     x: Tensor,
     filters: Sequence[Tensor],
@@ -64,7 +56,7 @@ def depthwise_conv2d(
     left. `filters` are those of the other bands, [channels, 1, height, width]. `size` is that of the result.
     """
     layer = described(x.shape, bands, stride, dilation, size)
-    y = empty_maps((x.shape[0], x.shape[1], *size), x)
+    y = empty_maps((*x.shape[:2], *size), x)
     forward.launch(
         pixels_last(x), y.permute(0, 2, 3, 1), _packed(filters) if filters else x, layer, scale=scale, shift=bias,
         residual=None if residual is None else pixels_last(residual), activation=activation, slope=slope,
@@ -99,7 +91,7 @@ def depthwise_conv2d_backward(
     if filters or need_bias:
         found = sums.launch(pixels_last(x), g, layer, bias=need_bias)
         if filters:
-            _copied(_views(found, filters), dw)
+            launch_copy(*_views(found, filters), targets=dw)
         if need_bias:
             db.copy_(found[layer.taps :])
     return [dx, db, *dw]
@@ -116,8 +108,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, bias, *filters = ctx.saved_tensors
     need_input = ctx.needs_input_grad[0]
-    found = depthwise_conv2d_backward(grad, x, filters, *ctx.options, need_input, bias is not None)
-    dx, db, *dw = found
+    dx, db, *dw = depthwise_conv2d_backward(grad, x, filters, *ctx.options, need_input, bias is not None)
     return dx if need_input else None, dw, None if bias is None else db.to(bias.dtype), *[None] * 8
 
 

@@ -17,8 +17,8 @@ from math import gcd
 from typing import Any, NamedTuple
 
 from lowrank_cnn.core.numbers import ceil_div, round_up
+from lowrank_cnn.kernels.problem import Pair
 
-Pair = tuple[int, int]
 WARPS = 4
 VALUES, NARROW_VALUES, PASSED_VALUES = 2, 4, 8
 """Channels of a thread: with taps, in a band of at most 16 channels, and without taps.

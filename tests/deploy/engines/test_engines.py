@@ -19,7 +19,6 @@ from lowrank_cnn.deploy.engines.runner import Port, Runner, parse_metadata, port
 from lowrank_cnn.deploy.engines.targets import (
     ENGINES,
     engine_of,
-    is_engine_file,
     open_engine,
     suffixes,
     target_of,
@@ -85,7 +84,8 @@ def test_a_file_gives_what_the_network_gives(name: str, precision: str, tiny: nn
 
 
 def test_suffixes_choose_the_engine(tmp_path: Path):
-    assert [is_engine_file(f"some/net{suffix}") for suffix in (*suffixes(), ".safetensors")].count(True) == 8
+    assert len(suffixes()) == 8
+    assert ".safetensors" not in suffixes()
     assert engine_of(Path("net.onnx")) is ENGINES["onnx"]
     for call, says in [
         (lambda: open_engine("net.zip"), r"no engine runs net\.zip: its name must end in one of \.onnx"),

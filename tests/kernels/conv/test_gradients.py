@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from lowrank_cnn.kernels import device as gpu
 from lowrank_cnn.kernels.conv import backward, equivalent, gradients, hopper_plan, hopper_weights, stem, window
-from lowrank_cnn.kernels.conv.hopper_plan import WeightTile, WindowTile
+from lowrank_cnn.kernels.conv.hopper_plan import WindowTile
 from lowrank_cnn.kernels.conv.plans import KernelPlan
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import pose
@@ -147,7 +147,7 @@ def test_the_weights_gradient_of_hopper_and_its_ring_of_buffers(hopper, size, gr
     layer = posed(size, groups, bias=False)
     longer = equivalent.lengthened(layer.problem, hopper_plan.RUNS) or layer.problem
     assert hopper_plan.weights_unsupported(replace(longer, dtype=torch.bfloat16)) is None
-    tile, g, pixels = WeightTile(pixels=32, filters=16, depth=16, stages=3), last(layer.grad), last(layer.x)
+    tile, g, pixels = Tile(pixels=32, filters=16, depth=16, stages=3), last(layer.grad), last(layer.x)
     launch = hopper.hopper_weights.launch_weights_hopper
     ours = launch(longer, g, pixels, programs, tile)
     found = equivalent.own_taps(ours, layer.problem, longer.groups)
