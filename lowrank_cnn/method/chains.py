@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from lowrank_cnn.kernels.reference import compose, ungrouped
-from lowrank_cnn.method.branches import BranchedConv2d
-from lowrank_cnn.method.layers import KINDS, CompositeConv2d, Sides
+from lowrank_cnn.method.layers import KINDS, Sides, enclosing_padding
 from lowrank_cnn.method.spec import Kernel
 
 if TYPE_CHECKING:
@@ -68,12 +67,8 @@ class FactoredConv2d(nn.Sequential):
     @property
     def padding(self) -> Sides:
         """Pixels on the sides of each axis, ((top, bottom), (left, right)), as a composite layer has them."""
-        sides = [
-            stage.padding
-            if isinstance(stage, CompositeConv2d | BranchedConv2d)
-            else tuple((side, side) for side in stage.padding)  # type: ignore[union-attr]
-            for stage in self
-        ]
+        stages: Any = self
+        sides = [enclosing_padding(stage.padding, stage.kernel_size, stage.dilation) for stage in stages]
         axes = (zip(*axis, strict=True) for axis in zip(*sides, strict=True))
         return tuple((max(before), max(after)) for before, after in axes)
 
@@ -135,7 +130,7 @@ class FactoredTransposed(FactoredLayer):
 
 def groups_of(layer: nn.Module) -> int:
     """Channel groups; a linear layer has one."""
-    return layer.groups if isinstance(layer, _ConvNd) else 1
+    return getattr(layer, "groups", 1)
 
 
 def outputs_of(layer: nn.Module) -> int:

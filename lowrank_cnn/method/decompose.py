@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvTransposeNd
 from torch.utils.data import Dataset, IterableDataset
 
 from lowrank_cnn.core.compare import copied, tensors_of, unchanged
@@ -534,7 +534,7 @@ def _sampled(
     weights = layer.weight[0].numel()  # type: ignore[index, union-attr]
     share = math.ceil(max(_FEWEST_ROWS, _ROWS * weights) / max(1, len(inputs)))
     windows, wanted = [], []
-    groups = groups_of(layer) if isinstance(layer, nn.Linear | _ConvNd) else layer.groups
+    groups = groups_of(layer)
     for index, x in enumerate(inputs):
         rows = _windows(layer, x)
         chosen = torch.randperm(len(rows), generator=generator)[:share].to(rows.device)

@@ -142,9 +142,13 @@ def rewrite(
     new = copy_with(model, {convs[name]: layer for name, layer in layers.items()})
     if fill is None:  # the card of a trained network does not describe fresh weights
         forget(new, "training_card")
-    fill = fill or _fresh_in(new)
+    follows = {} if fill else followed_by_relu(new)
     for name, layer in layers.items():
-        fill(name, convs[name], layer)
+        if fill is not None:
+            fill(name, convs[name], layer)
+        elif not isinstance(layer, FactoredLayer) or isinstance(convs[name], nn.Linear):
+            init_(layer, relu=lambda part, _, name=name: follows[".".join(filter(None, (name, part)))])
+        # Other layers of the scheme channel keep torch's own initialisation.
     changes = tuple(change_of(name, convs[name], layers[name], schemes[name]) for name in schemes)
     rest = tuple(row for row in kept if row.name not in schemes)
     note(new, conversion=Conversion(changes_of(model) + changes, rest))
@@ -222,18 +226,6 @@ def is_channels_last(tensor: Tensor) -> bool:
     """Whether images or filters are in channels_last, and not in an order that fits both formats."""
     last = torch.channels_last
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous()
-
-
-def _fresh_in(network: nn.Module) -> Fill:
-    """The paper's initialisation, which depends on whether a ReLU follows a layer in this network."""
-    follows = followed_by_relu(network)
-
-    def fill(name: str, conv: nn.Conv2d, layer: nn.Module) -> None:
-        if isinstance(layer, FactoredLayer) and not isinstance(conv, nn.Linear):
-            return  # layers of the scheme channel keep torch's own initialisation
-        init_(layer, relu=lambda part, _: follows[".".join(filter(None, (name, part)))])
-
-    return fill
 
 
 def change_of(name: str, conv: nn.Module, layer: nn.Module, scheme: Scheme | str) -> Change:

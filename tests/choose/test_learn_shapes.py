@@ -270,7 +270,7 @@ def test_a_head_that_runs_in_training_alone_keeps_its_filters():
     ("options", "words"),
     [
         ({"macs": 0}, "above 0"),
-        ({"macs": 2}, "up to 1"),
+        ({"macs": 2}, "at most 1"),
         ({"macs": float("nan")}, "not nan"),
         ({"macs": None}, "needs a budget"),
         ({"macs": 0.001}, "all else cost: ask for more.$"),

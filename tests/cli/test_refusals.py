@@ -111,7 +111,7 @@ def refused(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
         ("frontier airbench --design x --out .", "neither a design"),
         ("frontier nin --out .", "no record"),
         ("frontier nin --data digits --budget -1 --out .", "budget, in seconds, must be a number above 0"),
-        ("design nin --macs 2", "up to 1"),
+        ("design nin --macs 2", "at most 1"),
         ("design nin", "needs a budget"),
         ("reproduce cifar10 --out .", "give --data, or --table"),
         ("reproduce cifar10 --table --out typo", "typo"),
