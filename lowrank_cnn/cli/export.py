@@ -90,8 +90,6 @@ def export_command(
     if to is not None and target_of(to).strips:
         graph = replace(graph, strips=True)
     how, int8 = graph.for_export(), graph.precision == "int8"
-    if int8 and example:
-        raise LowRankError("int8 is for networks of one image: give --input in place of --example.")
     if int8 and graph.calibrate:
         source, how["calibrate"] = _calibration(source, graph.calibrate)
         if source.trained:
@@ -146,16 +144,10 @@ def _place(path: Path | None, out: Path | None, to: str | None, model: str) -> P
 
 def _calibration(source: Source, images: str) -> tuple[Source, Any]:
     """The images that --calibrate names; prepared ones, of a function, are for the network alone."""
-    from torch import Tensor
-
     from lowrank_cnn.cli.source import find_example
 
     if ".py:" in images:
-        prepared = find_example(images, option="--calibrate")
-        if not isinstance(prepared, Tensor):
-            kind = type(prepared).__name__
-            raise LowRankError(f"{images} must give images as a tensor [N, C, H, W], not {kind}.")
-        return replace(source, trained=None), prepared
+        return replace(source, trained=None), find_example(images, option="--calibrate")
     if source.trained is None:
         raise LowRankError(
             "int8 with a data set is for a trained network (a run, an exported file, --pretrained): for others "
