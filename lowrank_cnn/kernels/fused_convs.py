@@ -17,7 +17,7 @@ from lowrank_cnn.core.modules import has_hooks, is_plain
 from lowrank_cnn.kernels.autotune import choice
 from lowrank_cnn.kernels.conv.pack import laid_out
 from lowrank_cnn.kernels.device import asked_for, by_torch
-from lowrank_cnn.kernels.dispatch import composite_conv2d, composite_conv2d_with_statistics
+from lowrank_cnn.kernels.dispatch import composite_conv2d, composite_conv2d_with_statistics, needs_gradient
 from lowrank_cnn.kernels.problem import OVERLAPPING, Pair, Problem, Sides, canonical, pose
 from lowrank_cnn.kernels.reference import compose, enclosure, placed
 from lowrank_cnn.kernels.volumes import composite_conv3d, is_flat
@@ -101,7 +101,7 @@ class FusedChain(nn.Module):
         if by_torch() or not (x.is_cuda or asked_for()) or not self.is_joined:
             return False
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        if not (torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())):
+        if not needs_gradient(*self.parameters()):
             return False  # for inference `merge` folds a chain once, not at every call
         apart, whole = self._problems(tuple(x.shape), dtype)
         ours, theirs = (_measured_ms(way, x.device, need_input=x.requires_grad) for way in ([whole], apart))
@@ -169,7 +169,7 @@ class FusedComposite(nn.Module):
 
     def with_statistics(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The conv's result with its mean and variance; these are None if no kernel of ours runs."""
-        how = {"stride": self.stride, "padding": self.padding, "by_torch": False}
+        how = {"stride": self.stride, "padding": self.padding}
         return composite_conv2d_with_statistics(x, list(self.weights), self.bias, **how)
 
     @property

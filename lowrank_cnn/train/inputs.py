@@ -66,7 +66,6 @@ class Inputs:
     watch: Loader
     test: Loader
     preprocess: Preprocess
-    watched: str
     size: InputSize
     batches: Callable[[int, int], Iterator[tuple[Any, Any]]]
     """The batches of an epoch from this one on, as the step sees them: augmented and mixed."""
@@ -118,8 +117,7 @@ def make_inputs(
                 images, targets = mixer(images, targets, epoch, number)
             yield images, targets
 
-    watched = "holdout" if recipe.holdout else "test"
-    return Inputs(data, train, watch, test, preprocess, watched, size, batches)
+    return Inputs(data, train, watch, test, preprocess, size, batches)
 
 
 def held_out(recipe: Recipe, images: int) -> int:
