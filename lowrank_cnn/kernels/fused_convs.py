@@ -141,10 +141,7 @@ def _counted_ms(problems: Sequence[Problem]) -> float:
 
 
 class FusedComposite(nn.Module):
-    """A composite layer with its activation and max-pool in one call.
-
-    A residual may be added before these, or with `add_last` after the activation.
-    """
+    """A composite layer in one call with its residual (`add_last`: after the activation), activation and pool."""
 
     def __init__(
         self,
@@ -190,9 +187,6 @@ class FrozenComposite(FusedComposite):
 
     The input's size decides which kernel runs, and kernels read different layouts. The layer makes each layout at
     the first call that needs it and keeps it. Loading a state dict into the layer discards them.
-
-        layer = FrozenComposite([conv.weight], conv.bias, stride=(2, 2), padding=[((1, 1), (1, 1))])
-        y = layer(x, residual)
     """
 
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, **options: Any) -> None:
@@ -233,8 +227,6 @@ class FrozenComposite(FusedComposite):
 def conv_options(module: nn.Module) -> dict[str, Any] | None:
     """A conv as arguments of `FusedComposite`; None if no kernel can run it (dilated, grouped, other padding).
 
-    A conv over volumes is taken if its filters reach along time alone, or within frames alone.
-
     Convs with hooks are excluded, and convs whose weights are computed, as by weight norm: the current value is no
     parameter and would not be trained.
     """
@@ -272,10 +264,7 @@ def _of_composite(layer: Any) -> dict[str, Any] | None:
 def fused_layer(
     layer: nn.Module | None, *, activation: str | None = None, pool: str | None = None
 ) -> FusedComposite | FusedChain | None:
-    """A conv, composite or chain as one fused layer with its epilogue; None if the kernels cannot run it.
-
-    layer = fused_layer(nn.Conv2d(8, 16, 3), activation="relu", pool="floor")
-    """
+    """A conv, composite or chain as one fused layer with its epilogue; None if the kernels cannot run it."""
     if layer is None:
         return None
     chain = isinstance(layer, nn.Sequential) and hasattr(layer, "scheme") and is_plain(layer, nn.Sequential)

@@ -65,10 +65,7 @@ def plan_text(
     need_input: bool,
     bias: torch.dtype | None = torch.float32,
 ) -> str | None:
-    """The choice for a call, from plain values to plain values: a plan as text, `DENSE`, or None for torch.
-
-    `shapes` are those of the input and of the weights; `asked` holds the fields of `CallOptions`.
-    """
+    """From the shapes of input and weights and the fields of `CallOptions` to a plan, `DENSE`, or None (torch)."""
     problem = pose(shapes[0], shapes[1:], dtype, **CallOptions(*asked)._asdict())
     chosen = choose(problem, device, training=training, need_input=need_input, bias=bias)
     return str(chosen.plan) if chosen.fused else DENSE if chosen.dense else None
@@ -135,10 +132,7 @@ def _default(request: Request) -> Choice:
 
 
 def _measured(request: Request) -> Choice | None:
-    """Compare and time all paths now and store the times.
-
-    None while a graph is captured or traced, or if nothing runs, as on the fake tensors of a tracer.
-    """
+    """Compare and time all paths now and store the times; None in a capture or a trace, or if nothing runs."""
     capturing = request.device.type != "cuda" or torch.cuda.is_current_stream_capturing()
     if torch.compiler.is_compiling() or capturing:
         return None
