@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -208,7 +208,7 @@ def _fastest(request: Request) -> tuple[KernelPlan, bool]:
         return plans[0], True
     if (found := tuned.measured_plan(request.problem, request.device, tuned=True)) is not None:
         return found, True
-    inference = Request(request.problem, request.device, bias=request.bias)
+    inference = replace(request, training=False)
     taken, failed = _search(inference, {plan: lambda plan=plan: plan for plan in plans})
     best = min(taken, key=lambda plan: taken[plan].graph, default=plans[0])
     return best, OUT_OF_MEMORY not in failed.values()
@@ -292,4 +292,4 @@ def compile_kernels(asked: Iterable[Any]) -> None:
 def _compile(request: Request) -> None:
     for plan in in_question(request):
         for training in (False, True)[: 1 + request.training]:
-            KernelTrial.random(request, training=training).run(plan)
+            KernelTrial.random(replace(request, training=training)).run(plan)
