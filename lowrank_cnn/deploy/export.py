@@ -236,10 +236,7 @@ def stored_of(model: nn.Module | Trained, input_size: Sequence[int] | None) -> S
     check_module(model)
     check_values(model)
     size = input_size or notes(model).input_size
-    stored = Stored(model, tuple(size) if size else None)
-    if (carried := notes(model).training_card) is None:
-        return stored
-    stored = replace(stored, card=carried.card, preprocess=dict(carried.preprocess))
+    stored = Stored(model, tuple(size) if size else None, notes(model).training_card)
     trained = trained_of(stored)
     return replace(stored, input_size=trained.input_size) if trained and not size else stored
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.core import __version__
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.core.notes import note
+from lowrank_cnn.core.notes import TrainingCard, note
 from lowrank_cnn.models.network_file import Stored
 from lowrank_cnn.train.trained import trained_of
 
@@ -39,8 +39,8 @@ _READ = ("input_size", "classes", "image", "recipe", "pixels", "held_out", "whit
 def metadata_of(stored: Stored, *, pixels: str | None = None) -> dict[str, str]:
     """The metadata of a network for its file; `pixels` is the layout of the images that the graph preprocesses."""
     found: dict[str, Any] = {"lowrank_cnn": __version__, "input_size": stored.input_size, "pixels": pixels}
-    if (trained := trained_of(stored)) is not None:
-        standardized = stored.preprocess.keys() == {"mean", "std"}
+    if stored.card and (trained := trained_of(stored)):
+        standardized = stored.card.preprocess.keys() == {"mean", "std"}
         recipe = trained.recipe.to_dict()
         if pixels and not standardized:
             recipe |= {"crop": None, "resize": None}  # the graph whitens whole images, then crops
@@ -48,9 +48,9 @@ def metadata_of(stored: Stored, *, pixels: str | None = None) -> dict[str, str]:
         found |= {"resize": trained.augment.resize, "crop": trained.input_size[1:]}
         found["held_out"] = dict(trained.held_out) or None
         if standardized:
-            found |= {name: tensor.tolist() for name, tensor in stored.preprocess.items()}
+            found |= {name: tensor.tolist() for name, tensor in stored.card.preprocess.items()}
         elif not pixels:
-            packed = save({name: tensor.contiguous() for name, tensor in stored.preprocess.items()})
+            packed = save({name: tensor.contiguous() for name, tensor in stored.card.preprocess.items()})
             found["whitening"] = base64.b64encode(packed).decode()
     return {key: json.dumps(value) for key, value in found.items() if value is not None}
 
@@ -65,8 +65,8 @@ def attach_metadata(network: nn.Module, metadata: Mapping[str, str]) -> nn.Modul
             note(network, input_size=tuple(said["input_size"]))
         if "classes" in said and "recipe" in said:
             data = {**said.get("held_out", {}), "classes": said["classes"], "image": said["image"]}
-            card = {"recipe": said["recipe"], "data": data}
-            trained_of(Stored(network, None, card, _preprocess(said)))  # this attaches the card to the network
+            card = TrainingCard({"recipe": said["recipe"], "data": data}, _preprocess(said))
+            trained_of(Stored(network, None, card))  # this attaches the card to the network
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, SafetensorError) as error:
         raise LowRankError("the file's metadata is damaged: export the network again.") from error
     return network

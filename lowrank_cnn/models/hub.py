@@ -43,7 +43,7 @@ def _model_card(
 ) -> str:
     """README.md as the Hub shows it: YAML for its search, then Markdown for people."""
     hub = require("huggingface_hub", extra="hub", purpose="a model card")
-    card = stored.card or {}
+    card = stored.card.card if stored.card else {}
     data = str(card.get("data", {}).get("name", ""))
     trained = card.get("trained", {})
     measured = metrics or {key: trained[key] for key in _METRICS if key in trained}
@@ -129,14 +129,13 @@ def save_pretrained(
     >>> lr.from_pretrained(folder).config["name"]
     'nin-c3-lr'
     """
-    folder, about = Path(folder), notes(network)
-    stored = Stored(network, about.input_size)
-    if (known := about.training_card) is not None:  # its classes, and how it prepares images
-        stored = Stored(network, about.input_size, known.card, dict(known.preprocess))
+    folder, known = Path(folder), notes(network).training_card  # its classes, and how it prepares images
+    stored = Stored(network, notes(network).input_size, known)
     with replacing(folder / WEIGHTS) as temporary:
         write_weights(temporary, stored)
     description = read_header(folder / WEIGHTS).description
-    preprocess = {key: tensor.tolist() for key, tensor in stored.preprocess.items() if tensor.dim() <= 1}
+    tensors = known.preprocess if known else {}
+    preprocess = {key: tensor.tolist() for key, tensor in tensors.items() if tensor.dim() <= 1}
     write_json(folder / CONFIG, {"library_name": "lowrank-cnn", **description, "preprocess": preprocess})
     card = _model_card(stored, description, metrics or {}, licence, name or folder.name)
     write_atomically(folder / CARD, card.encode())

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -121,15 +121,11 @@ def _once(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Stored:
-    """A network read from a file, with the size of its images; `card` describes how it was trained.
-
-    `optimized` is what `optimize` chose for the network.
-    """
+    """A network of a file, the size of its images, how it was trained, and what `optimize` chose for it."""
 
     network: nn.Module
     input_size: tuple[int, ...] | None = None
-    card: Mapping[str, Any] | None = None
-    preprocess: dict[str, Tensor] = field(default_factory=dict)
+    card: TrainingCard | None = None
     optimized: Mapping[str, Any] | None = None
 
 
@@ -149,9 +145,9 @@ def write_weights(path: Path, stored: Stored) -> None:
             "the network no longer is what its configuration builds (merged, planned, optimised or changed by "
             "hand): export it before that, or to .onnx or .pt2."
         )
-    size = stored.input_size
-    about = {"input": list(size) if size else None, "card": stored.card, "optimized": stored.optimized}
-    write_network_file(path, network.state_dict(), {**description, **about}, stored.preprocess)
+    size, known = stored.input_size, stored.card
+    about = {"input": list(size) if size else None, "card": known and known.card, "optimized": stored.optimized}
+    write_network_file(path, network.state_dict(), {**description, **about}, known.preprocess if known else {})
 
 
 def read_weights(path: Path, *, into: nn.Module | None = None) -> Stored:
@@ -171,11 +167,10 @@ def read_weights(path: Path, *, into: nn.Module | None = None) -> Stored:
         network = rebuild(file.description, into=into)
         network = copy_with(network) if network is into else network
         _load_into(network, file)
-    card, preprocess, size = file.card, file.preprocess(), file.input_size
-    card_note = None if card is None else TrainingCard(card, preprocess)
-    note(network, begun_from=path.name, input_size=size, training_card=card_note)
+    card = None if file.card is None else TrainingCard(file.card, file.preprocess())
+    note(network, begun_from=path.name, input_size=file.input_size, training_card=card)
     chosen = file.description.get("optimized")
-    return Stored(network, size, card, preprocess, chosen if isinstance(chosen, Mapping) else None)
+    return Stored(network, file.input_size, card, chosen if isinstance(chosen, Mapping) else None)
 
 
 def is_exported(path: Path) -> bool:

@@ -96,8 +96,7 @@ class Trained:
 
     def stored(self, input_size: Sequence[int] | None = None) -> Stored:
         """The network as files store it; `input_size` replaces the size of the images it was trained on."""
-        size, carried = tuple(input_size or self.input_size), self.card()
-        return Stored(self.network, size, carried.card, dict(carried.preprocess))
+        return Stored(self.network, tuple(input_size or self.input_size), self.card())
 
     def card(self) -> TrainingCard:
         """Everything but the weights, as a file stores it and the network carries it."""
@@ -231,7 +230,7 @@ def trained_of(stored: Stored) -> Trained | None:
     if stored.card is None:
         return None
     try:
-        return _trained(stored.network, stored.preprocess, stored.card)
+        return _trained(stored.network, stored.card.preprocess, stored.card.card)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise LowRankError("the file's card of its network is damaged: export the network again.") from error
 
@@ -253,8 +252,7 @@ def held_out_part(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def carried_by(network: nn.Module) -> Trained | None:
     """A loaded or trained network with the preparation that it carries; None where it carries none."""
-    found = notes(network).training_card
-    return trained_of(Stored(network, None, found.card, dict(found.preprocess))) if found else None
+    return trained_of(Stored(network, None, notes(network).training_card))
 
 
 Teacher = nn.Module | Trained | str | Path

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.files import replacing
-from lowrank_cnn.core.notes import notes
+from lowrank_cnn.core.notes import TrainingCard, notes
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.network_file import (
     Stored,
@@ -44,10 +44,11 @@ def change_header(path: Path, change: dict[str, object], *, empty: bool = False)
 def test_size_card_and_preparation_come_back(path: Path):
     net = create_model("nin-c3-lr", width=0.05, in_channels=1, num_classes=2)
     mean = torch.tensor([3.0])
-    write_weights(path, Stored(net, (1, 14, 14), CARD, {"mean": mean}))
+    write_weights(path, Stored(net, (1, 14, 14), TrainingCard(CARD, {"mean": mean})))
     found = read_weights(path)
-    assert (found.input_size, notes(found.network).input_size, found.card) == ((1, 14, 14), (1, 14, 14), CARD)
-    assert torch.equal(found.preprocess["mean"], mean)
+    assert found.input_size == notes(found.network).input_size == (1, 14, 14)
+    assert found.card.card == CARD
+    assert torch.equal(found.card.preprocess["mean"], mean)
     assert found.network.state_dict().keys() == net.state_dict().keys()
 
 
@@ -64,7 +65,7 @@ class Tied(nn.Module):
 
 
 def test_layers_that_share_a_weight_share_it_again(path: Path):
-    write_weights(path, Stored(Tied(), None, None, {"mean": torch.ones(1)}))
+    write_weights(path, Stored(Tied(), None, TrainingCard({}, {"mean": torch.ones(1)})))
     again = read_weights(path, into=Tied()).network
     assert torch.equal(again.first.weight, load_file(path)["first.weight"])
     assert again.second.weight is again.first.weight
