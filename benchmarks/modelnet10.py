@@ -57,7 +57,7 @@ def ratio(row: DesignRow) -> float:
 
 def thin_of_time(found: Frontier, design: DesignRow) -> str:
     """The thin dense network that should take as long as a design, by those that were timed."""
-    timed = {row.design["width"]: ratio(row) for row in found.rows if row.name.startswith(f"{THIN}@")}
+    timed = {row.design.width: ratio(row) for row in found.rows if row.name.startswith(f"{THIN}@")}
     return f"{THIN}@{min(1.0, width_of_time({1.0: 1.0, **timed}, ratio(design))):g}"
 
 

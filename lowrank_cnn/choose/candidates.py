@@ -74,16 +74,6 @@ SQUARES = re.compile(r"mixture\((\d+)x\1\)")
 """Every filter becomes such a square: still a dense network. With 3x3 it is the cheapest rival of long strips."""
 
 
-def is_dense(scheme: str) -> bool:
-    """Whether all filters are squares over all channels; those of `dense(branches)` are."""
-    return SQUARES.fullmatch(scheme) is not None or scheme.partition("(")[0] == "dense"
-
-
-def is_branched(scheme: str) -> bool:
-    """Whether filters train beside branches; those of dense networks can, too."""
-    return scheme.endswith("branches)")
-
-
 @dataclass(frozen=True)
 class Design:
     """A way to build a network of a family.
@@ -109,7 +99,13 @@ class Design:
 
     @property
     def dense(self) -> bool:
-        return is_dense(self.scheme)
+        """Whether all filters are squares over all channels; those of `dense(branches)` are."""
+        return SQUARES.fullmatch(self.scheme) is not None or self.scheme.partition("(")[0] == "dense"
+
+    @property
+    def branched(self) -> bool:
+        """Whether filters train beside branches; those of dense networks can, too."""
+        return self.scheme.endswith("branches)")
 
 
 DENSE = Design("dense")
@@ -200,11 +196,6 @@ def _width(text: str) -> float:
         return float(text)
     except ValueError as error:
         raise LowRankError(f"a width is a number, as in dense@0.75/conv2=0.5, not {text!r}.") from error
-
-
-def control_for(scheme: str, *, in_64s: bool = False) -> Design:
-    """The dense network that is made thin to be compared with a design of this scheme."""
-    return CONTROLS[f"dense{'-64s' * in_64s}{'-branches' * is_branched(scheme)}"]
 
 
 def base_name(name: str) -> str:

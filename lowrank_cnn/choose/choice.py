@@ -13,8 +13,8 @@ from math import ceil, floor, log10
 from torch import Tensor
 
 from lowrank_cnn.choose.frontier import DENSE_NAME
-from lowrank_cnn.choose.verdict import PairedGap, gap_parts, paired_gap
-from lowrank_cnn.core.errors import LowRankError, check_number, option
+from lowrank_cnn.choose.verdict import PairedGap, paired_gap
+from lowrank_cnn.core.errors import check_number, option
 from lowrank_cnn.core.text import counted
 
 LOSS = 0.01
@@ -69,8 +69,6 @@ class Wish:
         wish it is the fastest one that is within a point of the best. If several are equally fast, the most
         accurate of them is taken. If none fulfils the wish, the one that comes nearest is.
         """
-        if not contenders:
-            raise LowRankError("there is no trained network to choose from.")
         in_time = [one for one in contenders if self.at_most is None or one.ms <= self.at_most]
         if not in_time:
             return min(contenders, key=lambda one: one.ms)
@@ -151,14 +149,13 @@ def _rival(taken: Contender, contenders: Sequence[Contender]) -> Contender | Non
 
 def _more(taken: Contender, rival: Contender, gap: PairedGap, minutes: Callable[[int], float] | None) -> str:
     """Say how many runs would decide between two networks, where the interval holds zero."""
-    fixed, each = gap_parts(taken.right, rival.right)
     wanted = (abs(gap.points) / 100 / 2) ** 2  # the variance at which two standard errors fit into the gap
     between = f"between {taken.name} and {rival.name}"
-    if wanted <= fixed:
+    if wanted <= gap.of_images:
         images = counted(taken.right.shape[1], "test image")
         told = f"these {images} cannot tell {abs(gap.points):.1f} points apart"
         return f"More runs would not decide {between}: {told}."
-    runs = max(taken.runs + 1, ceil(each / (wanted - fixed)))
+    runs = max(taken.runs + 1, ceil(gap.of_runs / (wanted - gap.of_images)))
     if runs > MOST_RUNS:
         return f"It would take about {runs} runs each to decide {between}."
     budget = f", about {option('minutes', ceil(minutes(runs)))}" if minutes else ""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import shutil
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -35,7 +34,7 @@ from lowrank_cnn.core.progress import lasting, progress, step
 from lowrank_cnn.core.text import counted, text_table
 from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.method.thin import fresh
-from lowrank_cnn.models import create_model, list_pretrained
+from lowrank_cnn.models import create_model
 from lowrank_cnn.models.build import name_of, with_classes
 from lowrank_cnn.models.foreign import DEFAULT, build_foreign, is_foreign
 from lowrank_cnn.train.distributed import resolve_device
@@ -168,9 +167,7 @@ def compare(
             return _answer(comparing, comparing.run())
 
 
-def build(
-    model: Model, classes: int | None, channels: int | None = None, pretrained: bool | str = False
-) -> nn.Module:
+def build(model: Model, classes: int | None, channels: int = 3, pretrained: bool | str = False) -> nn.Module:
     """The dense network, for a number of classes where that can be chosen; with fresh weights or trained ones."""
     weights = DEFAULT if pretrained is True else pretrained or None
     if isinstance(model, nn.Module):
@@ -178,21 +175,22 @@ def build(
     if not isinstance(model, str):
         return model()
     if is_foreign(model):
-        network, size = build_foreign(model, None if ".py:" in model else weights, classes)
+        network, size = build_foreign(model, weights, classes)
         note(network, input_size=size)
         return network
     if weights:
-        known = [data for name, data in list_pretrained() if name == model and weights in (data, DEFAULT)]
-        network = create_model(model, pretrained=known[0] if known else weights)
+        network = create_model(model, pretrained=weights)
         return network if classes is None else with_classes(network, classes)
-    shape: dict[str, Any] = {"num_classes": classes, "in_channels": channels}
-    return create_model(model, norm="batch", **{key: value for key, value in shape.items() if value is not None})
+    return create_model(model, norm="batch", num_classes=classes, in_channels=channels)
 
 
 # The answer: the networks timed once more with their trained weights, a sentence and a table.
 
 
 def _answer(comparing: Comparing, names: Sequence[str]) -> Comparison:
+    from lowrank_cnn.report import write_report  # report builds on choose
+    from lowrank_cnn.report.trade import draw_frontier
+
     rows = [comparing.rows[name] for name in names if not comparing.rows[name].failed]
     runs = min((len(row.runs) for row in rows), default=0)
     if not runs:
@@ -210,20 +208,27 @@ def _answer(comparing: Comparing, names: Sequence[str]) -> Comparison:
         for row in rows
     ]
     per_run = sum(run.wall for row in rows for run in row.runs[:runs]) / runs / 60
-    spent = (comparing.spent + time.monotonic() - comparing.began) / 60
+    spent = comparing.elapsed / 60
     epochs, usual = comparing.plan["epochs"], comparing.recipe.epochs
     length = f"{epochs} of {counted(usual, 'epoch')}" if epochs < usual else ""
     choice = choose(
         contenders, comparing.wish, minutes=lambda more: spent + (more - runs) * per_run, length=length
     )
     taken = next(row for row in rows if in_words(row) == choice.taken.name)
-    winner = _copy_winner(comparing, taken)
+    folder, picture, page = comparing.found.folder, None, None
+    winner = below(folder, folder / "winner")
+    if winner.exists():
+        shutil.rmtree(winner)
+    shutil.copytree(comparing.folder(taken, taken.runs[0].seed), winner)
     comparing.keep(sentence=choice.sentence)
-    picture, page = _picture(comparing), _page(comparing, choice.sentence)
+    with suppress(MissingExtra):
+        picture = draw_frontier(comparing.found, folder / "compare.svg")
+    with suppress(MissingExtra):
+        page = write_report([folder / "runs"], folder / "report.html", answer=choice.sentence)
     return Comparison(
-        comparing.found.folder,
+        folder,
         choice,
-        _table(comparing, rows, contenders),
+        _table(comparing, contenders),
         _remarks(comparing, choice, names),
         winner,
         picture,
@@ -236,11 +241,10 @@ def _time_trained(comparing: Comparing, rows: Sequence[DesignRow]) -> None:
     made, target = {}, comparing.target
     for row in rows:
         seed = row.runs[0].seed
-        folder = comparing.folder(row, seed)
-        if target.engine and (files := sorted(folder.glob("net.*"))):
-            made[row.name] = next(f for f in files if f.suffix == target.suffix)
-            continue
-        made[row.name] = comparing.prepared(comparing.trained(row, seed).network, row.name)
+        if target.engine:
+            made[row.name] = comparing.folder(row, seed) / f"net{target.suffix}"
+        else:
+            made[row.name] = comparing.prepared(comparing.trained(row, seed).network, row.name)
     times = target.times(made, comparing.images, repeats=21)
     dense = times[DENSE.name].ms if DENSE.name in times else next(iter(times.values())).ms
     for row in rows:
@@ -262,9 +266,7 @@ def _write_timings(comparing: Comparing, row: DesignRow) -> None:
         write_json(folder / "timing.json", {"model": load_record(folder).model, **values})
 
 
-def _table(
-    comparing: Comparing, rows: Sequence[DesignRow], contenders: Sequence[Contender]
-) -> list[dict[str, Any]]:
+def _table(comparing: Comparing, contenders: Sequence[Contender]) -> list[dict[str, Any]]:
     """All networks, the slowest first; those that were only tried have no test accuracy."""
     dense, by_name = comparing.rows[DENSE.name], {one.name: one for one in contenders}
     table = []
@@ -292,8 +294,7 @@ def _remarks(comparing: Comparing, choice: Choice, names: Sequence[str]) -> tupl
     told = [choice.more] if choice.more else []
     epochs, usual = comparing.plan["epochs"], comparing.recipe.epochs
     if epochs < usual:
-        spent = (comparing.spent + time.monotonic() - comparing.began) / 60
-        more = math.ceil(spent * usual / epochs)
+        more = math.ceil(comparing.elapsed / 60 * usual / epochs)
         told.append(f"{option('minutes', more)} would allow for {usual} epochs.")
     failed = [in_words(row) for row in map(comparing.rows.__getitem__, names) if row.failed]
     if failed:
@@ -302,33 +303,3 @@ def _remarks(comparing: Comparing, choice: Choice, names: Sequence[str]) -> tupl
     if unsteady:
         told.append("Times are unsteady: another process ran meanwhile, so compare again on an idle machine.")
     return tuple(told)
-
-
-def _copy_winner(comparing: Comparing, row: DesignRow) -> Path:
-    """The first run of the network to take, in a folder of its own."""
-    source, winner = (
-        comparing.folder(row, row.runs[0].seed),
-        below(comparing.found.folder, comparing.found.folder / "winner"),
-    )
-    if winner.exists():
-        shutil.rmtree(winner)
-    shutil.copytree(source, winner)
-    return winner
-
-
-def _picture(comparing: Comparing) -> Path | None:
-    from lowrank_cnn.report.trade import draw_frontier  # report builds on choose
-
-    with suppress(MissingExtra):
-        return draw_frontier(comparing.found, comparing.found.folder / "compare.svg")
-    return None
-
-
-def _page(comparing: Comparing, sentence: str) -> Path | None:
-    from lowrank_cnn.report import write_report
-
-    with suppress(MissingExtra):
-        return write_report(
-            [comparing.found.folder / "runs"], comparing.found.folder / "report.html", answer=sentence
-        )
-    return None

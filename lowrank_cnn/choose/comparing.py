@@ -16,15 +16,7 @@ from torch import nn
 
 from lowrank_cnn.choose.candidates import DENSE, Design, at_width, find_design, width_of_macs
 from lowrank_cnn.choose.choice import MOST_RUNS, SAME_TIME, Wish
-from lowrank_cnn.choose.frontier import (
-    DENSE_NAME,
-    LOW_RANK,
-    THIN,
-    DesignRow,
-    in_words,
-    kind_of,
-    pack,
-)
+from lowrank_cnn.choose.frontier import DENSE_NAME, LOW_RANK, THIN, DesignRow, in_words, kind_of, pack
 from lowrank_cnn.choose.runs import train
 from lowrank_cnn.choose.target import TimedDesigns
 from lowrank_cnn.choose.trace import width_of_time
@@ -120,19 +112,22 @@ class Comparing(TimedDesigns):
 
     @property
     def plan(self) -> dict[str, Any]:
-        if self.found.about.get("plan") is None:
-            self.found.about["plan"] = {}
-        return self.found.about["plan"]
+        return self.found.about.setdefault("plan", {})
 
     def keep(self, **decided: Any) -> None:
-        self.plan.update(decided, spent=self.spent + time.monotonic() - self.began)
+        self.plan.update(decided, spent=self.elapsed)
         self.found.save()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds that the comparison has taken, with those before it was started again."""
+        return self.spent + time.monotonic() - self.began
 
     @property
     def left(self) -> float:
         """Seconds of the budget."""
         minutes = self.minutes if self.minutes is not None else self.plan["minutes"]
-        return 60 * minutes - self.spent - (time.monotonic() - self.began)
+        return 60 * minutes - self.elapsed
 
     @property
     def time_left(self) -> str:
@@ -146,13 +141,9 @@ class Comparing(TimedDesigns):
     def _make_plan(self) -> None:
         """How many networks and tries the budget allows for, by the speed of the dense network."""
         self._probe(DENSE.name)
-        epoch, once = self.epoch_seconds[DENSE.name], self.run_seconds[0]
 
         def seconds(level: int, rates: Sequence[float], epochs: int) -> float:
-            networks = 1 + 2 * level
-            tried = len(rates) * networks if len(rates) > 1 else 0
-            final = FEWEST_RUNS * min(networks, FINALISTS)
-            return once * (tried + final) + epoch * (tried * _short(epochs) + final * epochs)
+            return self._seconds_of_all(1 + 2 * level, rates, _short(epochs), epochs)
 
         def epochs_in(minutes: float, level: int, rates: Sequence[float]) -> int:
             """The epochs that fit into a budget, at most the recipe's; 0 if not even one does."""
@@ -186,15 +177,14 @@ class Comparing(TimedDesigns):
     def _probe(self, name: str) -> None:
         """Find the seconds of an epoch of a network, and of everything else in a run."""
         step(f"how fast {name} trains")
-        few, design = self.data.holdout(self._held, 1), self.designs.get(name, DENSE)
+        few, design = self.data.holdout(self._held, 1), self.rows[name].design if name in self.rows else DENSE
         count = min(len(few.train), 4 * self.recipe.batch_size)
         part = replace(few, train=few.train.subset(torch.arange(count)))
         self._fit(design, part, epochs=1, rate=1.0, seed=0)  # the first run also imports and compiles
         began = time.monotonic()
         record = self._fit(design, part, epochs=2, rate=1.0, seed=0)
-        wall, speed = time.monotonic() - began, record.result["images_per_second"]
-        self.epoch_seconds[name] = len(few.train) / speed
-        self.run_seconds.append(max(wall - 2 * count / speed, 0.0))
+        wall, epochs = time.monotonic() - began, 2 * count / len(few.train)
+        self._learn_speed(name, wall, epochs, record.result["images_per_second"])
 
     @property
     def _held(self) -> int:
@@ -208,7 +198,7 @@ class Comparing(TimedDesigns):
             for name in self.plan["candidates"]:
                 row = self.found.row(name)
                 assert row is not None
-                self.add(Design(**row.design))
+                self.add(row.design)
             return
         level = self.plan["level"]
         step("the dense network is timed")
@@ -236,7 +226,7 @@ class Comparing(TimedDesigns):
         dense = self.rows[DENSE.name]
         for row in [row for row in self.rows.values() if row is not dense and row.macs >= dense.macs]:
             reasons.append(f"{in_words(row)} has as many MACs.")
-            self._drop(self.designs[row.name])
+            self._drop(row.design)
         if len(self.rows) == 1:
             raise LowRankError(f"there is no cheaper version of this network: {' '.join(dict.fromkeys(reasons))}")
         self.keep(candidates=list(self.rows))
@@ -353,7 +343,7 @@ class Comparing(TimedDesigns):
             step(told)
             began = time.monotonic()
             try:
-                record = self._fit(self.designs[row.name], few, epochs=short, rate=rate, seed=0, told=told)
+                record = self._fit(row.design, few, epochs=short, rate=rate, seed=0, told=told)
                 accuracy, speed = record.result["top1"], record.result["images_per_second"]
             except NotFiniteError:
                 accuracy, speed = 0.0, None
@@ -369,21 +359,21 @@ class Comparing(TimedDesigns):
         """The expected time of so many runs of any networks."""
         return runs * (median(self.run_seconds) + epochs * max(self.epoch_seconds.values()))
 
+    def _seconds_of_all(self, networks: int, rates: Sequence[float], short: int, epochs: float) -> float:
+        """The expected time of the tries of so many networks, and of the fewest runs of the finalists."""
+        tries, runs = len(rates) * networks if len(rates) > 1 else 0, FEWEST_RUNS * min(networks, FINALISTS)
+        return self._training_seconds(tries, short) + self._training_seconds(runs, epochs)
+
     def _shorten_tries(self) -> None:
         """Make the tries so short that they and full runs fit into the time that is left, or leave them out."""
         rates, networks = self.plan["rates"], len(self.rows)
         if len(rates) == 1:
             return
-
-        def seconds(short: int) -> float:
-            final = self._training_seconds(FEWEST_RUNS * min(networks, FINALISTS), short / SHORT)
-            return self._training_seconds(len(rates) * networks, short) + final
-
-        fits = (short for short in range(self.plan["short"], 1, -1) if seconds(short) <= PLANNED * self.left)
-        if short := next(fits, 0):
-            self.keep(short=short)
-        else:
-            self._leave_out_tries()
+        for short in range(self.plan["short"], 1, -1):
+            if self._seconds_of_all(networks, rates, short, short / SHORT) <= PLANNED * self.left:
+                self.keep(short=short)
+                return
+        self._leave_out_tries()
 
     def _leave_out_tries(self) -> None:
         """Train all networks at the rate of the recipe: the same tuning for all, or none."""
@@ -392,7 +382,7 @@ class Comparing(TimedDesigns):
         self.keep(rates=[1.0])
         self.tell("There is no time to try learning rates: all networks train at that of the recipe.")
 
-    def _learn_speed(self, name: str, wall: float, epochs: int, speed: float | None) -> None:
+    def _learn_speed(self, name: str, wall: float, epochs: float, speed: float | None) -> None:
         if speed:
             self.epoch_seconds[name] = (len(self.data.train) - self._held) / speed
             self.run_seconds.append(max(0.0, wall - epochs * self.epoch_seconds[name]))
@@ -433,7 +423,9 @@ class Comparing(TimedDesigns):
     def _train(self, names: Sequence[str]) -> None:
         """All finalists with the first seed before the second, so that all are treated alike."""
         if "epochs" not in self.plan:
-            self.keep(epochs=self._epochs(names))
+            once, each = self._seconds(names, 0), self._seconds(names, 1) - self._seconds(names, 0)
+            fitting = int((PLANNED * self.left / FEWEST_RUNS - once) / each)
+            self.keep(epochs=max(1, min(self.recipe.epochs, fitting)))
         rows = [self.rows[name] for name in names]
         for seed in range(1, MOST_RUNS + 1):
             missing = [row for row in rows if seed not in row.seeds]
@@ -453,11 +445,6 @@ class Comparing(TimedDesigns):
                     self.keep()
                     self.tell(f"{told}: the loss was not finite")
 
-    def _epochs(self, names: Sequence[str]) -> int:
-        """How many epochs fit into the time that is left, with the fewest runs."""
-        once, each = self._seconds(names, 0), self._seconds(names, 1) - self._seconds(names, 0)
-        return max(1, min(self.recipe.epochs, int((PLANNED * self.left / FEWEST_RUNS - once) / each)))
-
     def _seconds(self, names: Sequence[str], epochs: int) -> float:
         """The expected time of one run of each network."""
         for name in names:
@@ -470,10 +457,10 @@ class Comparing(TimedDesigns):
 
     def _run_once(self, row: DesignRow, seed: int, epochs: int, told: str) -> None:
         """Train a network, test it where it will run, and write its answers into the record."""
-        design, began = self.designs[row.name], time.monotonic()
+        began = time.monotonic()
         few, folder = self.data.holdout(self._held, seed), self.folder(row, seed)
         few = replace(few, details={**few.details, "held_out_of": self.data.digest})  # one set to the page
-        record = self._fit(design, few, epochs=epochs, rate=row.rate, seed=seed, out=folder, told=told)
+        record = self._fit(row.design, few, epochs=epochs, rate=row.rate, seed=seed, out=folder, told=told)
         trained = self.trained(row, seed)
         target = self.target
         step(f"{told} is tested")
@@ -497,7 +484,7 @@ class Comparing(TimedDesigns):
 
     def trained(self, row: DesignRow, seed: int) -> Trained:
         """The network of a run, as its folder holds it."""
-        design = DENSE if self.pretrained else self.designs[row.name]
+        design = DENSE if self.pretrained else row.design
         return load_checkpoint(self.folder(row, seed), network=self.builder(design))
 
     def folder(self, row: DesignRow, seed: int) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median, median_high
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowrank_cnn.choose.candidates import Design, is_branched, is_dense
+from lowrank_cnn.choose.candidates import Design
 from lowrank_cnn.core.environment import environment
 from lowrank_cnn.core.errors import LowRankError, option
 from lowrank_cnn.core.files import is_regular, open_in_place, read_json, read_regular, sealed, unsealed, write_json
@@ -103,7 +103,7 @@ class RateTry:
 class DesignRow:
     """A design: its costs, its time and its runs. `failed` are the seeds whose loss was not finite."""
 
-    design: dict[str, Any]
+    design: Design
     macs: int
     params: int
     timing: DesignTime | None = None
@@ -114,15 +114,15 @@ class DesignRow:
 
     @property
     def name(self) -> str:
-        return self.design["name"]
+        return self.design.name
 
     @property
     def dense(self) -> bool:
-        return is_dense(self.design["scheme"])
+        return self.design.dense
 
     @property
     def branched(self) -> bool:
-        return is_branched(self.design["scheme"])
+        return self.design.branched
 
     @property
     def seconds(self) -> float | None:
@@ -310,7 +310,8 @@ def load_frontier(folder: str | Path) -> Frontier:
 def _read_row(values: dict[str, Any]) -> DesignRow:
     timing = DesignTime(**values["timing"]) if values["timing"] else None
     runs, tries = [SeedRun(**run) for run in values["runs"]], [RateTry(**one) for one in values["tries"]]
-    design = {name: tuple(map(tuple, v)) if name == "layers" else v for name, v in values["design"].items()}
+    design = Design(**values["design"])
+    design = replace(design, layers=tuple(map(tuple, design.layers)))  # lists in JSON
     return DesignRow(**{**values, "design": design, "timing": timing, "runs": runs, "tries": tries})
 
 

@@ -26,7 +26,7 @@ from torch import nn
 
 from lowrank_cnn.choose.candidates import Builder, Design, find_design
 from lowrank_cnn.choose.frontier import pack
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError, check_number
 from lowrank_cnn.core.files import below
 from lowrank_cnn.data import Data
 from lowrank_cnn.train import fit
@@ -147,27 +147,20 @@ _worker: list[Callable[[Any], Any]] = []
 
 
 @dataclass
-class WorkerPool(Generic[Job, Result]):
+class WorkerPool(contextlib.ExitStack, Generic[Job, Result]):
     """Run jobs in several processes that share a device, or in this one if only one is asked for.
 
     A short run leaves a GPU idle while Python builds the network and reads results. Other runs can use that time.
-    `do` does one job. Each process gets a copy of it, with the images that it holds, when it starts.
+    `do` does one job. Each process gets a copy of it, with the images that it holds, when it starts. All end with
+    the block, and after an error at once: a run that is not finished is lost, and nothing else.
     """
 
     do: Callable[[Job], Result]
     processes: int = 1
-    _to_close: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
 
     def __post_init__(self) -> None:
-        if self.processes < 1:
-            raise LowRankError(f"trainings run in one process or more, not in {self.processes}.")
-
-    def __enter__(self) -> WorkerPool[Job, Result]:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """End the processes, and after an error at once: a run that is not finished is lost, and nothing else."""
-        self._to_close.__exit__(*error)
+        super().__init__()
+        check_number("processes", self.processes, least=1, whole=True)
 
     def results(
         self,
@@ -217,19 +210,19 @@ class WorkerPool(Generic[Job, Result]):
     @cached_property
     def _executor(self) -> ProcessPoolExecutor:
         # Through a file: a pipe would let this process wait for each of the others to import torch first.
-        copy = Path(self._to_close.enter_context(TemporaryDirectory(prefix="lowrank-"))) / "do.pickle"
+        copy = Path(self.enter_context(TemporaryDirectory(prefix="lowrank-"))) / "do.pickle"
         with copy.open("wb") as file:
             pickle.dump(self.do, file)
         ended, alive = Pipe(duplex=False)
-        self._to_close.callback(alive.close)
+        self.callback(alive.close)
         executor = ProcessPoolExecutor(
             self.processes,
             mp_context=get_context("spawn"),  # a forked process cannot use CUDA
             initializer=_set_up,
             initargs=(copy, ended, max(1, torch.get_num_threads() // self.processes)),
         )
-        self._to_close.callback(executor.shutdown, cancel_futures=True)
-        self._to_close.push(lambda error, *_: alive.close() if error else None)
+        self.callback(executor.shutdown, cancel_futures=True)
+        self.push(lambda error, *_: alive.close() if error else None)
         return executor
 
 

@@ -6,8 +6,8 @@ of its own. All designs of a record are timed so, in turns with the dense networ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.choose.candidates import DENSE, Builder, Design, find_family
+from lowrank_cnn.choose.candidates import DENSE, Builder, Design
 from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier
 from lowrank_cnn.core.clock import Sample, measure
 from lowrank_cnn.core.errors import LowRankError, nearest
@@ -173,7 +173,6 @@ class TimedDesigns:
     repeats: int
     compile: bool
     scratch: Path
-    designs: dict[str, Design] = field(default_factory=dict, init=False)
     rows: dict[str, DesignRow] = field(default_factory=dict, init=False)
     reference: Optimized | Path | None = field(default=None, init=False)
 
@@ -182,10 +181,9 @@ class TimedDesigns:
         row = self.found.row(design.name)
         if row is None:
             cost = self.builder.count(design)
-            row = DesignRow(asdict(design), cost.macs, cost.params)
+            row = DesignRow(design, cost.macs, cost.params)
             self.found.rows.append(row)
             self.found.save()
-        self.designs.setdefault(design.name, design)
         self.rows[design.name] = row
         if self.batch and row.timing is None:
             row.timing = self.time(design)
@@ -204,20 +202,6 @@ class TimedDesigns:
         other = sample.ms if design == DENSE else times["dense"].ms  # beside itself it takes as long
         return DesignTime(sample.ms, sample.low, sample.high, other, self.batch, *self.target.choice_of(ours))
 
-    def time_apart(self, *family: Any) -> None:
-        """Time all networks of the record in turns, in a fresh process; it builds those of this family."""
-        rows = [(row, row.timing) for row in self.found.rows if row.timing]
-        how = {"compile": self.compile, "repeats": self.repeats}
-        known = [(row.design, asdict(timing)) for row, timing in rows]
-        asked = family, self.target.device, torch.get_num_threads(), self.batch, how, known
-        try:
-            ms = apart(__file__, "time_designs", *asked)
-        except LowRankError as error:
-            raise LowRankError(f"the networks cannot be timed in a process of their own: {error}") from error
-        for row, timing in rows:
-            timing.processes.append([ms[row.name], ms[DENSE.name]])
-        self.found.save()
-
     @cached_property
     def images(self) -> Tensor:
         return self.target.images(self.batch, self.builder.size)
@@ -229,19 +213,3 @@ class TimedDesigns:
     def prepared(self, network: nn.Module, name: str) -> Optimized | Path:
         how = {"compile": self.compile, "repeats": self.repeats}
         return self.target.prepared(network, self.images, self.scratch / name, **how)
-
-
-def time_designs(
-    family: Sequence[Any], device: str, threads: int, batch: int, how: dict[str, Any], designs: Sequence[Any]
-) -> dict[str, float]:
-    """Milliseconds of designs in torch, all in turns, each in the form that it had before. `apart` calls it."""
-    torch.set_num_threads(threads)
-    name, size, *more = family
-    builder, target, made = Builder.of_family(find_family(name), tuple(size), *more), Target(device), {}
-    images = target.images(batch, builder.size)
-    for design, known in designs:
-        torch.manual_seed(0)
-        network = builder(Design(**design))
-        made[design["name"]] = target.prepared(network, images, Path(), known=DesignTime(**known), **how)
-    times = target.times(made, images, repeats=how["repeats"], budget=10.0 * len(made))
-    return {name: sample.ms for name, sample in times.items()}

@@ -8,24 +8,25 @@ second begins: a run that is cut short has treated all alike.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from math import exp, log
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lowrank_cnn.choose.candidates import (
+    CONTROLS,
     DENSE,
     STEP,
     Builder,
     Design,
     at_width,
     base_name,
-    control_for,
     find_design,
     find_family,
-    is_branched,
     width_of_macs,
 )
 from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, about_runs, open_frontier
@@ -34,6 +35,7 @@ from lowrank_cnn.choose.target import Target, TimedDesigns
 from lowrank_cnn.core.clock import check_budget
 from lowrank_cnn.core.errors import LowRankError, check_choice, check_number
 from lowrank_cnn.core.files import locked
+from lowrank_cnn.core.processes import apart
 from lowrank_cnn.core.text import counted, duration
 from lowrank_cnn.data import Data
 from lowrank_cnn.train import get_recipe
@@ -162,9 +164,9 @@ class Tracer(TimedDesigns):
             self._time_apart()
             self._tune()
             runs = [
-                DesignRun(self.designs[name], seed, row.rate)
+                DesignRun(row.design, seed, row.rate)
                 for seed in range(1, self.plan.seeds + 1)
-                for name, row in self.rows.items()
+                for row in self.rows.values()
                 if seed not in row.seeds
             ]
             self._run_all(runs, self._keep)
@@ -181,14 +183,15 @@ class Tracer(TimedDesigns):
         On a GPU those of its time are in 64s of filters, which run faster there. If it costs as much as the dense
         network, that one is its rival.
         """
+        branches = "-branches" * row.branched
         if "macs" in self.plan.match and row.macs < self.rows[DENSE.name].macs:
-            thin = control_for(row.design["scheme"])
+            thin = CONTROLS[f"dense{branches}"]
             self._add_control(thin, width_of_macs(self.builder, thin, row.macs), f"macs of {row.name}")
         if "time" in self.plan.match and row.timing and row.timing.first_ratio < 1:
-            thin = control_for(row.design["scheme"], in_64s=self.found.about["device"] == "cuda")
+            thin = CONTROLS[f"dense{'-64s' * (self.found.about['device'] == 'cuda')}{branches}"]
             alike = [one for one in self.rows.values() if base_name(one.name) == thin.name]
             # The first times, by which a resumed trace matches again.
-            times = {one.design["width"]: one.timing.first_ratio for one in alike if one.timing}
+            times = {one.design.width: one.timing.first_ratio for one in alike if one.timing}
             width = width_of_time({1.0: 1.0, **times}, row.timing.first_ratio)
             self._add_control(thin, width, f"time of {row.name}")
 
@@ -197,19 +200,29 @@ class Tracer(TimedDesigns):
         design = at_width(thin, min(width, 1.0), matched)
         cost = self.builder.count(design)
         same = [row for row in self.found.rows if (row.macs, row.params) == (cost.macs, cost.params)]
-        known = [row for row in same if row.dense and row.branched is is_branched(design.scheme)]
-        self.add(Design(**known[0].design) if known else design)
+        known = [row for row in same if row.dense and row.branched is design.branched]
+        self.add(known[0].design if known else design)
 
     def _time_apart(self) -> None:
         """Time all networks of the record in turns, in fresh processes, until each has been in enough of them."""
-        times = [row.timing for row in self.found.rows if row.timing]
-        while self.batch and min(len(timing.processes) for timing in times) < PROCESSES:
+        rows = [(row, row.timing) for row in self.found.rows if row.timing]
+        classes, norm = len(self.maker.data.classes), self.maker.recipe.norm
+        family = self.found.about["family"], self.builder.size, classes, norm, self.plan.base
+        how = {"compile": self.compile, "repeats": self.repeats}
+        while self.batch and min(len(timing.processes) for _, timing in rows) < PROCESSES:
             self._check_budget()
-            self.say(f"{counted(len(times), 'network')} in turns, in a process of their own")
+            self.say(f"{counted(len(rows), 'network')} in turns, in a process of their own")
             self.reference = None
             release_memory()  # the process needs it
-            classes, norm = len(self.maker.data.classes), self.maker.recipe.norm
-            self.time_apart(self.found.about["family"], self.builder.size, classes, norm, self.plan.base)
+            known = [(asdict(row.design), asdict(timing)) for row, timing in rows]
+            asked = family, self.target.device, torch.get_num_threads(), self.batch, how, known
+            try:
+                ms = apart(__file__, "time_designs", *asked)
+            except LowRankError as error:
+                raise LowRankError(f"the networks cannot be timed in a process of their own: {error}") from error
+            for row, timing in rows:
+                timing.processes.append([ms[row.name], ms[DENSE.name]])
+            self.found.save()
 
     def _tune(self) -> None:
         """Every design by the same factors of the learning rate, on images held out of training."""
@@ -219,8 +232,8 @@ class Tracer(TimedDesigns):
         rates = {*self.plan.rates, *(one.rate for row in self.found.rows for one in row.tries)}
         while rows:
             jobs = [
-                DesignRun(self.designs[name], TUNING_SEED + place, rate, held_out=True)
-                for name, row in rows.items()
+                DesignRun(row.design, TUNING_SEED + place, rate, held_out=True)
+                for row in rows.values()
                 for rate in sorted(rates)
                 for place in range(len(row.tried(rate).accuracies), self.plan.tries)
             ]
@@ -293,3 +306,19 @@ class Tracer(TimedDesigns):
     def _check_budget(self) -> None:
         if self._spent:
             raise BudgetSpent
+
+
+def time_designs(
+    family: Sequence[Any], device: str, threads: int, batch: int, how: dict[str, Any], designs: Sequence[Any]
+) -> dict[str, float]:
+    """Milliseconds of designs in torch, all in turns, each in the form that it had before. `apart` calls it."""
+    torch.set_num_threads(threads)
+    name, size, *more = family
+    builder, target, made = Builder.of_family(find_family(name), tuple(size), *more), Target(device), {}
+    images = target.images(batch, builder.size)
+    for design, known in designs:
+        torch.manual_seed(0)
+        network = builder(Design(**design))
+        made[design["name"]] = target.prepared(network, images, Path(), known=DesignTime(**known), **how)
+    times = target.times(made, images, repeats=how["repeats"], budget=10.0 * len(made))
+    return {name: sample.ms for name, sample in times.items()}

@@ -20,12 +20,18 @@ from lowrank_cnn.core.numbers import holm, mean_interval, student_p, student_t
 
 @dataclass(frozen=True)
 class PairedGap:
-    """Ours less theirs in percentage points, its interval, and the p-value of the claim."""
+    """Ours less theirs in percentage points, its interval, and the p-value of the claim.
+
+    `of_images` is the variance that other images would bring, `of_runs` that of one run on each side, as shares
+    squared.
+    """
 
     points: float
     low: float
     high: float
     p: float
+    of_images: float = 0.0
+    of_runs: float = 0.0
 
     @property
     def decided(self) -> bool:
@@ -44,7 +50,8 @@ def paired_gap(ours: Tensor, theirs: Tensor, *, margin: float, alpha: float) -> 
     points, images = 100 * by_image.mean().item(), len(by_image)
     if images < 2:
         return PairedGap(points, -100.0, 100.0, 1.0)
-    variance = by_image.var().item() / images
+    variance = of_images = by_image.var().item() / images
+    of_runs = 0.0
     uncertainty = variance**2 / (images - 1)
     for side in (ours, theirs):
         if len(side) > 1:
@@ -52,12 +59,15 @@ def paired_gap(ours: Tensor, theirs: Tensor, *, margin: float, alpha: float) -> 
             # The noise of single runs on single images is in the variance over images already.
             variance += max(0.0, between - noise) / len(side)
             uncertainty += (between / len(side)) ** 2 / (len(side) - 1)
+            of_images -= noise / len(side)
+            of_runs += max(between, noise)
     if not variance:  # all runs gave the same answers
         return PairedGap(points, points, points, float(points <= margin))
     freedom, error = max(1.0, variance**2 / uncertainty), 100 * variance**0.5
     reach = student_t(1 - alpha / 2, freedom) * error
     low, high = max(-100.0, points - reach), min(100.0, points + reach)
-    return PairedGap(points, low, high, student_p((margin - points) / error, freedom))
+    p = student_p((margin - points) / error, freedom)
+    return PairedGap(points, low, high, p, max(0.0, of_images), of_runs)
 
 
 def _run_parts(runs: Tensor) -> tuple[float, float]:
@@ -65,19 +75,6 @@ def _run_parts(runs: Tensor) -> tuple[float, float]:
     runs, images = runs.double(), runs.shape[1]
     noise = (runs - runs.mean(1, keepdim=True)).sub(runs.mean(0) - runs.mean()).square().sum().item()
     return runs.mean(1).var().item(), noise / ((len(runs) - 1) * (images - 1)) / images
-
-
-def gap_parts(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
-    """The variance of a gap that other images would bring, and that of one run on each side, as shares squared."""
-    by_image = ours.double().mean(0) - theirs.double().mean(0)
-    images = by_image.var().item() / len(by_image)
-    each = 0.0
-    for side in (ours, theirs):
-        if len(side) > 1:
-            between, noise = _run_parts(side)
-            images -= noise / len(side)
-            each += max(between, noise)
-    return max(0.0, images), each
 
 
 BETTER, FASTER, SEARCHED = "better", "faster", "better than a searched rival"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lowrank_cnn.choose.candidates import Design
 from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, RateTry, pack
 from lowrank_cnn.data import Data
 from tests import support
@@ -33,7 +34,7 @@ def made_frontier(folder: Path, rows: dict[str, tuple[float, float, int]], famil
     for name, (share, ratio, runs) in rows.items():
         scheme = "dense" if name.startswith("dense") else "lr"
         scheme += "(branches)" if "branches" in name else ""
-        row = DesignRow({"name": name, "scheme": scheme, "width": 1.0}, int(1e6 * ratio), int(1e5 * ratio))
+        row = DesignRow(Design(name, scheme), int(1e6 * ratio), int(1e5 * ratio))
         row.timing = DesignTime(ratio, ratio, ratio, 1.0, 256, "folded")
         row.tries = [RateTry(1.0, [share])]
         found.rows.append(row)

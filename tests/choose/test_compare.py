@@ -43,7 +43,7 @@ def short(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def no_page(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(answer, "_page", lambda *_: None)
+    monkeypatch.setattr("lowrank_cnn.report.write_report", lambda *_, **__: None)
 
 
 def network() -> nn.Module:
@@ -174,7 +174,7 @@ def test_the_thin_rival_is_the_widest_that_is_as_fast(
     with pytest.raises(KeyboardInterrupt):
         lr.compare(nn.Sequential(*made), squares, out=tmp_path, say=str, **QUICK)
     rows = load_frontier(tmp_path).rows
-    assert {row.design["width"] for row in rows if kind_of(row) == "thin"} == {width}
+    assert {row.design.width for row in rows if kind_of(row) == "thin"} == {width}
 
 
 def test_on_a_gpu_filters_come_in_32s_where_no_layer_gets_more_than_its_share():

@@ -110,5 +110,5 @@ def _runs(process: int) -> bool:
 
 
 def test_a_number_of_processes_that_is_none_is_refused():
-    with pytest.raises(LowRankError, match="one process or more, not in 0"):
+    with pytest.raises(LowRankError, match="processes must be a whole number of at least 1, not 0"):
         WorkerPool(work, 0)

@@ -68,7 +68,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
 
     monkeypatch.setattr(RunMaker, "__call__", train)
     monkeypatch.setattr(Tracer, "time", time)
-    monkeypatch.setattr(targets, "apart", apart)
+    monkeypatch.setattr(tracing, "apart", apart)
     return done
 
 
@@ -104,7 +104,7 @@ def test_what_is_done_is_not_done_again(trace, made_up: list, tmp_path: Path, mo
 
 def test_designs_are_matched_by_macs(trace, made_up: list):
     found = trace(FrontierPlan(("lr-branches",), match=("macs",), seeds=0, batch=0))
-    rows = {row.design["matched"]: row for row in found.rows}
+    rows = {row.design.matched: row for row in found.rows}
     low_rank, thin = found.row("lr-branches"), rows["macs of lr-branches"]
     assert thin.macs == pytest.approx(low_rank.macs, rel=0.15)
     assert thin.name.startswith("dense-branches@")
@@ -124,14 +124,14 @@ def test_designs_are_matched_by_time(trace, made_up: list, monkeypatch, device, 
     monkeypatch.setattr(tracing, "open_frontier", lambda at, about, n: opened(at, {**about, "device": device}, n))
     found = trace(FrontierPlan(designs, match=("time",), seeds=0))
     for reason, names in matched.items():
-        assert {row.name for row in found.rows if row.design["matched"] == reason} == names
+        assert {row.name for row in found.rows if row.design.matched == reason} == names
 
 
 @pytest.mark.nightly
 def test_a_network_of_the_record_is_the_control_if_it_has_the_same_filters(trace, made_up: list):
     matched = FrontierPlan(("lr",), match=("macs",), seeds=1, batch=0)
     control = trace(matched, out="one").rows[-1]
-    near = FrontierPlan((), (control.design["width"] + 0.002,), match=(), seeds=0, batch=0)
+    near = FrontierPlan((), (control.design.width + 0.002,), match=(), seeds=0, batch=0)
     trace(near, out="two")
     found = trace(matched, out="two")
     same = [row for row in found.rows if (row.macs, row.params) == (control.macs, control.params)]
@@ -277,10 +277,10 @@ def test_designs_are_timed_in_turns_in_three_processes_each_in_the_form_it_had(t
         known.append({design["name"]: timing["choice"] for design, timing in asked[-1]})
         with monkeypatch.context() as patch:
             patch.setattr(targets, "optimize", None)  # no search in a process
-            return getattr(targets, function)(*asked)
+            return getattr(tracing, function)(*asked)
 
     monkeypatch.setattr(targets, "optimize", folded)  # it is tested elsewhere, and takes its time
-    monkeypatch.setattr(targets, "apart", apart)
+    monkeypatch.setattr(tracing, "apart", apart)
     found = trace(FrontierPlan(("lr",), match=(), seeds=0, batch=2, repeats=3, base=0.25))
     dense, low_rank = (row.timing for row in found.rows)
     for one in (dense, low_rank):

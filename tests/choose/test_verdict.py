@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowrank_cnn.choose.candidates import CANDIDATES, FAMILIES
+from lowrank_cnn.choose.candidates import CANDIDATES, FAMILIES, Design
 from lowrank_cnn.choose.frontier import DesignRow, Frontier, RateTry, load_frontier
 from lowrank_cnn.choose.verdict import (
     DIVERGED,
@@ -106,9 +106,7 @@ def test_a_design_with_branches_is_held_against_dense_networks_with_branches(
     dense = {"dense": (0.93, 1.0, 32), "dense@0.5": (0.7, 0.5, 32)}
     alone = make_frontier({**dense, "lr-branches": (0.88, 0.5, 32)})
     assert answer(alone) == []
-    row = DesignRow(
-        {**alone.rows[1].design, "name": "dense-branches@0.5", "scheme": "dense(branches)"}, 10**6, 10**5
-    )
+    row = DesignRow(Design("dense-branches@0.5", "dense(branches)"), 10**6, 10**5)
     row.timing, row.runs = alone.rows[1].timing, alone.rows[1].runs
     alone.rows.append(row)
     (better,) = answer(alone)

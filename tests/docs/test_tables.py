@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lowrank_cnn.choose.candidates import Design
 from lowrank_cnn.choose.frontier import DesignRow, DesignTime, Frontier, RateTry, SeedRun
 from lowrank_cnn.method.count import count
 from lowrank_cnn.models import create_model
@@ -124,7 +125,7 @@ def frontier(folder: Path, designs: dict[str, tuple[float, int]]) -> Frontier:
     found = Frontier(place, about, 1000)
     found.environments.append(ENVIRONMENT)
     for name, (ms, seeds) in designs.items():
-        design = {"name": name, "scheme": name, "width": 1.0, "matched": ""}
+        design = Design(name, name)
         runs = [SeedRun(seed, 900 + seed, 0, "", 3.0, 4.0, 1.0, 1.0, 0) for seed in range(1, seeds + 1)]
         found.rows.append(DesignRow(design, 10**6, 10**5, DesignTime(ms, ms, ms, 2.0, 256, "folded"), runs=runs))
     return found
