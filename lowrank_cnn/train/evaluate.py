@@ -45,7 +45,7 @@ from lowrank_cnn.train.inputs import (
 )
 from lowrank_cnn.train.objective import Loss, class_scores, hits, ranking
 from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.trained import Trained, carried_by, load_checkpoint, load_pretrained
+from lowrank_cnn.train.trained import Trained, load_checkpoint, load_pretrained, loaded
 
 __all__ = ["Evaluation", "Trained", "evaluate", "load_checkpoint", "load_pretrained", "predict"]
 
@@ -321,9 +321,7 @@ def evaluate(
     >>> evaluate("runs/photos", "photos").top1  # doctest: +SKIP
     0.925
     """
-    model = load_checkpoint(model) if isinstance(model, str | Path) else model
-    known = model if isinstance(model, Trained) else carried_by(model)
-    network = model.network if isinstance(model, Trained) else model
+    network, known = loaded(model)
     source, data = data, _opened(data, network, known, recipe or Recipe())
     if known is None or (network is model and (preprocess or recipe)):
         recipe = recipe or Recipe()
@@ -453,8 +451,7 @@ def predict(
     """
     check_number("top", top, least=1, whole=True)
     check_choice("bad", bad, ("skip", "refuse"))
-    known = load_checkpoint(model) if isinstance(model, str | Path) else model
-    known = carried_by(known) if isinstance(known, nn.Module) else known
+    _, known = loaded(model)
     if known is None:
         raise LowRankError(
             "predict needs a trained network, which knows its classes and how images are prepared: give a run's "

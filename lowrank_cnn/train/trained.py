@@ -255,6 +255,14 @@ def carried_by(network: nn.Module) -> Trained | None:
     return trained_of(Stored(network, None, notes(network).training_card))
 
 
+def loaded(model: nn.Module | Trained | str | Path) -> tuple[nn.Module, Trained | None]:
+    """The network at a path, or the one given, and how it was trained, if it says so."""
+    model = load_checkpoint(model) if isinstance(model, str | Path) else model
+    if isinstance(model, Trained):
+        return model.network, model
+    return model, carried_by(model) if isinstance(model, nn.Module) else None
+
+
 Teacher = nn.Module | Trained | str | Path
 
 
@@ -268,12 +276,7 @@ def make_teacher(
     if is_example(inputs.size):
         raise LowRankError("a teacher takes one image, and this network has several inputs: leave it out.")
     size, classes, preprocess = checked_size(inputs.size), inputs.data.classes, inputs.preprocess
-    trained = teacher if isinstance(teacher, Trained) else None
-    if isinstance(teacher, str | Path):
-        trained = load_checkpoint(teacher)
-    elif isinstance(teacher, nn.Module):
-        trained = carried_by(teacher)
-    network = trained.network if trained else teacher
+    network, trained = loaded(teacher)
     if not isinstance(network, nn.Module):
         raise LowRankError(f"a teacher is a network or the directory of a run, not a {type(teacher).__name__}.")
     if trained and trained.classes != classes:
