@@ -41,7 +41,7 @@ def _shared(commands: Iterable[Any]) -> dict[str, Any]:
 
 
 def _command(name: str, command: Any, shared: Container[str]) -> str:
-    summary, _, rest = inspect.cleandoc(command.help or "").partition("\n\n")
+    summary, _, rest = inspect.cleandoc(command.help or "").replace("\b\n", "").partition("\n\n")
     text, _, examples = rest.partition("Examples:")
     shown = "\n".join(line.strip() for line in re.sub(r" \\\n +", " ", examples).splitlines() if line.strip())
     about = " ".join(f"{summary} {text}".split())

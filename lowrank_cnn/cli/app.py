@@ -187,11 +187,6 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, with_default_weights(args))
 
-    def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        formatter.write_paragraph()
-        with formatter.indentation():  # click's mark \b keeps the lines of the examples
-            formatter.write_text(inspect.cleandoc(self.help or "").replace("\n\n  ", "\n\n\b\n  "))
-
     def format_options(self, ctx: Any, formatter: Any) -> None:
         panels: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
@@ -208,7 +203,8 @@ def load_command(name: str) -> TyperCommand:
     entry = COMMANDS[name]
     function = getattr(import_module(f"lowrank_cnn.cli.{entry.module}"), f"{name}_command")
     app = typer.Typer(add_completion=False, **_PLAIN)
-    app.command(name, cls=Command, help=function.__doc__, context_settings=_SETTINGS)(function)
+    text = inspect.cleandoc(function.__doc__ or "").replace("\n\n  ", "\n\n\b\n  ")  # \b: click keeps the lines
+    app.command(name, cls=Command, help=text, context_settings=_SETTINGS)(function)
     command = typer.main.get_command(app)
     assert isinstance(command, TyperCommand)
     return command

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -14,9 +14,6 @@ from lowrank_cnn.cli.show import console, print_json
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.core.text import counted, si
-
-if TYPE_CHECKING:
-    from lowrank_cnn.cli.source import Source
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ def export_command(
       lowrank export runs/photos net.onnx --precision int8 --calibrate photos
       lowrank export model.py:make net.onnx --example model.py:inputs
     """
-    from lowrank_cnn.cli.source import placed
+    from lowrank_cnn.cli.source import find_example, placed
     from lowrank_cnn.deploy.engines.targets import PRETRAINED, open_engine, target_of, usage, write_export_card
 
     path = _place(path, out, to, model)
@@ -90,11 +87,12 @@ def export_command(
     if to is not None and target_of(to).strips:
         graph = replace(graph, strips=True)
     how, int8 = graph.for_export(), graph.precision == "int8"
-    if int8 and example:
-        raise LowRankError("int8 is for networks of one image: give --input in place of --example.")
     if int8 and graph.calibrate:
-        source, how["calibrate"] = _calibration(source, graph.calibrate)
-        if source.trained:
+        how["calibrate"] = graph.calibrate
+        if ".py:" in graph.calibrate:  # prepared images, for the network alone
+            source = replace(source, trained=None)
+            how["calibrate"] = find_example(graph.calibrate, option="--calibrate")
+        elif source.trained:
             how["input_size"] = None  # that of its images, prepared as in training
     written: Any = source.export(network, path, inputs, overwrite=overwrite, **how)
     macs = {"before": lr.count(source.network, inputs).macs, "after": lr.count(network, inputs).macs}
@@ -142,23 +140,3 @@ def _place(path: Path | None, out: Path | None, to: str | None, model: str) -> P
         raise LowRankError("say once where to write: a file (net.onnx), or a directory with --to.")
     name = Path(model.rpartition(":")[2]).stem or "net"
     return given if to == PRETRAINED else file_for(given, to, name)
-
-
-def _calibration(source: Source, images: str) -> tuple[Source, Any]:
-    """The images that --calibrate names; prepared ones, of a function, are for the network alone."""
-    from torch import Tensor
-
-    from lowrank_cnn.cli.source import find_example
-
-    if ".py:" in images:
-        prepared = find_example(images, option="--calibrate")
-        if not isinstance(prepared, Tensor):
-            kind = type(prepared).__name__
-            raise LowRankError(f"{images} must give images as a tensor [N, C, H, W], not {kind}.")
-        return replace(source, trained=None), prepared
-    if source.trained is None:
-        raise LowRankError(
-            "int8 with a data set is for a trained network (a run, an exported file, --pretrained): for others "
-            "give --calibrate path.py:function, which gives prepared images."
-        )
-    return source, images

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lowrank_cnn.core.numbers import accuracy, deviation, mean
+from lowrank_cnn.core.numbers import accuracy, deviation
 from lowrank_cnn.core.text import printable
 
 if TYPE_CHECKING:
@@ -23,14 +23,12 @@ if TYPE_CHECKING:
 class SafeConsole(Console):
     """A console for plain text. Names of classes and files may contain control characters, which are escaped."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(highlight=False, markup=False, **options)
-
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*(printable(each) if isinstance(each, str) else each for each in objects), **options)
 
 
-console, errors = SafeConsole(), SafeConsole(stderr=True, soft_wrap=True)
+console = SafeConsole(highlight=False, markup=False)
+errors = SafeConsole(highlight=False, markup=False, stderr=True, soft_wrap=True)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -61,10 +59,10 @@ def print_accuracy(title: str, network: str, result: Mapping[str, Any], classes:
 
 def over_seeds(shares: Sequence[float]) -> str:
     """Accuracies over seeds in percent, as 90.12 ± 0.30; one seed has no spread, and none are empty."""
-    middle, spread = mean(shares), deviation(shares)
-    return (
-        "" if middle is None else f"{100 * middle:.2f}" + (f" ± {100 * spread:.2f}" if spread is not None else "")
-    )
+    if not shares:
+        return ""
+    spread = deviation(shares)
+    return f"{100 * fmean(shares):.2f}" + (f" ± {100 * spread:.2f}" if spread is not None else "")
 
 
 @contextlib.contextmanager
@@ -84,8 +82,7 @@ def resumable() -> Iterator[None]:
 
 def print_json(value: object) -> None:
     """Plain JSON on standard output, for other programs."""
-    json.dump(value, sys.stdout, indent=2)
-    sys.stdout.write("\n")
+    print(json.dumps(value, indent=2))
 
 
 def print_problems(data: Data, say: Callable[[str], None] = console.print) -> None:

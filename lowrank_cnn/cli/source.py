@@ -26,7 +26,6 @@ from lowrank_cnn.core.notes import note, notes
 from lowrank_cnn.core.text import counted
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.prune import cheaper
-from lowrank_cnn.method.schemes import parse_scheme
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.build import dense_twin, rebuild, rebuild_options, with_classes
 from lowrank_cnn.models.foreign import build_foreign, called, copy_equal_shapes, function_of, is_foreign
@@ -112,10 +111,8 @@ def find_model(
 ) -> Source:
     """The network that a text names; the options are those of `create_model`, for our own networks.
 
-    - `pretrained`: trained weights for a network by name.
-    - `into`: for weights of a network that is not ours, the text that names that network before conversion.
-    - `scheme`: one of our networks is built by it, any other is converted.
-    - `classes`, `channels`: those of the images to train on; `channels` only sets those of our own networks.
+    `into` names the network before conversion that weights of a network not ours are loaded into. `classes` and
+    `channels` are those of the images to train on.
     """
     number = None if classes is None else len(classes)
     if not is_path(text):
@@ -142,14 +139,12 @@ def find_model(
 
 
 def check_model(text: str, *, scheme: str | None = None, pretrained: str | None = None, **options: Any) -> None:
-    """Refuse a wrong name, option or scheme before any image is read, without computing anything."""
+    """Refuse a wrong name or option before any image is read, without computing anything."""
     if not is_path(text):
         with torch.device("cpu" if pretrained else "meta"):
             find_model(text, scheme=scheme, pretrained=pretrained, **options)
         return
     _refuse_options(text, options)
-    if scheme is not None:
-        parse_scheme(scheme)
     if ".py:" in text:
         check_file(Path(text.partition(":")[0]))
 

@@ -214,7 +214,8 @@ def train_command(
     pretrained = network.pretrained is not None or is_weights(model)
     cost = network.macs if network.thin is None else network.thin
     # Trained weights are made cheaper when their images are known, and so is a network within a budget.
-    later = lr.parse_scheme(scheme) if scheme is not None and (pretrained or cost is not None) else None
+    parsed = None if scheme is None else lr.parse_scheme(scheme)
+    later = parsed if pretrained or cost is not None else None
     norm, stride, held = rare.pop("norm", None), rare.pop("stride", None), rare.pop("hold_gb", 2.0)
     # The recipe chooses norm and pool, except for trained weights and for networks that are not ours.
     building = {"norm": norm} if network.pretrained or is_path(model) else recipe.network()
@@ -259,7 +260,7 @@ def train_command(
         return _find_rate(source.network, wanted, recipe, run.out, as_json=as_json, **how)
     if run.out and first_process():
         remember(network.into or remembered(model) or model, run.out)
-    told = _problems_of(wanted)
+    told = f"{wanted.train.problems}{wanted.test.problems}"
     how = {"workers": workers, **rare, **vars(run), "teacher": teacher, "log": run.log or ()}
     record = train(source.network.train(), wanted, recipe, progress=not as_json, **how)
     if not first_process():
@@ -268,7 +269,7 @@ def train_command(
         name, out = record.model["name"], str(run.out) if run.out else None
         return print_json({"model": name, "out": out, **record.result})
     _print_result(record)
-    if _problems_of(wanted) != told:  # a stream finds them on its way
+    if f"{wanted.train.problems}{wanted.test.problems}" != told:  # a stream finds them on its way
         print_problems(wanted)
     if run.out:
         named = ["--class-names", str(images.class_names)] if images.class_names else []
@@ -312,10 +313,6 @@ def _own_teacher(network: Any, data: Data, recipe: Recipe, size: Any) -> Trained
     known = carried_by(network)
     alike = known and (known.classes, known.input_size, known.recipe.preprocess)
     return known if alike == (data.classes, tuple(size), recipe.preprocess) else None
-
-
-def _problems_of(data: Data) -> tuple[str, str]:
-    return str(data.train.problems), str(data.test.problems)
 
 
 def _print_start(data: Data, recipe: Recipe, remark: str, *, tuned: bool) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.core.compare import copied, difference, is_finite, unchanged
-from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.core.errors import LowRankError, to_caller
 from lowrank_cnn.core.files import as_path
 from lowrank_cnn.core.notes import notes
 from lowrank_cnn.core.progress import progress, step
@@ -216,9 +216,10 @@ def _labelled(calibration: Any, trained: Trained | None) -> Data | None:
     if isinstance(calibration, Tensor) or (isinstance(calibration, Sequence) and not isinstance(calibration, str)):
         return None
     if trained is None:
+        give = to_caller("give", "give --calibrate path.py:function for")
         raise LowRankError(
-            "labelled images need a trained network, which stores its preprocessing: for any other network, give "
-            "preprocessed images as a tensor."
+            "labelled images need a trained network, which stores its preprocessing: for any other network, "
+            f"{give} preprocessed images as a tensor."
         )
     data = calibration
     if not isinstance(data, Data):  # as the network was trained on it, with the test images that it has not seen

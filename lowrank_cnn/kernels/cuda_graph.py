@@ -30,10 +30,7 @@ class Captured:
 
 
 def captured(run: Callable[[], object], *, before_capture: Callable[[], object] | None = None) -> Captured:
-    """Capture a function's work as a graph, after a few runs that compile, allocate and choose algorithms.
-
-    `before_capture` is called between these runs and the capture, to undo what they changed.
-    """
+    """Capture a function's work as a graph, after runs that warm it up and that `before_capture` may undo."""
     stream = _stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with for_graphs():

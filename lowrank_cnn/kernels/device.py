@@ -78,34 +78,22 @@ def forced(chosen: str) -> Setting:
     return _within(_forced, _known(chosen))
 
 
-def for_graphs() -> Setting:
-    """Within the block, choose as for a CUDA graph, in which launches cost the host nothing.
-
-    Put it around the warm-up of a graph and around its capture, so that both make the same choices.
-    """
-    return _within(_recording, True)
-
-
-def tuning() -> Setting:
-    """Within the block, measure every plan of each problem that runs."""
-    return _within(_tuning, True)
-
-
-def compiling_ahead() -> Setting:
-    """Within the block, kernels are compiled but not run: their results are uninitialised memory."""
-    return _within(_ahead, True)
-
-
 def surveying() -> Setting:
     """Within the block, every layer runs by torch, and the requests for a choice are collected in a list."""
     return _within(_survey, [])
 
 
-def unsurveyed() -> Setting:
-    """Within the block, ignore a survey around it: a graph of torch.compile outlives the survey."""
-    return _within(_survey, None)
+for_graphs = partial(_within, _recording, True)
+"""Within the block, choose as for a CUDA graph, in which launches cost the host nothing.
 
-
+Put it around the warm-up of a graph and around its capture, so that both make the same choices.
+"""
+tuning = partial(_within, _tuning, True)
+"""Within the block, measure every plan of each problem that runs."""
+compiling_ahead = partial(_within, _ahead, True)
+"""Within the block, kernels are compiled but not run: their results are uninitialised memory."""
+unsurveyed = partial(_within, _survey, None)
+"""Within the block, ignore a survey around it: a graph of torch.compile outlives it."""
 is_tuning, is_for_graphs, survey = _tuning.get, _recording.get, _survey.get
 
 

@@ -77,15 +77,11 @@ def composite_conv2d_with_statistics(
     *,
     stride: Pair = (1, 1),
     padding: Sequence[Sides],
-    by_torch: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """One composite layer, with its mean and biased variance per channel for the batch norm after it.
 
     These are float32, over batch and positions, and have no gradient of their own: the batch norm's backward
-    accounts for them. Without `by_torch` they are None if no kernel of ours runs the layer.
-
-        y, mean, variance = composite_conv2d_with_statistics(x, weights, padding=padding)
-        normed = (y - mean.view(-1, 1, 1)) * (variance + eps).rsqrt().view(-1, 1, 1)
+    accounts for them. They are None if no kernel of ours runs the layer.
     """
     asked = CallOptions(stride, tuple(padding), None, None, False)
     plan = None
@@ -94,17 +90,11 @@ def composite_conv2d_with_statistics(
         plan = _plan(x, weights, bias, asked, needs_gradient(x, *weights))
     if plan == choice.DENSE:
         weight, sides = _ops().enclose(weights, padding)
-        return composite_conv2d_with_statistics(
-            x, [weight], bias, stride=stride, padding=[sides], by_torch=by_torch
-        )
-    if plan is not None:
-        y, _, found = _ops().fused_conv2d(x, weights, None, bias, None, asked, False, True, plan)
-        return y, found[0], found[1]
-    y = _by_torch(x, weights, bias, None, asked)
-    if not by_torch:
-        return y, None, None
-    variance, mean = torch.var_mean(y.detach().float(), (0, 2, 3), correction=0)
-    return y, mean, variance
+        return composite_conv2d_with_statistics(x, [weight], bias, stride=stride, padding=[sides])
+    if plan is None:
+        return _by_torch(x, weights, bias, None, asked), None, None
+    y, _, found = _ops().fused_conv2d(x, weights, None, bias, None, asked, False, True, plan)
+    return y, found[0], found[1]
 
 
 def explain_call(x: Tensor, weights: Sequence[Tensor], *, training: bool = False, **options: Any) -> str:

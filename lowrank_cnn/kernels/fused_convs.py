@@ -17,7 +17,7 @@ from lowrank_cnn.core.modules import has_hooks, is_plain
 from lowrank_cnn.kernels.autotune import choice
 from lowrank_cnn.kernels.conv.pack import laid_out
 from lowrank_cnn.kernels.device import asked_for, by_torch
-from lowrank_cnn.kernels.dispatch import composite_conv2d, composite_conv2d_with_statistics
+from lowrank_cnn.kernels.dispatch import composite_conv2d, composite_conv2d_with_statistics, needs_gradient
 from lowrank_cnn.kernels.problem import OVERLAPPING, Pair, Problem, Sides, canonical, pose
 from lowrank_cnn.kernels.reference import compose, enclosure, placed
 from lowrank_cnn.kernels.volumes import composite_conv3d, is_flat
@@ -101,7 +101,7 @@ class FusedChain(nn.Module):
         if by_torch() or not (x.is_cuda or asked_for()) or not self.is_joined:
             return False
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        if not (torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())):
+        if not needs_gradient(*self.parameters()):
             return False  # for inference `merge` folds a chain once, not at every call
         apart, whole = self._problems(tuple(x.shape), dtype)
         ours, theirs = (_measured_ms(way, x.device, need_input=x.requires_grad) for way in ([whole], apart))
@@ -141,10 +141,7 @@ def _counted_ms(problems: Sequence[Problem]) -> float:
 
 
 class FusedComposite(nn.Module):
-    """A composite layer with its activation and max-pool in one call.
-
-    A residual may be added before these, or with `add_last` after the activation.
-    """
+    """A composite layer in one call with its residual (`add_last`: after the activation), activation and pool."""
 
     def __init__(
         self,
@@ -169,7 +166,7 @@ class FusedComposite(nn.Module):
 
     def with_statistics(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The conv's result with its mean and variance; these are None if no kernel of ours runs."""
-        how = {"stride": self.stride, "padding": self.padding, "by_torch": False}
+        how = {"stride": self.stride, "padding": self.padding}
         return composite_conv2d_with_statistics(x, list(self.weights), self.bias, **how)
 
     @property
@@ -190,9 +187,6 @@ class FrozenComposite(FusedComposite):
 
     The input's size decides which kernel runs, and kernels read different layouts. The layer makes each layout at
     the first call that needs it and keeps it. Loading a state dict into the layer discards them.
-
-        layer = FrozenComposite([conv.weight], conv.bias, stride=(2, 2), padding=[((1, 1), (1, 1))])
-        y = layer(x, residual)
     """
 
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, **options: Any) -> None:
@@ -233,8 +227,6 @@ class FrozenComposite(FusedComposite):
 def conv_options(module: nn.Module) -> dict[str, Any] | None:
     """A conv as arguments of `FusedComposite`; None if no kernel can run it (dilated, grouped, other padding).
 
-    A conv over volumes is taken if its filters reach along time alone, or within frames alone.
-
     Convs with hooks are excluded, and convs whose weights are computed, as by weight norm: the current value is no
     parameter and would not be trained.
     """
@@ -272,10 +264,7 @@ def _of_composite(layer: Any) -> dict[str, Any] | None:
 def fused_layer(
     layer: nn.Module | None, *, activation: str | None = None, pool: str | None = None
 ) -> FusedComposite | FusedChain | None:
-    """A conv, composite or chain as one fused layer with its epilogue; None if the kernels cannot run it.
-
-    layer = fused_layer(nn.Conv2d(8, 16, 3), activation="relu", pool="floor")
-    """
+    """A conv, composite or chain as one fused layer with its epilogue; None if the kernels cannot run it."""
     if layer is None:
         return None
     chain = isinstance(layer, nn.Sequential) and hasattr(layer, "scheme") and is_plain(layer, nn.Sequential)

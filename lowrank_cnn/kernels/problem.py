@@ -288,10 +288,7 @@ def pose(
     activation: str | None = None,
     add_last: bool = False,
 ) -> Problem:
-    """The problem of an input of size [N, C, H, W] and weights of shapes [filters, C, height, width].
-
-    Every group must give the same output size.
-    """
+    """The problem of an input of size [N, C, H, W] and weights of shapes [filters, C, height, width]."""
     if pool not in (None, "floor", "ceil", OVERLAPPING):
         raise LowRankError(f'pool is None, "floor", "ceil" or "{OVERLAPPING}", not {pool!r}.')
     if len(padding) != len(shapes):

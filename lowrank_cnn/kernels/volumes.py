@@ -36,11 +36,7 @@ def composite_conv3d(
     activation: str | None = None,
     add_last: bool = False,
 ) -> Tensor:
-    """A composite layer over volumes, as `composite_conv2d` over images; by torch unless every filter is flat.
-
-    y = composite_conv3d(x, [along_time, within_frames], bias, stride=(1, 1, 1),
-                         padding=[((1, 1), (0, 0), (0, 0)), ((0, 0), (1, 1), (1, 1))])
-    """
+    """A composite layer over volumes, as `composite_conv2d` over images; by torch unless every filter is flat."""
     if not (may_fuse(x) and all(is_flat(weight.shape[2:]) for weight in weights)):
         options: Any = {"residual": residual, "activation": activation, "add_last": add_last}
         return composite_by_torch(x, weights, bias, stride=stride, padding=padding, **options)  # type: ignore[arg-type]

@@ -58,11 +58,7 @@ def family_of(name: str) -> ModuleType:
 
 
 def build_network(name: str, *, init: str = "composite", **given: Any) -> Network:
-    """A network with fresh weights; the options are those of `create_model`.
-
-    >>> build_network("nin", width=0.1, num_classes=10).config["name"]
-    'nin'
-    """
+    """A network with fresh weights; the options are those of `create_model`."""
     check_choice("initialisation", init, INITIALISATIONS)
     family = family_of(name)
     if given.get("pool") is not None and family is not nin:
@@ -112,11 +108,7 @@ def rebuild(description: Mapping[str, Any], *, into: nn.Module | None = None) ->
 
 
 def with_classes(network: nn.Module, classes: int) -> nn.Module:
-    """One of our networks for other classes: its last layer is new, all other weights are the same.
-
-    >>> with_classes(build_network("nin", num_classes=100, width=0.1), 2).config["num_classes"]
-    2
-    """
+    """One of our networks for other classes: its last layer is new, all other weights are the same."""
     description = rebuild_options(network)
     ours = description["model"]
     fresh, other = (
@@ -131,11 +123,7 @@ def with_classes(network: nn.Module, classes: int) -> nn.Module:
 
 
 def name_of(model: nn.Module) -> str:
-    """A name for people: that of one of our networks, what the user called another, or its class.
-
-    >>> name_of(build_network("nin")), name_of(nn.Sequential())
-    ('nin', 'Sequential')
-    """
+    """A name for people: that of one of our networks, what the user called another, or its class."""
     return str(model.config["name"]) if isinstance(model, Network) else notes(model).name or type(model).__name__
 
 
@@ -256,26 +244,17 @@ def dense_cost(model: nn.Module, input_size: InputSize) -> tuple[int, int] | Non
 
 
 def _macs_before(model: nn.Module, change: Change, rows: Sequence[LayerCount]) -> int:
-    """The last stage of a replacement gives the pixels of the conv that it replaced.
-
-    A transposed conv works on the pixels of its input, as the first stage of its replacement does.
-    """
+    """The MACs of a layer before it was replaced, by the pixels that its replacement works on."""
+    # The last stage has the pixels of a conv's output, the first those of the input, for a transposed conv.
     transposed = isinstance(model.get_submodule(rows[0].name), _ConvTransposeNd)
     worked = rows[0] if transposed else rows[-1]
     pixels = worked.macs // (worked.params - _biases(model, worked))
-    return pixels * (change.params_before - _biases_before(model, change, rows[-1]))
-
-
-def _biases_before(model: nn.Module, change: Change, last: LayerCount) -> int:
-    """The biases of a layer that was replaced: as many as it had filters, of which some may be gone, or none.
-
-    Folding branches or a norm adds a bias, so the last layer cannot tell. A filter of several taps can: without a
-    bias, its number of parameters is a multiple of its taps.
-    """
+    # Folding branches or a norm adds a bias, so the last stage cannot tell whether the layer had one. A filter of
+    # several taps can: without a bias, its number of parameters is a multiple of its taps.
     kernel, _, filters = change.before.rpartition(",")
     taps = prod(map(int, kernel.split("x"))) if kernel.replace("x", "").isdecimal() else 1
-    has_bias = change.params_before // int(filters) % taps if taps > 1 else _biases(model, last)
-    return int(filters) if has_bias else 0
+    has_bias = change.params_before // int(filters) % taps if taps > 1 else _biases(model, rows[-1])
+    return pixels * (change.params_before - (int(filters) if has_bias else 0))
 
 
 def _biases(model: nn.Module, row: LayerCount) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.notes import notes
@@ -49,17 +48,8 @@ def _titled(convs: Iterable[Any]) -> list[tuple[str, Tensor]]:
     return found
 
 
-@dataclass(frozen=True)
-class LayerShapes:
-    """The filters of a layer by shape ("3x1"), and how many filters the layer had when it was dense."""
-
-    layer: str
-    dense: int
-    filters: list[tuple[str, int]]
-
-
-def filter_shapes(network: nn.Module) -> list[LayerShapes]:
-    """The shapes of the filters of each spatial layer, also of one whose filters all became points."""
+def filter_shapes(network: nn.Module) -> list[tuple[str, int, list[tuple[str, int]]]]:
+    """Each spatial layer, its filters when it was dense, and now by shape ("3x1"), even if all became points."""
     changed = {change.name: change.before for change in changes_of(network)}
     found = []
     for name, module in network.named_modules():
@@ -71,7 +61,7 @@ def filter_shapes(network: nn.Module) -> list[LayerShapes]:
         else:
             continue
         dense = int(changed[name].rpartition(",")[2]) if name in changed else sum(n for _, n in filters)
-        found.append(LayerShapes(name, dense, filters))
+        found.append((name, dense, filters))
     if not found:
         raise LowRankError("the network has no spatial convolutions to show the shapes of.")
     return found
@@ -132,13 +122,14 @@ def receptive_field(network: nn.Module, *, seed: int = 0) -> Tensor:
 
 def _last_maps(network: nn.Module, images: Tensor) -> Tensor:
     """The output of the last conv that runs and still has an extent."""
-    outputs: list[Any] = []
-    with ExitStack() as hooks:
-        for module in network.modules():
-            if isinstance(module, nn.Conv2d | CompositeConv2d):
-                hooks.enter_context(module.register_forward_hook(lambda _, __, output: outputs.append(output)))
+    found: list[Tensor] = []
+
+    def keep(module: nn.Module, _: object, maps: Tensor) -> None:
+        if isinstance(module, nn.Conv2d | CompositeConv2d) and min(maps.shape[2:]) > 1:
+            found.append(maps)
+
+    with register_module_forward_hook(keep):
         network(images)
-    found = [maps for maps in outputs if min(maps.shape[2:]) > 1]
     if not found:
         raise LowRankError(f"{name_of(network)} has no convolution whose field could be shown.")
     return found[-1]

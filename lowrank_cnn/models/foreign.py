@@ -6,8 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +58,9 @@ def function_of(path: Path, function: str) -> Callable[..., Any]:
     if (folder := str(path.resolve().parent)) not in sys.path:
         sys.path.insert(0, folder)
     name = f"file_of_the_user_{path.stem}"
-    loader = SourceFileLoader(name, str(path))
-    spec = spec_from_loader(name, loader)
-    assert spec is not None
+    spec: Any = spec_from_file_location(name, path)
     module = sys.modules[name] = module_from_spec(spec)  # dataclasses look for the types they name there
-    called(lambda: loader.exec_module(module), str(path))
+    called(lambda: spec.loader.exec_module(module), str(path))
     make = getattr(module, function, None)
     if not callable(make):
         raise LowRankError(f"{path} has no function {function!r}.")

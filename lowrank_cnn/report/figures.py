@@ -115,10 +115,11 @@ def shapes_figure(*, networks: Titled) -> list[Spec]:
 def shapes_spec(title: str, network: nn.Module) -> Spec:
     """A bar for each layer and shape, with its share of the layer's filters."""
     layers, bars = filters.filter_shapes(network), []
-    for layer, label in zip(layers, short_names([layer.layer for layer in layers]), strict=True):
-        for place, (shape, n) in enumerate(layer.filters):
-            bar = {"layer": label, "shape": shape, "share": n / layer.dense, "place": place}
-            bars.append(bar | {"spoken": f"{label}: {n} of {layer.dense} filters are {shape}"})
+    labels = short_names([name for name, _, _ in layers])
+    for label, (_, dense, shapes) in zip(labels, layers, strict=True):
+        for place, (shape, n) in enumerate(shapes):
+            bar = {"layer": label, "shape": shape, "share": n / dense, "place": place}
+            bars.append(bar | {"spoken": f"{label}: {n} of {dense} filters are {shape}"})
     colours = shape_colours({bar["shape"] for bar in bars})
     scale = {"domain": list(colours), "range": list(colours.values())}
     spec = filled(template("shapes"), {"{height}": 22 * len(layers), "{scale}": scale})

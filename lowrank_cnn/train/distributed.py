@@ -147,11 +147,7 @@ _RANK_STRIDE = 1_000_003  # keeps the processes' streams apart, and apart from t
 
 
 def conditions(fabric: Fabric) -> dict[str, Any]:
-    """The conditions that a result depends on in its last bits, by name.
-
-    Another number of threads or processes, or another device, adds the same numbers in another order. A run
-    records these conditions, and `repeatable` makes it keep them.
-    """
+    """What decides the last bits of a result, by name: others add the same numbers in another order."""
     device = fabric.device
     return {
         "threads": torch.get_num_threads(),
@@ -164,10 +160,7 @@ def conditions(fabric: Fabric) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def repeatable(on: bool, *, processes: int = 1) -> Iterator[None]:
-    """Run the block with torch's deterministic algorithms, and put all settings back after it.
-
-    An operation that has no deterministic algorithm raises `LowRankError`.
-    """
+    """Run the block with torch's deterministic algorithms; an operation that has none raises `LowRankError`."""
     if not on:
         yield
         return

@@ -395,10 +395,7 @@ def held_out_images(trained: Trained, source: str | Path, **options: Any) -> Dat
 
 
 def changed_set(trained: Trained, data: Data) -> str | None:
-    """A warning where a set has the name of the one that the network was trained on, but not its digest.
-
-    Nobody can tell then which of its images training held out: most of them may have been trained on.
-    """
+    """A warning where a set has the name of the one that the network was trained on, but not its digest."""
     if not trained.held_out or trained.held_out.get("name") != data.name:
         return None
     return (
@@ -408,10 +405,7 @@ def changed_set(trained: Trained, data: Data) -> str | None:
 
 
 def match_classes(trained: Trained, data: Data) -> Tensor:
-    """The place of each of the data's classes among the network's, by name.
-
-    A test set may lack classes; one that the network does not know could only be counted wrong.
-    """
+    """The place of each of the data's classes among the network's, by name: unknown ones could only be wrong."""
     places = places_by_name(data.classes, trained.classes)
     unknown = [name for name, place in zip(data.classes, places, strict=True) if place is None]
     if unknown:

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowrank_cnn.core.compare import is_finite
 from lowrank_cnn.core.environment import is_out_of_memory
 from lowrank_cnn.core.errors import LowRankError, option, to_caller
 from lowrank_cnn.core.modules import call
@@ -48,10 +49,9 @@ def first_not_finite(network: nn.Module, images: Any) -> str:
     found: list[str] = []
 
     def look(name: str, module: nn.Module, _: object, output: object) -> None:
-        outputs = output if isinstance(output, tuple) else (output,)
-        if not all_finite(module.parameters()):
+        if not is_finite(list(module.parameters())):
             found.append(f"the weights of layer {name!r} ({type(module).__name__})")
-        elif not all_finite(t for t in outputs if isinstance(t, Tensor)):
+        elif not is_finite(output):
             found.append(f"the output of layer {name!r} ({type(module).__name__})")
 
     # A hook runs when its module is done: an inner layer is named before the block around it.
@@ -61,12 +61,6 @@ def first_not_finite(network: nn.Module, images: Any) -> str:
                 hooks.enter_context(module.register_forward_hook(partial(look, name)))
         call(network, images)
     return found[0] if found else "a gradient, behind layers whose outputs are all finite"
-
-
-def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether every number is finite; the device is waited for once."""
-    checks = [tensor.isfinite().all() for tensor in tensors if tensor.is_floating_point()]
-    return not checks or bool(torch.stack(checks).all())
 
 
 def resume_hint() -> str:

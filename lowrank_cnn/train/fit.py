@@ -172,7 +172,7 @@ def fit(
         record = Record(
             **identity,
             recipe=recipe.to_dict(),
-            watched=inputs.watched,
+            watched="holdout" if recipe.holdout else "test",
             precision=resolve_precision(recipe.precision, fabric.device.type),
             device=str(fabric.device),
             processes=fabric.world_size,

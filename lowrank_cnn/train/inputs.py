@@ -66,7 +66,6 @@ class Inputs:
     watch: Loader
     test: Loader
     preprocess: Preprocess
-    watched: str
     size: InputSize
     batches: Callable[[int, int], Iterator[tuple[Any, Any]]]
     """The batches of an epoch from this one on, as the step sees them: augmented and mixed."""
@@ -118,8 +117,7 @@ def make_inputs(
                 images, targets = mixer(images, targets, epoch, number)
             yield images, targets
 
-    watched = "holdout" if recipe.holdout else "test"
-    return Inputs(data, train, watch, test, preprocess, watched, size, batches)
+    return Inputs(data, train, watch, test, preprocess, size, batches)
 
 
 def held_out(recipe: Recipe, images: int) -> int:
@@ -201,10 +199,7 @@ def preprocessing(split: Split, recipe: Recipe, device: torch.device | str = "cp
 
 
 def evaluation_batch(split: Split, augment: Augment, world: int = 1) -> int:
-    """A batch that fills the device, a multiple of the number of processes.
-
-    All batches are nearly equal in size, since kernels are chosen for each batch size.
-    """
+    """A batch that fills the device; all are nearly equal in size, since kernels are chosen for each size."""
     size = input_size(split, augment)
     sizes = [tensor.shape for tensor in tensors_of(size)] if is_example(size) else [checked_size(size)]
     pixels = max(prod(one[1:]) for one in sizes)
@@ -306,12 +301,9 @@ def check_network(network: nn.Module, data: Data, recipe: Recipe, *, output: str
 
 @torch.no_grad()
 def outputs_here(network: nn.Module, size: InputSize) -> Any:
-    """The outputs of a network for one image, on the device that it is on; None if it fails there.
-
-    A network whose weights are made by its first forward is not run: they depend on the seed.
-    """
+    """The outputs of a network for one image, on the device that it is on; None if it fails there."""
     weights = [*network.parameters(), *network.buffers()]
-    if any(map(is_lazy, weights)):
+    if any(map(is_lazy, weights)):  # its first forward makes them, and they depend on the seed
         return None
     device = weights[0].device if weights else torch.device("cpu")
     try:

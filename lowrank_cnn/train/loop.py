@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.core.compare import tensors_of
+from lowrank_cnn.core.compare import is_finite
 from lowrank_cnn.core.errors import option
 from lowrank_cnn.core.modules import call, checked_size, is_example
 from lowrank_cnn.method.branches import DenseHelpers
@@ -37,7 +37,6 @@ from lowrank_cnn.train.failure import (
     NotFiniteError,
     StoppedWithin,
     StopRequest,
-    all_finite,
     first_not_finite,
     resume_hint,
     stopping_within,
@@ -263,12 +262,12 @@ class Trainer:
     def _checked_tally(self) -> Tally:
         """The sums of the epoch; if an update was refused or spoilt the weights, the error names the layer."""
         tally = self.step.read_tally(partial(sum_over_processes, self.fabric))
-        if not tally.halted and all_finite(self.step.weights.values()):
+        if not tally.halted and is_finite(self.step.weights):
             return tally
         epoch, batch = self.position.epoch, min(tally.steps, self.per_epoch - 1)
         images, _ = next(iter(self.inputs.batches(epoch, batch)))
         place = f"epoch {epoch + 1}, batch {batch + 1}"
-        if not all_finite(tensors_of(images)):
+        if not is_finite(images):
             raise NotFiniteError(f"an image of {place} has NaN or infinity in it: leave such images out.")
         with self.fabric.autocast():
             where = first_not_finite(self.network, images)

@@ -32,10 +32,6 @@ def within(default: Any, least: float = 0, most: float = LARGE, *, fixed: bool =
     return declare(default, limits=(least, most), fixed=fixed)
 
 
-def one_of(default: str, options: Collection[str], *, fixed: bool = False) -> Any:
-    return declare(default, options=options, fixed=fixed)
-
-
 @dataclass(frozen=True)
 class Checked:
     """A dataclass whose fields stay within what `declare` says of them."""
@@ -117,7 +113,7 @@ class Recipe(Checked):
     nesterov: bool = False
     weight_decay: float = within(5e-4)
     clip_norm: float = within(0.0)
-    optimizer: str = one_of("sgd", ("sgd", "adamw", "muon"), fixed=True)
+    optimizer: str = declare("sgd", options=("sgd", "adamw", "muon"), fixed=True)
     beta2: float = within(0.999, 0, 0.99999)
     layer_decay: float = within(1.0, 0.01, 1)
     strip_rate: float = within(1.0, 1e-3)
@@ -126,7 +122,7 @@ class Recipe(Checked):
     freeze: str = declare("", fixed=True)
     accumulate: int = within(1, 1)
     # the schedule
-    schedule: str = one_of("constant", ("paper", "poly", "cosine", "triangle", "constant"))
+    schedule: str = declare("constant", options=("paper", "poly", "cosine", "triangle", "constant"))
     warmup: float = within(0.0)
     power: float = within(0.5)
     holdout: float = within(0.0, fixed=True)
@@ -139,13 +135,13 @@ class Recipe(Checked):
     # the loss, and what is evaluated
     label_smoothing: float = within(0.0, 0, 0.999)
     aux_weight: float = within(0.3)
-    class_weights: str = one_of("none", ("none", "balanced"))
+    class_weights: str = declare("none", options=("none", "balanced"))
     distill_weight: float = within(0.5, 0, 1)
     distill_temperature: float = within(2.0, 0.1, 100)
     ema: float = within(0.0, 0, 1, fixed=True)
     evaluate_every: int = within(1, 1)
     # the images
-    preprocess: str = one_of("standardize", ("standardize", "whiten"), fixed=True)
+    preprocess: str = declare("standardize", options=("standardize", "whiten"), fixed=True)
     zca_epsilon: float = within(0.1, fixed=True)
     resize: int | None = within(None, 1, fixed=True)
     crop: int | None = within(None, 1, fixed=True)
@@ -154,7 +150,7 @@ class Recipe(Checked):
     cutout: int = within(0)
     zoom: float = within(1.0, 0.01, 1)
     jitter: float = within(0.0, 0, 1)
-    auto_augment: str = one_of("none", AUTO_AUGMENTS)
+    auto_augment: str = declare("none", options=AUTO_AUGMENTS)
     mixup: float = within(0.0, 0, 100)
     cutmix: float = within(0.0, 0, 100)
     # the network and its arithmetic
@@ -162,8 +158,8 @@ class Recipe(Checked):
     pool: str | None = declare(None, fixed=True)
     dropout: float | None = within(None, 0, 0.999)
     output: str | None = None
-    precision: str = one_of("auto", PRECISIONS)
-    quantize: str = one_of("none", ("none", "int8"))
+    precision: str = declare("auto", options=PRECISIONS)
+    quantize: str = declare("none", options=("none", "int8"))
     # short runs
     lr_start: float = within(0.0, 0, 1)
     lr_end: float = within(0.0, 0, 1)

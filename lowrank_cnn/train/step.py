@@ -249,10 +249,7 @@ def build_update(
     compiled: bool = False,
     say: Callable[[str], None] = print,
 ) -> TrainingStep | GraphedStep:
-    """The update for batches of this shape: a CUDA graph if `graphs` allows one and the step can be recorded.
-
-    `compiled` says that torch.compile has made the forward of the step.
-    """
+    """The update for batches of this shape: a CUDA graph if `graphs` allows one and the step can be recorded."""
     if not graphs:
         return step
     try:

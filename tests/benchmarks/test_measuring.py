@@ -59,9 +59,11 @@ def test_an_engine_that_uses_more_threads_than_it_was_given_is_refused():
 
 
 def test_fast_networks_warm_up_as_long_as_slow_ones(monkeypatch):
-    monkeypatch.setattr(clock, "_clock", lambda run, _: run())
-    assert cpu_engines.warm_runs({"slow": lambda: 100.0}) == 2
-    assert cpu_engines.warm_runs({"slow": lambda: 100.0, "fast": lambda: 2.0}) == 15
+    seconds: list[float] = []
+    monkeypatch.setattr(clock, "_mark", lambda _: sum(seconds))
+    runs = {"slow": lambda: seconds.append(0.1), "fast": lambda: seconds.append(0.002)}
+    assert cpu_engines.warm_runs({"slow": runs["slow"]}) == 2
+    assert cpu_engines.warm_runs(runs) == 15
 
 
 @pytest.fixture(scope="module")

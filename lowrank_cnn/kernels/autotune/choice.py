@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -65,10 +65,7 @@ def plan_text(
     need_input: bool,
     bias: torch.dtype | None = torch.float32,
 ) -> str | None:
-    """The choice for a call, from plain values to plain values: a plan as text, `DENSE`, or None for torch.
-
-    `shapes` are those of the input and of the weights; `asked` holds the fields of `CallOptions`.
-    """
+    """From the shapes of input and weights and the fields of `CallOptions` to a plan, `DENSE`, or None (torch)."""
     problem = pose(shapes[0], shapes[1:], dtype, **CallOptions(*asked)._asdict())
     chosen = choose(problem, device, training=training, need_input=need_input, bias=bias)
     return str(chosen.plan) if chosen.fused else DENSE if chosen.dense else None
@@ -135,10 +132,7 @@ def _default(request: Request) -> Choice:
 
 
 def _measured(request: Request) -> Choice | None:
-    """Compare and time all paths now and store the times.
-
-    None while a graph is captured or traced, or if nothing runs, as on the fake tensors of a tracer.
-    """
+    """Compare and time all paths now and store the times; None in a capture or a trace, or if nothing runs."""
     capturing = request.device.type != "cuda" or torch.cuda.is_current_stream_capturing()
     if torch.compiler.is_compiling() or capturing:
         return None
@@ -214,7 +208,7 @@ def _fastest(request: Request) -> tuple[KernelPlan, bool]:
         return plans[0], True
     if (found := tuned.measured_plan(request.problem, request.device, tuned=True)) is not None:
         return found, True
-    inference = Request(request.problem, request.device, bias=request.bias)
+    inference = replace(request, training=False)
     taken, failed = _search(inference, {plan: lambda plan=plan: plan for plan in plans})
     best = min(taken, key=lambda plan: taken[plan].graph, default=plans[0])
     return best, OUT_OF_MEMORY not in failed.values()
@@ -298,4 +292,4 @@ def compile_kernels(asked: Iterable[Any]) -> None:
 def _compile(request: Request) -> None:
     for plan in in_question(request):
         for training in (False, True)[: 1 + request.training]:
-            KernelTrial.random(request, training=training).run(plan)
+            KernelTrial.random(replace(request, training=training)).run(plan)

@@ -50,7 +50,7 @@ def mismatch(request: Request, path: Path) -> str:
     """Why a path's results, in training also its gradients, differ from torch's; empty if they agree."""
     try:
         with torch.no_grad():
-            trial = KernelTrial.random(request, training=False)
+            trial = KernelTrial.random(replace(request, training=False))
             if not _all_close(trial.run(path), trial.run(None)):
                 return WRONG
         right = not request.training or _gradients_agree(KernelTrial.random(request), path)
@@ -72,8 +72,8 @@ class KernelTrial:
     residual: Tensor | None = None
 
     @classmethod
-    def random(cls, request: Request, *, training: bool | None = None) -> KernelTrial:
-        """Random inputs for a request; `training` overrides the request's."""
+    def random(cls, request: Request) -> KernelTrial:
+        """Random inputs for a request."""
         problem = request.problem
         # A generator of its own: measuring must not change the random numbers of a training run.
         numbers = torch.Generator(request.device).manual_seed(0)
@@ -86,7 +86,7 @@ class KernelTrial:
         weights = [draw(*shape).contiguous() for shape in problem.shapes]
         bias = None if request.bias is None else draw(problem.filters, dtype=request.bias)
         residual = draw(problem.batch, problem.filters, *problem.result_size) if problem.residual else None
-        return cls(problem, x, weights, bias, request.training if training is None else training, residual)
+        return cls(problem, x, weights, bias, request.training, residual)
 
     @property
     def need_input(self) -> bool:
