@@ -1,15 +1,13 @@
 """The candidates that `compare` and `frontier` train, as data, and how each becomes a network.
 
 A design is a dense network at some width, with its convs rewritten by a scheme everywhere or in some stages. Thin
-dense networks are designs as well, with the scheme `dense`: they are the controls. `design` builds three forms of
-a network within a share of its MACs.
+dense networks are designs as well, with the scheme `dense`: they are the controls.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
-import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -19,7 +17,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.core.compare import unchanged
-from lowrank_cnn.core.errors import LowRankError, LowRankWarning, nearest
+from lowrank_cnn.core.errors import LowRankError, nearest
 from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.count import Count, count
 from lowrank_cnn.method.init import init_, weight_layers
@@ -346,42 +344,5 @@ def width_of_macs(builder: Builder, design: Design, target: float) -> float:
     def macs(steps: int) -> int:
         return builder.count(at_width(design, steps * STEP)).macs
 
-    low, high = 1, round(4 / STEP)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if macs(middle) < target else (low, middle)
-    return min((low, high), key=lambda steps: abs(macs(steps) - target)) * STEP
-
-
-# Forms of any network within a share of its MACs.
-
-LOW_RANK, THINNER, MIXED = "low-rank", "thinner", "mixed"
-
-
-def build_form(
-    model: nn.Module, size: tuple[int, ...], form: str, share: float, strips: Sequence[str] = ()
-) -> nn.Module:
-    """A form of a network with at most this share of its MACs; `LowRankError` says why there is none.
-
-    A low-rank network has strips in all layers, a mixed one in those named. If strips do not save enough, all
-    layers are thinner as well.
-    """
-    where = list(strips) if form == MIXED else None
-    with warnings.catch_warnings(action="ignore", category=LowRankWarning):  # forms are measured
-        if form == THINNER:
-            return _thinner(model, size, share)
-        if form == LOW_RANK:
-            with contextlib.suppress(LowRankError):
-                return convert(model, "lr", macs=share, input_size=size)
-        cheaper = count(convert(model, "lr", where=where, input_size=size), size).macs / count(model, size).macs
-        return convert(_thinner(model, size, min(1.0, share / cheaper)), "lr", where=where, input_size=size)
-
-
-def _thinner(model: nn.Module, size: tuple[int, ...], share: float) -> nn.Module:
-    """A thinner network of at most this share: `thin` gives the nearest, which may lie above."""
-    allowed = share * count(model, size).macs
-    for part in (1.0, 0.9, 0.7, 0.5, 0.3):
-        found = thin(model, macs=part * share, input_size=size, multiple=8)
-        if count(found, size).macs <= allowed:
-            return found
-    raise LowRankError(f"no thinner network has {share:.3f} of the MACs.")
+    high = 2 + bisect_left(range(2, round(4 / STEP)), target, key=macs)
+    return min((high - 1, high), key=lambda steps: abs(macs(steps) - target)) * STEP

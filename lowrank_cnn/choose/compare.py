@@ -155,9 +155,7 @@ def compare(
     folder = Path(out)
     with locked(folder), progress("compare"), tempfile.TemporaryDirectory() as scratch:
         found = open_frontier(folder, about, len(images.test))
-        if batch is None:
-            batch = next((row.timing.batch for row in found.rows if row.timing), target.batch)
-        found.check_batch(batch)
+        batch = found.batch(batch, target.batch)
         fixed = recipe is not None or "batch_size" in settings
         timing: dict[str, Any] = {"batch": batch, "repeats": 9, "compile": target.gpu, "scratch": Path(scratch)}
         wishes: dict[str, Any] = {"wish": wish, "minutes": minutes, "schemes": schemes, "tell": say}

@@ -9,7 +9,9 @@ turns: low-rank, thinner, and mixed, which has the advised form in each layer.
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,12 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.choose.candidates import LOW_RANK, MIXED, THINNER, build_form
 from lowrank_cnn.choose.learn_shapes import layer_inputs
 from lowrank_cnn.choose.target import PRECISIONS
 from lowrank_cnn.core.clock import Sample, measure
 from lowrank_cnn.core.compare import copied, unchanged
-from lowrank_cnn.core.errors import LowRankError, check_choice, explained, option
+from lowrank_cnn.core.errors import LowRankError, LowRankWarning, check_choice, explained, option
 from lowrank_cnn.core.numbers import round_up
 from lowrank_cnn.core.progress import progress, step
 from lowrank_cnn.core.text import text_table
@@ -33,16 +34,18 @@ from lowrank_cnn.deploy.engines.targets import ENGINES as FILE_ENGINES
 from lowrank_cnn.deploy.engines.targets import open_engine
 from lowrank_cnn.deploy.optimize import optimize
 from lowrank_cnn.method.budget import Budget
+from lowrank_cnn.method.convert import convert
 from lowrank_cnn.method.count import count
 from lowrank_cnn.method.rewrite import copy_with, in_channels_last
 from lowrank_cnn.method.schemes import build_conv, parse_scheme
 from lowrank_cnn.method.select import check_rewritable, select
+from lowrank_cnn.method.thin import thin
 
 CLEARLY = 0.97
 """Times that differ by less than this are called equal: then thinner is advised, which is simpler."""
 FILTER_MULTIPLE = 16
 """Kernels of most engines are made for multiples of this many filters."""
-DENSE = "dense"
+DENSE, LOW_RANK, THINNER, MIXED = "dense", "low-rank", "thinner", "mixed"
 ENGINES = ("torch", "optimize", *FILE_ENGINES)
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 Table = tuple[Sequence[str], list[tuple[str, ...]]]
@@ -267,14 +270,38 @@ def _forms(
     """The network and its forms within a share of the MACs; why it cannot be made thinner, empty if it can."""
     strips = [row.name for row in layers if row.choice == LOW_RANK]
     networks, why = {DENSE: dense}, ""
-    for form in (LOW_RANK, THINNER, MIXED) if 0 < len(strips) < len(layers) else (LOW_RANK, THINNER):
+    builders = {LOW_RANK: partial(_with_strips, where=None), THINNER: _thinner}
+    builders |= {MIXED: partial(_with_strips, where=strips)} if 0 < len(strips) < len(layers) else {}
+    for form, build in builders.items():
         try:
-            networks[form] = build_form(dense, size, form, share, strips)
+            with warnings.catch_warnings(action="ignore", category=LowRankWarning):  # forms are measured
+                networks[form] = build(dense, size, share)
         except LowRankError as error:
             why = str(error).rstrip(".") if form == THINNER else why
     if len(networks) == 1:
         raise LowRankError(f"no form of this network reaches macs={share:g} here: {why}.")
     return networks, why
+
+
+def _with_strips(
+    model: nn.Module, size: tuple[int, ...], share: float, *, where: Sequence[str] | None
+) -> nn.Module:
+    """A network with strips in the layers named, or in all; thinner as well if strips do not save enough."""
+    if where is None:
+        with suppress(LowRankError):
+            return convert(model, "lr", macs=share, input_size=size)
+    cheaper = count(convert(model, "lr", where=where, input_size=size), size).macs / count(model, size).macs
+    return convert(_thinner(model, size, min(1.0, share / cheaper)), "lr", where=where, input_size=size)
+
+
+def _thinner(model: nn.Module, size: tuple[int, ...], share: float) -> nn.Module:
+    """A thinner network of at most this share: `thin` gives the nearest, which may lie above."""
+    allowed = share * count(model, size).macs
+    for part in (1.0, 0.9, 0.7, 0.5, 0.3):
+        found = thin(model, macs=part * share, input_size=size, multiple=8)
+        if count(found, size).macs <= allowed:
+            return found
+    raise LowRankError(f"no thinner network has {share:.3f} of the MACs.")
 
 
 def _best(forms: Mapping[str, MeasuredForm]) -> tuple[str, str]:

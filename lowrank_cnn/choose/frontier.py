@@ -186,14 +186,15 @@ class Frontier:
             return row.timing and row.timing.ms
         return row.timing.ratio * median([ms for ms, _ in dense.timing.processes] or [dense.timing.ms])
 
-    def check_batch(self, batch: int) -> None:
-        """Times of batches of different sizes do not belong into one record."""
-        known = next((row.timing.batch for row in self.rows if row.timing), batch)
-        if batch and known != batch:
+    def batch(self, asked: int | None, usual: int = 0) -> int:
+        """The images that are timed at once: those of the record's times, which refuse others, or those asked."""
+        known = next((row.timing.batch for row in self.rows if row.timing), asked or usual)
+        if asked and known != asked:
             raise LowRankError(
-                f"{self.folder} holds times of batches of {counted(known, 'image')}, not {batch}: say "
+                f"{self.folder} holds times of batches of {counted(known, 'image')}, not {asked}: say "
                 f"{option('batch', known)}, or choose another {option('out')}."
             )
+        return known
 
     def save(self) -> None:
         values = {

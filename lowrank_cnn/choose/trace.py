@@ -155,7 +155,7 @@ class Tracer(TimedDesigns):
 
     def run(self) -> None:
         candidates = [find_design(text) for text in self.plan.designs]
-        self.found.check_batch(self.plan.batch)
+        self.found.batch(self.plan.batch)  # another than that of the record is refused
         try:
             for design in (DENSE, *(at_width(DENSE, width) for width in self.plan.widths), *candidates):
                 self.add(design)
