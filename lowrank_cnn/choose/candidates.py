@@ -25,7 +25,7 @@ from lowrank_cnn.method.layers import weights_of
 from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.method.schemes import FactoredConv2d, parse_scheme
 from lowrank_cnn.method.select import stages
-from lowrank_cnn.method.thin import thin
+from lowrank_cnn.method.thin import share_parameters, thin
 from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.models.airbench import PatchConv2d
 from lowrank_cnn.models.foreign import build_foreign, is_foreign
@@ -250,7 +250,10 @@ class Builder:
     def _blank(self) -> nn.Module:
         """The dense network without values: a search counts dozens of designs."""
         with torch.random.fork_rng():
-            return self.make().to("meta")
+            dense = self.make()
+        blank = copy_with(dense).to("meta")
+        share_parameters(blank, dense)  # each layer had got a tensor of its own
+        return blank
 
     def _designed(self, dense: nn.Module, design: Design) -> nn.Module:
         network = dense

@@ -98,7 +98,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class ImageOptions:
-    """Which images of a set are read, and in which size."""
+    """How the images of a set are read."""
 
     bad: Bad = "skip"
     limit: Limit = None

@@ -296,7 +296,7 @@ class CompositeConv2d(nn.Module):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `CompositeConv2d` and `conv_of` take besides the filters, to build a layer like this one."""
+        """The arguments, besides the filters, that build a layer like this one."""
         names = ("stride", "padding", "dilation", "channel_groups", "padding_mode")
         return {name: getattr(self, name) for name in names} | {"bias": self.bias is not None}
 

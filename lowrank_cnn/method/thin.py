@@ -472,7 +472,7 @@ def _fresh(new: nn.Module, model: nn.Module) -> nn.Module:
     """Real memory with fresh weights, on the device, in the dtypes, memory formats and modes of the model."""
     sources = dict(chain(model.named_parameters(remove_duplicate=False), model.named_buffers()))
     new = new.to_empty(device=next(model.parameters()).device)
-    _share_parameters(new, model)
+    share_parameters(new, model)
     for name, tensor in _tensors(new):  # NaN marks what no initialisation has set
         tensor.fill_(torch.nan) if tensor.is_floating_point() else _take(name, tensor, sources[name])
     for module in new.modules():
@@ -507,7 +507,7 @@ def _take(name: str, tensor: Tensor, source: Tensor) -> None:
         raise LowRankError(f"the network cannot be made thinner: nothing initialises {name} in its new shape.")
 
 
-def _share_parameters(new: nn.Module, model: nn.Module) -> None:
+def share_parameters(new: nn.Module, model: nn.Module) -> None:
     """Share the parameters that layers of the model share."""
     first: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

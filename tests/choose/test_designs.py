@@ -147,6 +147,17 @@ def test_all_begin_as_the_users_own_network_is_initialised(name: str, stages: in
     assert default < 0.8
 
 
+@pytest.mark.parametrize("name", ["dense", "dense@0.5", "lr"])
+def test_a_design_is_counted_as_it_is_built(name: str):
+    def tied() -> nn.Module:
+        first, second = nn.Conv2d(64, 64, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1)
+        second.weight = first.weight
+        return nn.Sequential(nn.Conv2d(3, 64, 3), first, nn.ReLU(), second, nn.Flatten(), nn.Linear(64 * 36, 10))
+
+    built = Builder(tied, (3, 8, 8))
+    assert built.count(find_design(name)) == count(built(find_design(name)), (3, 8, 8))
+
+
 def test_a_network_of_any_initialisation_has_candidates():
     first, zero, twice = nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1)
     nn.init.zeros_(zero.weight)

@@ -1,8 +1,8 @@
 """Convert an ONNX file with MNN and run it once, in a separate process.
 
-An operation that MNN lacks may end the process without an error: a batch norm without running statistics does so
-in the converter, a local response norm when it runs on another batch size. mnn.py loads this file by its path,
-because importing torch would take that process seconds.
+MNN may end the process without an error. Its converter does so at a batch norm without running statistics, its
+runtime at a local response norm on another batch size. mnn.py loads this file by its path, because importing torch
+would take that process seconds.
 """
 
 from __future__ import annotations
