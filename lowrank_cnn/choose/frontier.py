@@ -63,7 +63,8 @@ class DesignTime:
     """Milliseconds of a batch through `optimize`, and of the dense network that took turns with it.
 
     `choice` is the fastest of the variants in `tries`, with the `ways` of its blocks. `processes` has both times
-    again from each fresh process, in which all networks of the record took turns.
+    again from each fresh process, in which all networks of the record took turns. `environment` is the number of
+    the machine and versions, in records since they have it.
     """
 
     ms: float
@@ -75,6 +76,7 @@ class DesignTime:
     tries: dict[str, float] = field(default_factory=dict)
     ways: dict[str, str] | None = None
     processes: list[list[float]] = field(default_factory=list)
+    environment: int | None = None
 
     @property
     def first_ratio(self) -> float:

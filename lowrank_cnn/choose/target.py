@@ -200,7 +200,8 @@ class TimedDesigns:
         times = self.target.times({"ours": ours, "dense": self.reference}, self.images, repeats=self.repeats)
         sample = times["ours"]
         other = sample.ms if design == DENSE else times["dense"].ms  # beside itself it takes as long
-        return DesignTime(sample.ms, sample.low, sample.high, other, self.batch, *self.target.choice_of(ours))
+        figures = sample.ms, sample.low, sample.high, other, self.batch, *self.target.choice_of(ours)
+        return DesignTime(*figures, environment=self.found.here())
 
     @cached_property
     def images(self) -> Tensor:

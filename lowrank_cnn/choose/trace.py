@@ -205,23 +205,14 @@ class Tracer(TimedDesigns):
 
     def _time_apart(self) -> None:
         """Time all networks of the record in turns, in fresh processes, until each has been in enough of them."""
-        rows = [(row, row.timing) for row in self.found.rows if row.timing]
         classes, norm = len(self.maker.data.classes), self.maker.recipe.norm
         family = self.found.about["family"], self.builder.size, classes, norm, self.plan.base
         how = {"compile": self.compile, "repeats": self.repeats}
-        while self.batch and min(len(timing.processes) for _, timing in rows) < PROCESSES:
+        while self.batch and min(len(row.timing.processes) for row in self.found.rows if row.timing) < PROCESSES:
             self._check_budget()
-            self.say(f"{counted(len(rows), 'network')} in turns, in a process of their own")
             self.reference = None
             release_memory()  # the process needs it
-            known = [(asdict(row.design), asdict(timing)) for row, timing in rows]
-            asked = family, self.target.device, torch.get_num_threads(), self.batch, how, known
-            try:
-                ms = apart(__file__, "time_designs", *asked)
-            except LowRankError as error:
-                raise LowRankError(f"the networks cannot be timed in a process of their own: {error}") from error
-            for row, timing in rows:
-                timing.processes.append([ms[row.name], ms[DENSE.name]])
+            time_in_turns(self.found, family, self.target.device, self.batch, how, self.say)
             self.found.save()
 
     def _tune(self) -> None:
@@ -306,6 +297,29 @@ class Tracer(TimedDesigns):
     def _check_budget(self) -> None:
         if self._spent:
             raise BudgetSpent
+
+
+def time_in_turns(
+    found: Frontier,
+    family: Sequence[Any],
+    device: str,
+    batch: int,
+    how: dict[str, Any],
+    say: Callable[[str], None],
+) -> None:
+    """Time all networks of a record in turns, in a process of their own, and add what each took.
+
+    `family` are the name of the family and the arguments of `Builder.of_family`, `how` are settings of `optimize`.
+    """
+    rows = [(row, row.timing) for row in found.rows if row.timing]
+    say(f"{counted(len(rows), 'network')} in turns, in a process of their own")
+    known = [(asdict(row.design), asdict(timing)) for row, timing in rows]
+    try:
+        ms = apart(__file__, "time_designs", family, device, torch.get_num_threads(), batch, how, known)
+    except LowRankError as error:
+        raise LowRankError(f"the networks cannot be timed in a process of their own: {error}") from error
+    for row, timing in rows:
+        timing.processes.append([ms[row.name], ms[DENSE.name]])
 
 
 def time_designs(
