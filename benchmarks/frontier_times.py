@@ -1,6 +1,6 @@
 """Time all networks of a frontier's record again, when kernels are newer than it; no images are needed.
 
-    python -m benchmarks.frontier_times benchmarks/results/frontier/cifar10-nin-rivals --side 32 --classes 10
+    python -m benchmarks.frontier_times --out benchmarks/results/frontier/cifar10-nin-rivals --side 32 --classes 10
 
 Each network gets a new form through `optimize`, in turns with the dense one. Then all take turns in three fresh
 processes.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from tables import form
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 FOLDER = "frontier"
 VERDICT_COLUMNS = ["design", "<asked", "<rival", "gap", "low", "high", "time", "parameters", "p", "<verdict"]
-WEAK = {"at the edge": "e", "with fewer MACs": "m"}
+WEAK = {"at the edge": "e", "with fewer MACs": "m", "takes only": "t"}
 """The letters of what weakens a verdict, by words of the note; the page explains them."""
 
 
@@ -99,6 +98,13 @@ def short_run(found: dict[str, Any]) -> str:
     )
 
 
+def networks(folder: str) -> str:
+    """The networks of one record; `frontier` shows those of all."""
+    from lowrank_cnn.choose.frontier import load_frontier
+
+    return "".join(_record(load_frontier(form.RESULTS / FOLDER / folder)))
+
+
 def _record(found: Frontier) -> Iterator[str]:
     runs = _registered(found)
     rows = sorted((row for row in found.rows if len(row.runs) >= runs), key=_order)
@@ -163,8 +169,7 @@ def _answer(found: Frontier, one: dict[str, Any]) -> list[object]:
     from lowrank_cnn.core.text import p_value
 
     gaps = [f"{one[what]:+.2f}" for what in ("gap", "low", "high")]
-    time = one["time"] or _searched_time(found, one)
-    shares = ["" if share is None else f"{share:.2f}" for share in (time, one["params"])]
+    shares = ["" if share is None else f"{share:.2f}" for share in (one["time"], one["params"])]
     if within := one.get("time_within"):
         shares[0] += " ({:.2f} to {:.2f})".format(*within)
     asked = [f"`{one['design']}`", one["question"].partition(" ")[0], f"`{one['control']}`"]
@@ -182,12 +187,3 @@ def verdict(one: dict[str, Any]) -> str:
     if one["verdict"] != NO:
         return one["verdict"]
     return "loses" if one["high"] < 0 else "level" if one["low"] > -one["margin"] else "does not win"
-
-
-def _searched_time(found: Frontier, one: dict[str, Any]) -> float | None:
-    """The share of a searched rival's time, by the medians over processes that were taken before the runs."""
-    path = found.folder / "times.json"
-    if not path.exists():
-        return None
-    times = {row["design"]: median(row["of_dense"]) for row in json.loads(path.read_text())["rows"]}
-    return times[one["design"]] / times[one["control"]]

@@ -6,13 +6,11 @@ A row shows the judged low-rank design that is furthest ahead of its rival, and 
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from tables import form, frontier
@@ -22,9 +20,9 @@ from lowrank_cnn.choose.frontier import DENSE_NAME, LOW_RANK, RECORD, THIN, Desi
 from lowrank_cnn.choose.verdict import BETTER, EARLY, SEARCHED, paired_gap
 from lowrank_cnn.report.style import COLOURS, GRID, INK, SOFT, VERSION, Spec, theme
 
-SHOWN = ("cifar10-nin-rivals", "cifar10-vgg", "tiny-vgg", "tiny")
+SHOWN = ("cifar10-nin-rivals", "cifar10-vgg", "tiny", "tiny-convnext")
 """The records of the rows."""
-NAMES = {"nin": "NiN", "vgg11": "VGG-11", "resnet18": "ResNet-18"}
+NAMES = {"nin": "NiN", "vgg11": "VGG-11", "resnet18": "ResNet-18", "convnext": "ConvNeXt"}
 IMAGES = {"cifar10": "CIFAR-10", "tiny-imagenet-100": "Tiny-ImageNet"}
 KINDS = (DENSE_NAME, LOW_RANK, THIN)
 NOTE = """
@@ -32,10 +30,10 @@ NOTE = """
 <summary>256 images, bf16, one {gpu}; {epochs} epochs, {least} to {most} runs. Verdict: low-rank against thin, by
 <code>lowrank frontier {family} --out benchmarks/results/frontier/{folder}</code></summary>
 
-Beside that folder are {others} for the other rows. torch {torch}, each network in its fastest form. Thin has fewer
-or smaller filters, and is the strongest such rival of about the same speed. Undecided: the difference may be
-chance. Not tuned: all networks trained at one learning rate, so there is no verdict. In the picture, lines are 95%
-intervals over runs and test images, and the 7% by which times repeat.
+Beside that folder are {others} for the other rows. torch {torch}, each network in its fastest form without
+torch.compile. Thin has fewer or smaller filters, and is the strongest such rival of about the same speed.
+Undecided: the difference may be chance. Not tuned: all networks trained at one learning rate, so there is no
+verdict. In the picture, lines are 95% intervals over runs and test images, and the 7% by which times repeat.
 </details>
 """
 
@@ -62,12 +60,8 @@ class Trio:
 
     @cached_property
     def times(self) -> dict[str, tuple[float, float]]:
-        """Milliseconds, and the share of the dense network's; a search has medians over processes in a file."""
-        path = self.found.folder / "times.json"
-        if not path.exists():
-            return {row.name: (row.timing.ms, row.timing.ratio) for row in self.found.rows if row.timing}
-        rows = json.loads(path.read_text())["rows"]
-        return {row["design"]: (median(row["ms"]), median(row["of_dense"])) for row in rows}
+        """Milliseconds, and the share of the dense network's."""
+        return {row.name: (row.timing.ms, row.timing.ratio) for row in self.found.rows if row.timing}
 
     def ahead(self, kind: str) -> tuple[float, float, float]:
         """Points ahead of the dense network, with the 95% interval over runs and test images."""
@@ -89,7 +83,7 @@ def headline() -> str:
     epochs = sorted({trio.found.about["recipe"]["epochs"] for trio in shown})
     environment = shown[-1].found.environments[-1]
     told = {"gpu": environment["gpu"] or environment["cpu"], "torch": environment["torch"].partition("+")[0]}
-    told |= {"least": str(min(runs)), "most": str(max(runs)), "epochs": " or ".join(map(str, epochs))}
+    told |= {"least": str(min(runs)), "most": str(max(runs)), "epochs": f"{epochs[0]} to {epochs[-1]}"}
     told["family"], told["folder"] = shown[0].found.about["family"], shown[0].found.folder.name
     told["others"] = ", ".join(f"<code>{trio.found.folder.name}</code>" for trio in shown[1:])
     columns = ["network, images", "dense&nbsp;%", "ms", "low-rank&nbsp;%", "ms", "thin&nbsp;%", "ms", "<verdict"]

@@ -80,6 +80,8 @@ def _run_parts(runs: Tensor) -> tuple[float, float]:
 BETTER, FASTER, SEARCHED = "better", "faster", "better than a searched rival"
 YES, NO, OPEN, EARLY, UNEQUAL = "yes", "no", "undecided", "too few runs", "tuned unequally"
 UNTUNED, DIVERGED = "not tuned", "some runs diverged"
+UNEQUAL_TIME = 1.1
+"""From this share of its time on, a rival is faster: newer kernels have changed what was of equal time."""
 
 
 @dataclass(frozen=True)
@@ -152,19 +154,21 @@ def answer(found: Frontier) -> list[Answer]:
 def _pairs(
     found: Frontier, questions: Mapping[str, Any], asked: Mapping[str, Any]
 ) -> Iterator[tuple[str, float, DesignRow, DesignRow]]:
-    """Each question with its margin, the design and the control; a searched rival was timed before the record."""
+    """Each question with its margin, the design and the control.
+
+    A record with dense networks that were not trained is that of a search, whose question is about all rivals.
+    """
     factors = {BETTER: 1 - questions["timing"]["tolerance"], FASTER: 1 / questions["time_share"]}
-    about = ("family", "data")
+    about, rivals = ("family", "data"), [one for one in found.rows if one.dense and one.name != DENSE_NAME]
     searched = [one for one in questions["searched"] if all(one[what] == asked[what] for what in about)]
     for row in (row for row in found.rows if row.runs and not row.dense):
-        if base_name(row.name) in questions["designs"] and row.timing and "better_by" in asked:
+        margin = next((one["better_by"] for one in searched if one["design"] == row.name), None)
+        if margin is not None and not all(one.runs for one in rivals):
+            yield from ((SEARCHED, margin, row, control) for control in rivals if control.runs)
+        elif base_name(row.name) in questions["designs"] and row.timing and "better_by" in asked:
             for question, margin in ((BETTER, asked["better_by"]), (FASTER, -asked["loss"])):
                 if control := control_of(found, row, question, factors[question]):
                     yield question, margin, row, control
-            continue
-        rivals = [one for one in found.rows if one.dense and one.runs and one.name != DENSE_NAME]
-        for one in (one for one in searched if one["design"] == row.name):
-            yield from ((SEARCHED, one["better_by"], row, control) for control in rivals)
 
 
 def _beside(found: Frontier) -> list[Frontier]:
@@ -179,7 +183,9 @@ def _beside(found: Frontier) -> list[Frontier]:
 
 def _notes(records: Sequence[Frontier], row: DesignRow, control: DesignRow) -> tuple[str, ...]:
     """What weakens a verdict; the records were trained alike, and the control is of the first."""
-    notes = []
+    notes, share = [], time_share(row, control)
+    if share and share[0] > UNEQUAL_TIME:
+        notes.append(f"{control.name} takes only {1 / share[0]:.2f} of the time")
     for one in (row, control):
         rates = [tried.rate for tried in one.tries if tried.accuracies]
         if rates and one.rate in (min(rates), max(rates)):

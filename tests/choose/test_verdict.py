@@ -194,14 +194,15 @@ def test_each_rival_of_a_search_is_a_question(make_frontier):
     rows = {
         "dense": (0.93, 1.0, 16),
         "dense-3x3": (0.95, 0.5, 16),
-        "dense@0.5": (0.7, 0.5, 16),
+        "dense@0.5": (0.7, 0.4, 16),
+        "dense@0.75": (0.8, 0.7, 0),
         "lr": (0.9, 0.5, 16),
     }
     found = make_frontier(rows, family="nin")
-    for row in found.rows:
-        row.timing = None
-    asked = {one.control: (one.question, one.time, one.verdict) for one in answer(found)}
-    assert asked == {"dense-3x3": (SEARCHED, None, NO), "dense@0.5": (SEARCHED, None, YES)}
+    answers = {one.control: one for one in answer(found)}
+    asked = {name: (one.question, one.time, one.verdict) for name, one in answers.items()}
+    assert asked == {"dense-3x3": (SEARCHED, 1.0, NO), "dense@0.5": (SEARCHED, 1.25, YES)}
+    assert answers["dense@0.5"].notes[0] == "dense@0.5 takes only 0.80 of the time"
 
 
 def test_answers_are_kept_in_the_record(make_frontier):
