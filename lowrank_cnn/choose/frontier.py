@@ -229,7 +229,7 @@ class Frontier:
             raise LowRankError(
                 f"{len(packed)} bytes are not the answers for {counted(self.images, 'test image')}."
             )
-        row = sum(len(r.runs) for r in self.rows)
+        row = 1 + max((run.row for r in self.rows for run in r.runs), default=-1)
         path = self.folder / ANSWERS
         with os.fdopen(open_in_place(path), "r+b") as file:
             file.truncate(row * self.bytes_per_run)

@@ -216,11 +216,15 @@ class Tracer(TimedDesigns):
             self.found.save()
 
     def _tune(self) -> None:
-        """Every design by the same factors of the learning rate, on images held out of training."""
-        # Runs belong together: later seeds are trained at the rate of the first.
-        rows = {name: row for name, row in self.rows.items() if self.plan.rates and not row.runs}
-        final = any(row.runs for row in self.found.rows)  # others have tried all that they will
-        rates = {*self.plan.rates, *(one.rate for row in self.found.rows for one in row.tries)}
+        """Every design by the same factors of the learning rate, on images held out of training.
+
+        Factors that are new in the plan are tried by designs that have runs as well, if they were tuned; those for
+        which one is better are trained again.
+        """
+        known = {one.rate for row in self.found.rows for one in row.tries}
+        final = any(row.runs for row in self.found.rows)  # no factor is added by itself any more
+        rows = {name: row for name, row in self.rows.items() if self.plan.rates and (known or not row.runs)}
+        rates = {*self.plan.rates, *known}
         while rows:
             jobs = [
                 DesignRun(row.design, TUNING_SEED + place, rate, held_out=True)
@@ -230,7 +234,10 @@ class Tracer(TimedDesigns):
             ]
             self._run_all(jobs, self._keep_try)
             for row in rows.values():
-                row.choose_rate()
+                before, _ = row.rate, row.choose_rate()
+                if row.rate != before and row.runs:
+                    self.say(f"{row.name}: {row.rate:g} times the rate is better, so it is trained again")
+                    row.runs, row.failed = [], []  # the file keeps their answers, unused
             self.found.save()
             best, least, most = {row.rate for row in rows.values()}, min(rates), max(rates)
             more = {2 * most} if most in best and most < FURTHEST * max(self.plan.rates) else set()

@@ -197,6 +197,22 @@ def test_while_a_best_rate_is_at_the_edge_all_networks_try_the_next_one(
     assert {tuple(sorted(one.rate for one in row.tries)) for row in found.rows} == {tuple(sorted(tried))}
 
 
+def test_a_record_with_runs_tries_further_rates_if_they_are_asked_for(trace, made_up: list, monkeypatch):
+    def train(_: RunMaker, run: DesignRun) -> RunOutcome:
+        made_up.append((run.design.name, run.seed, run.rate))
+        correct = round(10 - abs(log2(run.rate / (1 if run.design.dense else 2))))
+        return RunOutcome(2.0, pack(torch.arange(20) < correct), correct / 20, 64.0, 0.5)
+
+    monkeypatch.setattr(RunMaker, "__call__", train)
+    plan = FrontierPlan(("lr",), match=(), seeds=1, batch=0, rates=(1.0,))
+    trace(plan)
+    made_up.clear()
+    found = trace(dataclasses.replace(plan, rates=(2.0,), seeds=2))
+    assert made_up == [("dense", 1000, 2.0), ("lr", 1000, 2.0), ("lr", 1, 2.0), ("dense", 2, 1.0), ("lr", 2, 2.0)]
+    assert [(row.rate, len(row.runs)) for row in found.rows] == [(1.0, 2), (2.0, 2)]
+    assert [found.right_answers(row).sum(1).tolist() for row in found.rows] == [[10, 10], [10, 10]]
+
+
 def test_a_teacher_is_trained_first_and_teaches_dense_networks_too(trace, made_up: list):
     plan = FrontierPlan(("lr",), match=(), seeds=1, batch=0, base=0.25, teacher="dense@0.5")
     trace(plan)
