@@ -50,7 +50,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "cifar10-paper": cifar10.cifar10_paper,
     "cifar10-modern": cifar10.cifar10_modern,
     "commands": reference.commands,
-    "convnext-accuracy": partial(frontier.networks, "tiny-convnext"),
     "cpu-engines": engines.cpu_engines,
     "cpu-verdicts": engines.speed_verdicts,
     "decompose": decompose.decompose,

@@ -98,13 +98,6 @@ def short_run(found: dict[str, Any]) -> str:
     )
 
 
-def networks(folder: str) -> str:
-    """The networks of one record; `frontier` shows those of all."""
-    from lowrank_cnn.choose.frontier import load_frontier
-
-    return "".join(_record(load_frontier(form.RESULTS / FOLDER / folder)))
-
-
 def _record(found: Frontier) -> Iterator[str]:
     runs = _registered(found)
     rows = sorted((row for row in found.rows if len(row.runs) >= runs), key=_order)

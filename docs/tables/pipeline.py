@@ -30,8 +30,6 @@ def _pipeline(machine: dict[str, Any]) -> str:
         f"\nMedian and range of {setting['repeats']} rounds over {setting['photographs']} JPEGs of "
         f"{setting['size'][0]}x{setting['size'][1]}; scaled to a shorter side of 256.\n"
     )
-    if "simplejpeg" in kinds["shrunk"]["decode"]:
-        note += "The worker decoded scaled ones by simplejpeg, which the library no longer uses.\n"
     return markdown(columns, rows) + note + source("input_pipeline.json", machine["environment"])
 
 
