@@ -27,10 +27,10 @@ IMAGES = {"cifar10": "CIFAR-10", "tiny-imagenet-100": "Tiny-ImageNet"}
 KINDS = (DENSE_NAME, LOW_RANK, THIN)
 NOTE = """
 <details>
-<summary>256 images, bf16, one {gpu}; {epochs} epochs, {least} to {most} runs. Verdict: low-rank against thin, by
+<summary>256 images, bf16, one {gpu}. Verdict: low-rank against thin, by
 <code>lowrank frontier {family} --out benchmarks/results/frontier/{folder}</code></summary>
 
-Beside that folder are {others} for the other rows. torch {torch}, each network in its fastest form without
+{epochs} epochs, {least} to {most} runs. Beside that folder are {others} for the other rows. torch {torch}, each network in its fastest form without
 torch.compile. Thin has fewer or smaller filters, and is the strongest such rival of about the same speed.
 Undecided: the difference may be chance. Not tuned: all networks trained at one learning rate, so there is no
 verdict. In the picture, lines are 95% intervals over runs and test images, and the 7% by which times repeat.
@@ -78,7 +78,7 @@ def headline() -> str:
     rows: list[list[object]] = []
     for trio in shown:
         cells = [cell for kind in KINDS for cell in (f"{_top1(trio, kind):.1f}", f"{trio.ms(kind):.2f}")]
-        rows.append([trio.title, *cells, frontier.verdict(trio.answer)])
+        rows.append([trio.title.replace("-", "&#8209;"), *cells, frontier.verdict(trio.answer)])
     runs = [len(row.runs) for trio in shown for row in trio.rows.values()]
     epochs = sorted({trio.found.about["recipe"]["epochs"] for trio in shown})
     environment = shown[-1].found.environments[-1]
@@ -86,7 +86,16 @@ def headline() -> str:
     told |= {"least": str(min(runs)), "most": str(max(runs)), "epochs": f"{epochs[0]} to {epochs[-1]}"}
     told["family"], told["folder"] = shown[0].found.about["family"], shown[0].found.folder.name
     told["others"] = ", ".join(f"<code>{trio.found.folder.name}</code>" for trio in shown[1:])
-    columns = ["network, images", "dense&nbsp;%", "ms", "low-rank&nbsp;%", "ms", "thin&nbsp;%", "ms", "<verdict"]
+    columns = [
+        "network, images",
+        "dense&nbsp;%",
+        "ms",
+        "low&#8209;rank&nbsp;%",
+        "ms",
+        "thin&nbsp;%",
+        "ms",
+        "<verdict",
+    ]
     return markdown(columns, rows) + NOTE.format(**told)
 
 
