@@ -30,10 +30,11 @@ NOTE = """
 <summary>256 images, bf16, one {gpu}. Verdict: low-rank against thin, by
 <code>lowrank frontier {family} --out benchmarks/results/frontier/{folder}</code></summary>
 
-{epochs} epochs, {least} to {most} runs. Beside that folder are {others} for the other rows. torch {torch}, each network in its fastest form without
-torch.compile. Thin has fewer or smaller filters, and is the strongest such rival of about the same speed.
-Undecided: the difference may be chance. Not tuned: all networks trained at one learning rate, so there is no
-verdict. In the picture, lines are 95% intervals over runs and test images, and the 7% by which times repeat.
+{epochs} epochs, {least} to {most} runs. Beside that folder are {others} for the other rows. torch {torch}, each
+network in its fastest form without torch.compile. Thin has fewer or smaller filters, and is the strongest such
+rival of about the same speed. Undecided: the difference may be chance. Not tuned: all networks trained at one
+learning rate, so there is no verdict. In the picture, lines are 95% intervals over runs and test images, and
+the 7% by which times repeat.
 </details>
 """
 
