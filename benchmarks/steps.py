@@ -67,9 +67,10 @@ class Steps:
 
     def __call__(self, key: Key) -> Row:
         """The row of one run, in values that JSON can hold."""
-        return timed(lambda: finite(lambda: self.run(*key["way"].split(), key)))
+        return timed(lambda: finite(lambda: self.run(key)))
 
-    def run(self, optimizer: str, way: str, key: Key) -> Row:
+    def run(self, key: Key) -> Row:
+        optimizer, way = key["way"].split()
         recipe = replace(self.recipe, optimizer=optimizer, **OPTIMIZERS[optimizer])
         rate = key["rate"]
         if way == STRIPS:
