@@ -24,11 +24,11 @@ COSTS = {GPU: "GPU time", CPU: "CPU time", "macs": "MACs", "params": "parameters
 
 
 def cards(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
-    """By data set, its best recipe and kind: the most accurate network, and the cheapest comparable one."""
+    """By data set, best recipe and kind: the network that gains most over its twin, and the cheapest near it."""
     found: list[dict[str, Any]] = []
     for group in _compared(results):
         kind, n = kind_of(group[0]), len(group)
-        title = f"Most accurate of {n} {kind} networks" if n > 1 else f"{kind.capitalize()} network"
+        title = f"Best of {n} {kind} networks, beside its dense twin" if n > 1 else f"{kind.capitalize()} network"
         best = max(group, key=lambda result: result.ratios["top1"])
         near = [result for result in group if result.ratios["top1"] >= -COMPARABLE and _cost(result) < 1]
         found.append(_card(title, best))

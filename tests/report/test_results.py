@@ -277,7 +277,7 @@ def test_a_timing_of_a_converted_network_is_not_that_of_its_twin():
 
 def test_cards_tell_the_most_accurate_and_the_cheapest_comparable_network():
     best, cheap = cards(gather(read_records([RESULTS / "cifar10"])))
-    assert (best["title"], best["network"]) == ("Most accurate of 3 low-rank networks", "nin-c3")
+    assert (best["title"], best["network"]) == ("Best of 3 low-rank networks, beside its dense twin", "nin-c3")
     assert (cheap["title"], cheap["network"]) == ("Cheapest of these within 1 point", "nin-c3-lr, 150 epochs")
     assert best["difference"] == "+0.64 points"
     assert "0.75 MACs" in best["cost"]
