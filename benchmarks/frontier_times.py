@@ -3,7 +3,7 @@
     python -m benchmarks.frontier_times --out benchmarks/results/frontier/cifar10-nin-rivals --side 32 --classes 10
 
 Each network gets a new form through `optimize`, in turns with the dense one. Then all take turns in three fresh
-processes.
+processes. The record keeps its times until all are taken.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ def main() -> None:
     about = found.about["recipe"]["norm"], found.about["network"]["base"]
     size = 3, given.side, given.side
     builder = Builder.of_family(find_family(found.about["family"]), size, given.classes, *about)
-    for row in found.rows:
-        row.timing = None
-    timed = TimedDesigns(found, builder, Target(device), print, batch=batch, scratch=Path(), **how)
+    timed, times = TimedDesigns(found, builder, Target(device), print, batch=batch, scratch=Path(), **how), {}
     for row in sorted(found.rows, key=lambda row: row.design != DENSE):
-        timed.add(row.design)
+        times[row.name] = timed.time(row.design)
+        print(f"{row.name}: {times[row.name].ms:.3f} ms ({times[row.name].choice})")
+    for row in found.rows:
+        row.timing = times[row.name]
     timed.reference = None
     release_memory()  # the processes need it
     for _ in range(PROCESSES):

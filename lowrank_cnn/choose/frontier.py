@@ -64,7 +64,7 @@ class DesignTime:
 
     `choice` is the fastest of the variants in `tries`, with the `ways` of its blocks. `processes` has both times
     again from each fresh process, in which all networks of the record took turns. `environment` is the number of
-    the machine and versions, in records since they have it.
+    the machine and versions; older records have none.
     """
 
     ms: float

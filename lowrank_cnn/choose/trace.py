@@ -237,7 +237,7 @@ class Tracer(TimedDesigns):
                 before, _ = row.rate, row.choose_rate()
                 if row.rate != before and row.runs:
                     self.say(f"{row.name}: {row.rate:g} times the rate is better, so it is trained again")
-                    row.runs, row.failed = [], []  # the file keeps their answers, unused
+                    row.runs, row.failed = [], []  # their answers in the file count no longer
             self.found.save()
             best, least, most = {row.rate for row in rows.values()}, min(rates), max(rates)
             more = {2 * most} if most in best and most < FURTHEST * max(self.plan.rates) else set()
