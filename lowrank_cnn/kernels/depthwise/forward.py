@@ -69,11 +69,11 @@ def tap_of(place, columns, row, column, vertical, horizontal, order):
     return [tap for _, tap in order].index(down) * horizontal[0] + right if order else 0
 
 
-SIZES = ("batch", "height", "width", "rows", "columns", "shares")
+SIZES = ("batch", "height", "width", "rows", "columns")
 """Numbers that one compiled kernel serves all values of."""
 
 
-@triton.jit(do_not_specialize=SIZES[:5])
+@triton.jit(do_not_specialize=SIZES)
 def filter_bands(
     x,  # [batch, HEIGHT, WIDTH, CHANNELS]
     y,  # [batch, rows, columns, CHANNELS], written

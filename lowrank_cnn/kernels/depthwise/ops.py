@@ -33,6 +33,10 @@ def _views(packed: Tensor, filters: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
+def _column(values: Tensor) -> Tensor:
+    return values.view(-1, 1, 1, 1)
+
+
 @operator(
     "depthwise_conv2d",
     lambda x, filters, bias, bands, stride, dilation, size, *_: empty_maps((*x.shape[:2], *size), x),
@@ -67,7 +71,8 @@ def depthwise_conv2d(
 def _gradients(grad: Any, x: Tensor, filters: Sequence[Tensor], *rest: Any) -> list[Tensor]:
     need_input, need_bias = rest[-2:]
     dx = empty_maps(x.shape, x) if need_input else x.new_empty(0)
-    db = torch.empty(x.shape[1] if need_bias else 0, device=x.device, dtype=torch.float32)
+    kind = filters[0].dtype if filters else torch.float32
+    db = torch.empty(x.shape[1] if need_bias else 0, device=x.device, dtype=kind)
     return [dx, db, *(torch.empty_like(own) for own in filters)]
 
 
@@ -82,7 +87,7 @@ def depthwise_conv2d_backward(
     need_input: bool,
     need_bias: bool,
 ) -> list[Tensor]:
-    """Gradients of the input, the bias in float32, and the filters; the first two are empty if not needed."""
+    """Gradients of the input, the bias and the filters; the first two are empty if not needed."""
     layer = described(x.shape, bands, stride, dilation, grad.shape[2:])
     dx, db, *dw = _gradients(grad, x, filters, need_input, need_bias)
     g = pixels_last(grad)
@@ -90,10 +95,10 @@ def depthwise_conv2d_backward(
         forward.launch(g, dx.permute(0, 2, 3, 1), _packed(filters) if filters else g, layer, back=True)
     if filters or need_bias:
         found = sums.launch(pixels_last(x), g, layer, bias=need_bias)
-        if filters:
-            launch_copy(*_views(found, filters), targets=dw)
+        parts, targets = _views(found, filters), dw
         if need_bias:
-            db.copy_(found[layer.taps :])
+            parts, targets = [*parts, _column(found[layer.taps :])], [*dw, _column(db)]
+        launch_copy(*parts, targets=targets)
     return [dx, db, *dw]
 
 

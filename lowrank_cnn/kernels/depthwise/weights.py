@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.kernels.depthwise.forward import SIZES, beyond, columns_inside, lowest
 from lowrank_cnn.kernels.depthwise.plan import WARPS, Layer, divided_sums
 from lowrank_cnn.kernels.device import multiprocessors, on_its_device, start
@@ -36,23 +37,25 @@ def result_at(tap, width, row, column, rows, columns, vertical, horizontal):
     return -1 if down < 0 or right < 0 else down * columns + right
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=(*SIZES, "turns"))
 def sum_bands(
     x,  # [batch, height, width, CHANNELS]
     grad,  # [batch, rows, columns, CHANNELS]
-    sums,  # [shares, WIDTH] float32, written: per band [taps, channels], then the bias
-    batch, height, width, rows, columns, shares,
+    sums,  # [rows, TAPS + CHANNELS] float32, written: per band [taps, channels], then the bias
+    batch, height, width, rows, columns, turns,
     CHANNELS: tl.constexpr, SHARES: tl.constexpr, SLOTS: tl.constexpr, TAPS: tl.constexpr, STRIDE: tl.constexpr,
     DILATION: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Find the band of this program, and sum over its share of the pixels."""
-    share, slot = tl.program_id(0) // SLOTS, tl.program_id(0) % SLOTS
-    own = sums + share * (TAPS + CHANNELS)
+    turn, slot = tl.program_id(0) // SLOTS, tl.program_id(0) % SLOTS
     for band in tl.static_range(len(SHARES)):
         if (slot >= SHARES[band][11]) & (slot < SHARES[band][11] + SHARES[band][12]):
+            own = slot - SHARES[band][11]
+            share = turn * SHARES[band][14] + own % SHARES[band][14]
             sum_band(
-                x, grad, own, slot - SHARES[band][11], share, batch, height, width, rows, columns, shares,
-                CHANNELS, *SHARES[band][:11], *SHARES[band][13:], STRIDE, DILATION, TAPS, BIAS,
+                x, grad, sums + share * (TAPS + CHANNELS), own // SHARES[band][14], share,
+                batch, height, width, rows, columns, turns * SHARES[band][14],
+                CHANNELS, *SHARES[band][:11], SHARES[band][13], STRIDE, DILATION, TAPS, BIAS,
             )  # fmt: skip
 
 
@@ -78,9 +81,8 @@ def sum_band(
     for _ in tl.static_range(SPAN * WIDTH):
         taps = taps + (tl.zeros((BLOCKS, LANES), tl.float32),)
     bias = tl.zeros((BLOCKS, LANES), tl.float32)
-    turns = tl.cdiv(tl.cdiv(batch * wide * high, BLOCKS), shares)
-    turn = share * turns
-    while turn < (share + 1) * turns:  # the interpreter has no range to a number that is not a constant
+    turn = share  # all programs advance over the pixels together, so that they find them in the cache
+    while turn * BLOCKS < batch * wide * high:  # the interpreter has no range to a number that is not a constant
         block = turn * BLOCKS + tl.arange(0, BLOCKS)[:, None]
         column, row, image = block % wide * COLUMNS, block // wide % high * ROWS, block // (wide * high)
         source = grad + ((image * rows + row) * columns + column) * TOTAL + FIRST + lane
@@ -109,7 +111,7 @@ def sum_band(
                             seen = given[result_at(tap, WIDTH, i, j, ROWS, COLUMNS, VERTICAL, HORIZONTAL)]
                             added = added + (taps[tap] + value * seen,)
                     taps = added
-        turn += 1
+        turn += shares
     lane = part * LANES + tl.arange(0, LANES)
     own = lane < CHANNELS
     for tap in tl.static_range(SPAN * WIDTH):
@@ -119,21 +121,56 @@ def sum_band(
         tl.store(sums + TAPS + FIRST + lane, tl.sum(bias, 0), mask=own & (down == 0))
 
 
+@triton.jit(do_not_specialize=("turns",))
+def add_sums(
+    sums,  # [rows, TAPS + CHANNELS] float32
+    found,  # [TAPS + CHANNELS] float32, written
+    turns,
+    CHANNELS: tl.constexpr, SHARES: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Add up the shares of the pixels. Each band has as many rows as shares."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    shares = tl.zeros((COLUMNS,), tl.int32)
+    for band in tl.static_range(len(SHARES)):
+        first, channels = SHARES[band][0], SHARES[band][1]
+        weights, taps = SHARES[band][6], SHARES[band][2] * SHARES[band][3]
+        own = (column >= weights) & (column < weights + taps * channels)
+        own |= (column >= TAPS + first) & (column < TAPS + first + channels)
+        shares = tl.where(own, turns * SHARES[band][14], shares)
+    most = tl.max(shares, 0)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    first = 0
+    while first < most:
+        row = first + tl.arange(0, ROWS)[:, None]
+        place = sums + row * (TAPS + CHANNELS) + column[None, :]
+        total += tl.load(place, mask=row < shares[None, :], other=0.0)
+        first += ROWS
+    tl.store(found + column, tl.sum(total, 0), mask=column < TAPS + CHANNELS)
+
+
 PROGRAMS = 6
 """Programs to a multiprocessor."""
+ADDED = 64, 32
+"""Rows and columns that a program adds at a time."""
 
 
 @on_its_device
 def launch(x: Tensor, grad: Tensor, layer: Layer, *, bias: bool) -> Tensor:
     """The sums for the weights, [taps, channels] of each band, and for the bias behind them, in float32.
 
-    Both maps are [N, H, W, C].
+    Both maps are [N, H, W, C]. Without a bias, there are no sums for it.
     """
     division = divided_sums(layer, bias, PROGRAMS * multiprocessors(x.device))
-    sums = torch.empty((division.turns, layer.taps + layer.channels), device=x.device, dtype=torch.float32)
-    start(sum_bands, (division.turns * division.slots,))(
-        x, grad, sums, layer.batch, *layer.input, *layer.output, division.turns,
-        CHANNELS=layer.channels, SHARES=tuple(map(tuple, division.shares)), SLOTS=division.slots, TAPS=layer.taps,
-        STRIDE=layer.stride, DILATION=layer.dilation, BIAS=bias, num_warps=WARPS,
+    width, turns = layer.taps + layer.channels, division.turns
+    rows = turns * max(share.SPLITS for share in division.shares)
+    sums = torch.empty((rows, width), device=x.device, dtype=torch.float32)
+    known = {"CHANNELS": layer.channels, "SHARES": tuple(map(tuple, division.shares)), "TAPS": layer.taps}
+    start(sum_bands, (turns * division.slots,))(
+        x, grad, sums, layer.batch, *layer.input, *layer.output, turns, SLOTS=division.slots, STRIDE=layer.stride,
+        DILATION=layer.dilation, BIAS=bias, num_warps=WARPS, **known,
     )  # fmt: skip
-    return sums.sum(0)
+    found = torch.empty(width, device=x.device, dtype=torch.float32)
+    start(add_sums, (ceil_div(width, ADDED[1]),))(
+        sums, found, turns, ROWS=ADDED[0], COLUMNS=ADDED[1], num_warps=WARPS, **known
+    )
+    return found
