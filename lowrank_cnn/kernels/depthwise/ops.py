@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lowrank_cnn.kernels.conv.copies import launch_copy
-from lowrank_cnn.kernels.depthwise import forward
-from lowrank_cnn.kernels.depthwise import weights as sums
+from lowrank_cnn.kernels.depthwise import forward, weights
 from lowrank_cnn.kernels.depthwise.plan import described
 from lowrank_cnn.kernels.device import operator
 from lowrank_cnn.kernels.problem import empty_maps, pixels_last
@@ -19,22 +18,12 @@ from lowrank_cnn.kernels.problem import empty_maps, pixels_last
 
 def _packed(filters: Sequence[Tensor]) -> Tensor:
     """The weights of all bands as the kernels read them: [taps, channels] of each, in float32."""
-    packed = torch.empty(sum(own.numel() for own in filters) or 1, device=filters[0].device, dtype=torch.float32)
-    launch_copy(*filters, targets=_views(packed, filters))
+    sizes = [own.numel() for own in filters]
+    packed = torch.empty(sum(sizes), device=filters[0].device, dtype=torch.float32)
+    parts = zip(packed.split(sizes), filters, strict=True)
+    views = [part.view(*own.shape[2:], own.shape[0], 1).permute(2, 3, 0, 1) for part, own in parts]
+    launch_copy(*filters, targets=views)
     return packed
-
-
-def _views(packed: Tensor, filters: Sequence[Tensor]) -> list[Tensor]:
-    """Each band's part of packed weights, in the shape of its filters."""
-    parts = packed[: sum(own.numel() for own in filters)].split([own.numel() for own in filters])
-    return [
-        part.view(*own.shape[2:], own.shape[0], 1).permute(2, 3, 0, 1)
-        for part, own in zip(parts, filters, strict=True)
-    ]
-
-
-def _column(values: Tensor) -> Tensor:
-    return values.view(-1, 1, 1, 1)
 
 
 @operator(
@@ -94,11 +83,7 @@ def depthwise_conv2d_backward(
     if need_input:
         forward.launch(g, dx.permute(0, 2, 3, 1), _packed(filters) if filters else g, layer, back=True)
     if filters or need_bias:
-        found = sums.launch(pixels_last(x), g, layer, bias=need_bias)
-        parts, targets = _views(found, filters), dw
-        if need_bias:
-            parts, targets = [*parts, _column(found[layer.taps :])], [*dw, _column(db)]
-        launch_copy(*parts, targets=targets)
+        weights.launch(pixels_last(x), g, layer, dw, db if need_bias else None)
     return [dx, db, *dw]
 
 

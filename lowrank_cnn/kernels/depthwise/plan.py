@@ -28,11 +28,11 @@ Channels that pass are only copied: more of them keep more reads under way.
 MANY_TAPS = 25
 """Filters of so many taps go through their rows in a loop: unrolled, 49 taps take half a minute to compile."""
 SPAN, SUMMED_VALUES = 4, 2
-"""Rows of such filters, and channels of a thread, that a program sums for: each tap and channel is a register."""
+"""Rows of such filters, and channels of a thread with taps, in sums: each tap and channel is a register."""
 LANES = {64: 1.0, 32: 1.1, 16: 1.25, 8: 1.5}
 """Channels of a program, with what a channel costs."""
-READ, MOST_SPLITS = 4, 8
-"""Instructions that a read takes, and programs of a turn that share a band's pixels, for sums over them."""
+PASSED_ROWS = 4
+"""Rows of a block whose gradients are summed for a bias alone: enough reads under way."""
 IN_STEP = 8
 """Programs of a turn for the band that has the fewest: with more, all bands advance over the pixels more alike."""
 MANY = 256
@@ -90,7 +90,6 @@ class Share(NamedTuple):
     SLOT: int  # its first program in a turn
     SLOTS: int  # its programs in a turn
     SPAN: int = 0  # rows of taps that it sums for
-    SPLITS: int = 1  # programs of a turn that share the pixels whose sums these are
 
 
 class Division(NamedTuple):
@@ -120,37 +119,25 @@ def divided(layer: Layer, *, back: bool = False) -> Division:
 
 @lru_cache(maxsize=1024)
 def divided_sums(layer: Layer, bias: bool, programs: int) -> Division:
-    """Divide the sums over pixels among about so many programs, which go through the pixels side by side.
+    """Divide the sums over pixels among about so many programs; a turn has one for each part of the channels.
 
-    A turn has one program for each part of a band's channels, and several that share the pixels if the band takes
-    longer. Bands without taps have nothing to sum unless there is a bias.
+    Bands without taps have nothing to sum unless there is a bias.
     """
     many = [band.taps >= MANY_TAPS for band in layer.bands]
-    values = [SUMMED_VALUES if own else taken for own, taken in zip(many, _values(layer), strict=True)]
+    values = [
+        SUMMED_VALUES if band.taps else taken for band, taken in zip(layer.bands, _values(layer), strict=True)
+    ]
     shares = _shares(layer, layer.output, (1, 1), values)
     shares = [share._replace(SPAN=SPAN if own else share.HEIGHT) for share, own in zip(shares, many, strict=True)]
-    taken = [(share, value) for share, value in zip(shares, values, strict=True) if share.HEIGHT or bias]
-    work = [_summing(share, value, layer) / share.BLOCKS / (share.ROWS * share.COLUMNS) for share, value in taken]
-    splits = [min(MOST_SPLITS, round(own / min(work))) for own in work]
-    shares = [share._replace(SPLITS=split) for (share, _), split in zip(taken, splits, strict=True)]
-    slots = [
-        ceil_div(share.CHANNELS, share.LANES) * max(1, ceil_div(share.HEIGHT, share.SPAN or 1)) * share.SPLITS
-        for share in shares
+    shares = [
+        share if share.HEIGHT else share._replace(ROWS=PASSED_ROWS) for share in shares if share.HEIGHT or bias
     ]
-    most = max(
-        ceil_div(_blocks(share, layer.output, layer.batch), share.BLOCKS * share.SPLITS) for share in shares
-    )
-    turns = min(most, max(1, programs // sum(slots)))
-    return Division(_placed(shares, slots), sum(slots), turns)
-
-
-def _summing(share: Share, values: int, layer: Layer) -> int:
-    """About the instructions of a thread for one block."""
-    results = share.ROWS * share.COLUMNS
-    down = (share.ROWS - 1) * layer.stride[0] + (max(share.SPAN, 1) - 1) * layer.dilation[0] + 1
-    right = (share.COLUMNS - 1) * layer.stride[1] + (share.WIDTH - 1) * layer.dilation[1] + 1
-    reads = results + (down * right if share.HEIGHT else 0)
-    return READ * reads + values * results * max(1, share.SPAN * share.WIDTH)
+    parts = [
+        ceil_div(share.CHANNELS, share.LANES) * max(1, ceil_div(share.HEIGHT, share.SPAN or 1)) for share in shares
+    ]
+    most = max(ceil_div(_blocks(share, layer.output, layer.batch), share.BLOCKS) for share in shares)
+    turns = min(most, max(1, programs // sum(parts)))
+    return Division(_placed(shares, parts), sum(parts), turns)
 
 
 def _values(layer: Layer) -> list[int]:
@@ -158,7 +145,7 @@ def _values(layer: Layer) -> list[int]:
     found, first = [], 0
     for band in layer.bands:
         passed = max(VALUES, gcd(PASSED_VALUES, first, band.channels, layer.channels))
-        taken = NARROW_VALUES if lanes_of(band.channels) <= 16 else VALUES
+        taken = NARROW_VALUES if band.channels <= 16 else VALUES
         found.append(taken if band.taps else passed)
         first += band.channels
     return found

@@ -10,6 +10,9 @@ takes some rows alone, its *span*: to it they are a filter of their own, over pi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -37,25 +40,23 @@ def result_at(tap, width, row, column, rows, columns, vertical, horizontal):
     return -1 if down < 0 or right < 0 else down * columns + right
 
 
-@triton.jit(do_not_specialize=(*SIZES, "turns"))
+@triton.jit(do_not_specialize=(*SIZES, "shares"))
 def sum_bands(
     x,  # [batch, height, width, CHANNELS]
     grad,  # [batch, rows, columns, CHANNELS]
-    sums,  # [rows, TAPS + CHANNELS] float32, written: per band [taps, channels], then the bias
-    batch, height, width, rows, columns, turns,
+    sums,  # [shares, TAPS + CHANNELS] float32, written: per band [taps, channels], then the bias
+    batch, height, width, rows, columns, shares,
     CHANNELS: tl.constexpr, SHARES: tl.constexpr, SLOTS: tl.constexpr, TAPS: tl.constexpr, STRIDE: tl.constexpr,
     DILATION: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Find the band of this program, and sum over its share of the pixels."""
-    turn, slot = tl.program_id(0) // SLOTS, tl.program_id(0) % SLOTS
+    share, slot = tl.program_id(0) // SLOTS, tl.program_id(0) % SLOTS
+    own = sums + share * (TAPS + CHANNELS)
     for band in tl.static_range(len(SHARES)):
         if (slot >= SHARES[band][11]) & (slot < SHARES[band][11] + SHARES[band][12]):
-            own = slot - SHARES[band][11]
-            share = turn * SHARES[band][14] + own % SHARES[band][14]
             sum_band(
-                x, grad, sums + share * (TAPS + CHANNELS), own // SHARES[band][14], share,
-                batch, height, width, rows, columns, turns * SHARES[band][14],
-                CHANNELS, *SHARES[band][:11], SHARES[band][13], STRIDE, DILATION, TAPS, BIAS,
+                x, grad, own, slot - SHARES[band][11], share, batch, height, width, rows, columns, shares,
+                CHANNELS, *SHARES[band][:11], *SHARES[band][13:], STRIDE, DILATION, TAPS, BIAS,
             )  # fmt: skip
 
 
@@ -74,43 +75,17 @@ def sum_band(
     down = part // PARTS * SPAN
     part = part % PARTS
     lane = part * LANES + tl.arange(0, LANES)[None, :]
-    own = lane < CHANNELS
-    wide = (columns + COLUMNS - 1) // COLUMNS
-    high = (rows + ROWS - 1) // ROWS
+    blocks = batch * ((columns + COLUMNS - 1) // COLUMNS) * ((rows + ROWS - 1) // ROWS)
     taps = ()
     for _ in tl.static_range(SPAN * WIDTH):
         taps = taps + (tl.zeros((BLOCKS, LANES), tl.float32),)
     bias = tl.zeros((BLOCKS, LANES), tl.float32)
     turn = share  # all programs advance over the pixels together, so that they find them in the cache
-    while turn * BLOCKS < batch * wide * high:  # the interpreter has no range to a number that is not a constant
-        block = turn * BLOCKS + tl.arange(0, BLOCKS)[:, None]
-        column, row, image = block % wide * COLUMNS, block // wide % high * ROWS, block // (wide * high)
-        source = grad + ((image * rows + row) * columns + column) * TOTAL + FIRST + lane
-        given = ()
-        for place in tl.static_range(ROWS * COLUMNS):
-            keep = (image < batch) & (row + place // COLUMNS < rows) & (column + place % COLUMNS < columns) & own
-            away = (place // COLUMNS * columns + place % COLUMNS) * TOTAL
-            given = given + (tl.load(source + away, mask=keep, other=0.0).to(tl.float32),)
-        if BIAS:
-            for place in tl.static_range(ROWS * COLUMNS):
-                bias += given[place]
-        if HEIGHT > 0:
-            top, left = row * STRIDE[0] + down * DILATION[0], column * STRIDE[1]
-            across = columns_inside(left, own, width, COLUMNS, HORIZONTAL)
-            source = x + ((image * height + top) * width + left) * TOTAL + FIRST + lane
-            for i in tl.static_range(lowest(VERTICAL), beyond(ROWS, VERTICAL)):
-                inside = (image < batch) & (top + i >= 0) & (top + i < height)
-                for j in tl.static_range(lowest(HORIZONTAL), beyond(COLUMNS, HORIZONTAL)):
-                    keep = inside & across[j - lowest(HORIZONTAL)]
-                    value = tl.load(source + (i * width + j) * TOTAL, mask=keep, other=0.0).to(tl.float32)
-                    added = ()
-                    for tap in tl.static_range(SPAN * WIDTH):
-                        if result_at(tap, WIDTH, i, j, ROWS, COLUMNS, VERTICAL, HORIZONTAL) < 0:
-                            added = added + (taps[tap],)
-                        else:
-                            seen = given[result_at(tap, WIDTH, i, j, ROWS, COLUMNS, VERTICAL, HORIZONTAL)]
-                            added = added + (taps[tap] + value * seen,)
-                    taps = added
+    while turn * BLOCKS < blocks:  # the interpreter has no range to a number that is not a constant
+        taps, bias = with_blocks(
+            taps, bias, x, grad, FIRST + lane, lane < CHANNELS, turn, down, batch, height, width, rows, columns,
+            TOTAL, HEIGHT, WIDTH, ROWS, COLUMNS, BLOCKS, STRIDE, DILATION, VERTICAL, HORIZONTAL, BIAS,
+        )  # fmt: skip
         turn += shares
     lane = part * LANES + tl.arange(0, LANES)
     own = lane < CHANNELS
@@ -121,56 +96,111 @@ def sum_band(
         tl.store(sums + TAPS + FIRST + lane, tl.sum(bias, 0), mask=own & (down == 0))
 
 
-@triton.jit(do_not_specialize=("turns",))
-def add_sums(
-    sums,  # [rows, TAPS + CHANNELS] float32
-    found,  # [TAPS + CHANNELS] float32, written
-    turns,
-    CHANNELS: tl.constexpr, SHARES: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+@triton.jit  # a function of its own: the compiler reads the body of a loop twice
+def with_blocks(
+    taps, bias, x, grad, channel, own, turn, down, batch, height, width, rows, columns,
+    TOTAL: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr, STRIDE: tl.constexpr, DILATION: tl.constexpr, VERTICAL: tl.constexpr,
+    HORIZONTAL: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Add up the shares of the pixels. Each band has as many rows as shares."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    shares = tl.zeros((COLUMNS,), tl.int32)
-    for band in tl.static_range(len(SHARES)):
-        first, channels = SHARES[band][0], SHARES[band][1]
-        weights, taps = SHARES[band][6], SHARES[band][2] * SHARES[band][3]
-        own = (column >= weights) & (column < weights + taps * channels)
-        own |= (column >= TAPS + first) & (column < TAPS + first + channels)
-        shares = tl.where(own, turns * SHARES[band][14], shares)
-    most = tl.max(shares, 0)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    first = 0
-    while first < most:
-        row = first + tl.arange(0, ROWS)[:, None]
-        place = sums + row * (TAPS + CHANNELS) + column[None, :]
-        total += tl.load(place, mask=row < shares[None, :], other=0.0)
-        first += ROWS
-    tl.store(found + column, tl.sum(total, 0), mask=column < TAPS + CHANNELS)
+    """The sums with those of some blocks."""
+    wide = (columns + COLUMNS - 1) // COLUMNS
+    high = (rows + ROWS - 1) // ROWS
+    block = turn * BLOCKS + tl.arange(0, BLOCKS)[:, None]
+    column, row, image = block % wide * COLUMNS, block // wide % high * ROWS, block // (wide * high)
+    source = grad + ((image * rows + row) * columns + column) * TOTAL + channel
+    given = ()
+    for place in tl.static_range(ROWS * COLUMNS):
+        keep = (image < batch) & (row + place // COLUMNS < rows) & (column + place % COLUMNS < columns) & own
+        away = (place // COLUMNS * columns + place % COLUMNS) * TOTAL
+        given = given + (tl.load(source + away, mask=keep, other=0.0).to(tl.float32),)
+    if BIAS:
+        for place in tl.static_range(ROWS * COLUMNS):
+            bias += given[place]
+    if HEIGHT > 0:
+        top, left = row * STRIDE[0] + down * DILATION[0], column * STRIDE[1]
+        across = columns_inside(left, own, width, COLUMNS, HORIZONTAL)
+        source = x + ((image * height + top) * width + left) * TOTAL + channel
+        for i in tl.static_range(lowest(VERTICAL), beyond(ROWS, VERTICAL)):
+            inside = (image < batch) & (top + i >= 0) & (top + i < height)
+            for j in tl.static_range(lowest(HORIZONTAL), beyond(COLUMNS, HORIZONTAL)):
+                keep = inside & across[j - lowest(HORIZONTAL)]
+                value = tl.load(source + (i * width + j) * TOTAL, mask=keep, other=0.0).to(tl.float32)
+                added = ()
+                for tap in tl.static_range(len(taps)):
+                    if result_at(tap, WIDTH, i, j, ROWS, COLUMNS, VERTICAL, HORIZONTAL) < 0:
+                        added = added + (taps[tap],)
+                    else:
+                        seen = given[result_at(tap, WIDTH, i, j, ROWS, COLUMNS, VERTICAL, HORIZONTAL)]
+                        added = added + (taps[tap] + value * seen,)
+                taps = added
+    return taps, bias
+
+
+@triton.jit(do_not_specialize=("width", "shares"))
+def add_sums(
+    sums,  # [shares, width] float32
+    targets,  # of each band that has taps, [channels, taps], and of the bias; written
+    fields,  # [targets, 3] int32: the first column of each, channels, taps
+    width, shares,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Add up the shares of the pixels, for some values of one target."""
+    program = tl.program_id(0)
+    for place in tl.static_range(len(targets)):
+        first, channels, taps = (
+            tl.load(fields + 3 * place),
+            tl.load(fields + 3 * place + 1),
+            tl.load(fields + 3 * place + 2),
+        )
+        programs = (channels * taps + COLUMNS - 1) // COLUMNS
+        if (program >= 0) & (program < programs):
+            column = program * COLUMNS + tl.arange(0, COLUMNS)
+            known = column < channels * taps
+            total = tl.zeros((ROWS, COLUMNS), tl.float32)
+            share = 0
+            while share < shares:
+                row = share + tl.arange(0, ROWS)[:, None]
+                source = sums + row * width + first + column[None, :]
+                total += tl.load(source, mask=(row < shares) & known[None, :], other=0.0)
+                share += ROWS
+            target = targets[place] + column % channels * taps + column // channels
+            tl.store(target, tl.sum(total, 0).to(targets[place].dtype.element_ty), mask=known)
+        program -= programs
 
 
 PROGRAMS = 6
 """Programs to a multiprocessor."""
-ADDED = 64, 32
+ADDED = 128, 16
 """Rows and columns that a program adds at a time."""
 
 
 @on_its_device
-def launch(x: Tensor, grad: Tensor, layer: Layer, *, bias: bool) -> Tensor:
-    """The sums for the weights, [taps, channels] of each band, and for the bias behind them, in float32.
+def launch(x: Tensor, grad: Tensor, layer: Layer, filters: Sequence[Tensor], bias: Tensor | None) -> None:
+    """Write the gradients of the filters of each band, [channels, 1, height, width], and that of the bias.
 
-    Both maps are [N, H, W, C]. Without a bias, there are no sums for it.
+    Both maps are [N, H, W, C].
     """
-    division = divided_sums(layer, bias, PROGRAMS * multiprocessors(x.device))
-    width, turns = layer.taps + layer.channels, division.turns
-    rows = turns * max(share.SPLITS for share in division.shares)
-    sums = torch.empty((rows, width), device=x.device, dtype=torch.float32)
-    known = {"CHANNELS": layer.channels, "SHARES": tuple(map(tuple, division.shares)), "TAPS": layer.taps}
-    start(sum_bands, (turns * division.slots,))(
-        x, grad, sums, layer.batch, *layer.input, *layer.output, turns, SLOTS=division.slots, STRIDE=layer.stride,
-        DILATION=layer.dilation, BIAS=bias, num_warps=WARPS, **known,
+    division = divided_sums(layer, bias is not None, PROGRAMS * multiprocessors(x.device))
+    width, shares = layer.taps + layer.channels, division.turns
+    sums = torch.empty((shares, width), device=x.device, dtype=torch.float32)
+    start(sum_bands, (shares * division.slots,))(
+        x, grad, sums, layer.batch, *layer.input, *layer.output, shares, CHANNELS=layer.channels,
+        SHARES=tuple(map(tuple, division.shares)), SLOTS=division.slots, TAPS=layer.taps, STRIDE=layer.stride,
+        DILATION=layer.dilation, BIAS=bias is not None, num_warps=WARPS,
     )  # fmt: skip
-    found = torch.empty(width, device=x.device, dtype=torch.float32)
-    start(add_sums, (ceil_div(width, ADDED[1]),))(
-        sums, found, turns, ROWS=ADDED[0], COLUMNS=ADDED[1], num_warps=WARPS, **known
+    targets = (*filters, bias) if bias is not None else tuple(filters)
+    fields = _fields(layer, bias is not None, x.device)
+    programs = sum(ceil_div(target.numel(), ADDED[1]) for target in targets)
+    start(add_sums, (programs,))(
+        sums, targets, fields, width, shares, ROWS=ADDED[0], COLUMNS=ADDED[1], num_warps=WARPS
     )
-    return found
+
+
+@lru_cache(maxsize=1024)
+def _fields(layer: Layer, bias: bool, device: torch.device) -> Tensor:
+    rows, first = [], 0
+    for band in layer.bands:
+        rows += [[first, band.channels, band.taps]] if band.taps else []
+        first += band.taps * band.channels
+    return torch.tensor(rows + [[first, layer.channels, 1]] * bias, dtype=torch.int32).to(device)
