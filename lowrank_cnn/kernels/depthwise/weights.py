@@ -169,7 +169,7 @@ def add_sums(
         program -= programs
 
 
-PROGRAMS = 6
+PROGRAMS = 3
 """Programs to a multiprocessor."""
 ADDED = 128, 16
 """Rows and columns that a program adds at a time."""
