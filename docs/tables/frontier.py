@@ -58,9 +58,7 @@ def questions() -> str:
         if "better_by" in one  # else its rivals are searched for
     ]
     columns = ["family", "<images", "runs of each", "better: by points", "faster: within points", "<written on"]
-    designs = ", ".join(f"`{name}`" for name in asked["designs"])
-    told = f"\nDesigns: {designs}.\n"
-    return markdown(columns, rows) + told
+    return markdown(columns, rows)
 
 
 def _written(one: dict[str, Any], asked: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.kernels.depthwise.forward import SIZES, beyond, columns_inside, lowest
-from lowrank_cnn.kernels.depthwise.plan import WARPS, Layer, divided_sums
+from lowrank_cnn.kernels.depthwise.plan import MANY_TAPS, WARPS, Band, Layer, divided_sums
 from lowrank_cnn.kernels.device import multiprocessors, on_its_device, start
 
 
@@ -169,8 +169,8 @@ def add_sums(
         program -= programs
 
 
-PROGRAMS = 3
-"""Programs to a multiprocessor."""
+PROGRAMS, MANY_PROGRAMS = 3, 6
+"""Programs to a multiprocessor, and those where a band has many taps."""
 ADDED = 128, 16
 """Rows and columns that a program adds at a time."""
 
@@ -181,7 +181,8 @@ def launch(x: Tensor, grad: Tensor, layer: Layer, filters: Sequence[Tensor], bia
 
     Both maps are [N, H, W, C].
     """
-    division = divided_sums(layer, bias is not None, PROGRAMS * multiprocessors(x.device))
+    programs = MANY_PROGRAMS if max(band.taps for band in layer.bands) >= MANY_TAPS else PROGRAMS
+    division = divided_sums(layer, bias is not None, programs * multiprocessors(x.device))
     width, shares = layer.taps + layer.channels, division.turns
     sums = torch.empty((shares, width), device=x.device, dtype=torch.float32)
     start(sum_bands, (shares * division.slots,))(
@@ -190,7 +191,7 @@ def launch(x: Tensor, grad: Tensor, layer: Layer, filters: Sequence[Tensor], bia
         DILATION=layer.dilation, BIAS=bias is not None, num_warps=WARPS,
     )  # fmt: skip
     targets = (*filters, bias) if bias is not None else tuple(filters)
-    fields = _fields(layer, bias is not None, x.device)
+    fields = _fields(layer.bands, bias is not None, x.device)
     programs = sum(ceil_div(target.numel(), ADDED[1]) for target in targets)
     start(add_sums, (programs,))(
         sums, targets, fields, width, shares, ROWS=ADDED[0], COLUMNS=ADDED[1], num_warps=WARPS
@@ -198,9 +199,11 @@ def launch(x: Tensor, grad: Tensor, layer: Layer, filters: Sequence[Tensor], bia
 
 
 @lru_cache(maxsize=1024)
-def _fields(layer: Layer, bias: bool, device: torch.device) -> Tensor:
+def _fields(bands: Sequence[Band], bias: bool, device: torch.device) -> Tensor:
     rows, first = [], 0
-    for band in layer.bands:
+    for band in bands:
         rows += [[first, band.channels, band.taps]] if band.taps else []
         first += band.taps * band.channels
-    return torch.tensor(rows + [[first, layer.channels, 1]] * bias, dtype=torch.int32).to(device)
+    if bias:
+        rows.append([first, sum(band.channels for band in bands), 1])
+    return torch.tensor(rows, dtype=torch.int32).to(device)
