@@ -28,6 +28,7 @@ from torch.utils.data import TensorDataset
 import lowrank_cnn as lr
 from benchmarks.common import parser, run_command, write_record
 from benchmarks.train_speed import keeping_graphs
+from lowrank_cnn.core.environment import environment
 from lowrank_cnn.kernels.cuda_graph import captured
 from lowrank_cnn.train.recipe import Recipe
 
@@ -203,7 +204,7 @@ def measure_all(
     if options.one:
         options.out.write_text(json.dumps(finish(times_of(ways(options.one)[options.way]))))
         return
-    rows, names = [], options.only.split(",")
+    rows, every, names = [], list(names), options.only.split(",")
     for first in range(0, len(names), TOGETHER):
         deadline = time.monotonic() + options.limit
         together = names[first : first + TOGETHER]
@@ -217,6 +218,16 @@ def measure_all(
             row = {"network": name, **{one.way: times[one] for one in started if one.name == name}}
             print(row, file=sys.stderr, flush=True)
             rows.append(row)
+    now, earlier = environment(), []
+    if options.out.exists():  # networks that were not measured now keep their rows
+        known = json.loads(options.out.read_text())
+        kept = [row for row in known["networks"] if row["network"] not in names]
+        earlier = known.get("environments", [known["environment"]]) if kept else []
+        rows = sorted([*kept, *rows], key=lambda row: every.index(row["network"]))
+    about |= {
+        "environment": now,
+        "environments": [*(one for one in earlier if one["commit"] != now["commit"]), now],
+    }
     write_record(options.out, module.replace("_", "-"), by_line="networks", **about, networks=rows)
 
 

@@ -5,6 +5,7 @@ Runs are made one after the other, or by several processes side by side. Either 
 
 from __future__ import annotations
 
+import argparse
 import base64
 import json
 import sys
@@ -22,7 +23,7 @@ from benchmarks.common import write_record
 from lowrank_cnn.choose.frontier import pack, unpack
 from lowrank_cnn.choose.runs import WorkerPool
 from lowrank_cnn.choose.trace import BudgetSpent
-from lowrank_cnn.choose.verdict import EARLY, NO, OPEN, YES, paired_gap
+from lowrank_cnn.choose.verdict import EARLY, NO, OPEN, YES, paired_gap, read_questions
 from lowrank_cnn.core.environment import environment
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.core.numbers import holm
@@ -169,6 +170,29 @@ def make_tuned(
     best = best if len(rates) > 1 else dict.fromkeys(values, rates[0])
     full = [{name: value, "phase": FULL, "rate": best[value], "seed": seed} for seed in seeds for value in best]
     book.make(pool, full, **how)
+
+
+def compare_ways(
+    book: RunBook,
+    bench: Callable[[Key], Row],
+    ways: Sequence[str],
+    pairs: Sequence[tuple[str, str]],
+    asked: Mapping[str, Any],
+    options: argparse.Namespace,
+) -> None:
+    """Try the factors of a question for each way, train each with all seeds, and answer it for these pairs."""
+    seeds = range(1, options.seeds + 1)
+    try:
+        with WorkerPool(bench, options.processes) as pool:
+            make_tuned(book, pool, "way", ways, rates=asked["factors"], tries=1, seeds=seeds)
+    except BudgetSpent:
+        print(f"The budget of {options.budget:.0f} s is spent: the same command continues.")
+    runs = {way: [row for row in book.of(FULL, way=way) if row["top1"] is not None] for way in ways}
+    how = {"margin": asked["margin"], "alpha": read_questions()["alpha"], "least_runs": asked["seeds"]}
+    answers = paired_answers(pairs, runs, **how)
+    means = {way: fmean(row["top1"] for row in rows) for way, rows in runs.items() if rows}
+    book.save(summary=means, answers=answers)
+    print(means, answer_table(answers), sep="\n")
 
 
 def split_for_tries(data: Data, train: int | None = None, share: float = 0.1) -> tuple[Data, Data]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -27,17 +26,14 @@ from benchmarks.run_book import (
     Key,
     Row,
     RunBook,
-    answer_table,
+    compare_ways,
     finite,
     kept_answers,
-    make_tuned,
-    paired_answers,
     split_for_tries,
     timed,
 )
 from lowrank_cnn.choose.candidates import FAMILIES, Builder, find_design
-from lowrank_cnn.choose.runs import WorkerPool, train
-from lowrank_cnn.choose.trace import BudgetSpent
+from lowrank_cnn.choose.runs import train
 from lowrank_cnn.choose.verdict import read_questions
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.train import Recipe, get_recipe
@@ -98,19 +94,8 @@ def main(arguments: list[str] | None = None) -> None:
     book = RunBook(options.out, "steps", about, options.budget)
     bench = Steps(options.network, rival, recipe, data, held_out, options.device, options.width)
     ways = [f"{optimizer} {way}" for optimizer in asked["optimizers"] for way in WAYS]
-    try:
-        with WorkerPool(bench, options.processes) as pool:
-            seeds = range(1, options.seeds + 1)
-            make_tuned(book, pool, "way", ways, rates=asked["factors"], tries=1, seeds=seeds)
-    except BudgetSpent:
-        print(f"The budget of {options.budget:.0f} s is spent: the same command continues.")
-    runs = {way: [row for row in book.of(FULL, way=way) if row["top1"] is not None] for way in ways}
     pairs = [(f"{one} {STRIPS}", f"{one} {other}") for one in asked["optimizers"] for other in (ONE_RATE, THIN)]
-    how = {"margin": asked["margin"], "alpha": read_questions()["alpha"], "least_runs": asked["seeds"]}
-    answers = paired_answers(pairs, runs, **how)
-    means = {way: fmean(row["top1"] for row in rows) for way, rows in runs.items() if rows}
-    book.save(summary=means, answers=answers)
-    print(means, answer_table(answers), sep="\n")
+    compare_ways(book, bench, ways, pairs, asked, options)
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:

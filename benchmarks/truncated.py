@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
-from statistics import fmean
 
 import torch
 from torch import Tensor, nn
@@ -30,17 +29,14 @@ from benchmarks.run_book import (
     Key,
     Row,
     RunBook,
-    answer_table,
+    compare_ways,
     finite,
     kept_answers,
-    make_tuned,
-    paired_answers,
     split_for_tries,
     timed,
 )
 from lowrank_cnn.choose.candidates import FAMILIES, Builder, find_design
-from lowrank_cnn.choose.runs import WorkerPool, release_memory
-from lowrank_cnn.choose.trace import BudgetSpent
+from lowrank_cnn.choose.runs import release_memory
 from lowrank_cnn.choose.verdict import read_questions
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.train import Recipe, fit, get_recipe
@@ -136,18 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
     about |= {"recipe": recipe.to_dict(), "data": data.name}
     book = RunBook(options.out, "truncated", about, options.budget)
     bench = Truncation(options.network, recipe, data, held_out, options.device, options.width)
-    try:
-        with WorkerPool(bench, options.processes) as pool:
-            seeds = range(1, options.seeds + 1)
-            make_tuned(book, pool, "way", WAYS, rates=asked["factors"], tries=1, seeds=seeds)
-    except BudgetSpent:
-        print(f"The budget of {options.budget:.0f} s is spent: the same command continues.")
-    runs = {way: [row for row in book.of(FULL, way=way) if row["top1"] is not None] for way in WAYS}
-    how = {"margin": asked["margin"], "alpha": read_questions()["alpha"], "least_runs": asked["seeds"]}
-    answers = paired_answers([("lr", "penalty"), ("penalty", "truncated")], runs, **how)
-    means = {way: fmean(row["top1"] for row in rows) for way, rows in runs.items() if rows}
-    book.save(summary=means, answers=answers)
-    print(means, answer_table(answers), sep="\n")
+    compare_ways(book, bench, WAYS, [("lr", "penalty"), ("penalty", "truncated")], asked, options)
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:

@@ -65,7 +65,7 @@ def networks(found: JsonRecord) -> str:
         f"\nMilliseconds, bf16, 224x224 pixels; training steps of {found['batch']} images. *torch*: torch.compile "
         "in a CUDA graph, its weights\nfrozen for inference. *ours*: `optimize`, and `fit(compile=True)`.\n"
     )
-    return markdown(columns, lines) + note + source(NETWORKS, found["environment"])
+    return markdown(columns, lines) + note + source(NETWORKS, *found.get("environments", [found["environment"]]))
 
 
 @from_record(VOLUMES, without="")
@@ -84,7 +84,7 @@ def volumes(found: JsonRecord) -> str:
         f"\nMilliseconds, bf16, {found['batch']} clips of {found['frames']} x {found['side']} x {found['side']}.\n"
         "*torch*: the network as it is, by torch.compile in a CUDA graph, in the faster of two memory formats.\n"
     )
-    return markdown(columns, lines) + note + source(VOLUMES, found["environment"])
+    return markdown(columns, lines) + note + source(VOLUMES, *found.get("environments", [found["environment"]]))
 
 
 @from_record(SHAPES, without="")
