@@ -32,6 +32,8 @@ from lowrank_cnn.core.files import below, locked, write_json
 from lowrank_cnn.core.notes import note
 from lowrank_cnn.core.progress import lasting, progress, step
 from lowrank_cnn.core.text import counted, text_table
+from lowrank_cnn.data import Data
+from lowrank_cnn.data.own import DatasetSplit, listed_labels
 from lowrank_cnn.method.rewrite import copy_with
 from lowrank_cnn.method.thin import fresh
 from lowrank_cnn.models import create_model
@@ -145,7 +147,7 @@ def compare(
     images = open_for(sample, data, plan)
     check_classes(images)
     if recipe is None and not pretrained:
-        plan = recipe_for(data, asked, settings, images=trained_on(images, plan))
+        plan = recipe_for(data, asked, settings, images=trained_on(images, plan), network=sample)
     size = image_size(images.test, augmentation(plan))
     builder = Builder(partial(build, model, len(images.classes), size[0], pretrained), size)
     check_network(builder(DENSE), images, plan)
@@ -227,7 +229,7 @@ def _answer(comparing: Comparing, names: Sequence[str]) -> Comparison:
         folder,
         choice,
         _table(comparing, contenders),
-        _remarks(comparing, choice, names),
+        _remarks(comparing, choice, contenders, names),
         winner,
         picture,
         page,
@@ -287,9 +289,13 @@ def _table(comparing: Comparing, contenders: Sequence[Contender]) -> list[dict[s
     return sorted(table, key=lambda row: -row["ms"])
 
 
-def _remarks(comparing: Comparing, choice: Choice, names: Sequence[str]) -> tuple[str, ...]:
+def _remarks(
+    comparing: Comparing, choice: Choice, contenders: Sequence[Contender], names: Sequence[str]
+) -> tuple[str, ...]:
     """The limits of the answer, and what a longer budget would decide."""
     told = [choice.more] if choice.more else []
+    if max(one.accuracy for one in contenders) <= _by_guessing(comparing.data):
+        told.insert(0, f"No network does better than guessing: give more {option('minutes')} or another recipe.")
     epochs, usual = comparing.plan["epochs"], comparing.recipe.epochs
     if epochs < usual:
         more = math.ceil(comparing.elapsed / 60 * usual / epochs)
@@ -301,3 +307,11 @@ def _remarks(comparing: Comparing, choice: Choice, names: Sequence[str]) -> tupl
     if unsteady:
         told.append("Times are unsteady: another process ran meanwhile, so compare again on an idle machine.")
     return tuple(told)
+
+
+def _by_guessing(data: Data) -> float:
+    """The accuracy of naming one class for every test image, with three standard errors."""
+    test = data.test
+    labels = listed_labels(test.dataset) if isinstance(test, DatasetSplit) else test.labels
+    share = 1 / len(data.classes) if labels is None else labels.bincount().max().item() / len(labels)
+    return share + 3 * math.sqrt(share * (1 - share) / len(test))

@@ -23,6 +23,8 @@ from lowrank_cnn.core.processes import first_process
 from lowrank_cnn.core.text import counted, first_few, si
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from lowrank_cnn.data import Data
     from lowrank_cnn.train import Recipe
     from lowrank_cnn.train.run_folder import Record
@@ -86,8 +88,8 @@ class TrainingOptions:
     find_lr: Annotated[bool, option("Only test rates and suggest one.", "--find-lr", panel=TRAINING)] = False
     settings: opt.Settings = None
 
-    def read(self, file: dict[str, Any]) -> tuple[Recipe, Callable[[int], Recipe], dict[str, Any]]:
-        """The recipe, how it adapts to the number of images, and the settings that are no part of it.
+    def read(self, file: dict[str, Any]) -> tuple[Recipe, Callable[[int, nn.Module], Recipe], dict[str, Any]]:
+        """The recipe, how it adapts to images and network, and the settings that are no part of it.
 
         Settings include the recipe's norm, if it was set. Options replace what --config says, and --set replaces
         both. A recipe that was named does not adapt.
@@ -104,7 +106,7 @@ class TrainingOptions:
         rare = {name: read_value(name, kind, given.pop(name)) for name, kind in RARE.items() if name in given}
         recipe = lr.get_recipe("modern" if self.recipe is None else self.recipe, **given)
         changed(RunSettings(), run)  # refused now, before images are read
-        adapted = partial(suited, recipe, given=given) if self.recipe is None else lambda _: recipe
+        adapted = partial(suited, recipe, given=given) if self.recipe is None else lambda *_: recipe
         return recipe, adapted, run | rare | ({"norm": recipe.norm} if "norm" in given else {})
 
 
@@ -246,7 +248,7 @@ def train_command(
         source = source.cheaper(later and str(later), cost, size, pretrained=pretrained)
         teacher = teacher or _own_teacher(source.dense, wanted, recipe, size)
     inputs.check_network(source.network, wanted, recipe)
-    recipe = adapted(inputs.trained_on(wanted, recipe))
+    recipe = adapted(inputs.trained_on(wanted, recipe), source.network)
     if first_process() and not as_json:
         _print_start(wanted, recipe, source.remark, tuned=wanted is not found and is_weights(model))
         if training.recipe is None:

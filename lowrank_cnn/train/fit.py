@@ -108,7 +108,8 @@ def fit(
     How it is trained:
 
     - `recipe`: a name or a `Recipe`, used as it is. Without one, the number of training images chooses batch size,
-      epochs and learning rate for the recipe `modern` (`defaults_for`), and a line says which.
+      epochs and learning rate for the recipe `modern` (`defaults_for`), and a line says which. Networks with layer
+      norms are trained by AdamW.
     - `epochs`, `batch_size`, `lr`: the fields of the recipe that are changed most.
     - `settings`: any other field of the recipe (`momentum=0.8`, `precision="bf16"`, `quantize="int8"`), and rare
       settings of the run (`compile=False`, `workers=8`, `deterministic=True`): `RunSettings` lists them.
@@ -223,14 +224,21 @@ def open_with_recipe(
         check_classes(opened)
         check_network(model, opened, found)
     if recipe is None:  # last: counting images may decode them
-        found = recipe_for(data, asked, fields, images=trained_on(opened, found))
+        found = recipe_for(data, asked, fields, images=trained_on(opened, found), network=model)
     return opened, found, how
 
 
-def recipe_for(data: Any, recipe: Recipe | str, fields: Mapping[str, Any], *, images: int | None = None) -> Recipe:
+def recipe_for(
+    data: Any,
+    recipe: Recipe | str,
+    fields: Mapping[str, Any],
+    *,
+    images: int = 0,
+    network: nn.Module | None = None,
+) -> Recipe:
     """The recipe with the fields that are given, None left out, and the batch size of a DataLoader.
 
-    With a number of `images` to train on, other fields get the defaults for that many.
+    With a `network` to train on a number of `images`, other fields get the defaults for these.
     """
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
     own = loader_batch(data[0] if isinstance(data, tuple | list) and data else data)
@@ -239,7 +247,7 @@ def recipe_for(data: Any, recipe: Recipe | str, fields: Mapping[str, Any], *, im
     fields = {**fields, "batch_size": own or fields.get("batch_size")}
     given = {name: value for name, value in fields.items() if value is not None}
     found = changed(recipe, given)
-    return found if images is None else suited(found, images, given)
+    return found if network is None else suited(found, images, network, given)
 
 
 def sorted_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], RunSettings]:

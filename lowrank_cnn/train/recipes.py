@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from torch import nn
+
 from lowrank_cnn.core.errors import check_choice, check_number
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.core.text import counted
@@ -175,6 +177,8 @@ def get_recipe(name: str, /, **overrides: object) -> Recipe:
     return changed(RECIPES[name], overrides)
 
 
+SGD_TO_ADAMW = 50
+"""The learning rate of SGD over that of AdamW."""
 LEAST_BATCH, MOST_BATCH = 16, 128
 STEPS_PER_EPOCH, STEPS = 30, 2000
 """The steps that an epoch of few images and a run of them should have."""
@@ -202,11 +206,25 @@ def defaults_for(images: int, *, batch_size: int | None = None) -> Recipe:
     return replace(MODERN, batch_size=batch, epochs=min(MODERN.epochs, max(least, epochs)), lr=rate)
 
 
-def suited(recipe: Recipe, images: int, given: Collection[str]) -> Recipe:
-    """A recipe with the defaults for this many images, except for the fields that the user has given."""
+def suited(recipe: Recipe, images: int, network: nn.Module, given: Collection[str]) -> Recipe:
+    """A recipe with the defaults for this many images, except for the fields that the user has given.
+
+    A network of layer norms without batch norms, as ConvNeXt, hardly learns by SGD: it is trained by AdamW.
+    """
+    fields = ["batch_size", "epochs", "lr"]
     found = defaults_for(max(1, images), batch_size=recipe.batch_size if "batch_size" in given else None)
-    free = {"batch_size", "epochs", "lr"} - set(given)
-    return replace(recipe, **{name: getattr(found, name) for name in free})
+    if "optimizer" not in given and has_layer_norms(network):
+        rate = float(f"{found.lr / SGD_TO_ADAMW:.1e}")
+        found = replace(found, optimizer="adamw", lr=rate, nesterov=False, weight_decay=0.05)
+        fields += ["optimizer", "nesterov", "weight_decay"]
+    return replace(recipe, **{name: getattr(found, name) for name in fields if name not in given})
+
+
+def has_layer_norms(network: nn.Module) -> bool:
+    """Whether a network normalises by layers and not by batches."""
+    layers = list(network.modules())
+    by_batches = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in layers)
+    return not by_batches and any(isinstance(layer, nn.LayerNorm | nn.RMSNorm) for layer in layers)
 
 
 def defaults_in_words(recipe: Recipe, images: int) -> str:
@@ -215,4 +233,5 @@ def defaults_in_words(recipe: Recipe, images: int) -> str:
     if recipe.batch_size < MOST_BATCH <= images:
         more = f" Batches of {MOST_BATCH} would give {images // MOST_BATCH * recipe.epochs:,}."
     each = f"batches of {recipe.batch_size}, {counted(recipe.epochs, 'epoch')}, rate {recipe.lr:g}"
+    each += "" if recipe.optimizer == MODERN.optimizer else f" by {recipe.optimizer}"
     return f"{counted(images, 'image')}: {each}, {counted(steps, 'step')} in all.{more}"

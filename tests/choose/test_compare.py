@@ -20,7 +20,7 @@ from lowrank_cnn.choose.frontier import DesignTime, kind_of, load_frontier
 from lowrank_cnn.choose.target import Target
 from lowrank_cnn.cli.app import build
 from lowrank_cnn.core.errors import LowRankError
-from lowrank_cnn.data import Data
+from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.train.trained import carried_by, load_checkpoint
 
 answer, comparing = (import_module(f"lowrank_cnn.choose.{name}") for name in ("compare", "comparing"))
@@ -82,6 +82,14 @@ def test_it_ends_in_a_sentence_a_picture_a_page_and_a_run_to_export(squares: Dat
     record = load_frontier(found.folder)
     assert [[run.seed for run in one.runs] for one in record.rows if one.runs] == [[1, 2]] * 3
     assert all(run.held_out is not None for one in record.rows for run in one.runs)
+
+
+@pytest.mark.usefixtures("no_page")
+def test_it_says_so_if_no_network_has_learned(tmp_path: Path):
+    noise = torch.randint(256, (100, 1, 12, 12), generator=torch.Generator().manual_seed(0)).byte()
+    parts = (ResidentSplit.of(images, torch.arange(len(images)) % 2) for images in noise.split(64))
+    found = lr.compare(network(), Data("noise", ("a", "b"), *parts), out=tmp_path / "choice", **QUICK)
+    assert any("guessing" in told for told in found.remarks)
 
 
 @pytest.mark.usefixtures("no_page")

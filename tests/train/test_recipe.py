@@ -8,12 +8,13 @@ from dataclasses import dataclass, fields
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import lowrank_cnn as lr
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.train import RECIPES, Recipe
 from lowrank_cnn.train.recipe import RunSettings, changed, differences, parse_settings, within
-from lowrank_cnn.train.recipes import defaults_for, get_recipe
+from lowrank_cnn.train.recipes import defaults_for, get_recipe, suited
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -133,6 +134,15 @@ def test_defaults_come_from_the_number_of_images(images: int, batch: int, epochs
     found = defaults_for(images)
     assert (found.batch_size, found.epochs, found.lr) == (batch, epochs, rate)
     assert differences(found.to_dict(), get_recipe("modern").to_dict()).keys() <= {"batch_size", "epochs", "lr"}
+
+
+def test_networks_of_layer_norms_are_trained_by_adamw() -> None:
+    modern, norms = get_recipe("modern"), nn.Sequential(nn.Conv2d(3, 4, 3), nn.LayerNorm([4, 6, 6]))
+    found = suited(modern, 5_000, norms, given=())
+    assert (found.optimizer, found.lr, found.weight_decay, found.nesterov) == ("adamw", 0.002, 0.05, False)
+    assert suited(modern, 5_000, norms.append(nn.BatchNorm2d(4)), given=()).optimizer == "sgd"
+    asked = suited(modern, 5_000, norms[:2], given=("optimizer", "lr"))
+    assert (asked.optimizer, asked.lr) == (modern.optimizer, modern.lr)
 
 
 def test_without_a_recipe_fit_chooses_what_is_not_given(driver, capsys) -> None:
