@@ -64,7 +64,7 @@ def test_bands_are_noted_as_calls_that_can_be_launched(training: bool):
         with (
             seen,
             patch.object(ops, "launch_copy"),
-            patch.object(ops.sums, "launch", return_value=torch.zeros(20)),
+            patch.object(ops.weights, "launch"),
         ):
             one.compile()
     assert launched == [(1, 6, 6, 8)]
