@@ -109,7 +109,7 @@ def fit(
 
     - `recipe`: a name or a `Recipe`, used as it is. Without one, the number of training images chooses batch size,
       epochs and learning rate for the recipe `modern` (`defaults_for`), and a line says which. Networks with layer
-      norms are trained by AdamW.
+      norms and no batch norms are trained by AdamW.
     - `epochs`, `batch_size`, `lr`: the fields of the recipe that are changed most.
     - `settings`: any other field of the recipe (`momentum=0.8`, `precision="bf16"`, `quantize="int8"`), and rare
       settings of the run (`compile=False`, `workers=8`, `deterministic=True`): `RunSettings` lists them.

@@ -70,6 +70,15 @@ def test_gradients_are_the_same_bit_by_bit_each_time():
     assert all(torch.equal(one, two) for other in others for one, two in zip(first, other, strict=True))
 
 
+def test_filters_may_lie_in_memory_as_they_like():
+    x, filters = torch.randn(2, 4, 6, 7, device=DEVICE), torch.randn(4, 1, 5, 3, device=DEVICE).transpose(2, 3)
+    layer = ([4, 3, 5, 1, 2], [1, 1], [1, 1])
+    *_, found = ops.depthwise_conv2d_backward(x, x, [filters], *layer, False, False)
+    exact = filters.double().requires_grad_()
+    y = torch.conv2d(x.double(), exact, padding=(1, 2), groups=4)
+    assert torch.allclose(found.double(), torch.autograd.grad(y, exact, x.double())[0], atol=1e-4)
+
+
 @pytest.mark.parametrize("activation", ["", "relu", "gelu", "silu"])
 def test_scale_activation_and_residual_follow_in_the_same_pass(activation: str):
     x, scale, bias = (torch.randn(size, device=DEVICE) for size in ((2, 9, 6, 7), 9, 9))

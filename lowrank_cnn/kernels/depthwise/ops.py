@@ -62,7 +62,7 @@ def _gradients(grad: Any, x: Tensor, filters: Sequence[Tensor], *rest: Any) -> l
     dx = empty_maps(x.shape, x) if need_input else x.new_empty(0)
     kind = filters[0].dtype if filters else torch.float32
     db = torch.empty(x.shape[1] if need_bias else 0, device=x.device, dtype=kind)
-    return [dx, db, *(torch.empty_like(own) for own in filters)]
+    return [dx, db, *(torch.empty_like(own, memory_format=torch.contiguous_format) for own in filters)]
 
 
 @operator("depthwise_conv2d_backward", _gradients)

@@ -129,9 +129,8 @@ def divided_sums(layer: Layer, bias: bool, programs: int) -> Division:
     ]
     shares = _shares(layer, layer.output, (1, 1), values)
     shares = [share._replace(SPAN=SPAN if own else share.HEIGHT) for share, own in zip(shares, many, strict=True)]
-    shares = [
-        share if share.HEIGHT else share._replace(ROWS=PASSED_ROWS) for share in shares if share.HEIGHT or bias
-    ]
+    passed = [share._replace(ROWS=PASSED_ROWS) for share in shares if bias and not share.HEIGHT]
+    shares = [*passed, *(share for share in shares if share.HEIGHT)]
     parts = [
         ceil_div(share.CHANNELS, share.LANES) * max(1, ceil_div(share.HEIGHT, share.SPAN or 1)) for share in shares
     ]
