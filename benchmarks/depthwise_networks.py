@@ -3,8 +3,9 @@
     python -m benchmarks.depthwise_networks [--only convnext_tiny]
 
 Inference is timed with 256 images and with one, and a training step with 256. The rival is torch.compile with
-frozen weights, and its training step, each recorded as a CUDA graph. Ours are `optimize` as it is, and the step of
-`fit` with `compile=True`. Each of the three has a process of its own: they compile at once, and time in turns.
+frozen weights and cuDNN's fastest convs, and its training step, each recorded as a CUDA graph. Ours are `optimize`
+as it is, and the step of `fit` with `compile=True`. Each of the three has a process of its own: they compile at
+once, and time in turns.
 """
 
 from __future__ import annotations
@@ -202,6 +203,7 @@ def measure_all(
     arguments.add_argument("--limit", type=int, default=300, help="seconds to compile")
     options = arguments.parse_args()
     if options.one:
+        torch.backends.cudnn.benchmark = True  # the rival gets torch's fastest convs
         options.out.write_text(json.dumps(finish(times_of(ways(options.one)[options.way]))))
         return
     rows, every, names = [], list(names), options.only.split(",")
