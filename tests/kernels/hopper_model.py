@@ -261,12 +261,12 @@ def _where(condition, a, b):
     return chosen.view(Values) if chosen.ndim else int(chosen)
 
 
-def _minimum(a, b):
+def _minimum(a, b, propagate_nan=None):  # as numpy does
     least = np.minimum(a, b)
     return least.view(Values) if least.ndim else int(least)
 
 
-def _maximum(a, b):
+def _maximum(a, b, propagate_nan=None):
     most = np.maximum(a, b)
     return most.view(Values) if most.ndim else most.item()
 
@@ -275,7 +275,8 @@ def _language(machine):
     return types.SimpleNamespace(
         constexpr=int, int64="int64", int32="int32", uint8="uint8", float32="float32",
         bfloat16="bfloat16", float16="float16", static_range=range, where=_where, minimum=_minimum,
-        exp=np.exp, abs=np.abs,
+        exp=np.exp, exp2=np.exp2, rsqrt=lambda x: 1 / np.sqrt(x), abs=np.abs,
+        PropagateNan=types.SimpleNamespace(ALL=None),
         maximum=_maximum, sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.max(axis),
         thread_barrier=lambda: None,
         program_id=lambda _: machine.program, num_programs=lambda _: machine.programs,
@@ -354,7 +355,7 @@ def emulate(monkeypatch):
     for module in modules.values():
         module.empty_result, module.launch_pad_channels = _poisoned, _pad_channels
     known = {**vars(tiled), "tl": language}  # what the kernels share with Triton's
-    for name in ("normal_below", "activated", "without_codes"):
+    for name in ("gelu", "activated", "without_codes"):
         known[name] = types.FunctionType(getattr(tiled, name).fn.__code__, known)
     modules["hopper"].activated, modules["hopper"].without_codes = known["activated"], known["without_codes"]
     return types.SimpleNamespace(machine=machine, **modules)

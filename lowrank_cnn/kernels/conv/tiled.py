@@ -47,27 +47,36 @@ from lowrank_cnn.kernels.problem import (
 
 
 @triton.jit
-def normal_below(x):
-    """The normal distribution function to 1e-7 (Abramowitz and Stegun, 7.1.26); it needs few registers."""
-    t = 1.0 / (1.0 + 0.3275911 * 0.7071067811865476 * tl.abs(x))
-    tail = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
-    beyond = 0.5 * tail * tl.exp(-0.5 * x * x)
-    return tl.where(x > 0, 1.0 - beyond, beyond)
+def gelu(x):
+    """x times the normal distribution function at x, to 2e-7, in 11 instructions; erf or a division take as many.
+
+    Below zero the function is two to a power that a polynomial gives; from 6 on it is 0 or 1 in float32.
+    """
+    far = tl.minimum(tl.abs(x), 6.0, propagate_nan=tl.PropagateNan.ALL)
+    power = (-1.51996278e-6 * far + 5.61944325e-5) * far - 0.000896001817
+    power = ((power * far + 0.00840691663) * far - 0.053827811) * far - 0.458521515
+    power = (power * far - 1.15126014) * far - 0.999990106
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) - far * tl.exp2(power)
 
 
 @triton.jit
 def activated(out, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr):
-    """The activation of float32 values; `ACTIVATION` is a name of `kernels.problem.ACTIVATIONS`, "" for none."""
+    """The activation of float32 values; `ACTIVATION` is a name of `kernels.problem.ACTIVATIONS`, "" for none.
+
+    NaN stays NaN. A sigmoid is the square of 1 / sqrt here: an exact division takes ten more instructions.
+    """
     if ACTIVATION == "relu":
-        out = tl.maximum(out, 0.0)
+        out = tl.maximum(out, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACTIVATION == "leaky_relu":
         out = tl.where(out > 0, out, out * SLOPE)
     elif ACTIVATION == "silu":
-        out = out / (1.0 + tl.exp(-out))
+        root = tl.rsqrt(1.0 + tl.exp2(-1.4426950408889634 * out))
+        out = out * root * root
     elif ACTIVATION == "gelu":
-        out = out * normal_below(out)
+        out = gelu(out)
     elif ACTIVATION == "hardswish":
-        out = out * tl.minimum(tl.maximum(out + 3.0, 0.0), 6.0) * (1.0 / 6.0)
+        inside = tl.minimum(tl.maximum(out + 3.0, 0.0), 6.0)
+        out = out * inside * (1.0 / 6.0)
     return out
 
 
