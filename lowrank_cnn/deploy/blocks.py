@@ -7,6 +7,7 @@ input and, if the block adds one, its residual. `GroupsApart` is for engines, wh
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -18,8 +19,8 @@ from torch import Tensor, fx, nn
 
 from lowrank_cnn.graph.capture import CaptureError, InputKind, NetworkGraph, capture, kind_of, layer_kind
 from lowrank_cnn.graph.fused_between import fused_pool
-from lowrank_cnn.graph.merge import InexactError, merge_chain
-from lowrank_cnn.graph.patterns import Pattern, find_patterns, rewritten
+from lowrank_cnn.graph.merge import InexactError, merge_chain, rescaled
+from lowrank_cnn.graph.patterns import Pattern, factors, find_patterns, rewritten
 from lowrank_cnn.kernels.depthwise.dispatch import MOST_TAPS
 from lowrank_cnn.kernels.device import kernels_run
 from lowrank_cnn.kernels.fused_convs import FrozenComposite, conv_options, pool_name
@@ -136,8 +137,12 @@ def in_blocks(model: nn.Module, *inputs: Any) -> tuple[fx.GraphModule, dict[str,
 
 def _blocks(captured: NetworkGraph) -> dict[Pattern, Block]:
     found = {}
-    for pattern in find_patterns(captured):
+    for pattern in find_patterns(captured, scales=True):
         layer, adds = captured.root.get_submodule(pattern.name), pattern.add is not None
+        if pattern.scale is not None:
+            scale = factors(captured, pattern.nodes[0], pattern.scale)
+            assert scale is not None
+            layer = laid_out_as(layer, rescaled(copy.deepcopy(layer).cpu().double(), scale.cpu().double())).eval()
         epilogue = Epilogue(pattern.activation, pattern.pool, adds, pattern.add_last)
         found[pattern] = Block(pattern.name, layer, epilogue)
     return found

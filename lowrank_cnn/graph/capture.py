@@ -41,6 +41,7 @@ _SIZE_ATTRIBUTES = {"shape", "ndim", "dtype", "device", "is_cuda", "layout", "re
 _SIZE_METHODS = {
     "size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "is_complex", "element_size",
 }  # fmt: skip
+_RESHAPES = {"reshape", "view", "unsqueeze", torch.reshape, torch.unsqueeze, operator.getitem}
 _MOST_KINDS = 16
 """The most kinds of call that are traced and compared: four optional inputs, each given or not."""
 
@@ -80,6 +81,18 @@ class NetworkGraph:
     def module(self, node: fx.Node) -> nn.Module | None:
         """The module that a node calls; None if it calls a function."""
         return self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+    def constant(self, node: fx.Node) -> Tensor | None:
+        """A parameter of the network that a node reads or reshapes; None for all other nodes."""
+        if node.op == "get_attr":
+            value = operator.attrgetter(str(node.target))(self.root)
+            return value if isinstance(value, nn.Parameter) else None
+        reshapes = node.target in _RESHAPES and node.all_input_nodes == list(node.args[:1])
+        value = self.constant(node.all_input_nodes[0]) if reshapes else None
+        if value is None:
+            return None
+        run: Any = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
+        return run(value, *node.args[1:], **node.kwargs)
 
     def computes_like(self, other: NetworkGraph) -> bool:
         """Whether two graphs make the same calls, and read the same values of tensors of their networks."""

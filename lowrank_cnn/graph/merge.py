@@ -118,12 +118,17 @@ class FoldedLinear(nn.Identity):
 
 
 def fold(layer: nn.Module, norm: Any) -> nn.Module:
-    """Fold a batch norm, which scales and shifts channels, into the layer before it; in a chain, into its last."""
-    last: Any = list(layer.children())[-1] if isinstance(layer, FactoredConv2d) else layer
+    """Fold a batch norm, which scales and shifts channels, into the layer before it."""
     scale = torch.rsqrt(norm.running_var + norm.eps)
     scale = scale if norm.weight is None else scale * norm.weight
     shift = -norm.running_mean * scale
     shift = shift if norm.bias is None else shift + norm.bias
+    return rescaled(layer, scale, shift)
+
+
+def rescaled(layer: nn.Module, scale: Tensor, shift: Tensor | None = None) -> nn.Module:
+    """Scale and shift the channels of a layer's result, by changing its weights; in a chain, those of its last."""
+    last: Any = list(layer.children())[-1] if isinstance(layer, FactoredConv2d) else layer
     composite = isinstance(last, CompositeConv2d)
     if composite and len(last.weights) < len(last.composite.groups):
         layer = last = last.with_points()  # an identity has no weight to scale
@@ -135,7 +140,9 @@ def fold(layer: nn.Module, norm: Any) -> nn.Module:
                 weight.copy_((weight.unflatten(0, (last.groups, -1)) * factor).flatten(0, 1))
             else:
                 weight.copy_(weight * factor.reshape(-1, *[1] * (weight.dim() - 1)))
-        last.bias = nn.Parameter(shift if last.bias is None else last.bias * scale + shift)
+        bias = last.bias if last.bias is None else last.bias * scale
+        bias = shift if bias is None else bias if shift is None else bias + shift
+        last.bias = None if bias is None else nn.Parameter(bias)
     return layer
 
 

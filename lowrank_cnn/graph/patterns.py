@@ -1,4 +1,4 @@
-"""Find patterns in a captured network: layer -> norm -> + residual -> activation -> max-pool.
+"""Find patterns in a captured network: layer -> norm or scale -> + residual -> activation -> max-pool.
 
 The residual may also be added after the activation, as in Darknet. A `Pattern` lists the nodes of one such
 sequence, in which each value is read by the next node only. `rewritten` replaces every pattern by a call of one
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from lowrank_cnn.core.compare import objection
@@ -31,12 +31,14 @@ LAYERS = ("conv", "composite", "chain")
 class Pattern:
     """A layer and what follows it; `nodes` are all of its calls, the layer's first.
 
+    `scale` multiplies the layer's result by a number or by one parameter per channel, as ConvNeXt's layer scale.
     `activation` is a name of `problem.ACTIVATIONS`. With `add_last` the residual is added after the activation.
     """
 
     name: str
     nodes: tuple[fx.Node, ...]
     norm: fx.Node | None = None
+    scale: fx.Node | None = None
     add: fx.Node | None = None
     activation: str | None = None
     pool: nn.MaxPool2d | None = None
@@ -62,26 +64,46 @@ _FUNCTIONS: dict[Any, type[nn.Module]] = {
 """Functions as modules that take the same options in the same order."""
 _ADDS = (operator.add, operator.iadd, torch.add, "add", "add_")
 _ADDS_IN_PLACE = (operator.iadd, "add_")
+_MULTIPLIES = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
+_MULTIPLIES_IN_PLACE = (operator.imul, "mul_")
 
 
 def find_patterns(
     captured: NetworkGraph,
     *,
     norms: bool = False,
+    scales: bool = False,
     kinds: tuple[str, ...] = LAYERS,
     accepts: Callable[[fx.Node, dict[str, Any]], bool] = lambda layer, parts: True,
 ) -> list[Pattern]:
     """The patterns of a network, in the order of its calls.
 
     `kinds` are the layers that a pattern may begin with, as `layer_kind` names them; "norm" adds the batch norms
-    that no other pattern contains. With `norms`, a pattern includes the batch norm after its layer. `accepts` is
-    called with the layer's node and the pattern's parts (fields of `Pattern`); if it returns False, the pattern
-    ends.
+    that no other pattern contains. With `norms`, a pattern includes the batch norm after its layer, and with
+    `scales` the scale. `accepts` is called with the layer's node and the pattern's parts (fields of `Pattern`); if
+    it returns False, the pattern ends.
     """
-    walk = _PatternWalk(captured, captured.called_once(), norms, accepts)
+    walk = _PatternWalk(captured, captured.called_once(), norms, scales, accepts)
     found = [pattern for kind in (set(kinds) - {"norm"}, {"norm"} & set(kinds)) for pattern in walk.patterns(kind)]
     places = {node: place for place, node in enumerate(captured.graph.nodes)}
     return sorted(found, key=lambda pattern: places[pattern.nodes[0]])
+
+
+def factors(captured: NetworkGraph, layer: fx.Node, node: fx.Node) -> Tensor | None:
+    """What a node multiplies each channel of a layer's result by; None if it does anything else."""
+    if node.target not in _MULTIPLIES or node.kwargs or len(node.args) != 2:
+        return None
+    stage: Any = captured.module(layer)
+    stage = list(stage)[-1] if layer_kind(stage) == "chain" else stage
+    weight, axes, filters = next(stage.parameters()), len(stage.stride), stage.out_channels
+    for other in node.args[:0:-1] if node.target in _MULTIPLIES_IN_PLACE else node.args:
+        if isinstance(other, float | int):
+            return weight.new_full((filters,), other)
+        found = captured.constant(other) if isinstance(other, fx.Node) else None
+        if found is not None and found.dtype == weight.dtype:
+            shape = [1] * (axes + 2 - found.dim()) + list(found.shape)
+            return found.flatten().expand(filters) if shape == [1, shape[1], *[1] * axes] else None
+    return None
 
 
 def rewritten(captured: NetworkGraph, made: Mapping[Pattern, nn.Module]) -> fx.GraphModule:
@@ -99,7 +121,11 @@ def rewritten(captured: NetworkGraph, made: Mapping[Pattern, nn.Module]) -> fx.G
             call = graph.call_module(pattern.name, inputs)
         last.replace_all_uses_with(call)
         for node in reversed(pattern.nodes):
+            operands = node.all_input_nodes if node is pattern.scale else []
             graph.erase_node(node)
+            while operands := [one for one in operands if not one.users and one not in pattern.nodes]:
+                unread, operands = operands[0], operands[0].all_input_nodes
+                graph.erase_node(unread)
     graph.lint()
     return fx.GraphModule(captured.root, graph, class_name=type(captured.root).__name__)
 
@@ -111,6 +137,7 @@ class _PatternWalk:
     captured: NetworkGraph
     once: dict[str, fx.Node]
     norms: bool
+    scales: bool
     accepts: Callable[[fx.Node, dict[str, Any]], bool]
     taken: set[fx.Node] = field(default_factory=set)
 
@@ -152,6 +179,8 @@ class _PatternWalk:
         module = self._plain(node)
         if self.norms and not parts and self._is_norm(node, module):
             return {"norm": node}
+        if self.scales and not parts and factors(self.captured, layer, node) is not None:
+            return {"scale": node}
         if "pool" not in parts and "add" not in parts and self._adds(layer, node, value):
             return {"add": node, "add_last": "activation" in parts}
         activation = None if "activation" in parts else _activation(node, module)

@@ -70,6 +70,30 @@ def composite_conv2d(
     return _ops().fused_conv2d(x, weights, ready, bias, residual, asked, codes, False, plan)[0]
 
 
+def composite_conv2d_into(
+    y: Tensor,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    *,
+    stride: Pair,
+    padding: Sequence[Sides],
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    add_last: bool = False,
+) -> None:
+    """For inference: the layer's result into `y`, which may be some channels of larger maps."""
+    named = canonical(activation)
+    after = add_last and residual is not None and named is not None
+    asked = CallOptions(stride, tuple(padding), named, None, residual is not None, after)
+    alike = x.dtype == y.dtype and (residual is None or residual.dtype == x.dtype)
+    plan = _plan(x, weights, bias, asked, False) if alike else None
+    if plan is None:
+        y.copy_(composite_conv2d(x, weights, bias, **asked.arguments, residual=residual))
+    else:
+        _ops().fused_conv2d_into(y, x, weights, bias, residual, asked, plan)
+
+
 def composite_conv2d_with_statistics(
     x: Tensor,
     weights: Sequence[Tensor],

@@ -111,6 +111,43 @@ def fused_conv2d(
     return composite_conv2d(x, list(weights), packed, bias, residual, list(asked.stride), sides, *epilogue, *how)
 
 
+@operator("composite_conv2d_into", lambda *_: None, mutates=("y",))
+def composite_conv2d_into(
+    y: Tensor,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    activation: str,
+    add_last: bool,
+    plan: str,
+) -> None:
+    """Write the result into memory that may be some channels of larger maps."""
+    from lowrank_cnn.kernels.conv import forward
+    from lowrank_cnn.kernels.conv.plans import KERNELS, KernelPlan
+
+    how = KernelPlan.parse(plan)
+    problem = _problem(x, weights, stride, padding, activation, "", residual, add_last)
+    packed = KERNELS[how.kernel].layout.pack(weights, problem, x.dtype)
+    forward.run_packed(how, problem, ConvTensors(x, packed, bias, residual=residual, result=y))
+
+
+def fused_conv2d_into(
+    y: Tensor,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    asked: CallOptions,
+    plan: str,
+) -> None:
+    """The operator with the options of a call."""
+    how = (list(asked.stride), flat_padding(asked.padding), asked.activation or "", asked.add_last, plan)
+    composite_conv2d_into(y, x, list(weights), bias, residual, *how)
+
+
 def _empty_packed(weights, size, stride, padding, kernel):
     alike = [torch.empty(weight.shape, dtype=weight.dtype, device="meta") for weight in weights]
     return weights[0].new_empty(_packed(alike, size, stride, padding, kernel).shape)

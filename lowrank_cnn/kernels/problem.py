@@ -222,7 +222,8 @@ class CallOptions(NamedTuple):
 class ConvTensors(NamedTuple):
     """The tensors of one forward launch; `packed` are the weights in the layout of its kernel.
 
-    If given, `codes` (see `empty_codes`) and `parts` (see `conv.forward`) are written.
+    If given, `codes` (see `empty_codes`) and `parts` (see `conv.forward`) are written, and so is `result`, which
+    may be some channels of larger maps.
     """
 
     x: Tensor
@@ -231,6 +232,7 @@ class ConvTensors(NamedTuple):
     codes: Tensor | None = None
     residual: Tensor | None = None
     parts: Tensor | None = None
+    result: Tensor | None = None
 
 
 class Layout(NamedTuple):
@@ -319,6 +321,17 @@ def pixels_last(x: Tensor) -> Tensor:
     return pixels.view(-1).view(pixels.shape) if 1 in pixels.shape else pixels
 
 
+def pixels_view(x: Tensor) -> Tensor:
+    """As `pixels_last`, without a copy for some channels of larger maps, if tensor descriptors can read them."""
+    return x.permute(0, 2, 3, 1) if _is_described(x) else pixels_last(x)
+
+
+def _is_described(x: Tensor) -> bool:
+    """Whether the channels of a pixel are neighbours, and all else lies multiples of 16 bytes apart."""
+    steps = [x.element_size() * step for step in (x.stride(0), *x.stride()[2:])]
+    return x.stride(1) == 1 and min(steps) > 0 and not any(step % 16 for step in (x.data_ptr(), *steps))
+
+
 def empty_codes(problem: Problem, x: Tensor) -> Tensor | None:
     """Memory for the codes of a 2x2 pool, which the backward reads: each window's winner, or 4 if ReLU cut it."""
     if problem.pool not in ("floor", "ceil"):
@@ -333,6 +346,19 @@ def empty_result(problem: Problem, x: Tensor) -> Tensor:
     on a view.
     """
     return empty_maps((problem.batch, problem.filters, *problem.result_size), x)
+
+
+def result_and_residual(problem: Problem, given: ConvTensors) -> tuple[Tensor, Tensor]:
+    """Memory for the result, [N, filters, H, W], and the residual [N, H, W, filters] with the same strides.
+
+    The memory is `given.result` if kernels can write there. Without a residual the second is the result.
+    """
+    maps, added = given.result, given.residual
+    alike = added is None or (maps is not None and added.stride() == maps.stride() and _is_described(added))
+    if maps is None or not alike or not _is_described(maps):
+        maps = empty_result(problem, given.x)
+        return maps, maps.permute(0, 2, 3, 1) if added is None else pixels_last(added)
+    return maps, (maps if added is None else added).permute(0, 2, 3, 1)
 
 
 def empty_maps(size: Sequence[int], like: Tensor) -> Tensor:

@@ -89,8 +89,10 @@ def composite_by_torch(
     residual: Tensor | None = None,
     add_last: bool = False,
 ) -> Tensor:
-    """The reference in the type of the input, with cuDNN's fused conv + bias + add + ReLU if it applies."""
+    """The reference in the type of the input: cuDNN's fused conv + bias + add + ReLU, or cuBLAS in training."""
     bias = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
+    if x.is_cuda and is_product(x, weights, stride, padding):
+        return followed(pointwise(x, weights[0], bias), residual, canonical(activation), pool, add_last=add_last)
     alone = residual is None or (len(weights) == 1 and residual.dtype == x.dtype and not add_last)
     tensors = [t for t in (x, *weights, bias, residual) if t is not None]
     if canonical(activation) != "relu" or not alone or not _cudnn_fuses(x, tensors, padding):
@@ -101,6 +103,20 @@ def composite_by_torch(
         for weight, part, (rows, columns) in zip(weights, _biases(bias, weights), padding, strict=True)
     ]
     return followed(interleaved(parts, 1, 1), None, None, pool)
+
+
+def is_product(x: Tensor, weights: Sequence[Tensor], stride: Sequence[int], padding: Sequence[Sides]) -> bool:
+    """Whether a layer is trained as a product of matrices, whose gradients cuBLAS computes faster than cuDNN."""
+    if len(weights) > 1 or weights[0].shape[2:].numel() > 1 or not torch.is_grad_enabled():
+        return False
+    layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+    plain = max(stride) == 1 and not any(sum(padding[0], ())) and x.is_contiguous(memory_format=layout)
+    return plain and not torch.compiler.is_exporting()
+
+
+def pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A 1x1 conv of channels-last maps as a product of matrices; the result is channels-last."""
+    return F.linear(x.movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)
 
 
 def enclosed(weights: Sequence[Tensor], padding: Sequence[Sides]) -> tuple[Tensor, Sides]:

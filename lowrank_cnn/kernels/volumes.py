@@ -2,7 +2,7 @@
 
 A k x 1 x 1 filter is a k x 1 filter over [N, C, T, H*W], and a 1 x k x k filter is a k x k filter over
 [N*T, C, H, W]. In channels_last_3d both are views of the volume's memory. Consecutive groups with one view run in
-one launch.
+one launch. For inference each launch writes its channels of one result.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowrank_cnn.kernels.dispatch import composite_conv2d, explain_call, may_fuse
+from lowrank_cnn.kernels.dispatch import (
+    composite_conv2d,
+    composite_conv2d_into,
+    explain_call,
+    may_fuse,
+    needs_gradient,
+    under_autocast,
+)
 from lowrank_cnn.kernels.problem import Sides
 from lowrank_cnn.kernels.reference import composite_by_torch, followed, pad_on_sides
 
@@ -40,18 +47,37 @@ def composite_conv3d(
     if not (may_fuse(x) and all(is_flat(weight.shape[2:]) for weight in weights)):
         options: Any = {"residual": residual, "activation": activation, "add_last": add_last}
         return composite_by_torch(x, weights, bias, stride=stride, padding=padding, **options)  # type: ignore[arg-type]
-    calls = _calls(x, weights, stride, padding)
-    alone = len(calls) == 1
+    calls = _calls(under_autocast(x), weights, stride, padding)
+    alone, parts = len(calls) == 1, _split(bias, calls)
+    if not alone and not needs_gradient(x, *weights, bias, residual):
+        how: Any = {"activation": activation, "add_last": add_last}
+        return _in_one_memory(calls, parts, residual, **how)
     inside = activation if alone or residual is None else None
-    parts = []
-    for own, part in zip(calls, _split(bias, calls), strict=True):
+    results = []
+    for own, part in zip(calls, parts, strict=True):
         added = None if residual is None or not alone else own.maps(residual)
-        how: Any = {"activation": inside, "residual": added, "add_last": add_last}
+        how = {"activation": inside, "residual": added, "add_last": add_last}
         y = composite_conv2d(own.x, own.weights, part, stride=own.stride, padding=own.padding, **how)
-        parts.append(own.volume(y))
+        results.append(own.volume(y))
     if alone:
-        return parts[0]
-    return followed(torch.cat(parts, 1), residual, None if inside else activation, None, add_last=add_last)
+        return results[0]
+    return followed(torch.cat(results, 1), residual, None if inside else activation, None, add_last=add_last)
+
+
+def _in_one_memory(
+    calls: Sequence[_Call], biases: Sequence[Tensor | None], residual: Tensor | None, **how: Any
+) -> Tensor:
+    """The result of calls that write their channels side by side."""
+    x, filters = calls[0].x, [call.filters for call in calls]
+    size = (calls[0].batch, sum(filters), *calls[0].size)
+    y = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d)
+    added = [None] * len(calls) if residual is None else residual.split(filters, 1)
+    for call, bias, part, over in zip(calls, biases, added, y.split(filters, 1), strict=True):
+        how |= {"residual": None if part is None else call.maps(part)}
+        composite_conv2d_into(
+            call.maps(over), call.x, call.weights, bias, stride=call.stride, padding=call.padding, **how
+        )
+    return y
 
 
 def explain_volume(x: Tensor, weights: Sequence[Tensor], *, training: bool = False, **options: Any) -> str:
@@ -71,6 +97,9 @@ class _Call:
     ) -> None:
         # Where a filter has a single tap, padding and stride are a crop and every n-th slice.
         (before, after), *around = padding[0]
+        axes = zip(x.shape[2:], padding[0], weights[0].shape[2:], stride, strict=True)
+        self.batch, self.filters = x.shape[0], sum(len(weight) for weight in weights)
+        self.size = [(size + sum(sides) - taps) // step + 1 for size, sides, taps, step in axes]
         if time:
             x = pad_on_sides(x, [(0, 0), *around], "constant")[..., :: stride[1], :: stride[2]]
         else:
@@ -107,5 +136,4 @@ def _calls(x: Tensor, weights: Sequence[Tensor], stride: Sequence[int], padding:
 
 
 def _split(bias: Tensor | None, calls: Sequence[_Call]) -> Sequence[Tensor | None]:
-    sizes = [sum(len(weight) for weight in call.weights) for call in calls]
-    return [None] * len(calls) if bias is None else bias.split(sizes)
+    return [None] * len(calls) if bias is None else bias.split([call.filters for call in calls])

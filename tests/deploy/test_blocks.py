@@ -51,6 +51,38 @@ def test_a_network_captured_for_one_size_leaves_other_sizes_to_the_original():
         torch.testing.assert_close(whole(x, scale=3.0), net(x, scale=3.0))
 
 
+SCALES = {
+    "reshaped": lambda y, scale: y.mul(scale.reshape(1, -1, 1, 1)),
+    "indexed, on the left": lambda y, scale: scale[:, None, None] * y,
+    "a number": lambda y, scale: 0.17 * y,
+    "in place": lambda y, scale: y.mul_(scale.view(-1, 1, 1)),
+}
+"""How a forward may multiply each channel of a layer's result."""
+OTHERS = {
+    "by what was computed": lambda y, scale: y * scale.mean(),
+    "along another axis": lambda y, scale: y * scale.reshape(1, 1, -1, 1),
+}
+
+
+@pytest.mark.parametrize("how", [*SCALES, *OTHERS])
+@pytest.mark.parametrize("scheme", ["dense", "lr", "lr-join"])
+def test_a_layer_scale_becomes_part_of_the_layer_before_it(how: str, scheme: str):
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.scale = build_conv(8, 8, 3, scheme, padding=1), nn.Parameter(torch.rand(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + (SCALES | OTHERS)[how](self.conv(x), self.scale)
+
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), Scaled()).double().eval()
+    given, x = copy.deepcopy(net), torch.randn(2, 3, 8, 8).double()
+    network, found, _ = in_blocks(net, x)
+    assert found["1.conv"].epilogue.adds == (how in SCALES)
+    torch.testing.assert_close(network(x), given(x))
+    torch.testing.assert_close(net.state_dict(), given.state_dict())
+
+
 @settings(max_examples=60)
 @given(
     st.sampled_from(["dense", "lr", "lr-join", "separable", "mixture(kx1=3, 1xk=3, kxk=2, join)"]),

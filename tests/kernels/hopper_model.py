@@ -20,6 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from lowrank_cnn.kernels import device as gpu
+from lowrank_cnn.kernels import problem
 from lowrank_cnn.kernels.problem import describe
 
 
@@ -354,6 +355,7 @@ def emulate(monkeypatch):
     modules = {name: _executed(monkeypatch, name) for name in ("hopper", "hopper_weights", "window", "overlap")}
     for module in modules.values():
         module.empty_result, module.launch_pad_channels = _poisoned, _pad_channels
+    monkeypatch.setattr(problem, "empty_result", _poisoned)
     known = {**vars(tiled), "tl": language}  # what the kernels share with Triton's
     for name in ("gelu", "activated", "without_codes"):
         known[name] = types.FunctionType(getattr(tiled, name).fn.__code__, known)

@@ -286,6 +286,14 @@ def test_the_operator_is_well_formed(pool, codes, statistics):
     assert_well_formed(ops.composite_conv2d, arguments, gradients=True)
 
 
+def test_the_operator_that_writes_into_larger_maps_is_well_formed():
+    pytest.importorskip("triton")
+    x, weights, bias = inputs((1, 8, 6, 6))
+    y = torch.zeros(1, 32, 6, 6, device=DEVICE).contiguous(memory_format=torch.channels_last)[:, 8:24]
+    how = ([1, 1], ops.flat_padding(PADDING), "relu", False, "tiled-p32-f16-d16-w4-s3")
+    assert_well_formed(ops.composite_conv2d_into, (y, x, weights, bias, None, *how), gradients=False)
+
+
 @pytest.mark.parametrize("kernel", ["tiled", "stem", "folded", "enclosed", "toeplitz"])
 def test_packed_weights_are_as_tracing_expects_them(kernel):
     pytest.importorskip("triton")

@@ -17,7 +17,9 @@ from lowrank_cnn.kernels.reference import (
     composite_reference,
     conv_on_sides,
     enclosed,
+    is_product,
     pad_on_sides,
+    pointwise,
 )
 from lowrank_cnn.method.layers import CompositeConv2d
 
@@ -91,6 +93,31 @@ def test_groups_bias_residual_activation_and_pool(compute):
     half = [t.bfloat16() for t in (x, *weights)]  # the input decides the type
     options = {"stride": (1, 1), "padding": SIDES}
     assert composite_by_torch(half[0], half[1:], bias, **options).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("size", [(3, 6, 5), (2, 3, 6, 5)], ids=str)
+def test_a_pointwise_conv_trains_as_a_product_of_matrices(size):
+    layout = torch.channels_last if len(size) == 3 else torch.channels_last_3d
+    x = torch.randn(2, 8, *size[1:], dtype=torch.double).contiguous(memory_format=layout).requires_grad_()
+    weight, bias = torch.randn(5, 8, *[1] * (len(size) - 1)).double().requires_grad_(), torch.randn(5).double()
+    step, sides = (1,) * (len(size) - 1), [((0, 0),) * (len(size) - 1)]
+    assert is_product(x, [weight], step, sides)
+    for other in ((x.detach().transpose(1, 2), [weight], step, sides), (x, [weight] * 2, step, sides)):
+        assert not is_product(*other)
+    assert not is_product(x, [weight], (2, *step[1:]), sides)
+    assert not is_product(x, [weight], step, [((1, 1), *sides[0][1:])])
+    with torch.no_grad():
+        assert not is_product(x, [weight], step, sides)
+    conv = F.conv2d if len(size) == 3 else F.conv3d
+    found, right = pointwise(x, weight, bias), conv(x, weight, bias)
+    assert found.is_contiguous(memory_format=layout)
+    upstream = torch.randn_like(right)
+    for ours, exact in zip(
+        (found, *torch.autograd.grad(found, (x, weight), upstream)),
+        (right, *torch.autograd.grad(right, (x, weight), upstream)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, exact)
 
 
 CROPPED = [((0, 0), (-1, -1)), ((-1, 2), (0, -2)), ((0, -1), (3, 0)), ((1, 2), (0, 1)), ((1, 1), (2, 2))]

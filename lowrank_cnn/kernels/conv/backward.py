@@ -286,7 +286,8 @@ def launch_undo(
     bias_grad = torch.zeros(problem.filters, device=grad.device)
     filters = min(128, power_above(problem.filters))
     # This many values let four programs share a multiprocessor's registers, each with enough loads in flight.
-    block, tiles = (2048 if pool else 4096) // filters, ceil_div(problem.filters, filters)
+    values = 2048 if pool else 4096 if problem.relu else 8192
+    block, tiles = values // filters, ceil_div(problem.filters, filters)
     count = problem.batch * problem.result_size[0] * problem.result_size[1]
     blocks = ceil_div(count, block)
     across = max(1, min(blocks, 2 * programs // tiles))

@@ -14,7 +14,7 @@ from lowrank_cnn.kernels.conv import backward, equivalent, hopper_plan, stem, ti
 from lowrank_cnn.kernels.conv.forward import run_plan
 from lowrank_cnn.kernels.conv.plans import KernelPlan, plans, preset
 from lowrank_cnn.kernels.device import on_its_device
-from lowrank_cnn.kernels.problem import Problem, empty_maps, pixels_last
+from lowrank_cnn.kernels.problem import Problem, empty_maps, pixels_last, pixels_view
 from lowrank_cnn.kernels.reference import enclosed
 
 OLDER_WEIGHTS = tiled.Tile(32, 64, 64, 4, 3)
@@ -38,18 +38,19 @@ def compute_gradients(
 
     `seen` is kept from the forward: the codes of a fused pool, else the result of a ReLU.
     """
-    g, pixels, seen = pixels_last(grad), pixels_last(x), seen.contiguous()
+    as_it_is = problem.pool is None and not problem.relu and not need_bias
+    g, pixels, seen = (pixels_view if as_it_is else pixels_last)(grad), pixels_last(x), seen.contiguous()
     programs = 2 * gpu.multiprocessors(x.device)
     if has_windows(problem, gpu.capability_of(x.device)) and not need_input:
         from lowrank_cnn.kernels.conv.window import launch_window_gradient
 
-        dw, db = launch_window_gradient(problem, pixels, g, seen)
+        dw, db = launch_window_gradient(problem, pixels, g.contiguous(), seen)
         return None, dw, db
     if toeplitz.gradient_unsupported(problem) is None and not need_input:
-        dw, db = toeplitz.launch_toeplitz_gradient(problem, pixels, g, seen)
+        dw, db = toeplitz.launch_toeplitz_gradient(problem, pixels, g.contiguous(), seen)
         return None, dw, db
     if stem.STEM.unsupported(problem) is None and not need_input:
-        dw, db = stem.launch_stem_gradient(problem, x, g, seen, programs)
+        dw, db = stem.launch_stem_gradient(problem, x, g.contiguous(), seen, programs)
         return None, dw, db
     if problem.stride != (1, 1) and equivalent.parity_unsupported(problem) is None:
         g, db = backward.launch_undo(problem, g, seen, programs, need_bias=need_bias)
@@ -61,7 +62,7 @@ def compute_gradients(
     dx = input_gradient(problem, g, weights) if need_input else None
     linear = replace(problem, activation=None, pool=None, residual=False)
     if _few(linear) and toeplitz.gradient_unsupported(linear) is None:
-        return dx, toeplitz.launch_toeplitz_gradient(linear, pixels, g, g)[0], db
+        return dx, toeplitz.launch_toeplitz_gradient(linear, pixels, g.contiguous(), g)[0], db
     return dx, weight_gradient(problem, g, pixels), db
 
 

@@ -32,7 +32,15 @@ from lowrank_cnn.kernels import device as gpu
 from lowrank_cnn.kernels.conv import hopper_plan as plan
 from lowrank_cnn.kernels.conv.tiled import activated, activation_options, without_codes
 from lowrank_cnn.kernels.device import start
-from lowrank_cnn.kernels.problem import Box, ConvTensors, Problem, empty_result, filter_tiles, pixels_last
+from lowrank_cnn.kernels.problem import (
+    Box,
+    ConvTensors,
+    Problem,
+    filter_tiles,
+    pixels_last,
+    pixels_view,
+    result_and_residual,
+)
 
 # The places of the Hopper kernel's tiles, and the fetches of their pixels and weights.
 
@@ -476,10 +484,10 @@ def composite_hopper(
 
 def launch_hopper(problem: Problem, given: ConvTensors, tile: plan.HopperTile) -> Tensor:
     """Run the kernel on `pack.pack_rows` weights; the result is channels-last."""
-    x, packed, bias, codes, residual, parts = given
-    pixels, maps = pixels_last(x), empty_result(problem, x)
+    x, packed, bias, codes, residual, parts, _ = given
+    maps, added = result_and_residual(problem, given)
     result = maps.permute(0, 2, 3, 1)
-    added = result if residual is None else pixels_last(residual)
+    pixels = pixels_last(x) if plan.is_strided(problem) else pixels_view(x)
     winners = result if codes is None else codes
     box = plan.run_box(problem, tile)
     run, images, cross = box

@@ -24,7 +24,14 @@ from lowrank_cnn.kernels.conv import tiled
 from lowrank_cnn.kernels.conv.pack import UNION, union_taps, unpack_union
 from lowrank_cnn.kernels.conv.tiled import activated, activation_options, without_codes
 from lowrank_cnn.kernels.device import start
-from lowrank_cnn.kernels.problem import ConvTensors, ForwardKernel, Problem, empty_result, pixels_last, power_above
+from lowrank_cnn.kernels.problem import (
+    ConvTensors,
+    ForwardKernel,
+    Problem,
+    pixels_last,
+    power_above,
+    result_and_residual,
+)
 
 MOST_VALUES = 64
 """The most gathered values per pixel: they stay in registers."""
@@ -83,13 +90,14 @@ def composite_stem(
     w,  # [VALUES, TOTAL], as `pack.pack_union` lays it
     bias,  # [TOTAL]
     residual,  # [N, H', W', TOTAL]
-    y,  # [N, H', W', TOTAL]
+    y,  # [N, H', W', TOTAL], whose pixels lie STEP apart, as those of the residual
     codes,  # [N, H', W', TOTAL], bytes: the winners of a pool
     pixels, height, width, out_height, out_width, result_height, result_width,
     TAPS: tl.constexpr, CHANNELS: tl.constexpr, TOTAL: tl.constexpr, VALUES: tl.constexpr,
     STRIDE_Y: tl.constexpr, STRIDE_X: tl.constexpr, POOL: tl.constexpr, ACTIVATION: tl.constexpr,
     SLOPE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ADD_LAST: tl.constexpr,
     PIXELS: tl.constexpr, FILTERS: tl.constexpr, WIDE: tl.constexpr, CODES: tl.constexpr, WHOLE: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """One block of result pixels for all filters; with `CODES` also the winners, as in `tiled.pooled`."""
     lane = tl.arange(0, FILTERS)
@@ -120,7 +128,7 @@ def composite_stem(
     if HAS_BIAS:
         best += tl.load(bias + lane, mask=lane < TOTAL, other=0.0).to(tl.float32)[None, :]
     inside = (pixel < pixels)[:, None] & (lane < TOTAL)[None, :]
-    place = pixel.to(tl.int64)[:, None] * TOTAL + lane[None, :]
+    place = pixel.to(tl.int64)[:, None] * STEP + lane[None, :]
     if ADD_LAST:
         best = activated(best, ACTIVATION, SLOPE)
     if HAS_RESIDUAL:
@@ -182,17 +190,17 @@ def stem_gradient(
 
 def launch_stem(problem: Problem, given: ConvTensors, tile: StemTile) -> Tensor:
     """Run the kernel on `pack.pack_union` weights; the result is channels-last."""
-    x, packed, bias, codes, residual, _ = given
-    pixels, maps = pixels_last(x), empty_result(problem, x)
+    x, packed, bias, codes, residual, *_ = given
+    pixels, (maps, added) = pixels_last(x), result_and_residual(problem, given)
     result = maps.permute(0, 2, 3, 1)
     count = problem.batch * problem.result_size[0] * problem.result_size[1]
     start(composite_stem, (ceil_div(count, tile.pixels),))(
         pixels, packed, bias if bias is not None else packed,
-        result if residual is None else pixels_last(residual), result, codes if codes is not None else result,
+        added, result, codes if codes is not None else result,
         count, problem.height, problem.width, problem.out_height, problem.out_width, *problem.result_size,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, ADD_LAST=problem.add_last,
-        CODES=codes is not None, WHOLE=problem.pool != "ceil" or problem.even, **activation_options(problem),
-        num_warps=tile.warps, **_constants(problem, pixels, packed.shape[0], tile),
+        CODES=codes is not None, WHOLE=problem.pool != "ceil" or problem.even, STEP=result.stride(2),
+        **activation_options(problem), num_warps=tile.warps, **_constants(problem, pixels, packed.shape[0], tile),
     )  # fmt: skip
     return maps
 

@@ -31,13 +31,13 @@ from lowrank_cnn.kernels.problem import (
     blocks_before,
     box_count,
     box_of,
-    empty_result,
     filter_tiles,
     filters_per_tile,
     first_reason,
     parsed,
     pixels_last,
     power_above,
+    result_and_residual,
     starts,
 )
 
@@ -190,7 +190,8 @@ def composite_tiled(
     result,  # [N, H', W', total], where boxes are masked
     codes,  # [N, H', W', total], bytes: the winners of a pool
     parts,  # [3, boxes, total], float32: statistics of the results, see `forward`
-    batch, row_boxes, column_boxes, out_height, out_width, height, width, total,
+    batch, row_boxes, column_boxes, out_height, out_width, height, width,
+    total,  # the step from pixel to pixel
     GROUPS: tl.constexpr, TILES: tl.constexpr, IMAGES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     FILTERS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, STRIDE: tl.constexpr,
     CHANNELS: tl.constexpr, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, POOL: tl.constexpr,
@@ -268,10 +269,9 @@ def composite_tiled(
 
 def launch_tiled(problem: Problem, given: ConvTensors, tile: Tile) -> Tensor:
     """Run the kernel on `pack.pack_rows` weights; the result is channels-last."""
-    x, packed, bias, codes, residual, parts = given
-    pixels, maps = pixels_last(x), empty_result(problem, x)
+    x, packed, bias, codes, residual, parts, _ = given
+    pixels, (maps, added) = pixels_last(x), result_and_residual(problem, given)
     result = maps.permute(0, 2, 3, 1)
-    added = result if residual is None else pixels_last(residual)
     pool = problem.pool is not None
     box = box_of(problem.batch, problem.out_height, problem.out_width, tile.pixels, least=2 if pool else 1)
     depth = depth_of(problem, tile)
@@ -285,7 +285,7 @@ def launch_tiled(problem: Problem, given: ConvTensors, tile: Tile) -> Tensor:
         TensorDescriptor.from_tensor(result, block), TensorDescriptor.from_tensor(added, block),
         bias if bias is not None else packed, added, result, codes if codes is not None else result,
         parts if parts is not None else result, problem.batch, counts[1], counts[2], problem.out_height,
-        problem.out_width, *problem.result_size, problem.filters,
+        problem.out_width, *problem.result_size, result.stride(2),
         GROUPS=group_rows(problem, tile.filters), TILES=tiles, IMAGES=images, ROWS=rows,
         COLUMNS=columns, FILTERS=tile.filters, DEPTH=depth, STEPS=ceil_div(problem.channels, depth),
         STRIDE=problem.stride, CHANNELS=problem.channels, POOL=pool, HAS_BIAS=bias is not None,

@@ -43,9 +43,9 @@ from lowrank_cnn.kernels.problem import (
     Problem,
     TapGroup,
     box_of,
-    empty_result,
     pixels_last,
     power_above,
+    result_and_residual,
 )
 from lowrank_cnn.kernels.reference import enclosed
 
@@ -181,17 +181,17 @@ def filters_of(TOTAL: tl.constexpr, LANES: tl.constexpr, PIECE: tl.constexpr):
 @triton.jit
 def results_of(
     image, row, block, batch, height, width,
-    RESULTS: tl.constexpr, TOTAL: tl.constexpr, LANES: tl.constexpr, PIECE: tl.constexpr,
+    RESULTS: tl.constexpr, TOTAL: tl.constexpr, LANES: tl.constexpr, PIECE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Offsets of the blocks' results [blocks, LANES] in [batch, height, width, TOTAL], and which of them exist."""
+    """Offsets of the blocks' results [blocks, LANES] in maps whose pixels lie STEP apart, and which exist."""
     lane = tl.arange(0, LANES)
     column = (block * RESULTS)[:, None] + (lane // PIECE)[None, :]
     exists, offset = lane < RESULTS * PIECE, lane
-    if PIECE < TOTAL:
+    if PIECE < STEP:
         number = filters_of(TOTAL, LANES, PIECE)
-        exists, offset = exists & (number < TOTAL), lane // PIECE * TOTAL + number
+        exists, offset = exists & (number < TOTAL), lane // PIECE * STEP + number
     inside = ((image < batch) & (row < height))[:, None] & (column < width) & exists[None, :]
-    return ((image * height + row) * width + block * RESULTS)[:, None] * TOTAL + offset[None, :], inside
+    return ((image * height + row) * width + block * RESULTS)[:, None] * STEP + offset[None, :], inside
 
 
 @triton.jit
@@ -293,13 +293,13 @@ def toeplitz_gradient(
 
 def launch_toeplitz(problem: Problem, given: ConvTensors, tile: ToeplitzTile) -> Tensor:
     """Run the kernel on `pack_toeplitz` weights; the result is channels-last."""
-    x, packed, bias, _, residual, _ = given
-    pixels, maps = pixels_last(x), empty_result(problem, x)
+    x, packed, bias, _, residual, *_ = given
+    pixels, (maps, added) = pixels_last(x), result_and_residual(problem, given)
     result = maps.permute(0, 2, 3, 1)
-    grid, sizes, constants = _division(problem, x, tile, PROGRAMS)
+    grid, sizes, constants = _division(problem, x, tile, PROGRAMS, result.stride(2))
     start(composite_toeplitz, grid)(
         pixels, packed, bias if bias is not None else packed,
-        result if residual is None else pixels_last(residual), result, *sizes, **constants,
+        added, result, *sizes, **constants,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, ADD_LAST=problem.add_last,
         **activation_options(problem),
     )  # fmt: skip
@@ -315,7 +315,7 @@ def launch_toeplitz_gradient(
     db = torch.zeros((pieces, window.lanes), device=pixels.device)
     # One stage: the transposed gradient reaches the tensor cores through registers, see `gradients._weight_tile`.
     older = (0, 0) < gpu.capability_of(pixels.device) < (9, 0)  # where larger boxes would spill
-    grid, sizes, constants = _division(problem, pixels, ToeplitzTile(16 if older else 32, 8), 2)
+    grid, sizes, constants = _division(problem, pixels, ToeplitzTile(16 if older else 32, 8), 2, problem.filters)
     start(toeplitz_gradient, grid)(pixels, grad, seen, dw, db, *sizes, **constants, RELU=problem.relu)
     whole = _bands(dw, problem).sum(2).unflatten(2, (group.width, -1)).permute(0, 4, 3, 1, 2).flatten(0, 1)
     parts = whole[: problem.filters].split([own.filters for own in problem.groups])
@@ -324,19 +324,22 @@ def launch_toeplitz_gradient(
 
 
 def _division(
-    problem: Problem, x: Tensor, tile: ToeplitzTile, programs: int
+    problem: Problem, x: Tensor, tile: ToeplitzTile, programs: int, step: int
 ) -> tuple[tuple[int, int], tuple[int, ...], dict[str, Any]]:
-    """The grid, the sizes and the constants of both kernels, for so many programs per multiprocessor."""
+    """The grid, the sizes and the constants of both kernels, for so many programs per multiprocessor.
+
+    The pixels of the result lie `step` values apart.
+    """
     window, group = _parts_of(problem)
     high, wide = problem.out_height, ceil_div(problem.out_width, window.results)
     box = box_of(problem.batch, high, wide, tile.blocks)
     counts = [ceil_div(size, part) for size, part in zip((problem.batch, high, wide), box, strict=True)]
     boxes, parts, pieces = prod(counts), window.depth // window.part, _pieces(problem)
     grid = min(boxes, ceil_div(programs * gpu.multiprocessors(x.device), pieces))
-    largest = problem.batch * max(x[0].numel(), high * problem.out_width * problem.filters)
+    largest = problem.batch * max(x[0].numel(), high * problem.out_width * step)
     pitch = problem.width * problem.channels
     read = (group.height, group.top, problem.stride[0], pitch, window.step, window.before, parts, window.part)
-    written = (window.results, problem.filters, window.lanes, window.filters)
+    written = (window.results, problem.filters, window.lanes, window.filters, step)
     constants = {
         "SHAPES": (read, written), "SLABS": group.height * parts,
         "BOX": box, "ROUNDS": ceil_div(boxes, grid), "WIDE": largest >= 1 << 31, "num_warps": tile.warps,

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.kernels import composite_conv2d_with_statistics, forced
@@ -15,10 +17,10 @@ from lowrank_cnn.kernels.conv import forward
 from lowrank_cnn.kernels.conv.hopper_plan import HopperTile, OverlapTile, WindowTile
 from lowrank_cnn.kernels.conv.plans import KERNELS, KernelPlan, refusal
 from lowrank_cnn.kernels.conv.stem import StemTile
-from lowrank_cnn.kernels.conv.tiled import Tile
+from lowrank_cnn.kernels.conv.tiled import Tile, activated
 from lowrank_cnn.kernels.conv.toeplitz import ToeplitzTile
 from lowrank_cnn.kernels.problem import ConvTensors, empty_codes
-from tests.kernels.helpers import DEVICE, GPU, assert_close, posed, winners
+from tests.kernels.helpers import DEVICE, GPU, assert_close, channels_last, posed, winners
 
 PLAIN = {
     "tiled": Tile(32, 16, 16),
@@ -96,9 +98,10 @@ CASES = {
 """The size of the input, the groups (height, width, filters), the options, and the kernels that take it."""
 
 
-def run(kernel, layer, tile, codes=None):
-    plan = KernelPlan(kernel, tile)
-    return forward.run_plan(plan, layer.problem, layer.x, layer.weights, layer.bias, codes, layer.residual)
+def run(kernel, layer, tile, codes=None, result=None):
+    packed = KERNELS[kernel].layout.pack(layer.weights, layer.problem, layer.x.dtype)
+    given = ConvTensors(layer.x, packed, layer.bias, codes, layer.residual, result=result)
+    return forward.run_packed(KernelPlan(kernel, tile), layer.problem, given)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -124,9 +127,18 @@ def test_each_of_them_computes_it(request, monkeypatch, name, kernel):
         fill = getattr(module, "empty_result", None)
         if fill is not None:
             monkeypatch.setattr(module, "empty_result", lambda *args: fill(*args).fill_(torch.nan))
-    y = run(kernel, layer, (PLAIN | GLUON)[kernel])
+    tile = (PLAIN | GLUON)[kernel]
+    y = run(kernel, layer, tile)
     assert_close(y, layer.right)
     assert y.is_contiguous(memory_format=torch.channels_last)
+    if layer.problem.pool is None:  # some channels of larger maps, whose others stay
+        maps, added = (channels_last(torch.full_like(y, 7.0).repeat(1, 3, 1, 1)) for _ in range(2))
+        part = maps[:, y.shape[1] : 2 * y.shape[1]]
+        if layer.residual is not None:
+            layer.residual = added[:, y.shape[1] : 2 * y.shape[1]].copy_(layer.residual)
+        assert run(kernel, layer, tile, result=part) is part
+        assert_close(part, layer.right)
+        assert (maps.view(y.shape[0], 3, *y.shape[1:])[:, [0, 2]] == 7).all()
 
 
 @pytest.mark.parametrize(
@@ -235,3 +247,20 @@ def test_a_batch_norm_behind_statistics_trains():
     ours = [y, *found, *torch.autograd.grad(y, leaves, layer.grad)]
     for part, right in zip(ours, [layer.right, mean, variance, *layer.gradients], strict=True):
         assert_close(part, right)
+
+
+@triton.jit
+def activate(x, y, NAME: tl.constexpr, COUNT: tl.constexpr):
+    place = tl.arange(0, COUNT)
+    tl.store(y + place, activated(tl.load(x + place), NAME, 0.1))
+
+
+@pytest.mark.parametrize("name", ["relu", "silu", "gelu", "hardswish"])
+def test_activations_are_exact_to_float32_and_keep_nan(name):
+    x = torch.linspace(-20, 20, 4096, device=DEVICE)
+    x[0] = torch.nan
+    y = torch.empty_like(x)
+    activate[(1,)](x, y, NAME=name, COUNT=4096)
+    assert y[0].isnan()
+    right = getattr(torch.nn.functional, name)(x[1:].double())
+    assert ((y[1:] - right).abs() <= 5e-7 * right.abs().clamp_min(1)).all()

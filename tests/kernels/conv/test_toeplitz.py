@@ -64,7 +64,7 @@ def test_programs_that_take_several_boxes(monkeypatch):
     monkeypatch.setattr(toeplitz.gpu, "multiprocessors", lambda _: 1)
     layer = posed((2, 3, 9, 33), [(3, 3, 16)], relu=True)
     assert_right(layer)
-    assert toeplitz._division(layer.problem, layer.x, TILE, 1)[2]["ROUNDS"] > 1
+    assert toeplitz._division(layer.problem, layer.x, TILE, 1, 16)[2]["ROUNDS"] > 1
 
 
 @pytest.mark.parametrize(
