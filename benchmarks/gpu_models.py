@@ -46,6 +46,7 @@ ROWS = (
     "lowrank:vgg11-gmp/lr",
     "torchvision:resnet18/lr",
     "torchvision:resnet18/lr-join",
+    "torchvision:resnet34/lr",
     "torchvision:resnet50/lr",
     "torchvision:wide_resnet50_2/lr",
     "timm:repvgg_b1/lr",

@@ -17,12 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from lowrank_cnn.core.compare import tensors_of
 from lowrank_cnn.graph.capture import CaptureError, InputKind, NetworkGraph, capture, kind_of, layer_kind
 from lowrank_cnn.graph.fused_between import fused_pool
 from lowrank_cnn.graph.merge import InexactError, merge_chain, rescaled
 from lowrank_cnn.graph.patterns import Pattern, factors, find_patterns, rewritten
+from lowrank_cnn.graph.pointwise import linear_as_convs
 from lowrank_cnn.kernels.depthwise.dispatch import MOST_TAPS
 from lowrank_cnn.kernels.device import kernels_run
+from lowrank_cnn.kernels.dispatch import may_fuse
 from lowrank_cnn.kernels.fused_convs import FrozenComposite, conv_options, pool_name
 from lowrank_cnn.kernels.problem import activate, is_monotone
 from lowrank_cnn.kernels.strips import available, packed_strips, strips
@@ -129,6 +132,8 @@ def in_blocks(model: nn.Module, *inputs: Any) -> tuple[fx.GraphModule, dict[str,
     """A copy as a graph in which each block is one module, under the name of its layer; the blocks by name."""
     copied = copy_with(model)
     captured = capture(nn.Sequential(copied).eval() if layer_kind(model) else copied, *inputs).complete()
+    if all(map(may_fuse, tensors_of(inputs))):
+        linear_as_convs(captured)
     # A 1-D conv has one way to run.
     blocks = {key: block for key, block in _blocks(captured).items() if not isinstance(block.layer, nn.Conv1d)}
     network = rewritten(captured, {pattern: as_given(block).eval() for pattern, block in blocks.items()})

@@ -91,18 +91,27 @@ def find_patterns(
 
 def factors(captured: NetworkGraph, layer: fx.Node, node: fx.Node) -> Tensor | None:
     """What a node multiplies each channel of a layer's result by; None if it does anything else."""
-    if node.target not in _MULTIPLIES or node.kwargs or len(node.args) != 2:
-        return None
     stage: Any = captured.module(layer)
     stage = list(stage)[-1] if layer_kind(stage) == "chain" else stage
     weight, axes, filters = next(stage.parameters()), len(stage.stride), stage.out_channels
+    if (found := multiplied_by(captured, node)) is None:
+        return None
+    value = found[1].to(weight) if found[1].dim() == 0 else found[1]
+    shape = [1] * (axes + 2 - value.dim()) + list(value.shape)
+    fits = value.dtype == weight.dtype and shape == [1, shape[1], *[1] * axes]
+    return value.flatten().expand(filters) if fits else None
+
+
+def multiplied_by(captured: NetworkGraph, node: fx.Node) -> tuple[Any, Tensor] | None:
+    """The operand by which a node multiplies, and its value: a number or a parameter; None for other nodes."""
+    if node.target not in _MULTIPLIES or node.kwargs or len(node.args) != 2:
+        return None
     for other in node.args[:0:-1] if node.target in _MULTIPLIES_IN_PLACE else node.args:
         if isinstance(other, float | int):
-            return weight.new_full((filters,), other)
-        found = captured.constant(other) if isinstance(other, fx.Node) else None
-        if found is not None and found.dtype == weight.dtype:
-            shape = [1] * (axes + 2 - found.dim()) + list(found.shape)
-            return found.flatten().expand(filters) if shape == [1, shape[1], *[1] * axes] else None
+            return other, torch.tensor(float(other))
+        value = captured.constant(other) if isinstance(other, fx.Node) else None
+        if value is not None:
+            return other, value
     return None
 
 
@@ -157,7 +166,7 @@ class _PatternWalk:
     def _from(self, layer: fx.Node) -> Pattern:
         nodes, end, parts = [layer], 1, {}
         while (node := self._reader(nodes[-1])) is not None:
-            if not self._does_nothing(node):
+            if not does_nothing(self._plain(node)):
                 part = self._part(layer, node, nodes[-1], parts)
                 if part is None or not self.accepts(layer, parts | part):
                     break
@@ -183,7 +192,7 @@ class _PatternWalk:
             return {"scale": node}
         if "pool" not in parts and "add" not in parts and self._adds(layer, node, value):
             return {"add": node, "add_last": "activation" in parts}
-        activation = None if "activation" in parts else _activation(node, module)
+        activation = None if "activation" in parts else activation_of(node, module)
         if activation is not None and ("pool" not in parts or is_monotone(activation)):
             return {"activation": activation}
         pool = None if "pool" in parts else _pool(node, module)
@@ -198,11 +207,6 @@ class _PatternWalk:
         """Whether a node is a batch norm with statistics of its own, called nowhere else."""
         kept = type(module) in NORMS and module.running_mean is not None  # type: ignore[union-attr]
         return kept and self.once.get(str(node.target)) is node
-
-    def _does_nothing(self, node: fx.Node) -> bool:
-        module = self._plain(node)
-        dropped = isinstance(module, nn.modules.dropout._DropoutNd) and not module.training
-        return type(module) is nn.Identity or (dropped and type(module).__module__.startswith("torch.nn"))
 
     def _adds(self, layer: fx.Node, node: fx.Node, value: fx.Node) -> bool:
         """Whether a node adds another value to this one, and the layer may compute the sum."""
@@ -222,24 +226,46 @@ class _PatternWalk:
             overwrites = _overwrites(node, module)
             if overwrites and not own:
                 return False
-            passes_on = own and (overwrites or self._does_nothing(node))
+            passes_on = own and (overwrites or does_nothing(self._plain(node)))
             if passes_on or type(module) in NORMS or layer_kind(module):
                 fresh.add(node)
             node = node.next
         return True
 
 
-def _activation(node: fx.Node, module: nn.Module | None) -> str | None:
+def does_nothing(module: nn.Module | None) -> bool:
+    """Whether a module passes its input on: an identity, or dropout in evaluation."""
+    dropped = isinstance(module, nn.modules.dropout._DropoutNd) and not module.training
+    return type(module) is nn.Identity or (dropped and type(module).__module__.startswith("torch.nn"))
+
+
+def activation_of(node: fx.Node, module: nn.Module | None) -> str | None:
     """The name of an activation that kernels can fuse, which is a module or a function; None for others."""
     if module is None and node.op != "call_module" and _has_constant_options(node):
         kind = _FUNCTIONS.get(node.target)
         module = None if kind is None else kind(*node.args[1:], **node.kwargs)
+    if (call := _only_call(module)) is not None:
+        return activation_of(call, None)
     if isinstance(module, nn.LeakyReLU) and is_plain(module, nn.LeakyReLU):
         return canonical(f"leaky_relu:{module.negative_slope}")
     if isinstance(module, nn.GELU) and module.approximate != "none":
         return None
     kinds = {nn.ReLU: "relu", nn.SiLU: "silu", nn.GELU: "gelu", nn.Hardswish: "hardswish"}
     return next((name for kind, name in kinds.items() if is_plain(module, kind)), None)
+
+
+def _only_call(module: nn.Module | None) -> fx.Node | None:
+    """The function that is all of a module's forward, as in transformers' `GELUActivation`; None for others."""
+    if module is None or type(module).__module__.startswith("torch.") or has_hooks(module):
+        return None
+    if module._modules or module._parameters or module._buffers:
+        return None
+    try:
+        *_, call, output = fx.symbolic_trace(module).graph.nodes
+    except Exception:  # a forward may fail on symbolic values in any way
+        return None
+    alone = [value.op for value in call.all_input_nodes] == ["placeholder"] and output.args == (call,)
+    return call if alone and call.op != "call_module" else None
 
 
 def _reads_one(node: fx.Node) -> bool:

@@ -24,6 +24,7 @@ from lowrank_cnn.deploy.blocks import (
     in_blocks,
     in_layers,
 )
+from lowrank_cnn.kernels import forced
 from lowrank_cnn.kernels.strips import available
 from lowrank_cnn.method.schemes import build_conv
 from lowrank_cnn.models import create_model
@@ -81,6 +82,45 @@ def test_a_layer_scale_becomes_part_of_the_layer_before_it(how: str, scheme: str
     assert found["1.conv"].epilogue.adds == (how in SCALES)
     torch.testing.assert_close(network(x), given(x))
     torch.testing.assert_close(net.state_dict(), given.state_dict())
+
+
+class ConvNeXtBlock(nn.Module):
+    """As timm (`after`), transformers (`before`) and ConvNeXt V2 (`between`) write it."""
+
+    def __init__(self, scaled: str) -> None:
+        super().__init__()
+        self.scaled, self.scale = scaled, nn.Parameter(torch.rand(8))
+        self.depthwise, self.norm = nn.Conv2d(8, 8, 7, padding=3, groups=8), nn.LayerNorm(8)
+        self.widen, self.gelu, self.narrow = nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.gelu(self.widen(self.norm(self.depthwise(x).permute(0, 2, 3, 1))))
+        if self.scaled == "between":
+            y = y + y * y.norm(dim=(1, 2), keepdim=True)
+        y = self.narrow(y)
+        if self.scaled == "before":
+            y = self.scale * y
+        y = y.permute((0, 3, 1, 2))
+        return x + (y * self.scale.reshape(1, -1, 1, 1) if self.scaled == "after" else y)
+
+
+@pytest.mark.parametrize("scaled", ["no", "before", "after", "between"])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_linear_layers_over_channels_last_maps_are_pointwise_convs(scaled: str, hooked: bool):
+    pytest.importorskip("triton")
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), ConvNeXtBlock(scaled)).double().eval()
+    if hooked:
+        net[1].gelu.register_forward_hook(lambda *_: None)
+    x = torch.randn(2, 3, 9, 8).double()
+    with forced("on"):
+        network, found, _ = in_blocks(net, x)
+    names = {name: str(block.epilogue) for name, block in found.items() if name.startswith("1.")}
+    pointwise = (
+        {} if hooked else {"1.widen": "gelu"} if scaled == "between" else {"1.widen": "gelu", "1.narrow": "add"}
+    )
+    assert names == {"1.depthwise": "", **({"1.widen": ""} if hooked else pointwise)}
+    torch.testing.assert_close(network(x), net(x))
+    assert isinstance(net[1].widen, nn.Linear)
 
 
 @settings(max_examples=60)
