@@ -163,7 +163,7 @@ class Optimized(nn.Module):
         assert self._compiled_run is not None
         import torch._inductor.config as inductor
 
-        with inductor.patch(freezing=True):  # a new size compiles here
+        with inductor.patch(freezing=freezes(self.network)):  # a new size compiles here
             return self._compiled_run(*inputs)
 
     # A graph is bound to its memory, and compiled code contains weights, so copies are neither. When weights move
@@ -190,6 +190,15 @@ class Optimized(nn.Module):
         """Load weights; from then on the network runs as it is, neither compiled nor recorded."""
         self.forget()
         return super().load_state_dict(*args, **kwargs)
+
+
+def freezes(network: nn.Module) -> bool:
+    """Whether weights may be compiled as constants.
+
+    On x86 CPUs torch 2.13 packs 1x1xk filters of volumes over one channel wrongly, and writes beyond its memory.
+    """
+    weights = (weight for weight in network.parameters() if weight.dim() == 5 and not weight.is_cuda)
+    return not any(weight.shape[1:4].numel() == 1 < weight.shape[4] for weight in weights)
 
 
 def _function_of(network: nn.Module) -> Callable[..., Any]:

@@ -30,6 +30,7 @@ from lowrank_cnn.deploy.optimize import (
     Form,
     FormSearch,
     Optimized,
+    freezes,
     optimize,
     reoptimize,
 )
@@ -414,3 +415,20 @@ def test_on_a_gpu_kernels_are_compiled_together_before_a_form_runs(on_gpu: FormS
         on_gpu.attempt(form)
     assert not on_gpu.search.failed
     assert surveyed == [True, False], "the compiler compiles for itself"
+
+
+def test_weights_that_torch_packs_wrongly_are_not_constants():
+    along_rows, others = nn.Conv3d(1, 16, (1, 1, 3), 2, (0, 0, 1)), nn.Conv3d(1, 16, (3, 1, 1), 2, (1, 0, 0))
+    assert [freezes(nn.Sequential(conv)) for conv in (along_rows, others, nn.Conv2d(1, 16, (1, 3)))] == [
+        False,
+        True,
+        True,
+    ]
+
+
+@pytest.mark.nightly
+def test_a_network_over_volumes_of_one_channel_is_compiled_without_them():
+    net, x = nn.Sequential(nn.Conv3d(1, 32, (1, 1, 3), 2, (0, 0, 1))).eval(), torch.randn(2, 1, 30, 30, 30)
+    made = Optimized(net, compiled=True)
+    for _ in range(5):
+        torch.testing.assert_close(made(x), net(x))
