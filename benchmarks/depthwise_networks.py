@@ -207,6 +207,8 @@ def measure_all(
         options.out.write_text(json.dumps(finish(times_of(ways(options.one)[options.way]))))
         return
     rows, every, names = [], list(names), options.only.split(",")
+    now, known = environment(), json.loads(options.out.read_text()) if options.out.exists() else {"networks": []}
+    before = {row["network"]: row for row in known["networks"]}
     for first in range(0, len(names), TOGETHER):
         deadline = time.monotonic() + options.limit
         together = names[first : first + TOGETHER]
@@ -217,20 +219,20 @@ def measure_all(
             late = [one for one in started if not one.compiled.is_set()]
             times = {one: one.times() for one in (*late, *(one for one in started if one not in late))}
         for name in together:
-            row = {"network": name, **{one.way: times[one] for one in started if one.name == name}}
-            print(row, file=sys.stderr, flush=True)
-            rows.append(row)
-    now, earlier = environment(), []
-    if options.out.exists():  # networks that were not measured now keep their rows
-        known = json.loads(options.out.read_text())
-        kept = [row for row in known["networks"] if row["network"] not in names]
-        earlier = known.get("environments", [known["environment"]]) if kept else []
-        rows = sorted([*kept, *rows], key=lambda row: every.index(row["network"]))
-    about |= {
-        "environment": now,
-        "environments": [*(one for one in earlier if one["commit"] != now["commit"]), now],
-    }
+            own = {one.way: times[one] | {"commit": now["commit"]} for one in started if one.name == name}
+            print({"network": name, **own}, file=sys.stderr, flush=True)
+            rows.append({"network": name, **kept_times(own, before.get(name, {}))})
+    rows += [row for name, row in before.items() if name not in names]
+    rows.sort(key=lambda row: every.index(row["network"]))
+    used = {times.get("commit") for row in rows for times in row.values() if isinstance(times, dict)}
+    earlier = [one for one in known.get("environments", []) if one["commit"] in used - {now["commit"]}]
+    about |= {"environment": now, "environments": [*earlier, now]}
     write_record(options.out, module.replace("_", "-"), by_line="networks", **about, networks=rows)
+
+
+def kept_times(own: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
+    """The times of one network. What was not ready keeps its earlier times and their commit, if there are any."""
+    return {way: earlier[way] if "error" in times and way in earlier else times for way, times in own.items()}
 
 
 def main() -> None:

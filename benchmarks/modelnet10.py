@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 import lowrank_cnn as lr
-from benchmarks.common import run_command, training_parser, write_record
+from benchmarks.common import RESULTS, run_command, training_parser, write_record
 from benchmarks.run_book import answer_table, kept_answers, paired_answers
 from lowrank_cnn.choose.frontier import DesignRow, Frontier
 from lowrank_cnn.choose.trace import FrontierPlan, trace_frontier, width_of_time
@@ -31,7 +31,7 @@ NETWORK = "benchmarks/modelnet10.py:voxels"
 LAYERS = ((64, 2), (64, 1), (128, 2), (128, 1), (256, 2), (256, 1))
 """Filters and stride of each 3x3x3 conv."""
 SETTINGS = {"epochs": 20, "batch_size": 128, "warmup": 2.0, "ema": 0.0}
-THIN, ROUNDS = "dense-32s", 2
+THIN, ROUNDS = "dense-32s", 4
 """The thin dense networks; each round adds one nearer to the time of each design."""
 
 
@@ -71,7 +71,7 @@ def rival(found: Frontier, design: DesignRow, tolerance: float) -> DesignRow:
 
 def main() -> None:
     made = training_parser(__doc__, "modelnet10.json", network=NETWORK, recipe="modern", seeds=8)
-    made.add_argument("--runs", type=Path, default=Path("runs/modelnet10"), help="folder of the runs")
+    made.add_argument("--runs", type=Path, default=RESULTS / "modelnet10", help="folder of the runs")
     made.add_argument("--batch", type=int, default=256, help="volumes that are timed together")
     options, began = made.parse_args(), time.monotonic()
     asked, data = read_questions()["volumes"], open_data(options.data, limit=options.limit)

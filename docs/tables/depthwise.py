@@ -76,7 +76,7 @@ def volumes(found: JsonRecord) -> str:
         cells = [
             text
             for case in ("inference", "step")
-            for text in (*_cells(row[case]), f"**{row[case]['ratio']:.2f}**")
+            for text in (*_cells(row[case]), f"**{row[case]['ratio']:.2f}**" if "ratio" in row[case] else "")
         ]
         lines.append([VOLUME_NETWORKS[row["network"]], *cells])
     columns = ["network", *(f"{case}, {what}" for case in ("inference", "step") for what in (*WAYS, "ratio"))]
@@ -150,7 +150,7 @@ def _ms(row: JsonRecord, time: str) -> float:
 
 
 def _cells(times: JsonRecord) -> list[str]:
-    return [f"{times[way]:.2f}" if way in times else "failed" if "error" in times else "" for way in WAYS]
+    return [f"{times[way]:.2f}" if way in times else "not ready" if "error" in times else "" for way in WAYS]
 
 
 if __name__ == "__main__" and recorded(LAYERS):
