@@ -253,22 +253,6 @@ def of_channels(
 
 
 @triton.jit
-def activated(z, slope, ACTIVATION: tl.constexpr):
-    """Apply an activation, named as in `kernels.problem.ACTIVATIONS`; NaN stays NaN."""
-    if ACTIVATION == "relu":
-        z = tl.where(z < 0, 0.0, z)
-    elif ACTIVATION == "leaky_relu":
-        z = tl.where(z < 0, z * slope, z)
-    elif ACTIVATION == "silu":
-        z = z / (1.0 + tl.exp(-z))
-    elif ACTIVATION == "gelu":
-        z = 0.5 * z * (1.0 + tl.erf(z * ROOT_HALF))
-    elif ACTIVATION == "hardswish":
-        z = z * tl.minimum(tl.maximum(z + 3.0, 0.0), 6.0) * (1.0 / 6.0)
-    return z
-
-
-@triton.jit
 def times_slope(g, z, slope, ACTIVATION: tl.constexpr):
     """The gradient before the activation, from the one after it; at a kink as in torch."""
     if ACTIVATION == "relu":

@@ -29,13 +29,13 @@ from torch import Tensor
 from lowrank_cnn.core.numbers import ceil_div
 from lowrank_cnn.kernels.between.batch_statistics import (
     VALUES,
-    activated,
     affine,
     affine_gradients,
     of_channels,
     split_sum,
     times_slope,
 )
+from lowrank_cnn.kernels.conv.tiled import activated
 from lowrank_cnn.kernels.device import operator
 from lowrank_cnn.kernels.problem import blocks_of, empty_maps, pixels_last
 
@@ -57,11 +57,11 @@ def normalise(
     place = pixel[:, None] * TOTAL + lane[None, :]
     z = (tl.load(x + place, mask=keep, other=0.0).to(tl.float32) - m) * r * w + b
     if ADD_LAST:
-        z = activated(z, slope, ACTIVATION)
+        z = activated(z, ACTIVATION, slope)
     if RESIDUAL:
         z += tl.load(residual + place, mask=keep, other=0.0).to(tl.float32)
     if not ADD_LAST:
-        z = activated(z, slope, ACTIVATION)
+        z = activated(z, ACTIVATION, slope)
     tl.store(y + place, z.to(y.dtype.element_ty), mask=keep)
 
 

@@ -60,7 +60,7 @@ def gelu(x):
 
 
 @triton.jit
-def activated(out, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr):
+def activated(out, ACTIVATION: tl.constexpr, slope):
     """The activation of float32 values; `ACTIVATION` is a name of `kernels.problem.ACTIVATIONS`, "" for none.
 
     NaN stays NaN. A sigmoid is the square of 1 / sqrt here: an exact division takes ten more instructions.
@@ -68,15 +68,14 @@ def activated(out, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr):
     if ACTIVATION == "relu":
         out = tl.maximum(out, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACTIVATION == "leaky_relu":
-        out = tl.where(out > 0, out, out * SLOPE)
+        out = tl.where(out < 0, out * slope, out)
     elif ACTIVATION == "silu":
         root = tl.rsqrt(1.0 + tl.exp2(-1.4426950408889634 * out))
         out = out * root * root
     elif ACTIVATION == "gelu":
         out = gelu(out)
     elif ACTIVATION == "hardswish":
-        inside = tl.minimum(tl.maximum(out + 3.0, 0.0), 6.0)
-        out = out * inside * (1.0 / 6.0)
+        out = out * tl.minimum(tl.maximum(out + 3.0, 0.0), 6.0) * (1.0 / 6.0)
     return out
 
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowrank_cnn.kernels.between.batch_statistics import activated
+from lowrank_cnn.kernels.conv.tiled import activated
 from lowrank_cnn.kernels.depthwise.plan import MANY_TAPS, WARPS, Layer, divided
 from lowrank_cnn.kernels.device import on_its_device, start
 
@@ -232,7 +232,7 @@ def filter_band(
     for place in tl.static_range(ROWS * COLUMNS):
         keep = (image < batch) & (row + place // COLUMNS < rows) & (column + place % COLUMNS < columns) & own
         away = target + (place // COLUMNS * columns + place % COLUMNS) * TOTAL
-        z = activated(sums[place] * factor + offset, slope, ACTIVATION)
+        z = activated(sums[place] * factor + offset, ACTIVATION, slope)
         if RESIDUAL:
             z += tl.load(residual + away, mask=keep, other=0.0).to(tl.float32)
         tl.store(y + away, z.to(y.dtype.element_ty), mask=keep)
