@@ -27,12 +27,12 @@ IMAGES = {"cifar10": "CIFAR-10", "tiny-imagenet-100": "Tiny-ImageNet"}
 KINDS = (DENSE_NAME, LOW_RANK, THIN)
 NOTE = """
 <details>
-<summary>256 images, bf16, one {gpu}. Verdict: low-rank against thin, by
+<summary>256 images, bf16, one {gpu}. Verdict: low-rank against thin or 3x3, by
 <code>lowrank frontier {family} --out benchmarks/results/frontier/{folder}</code></summary>
 
 {epochs} epochs, {least} to {most} runs. Beside that folder are {others} for the other rows. torch {torch}, each
-network in its fastest form without torch.compile. Thin has fewer or smaller filters, and is the strongest such
-rival of about the same speed. Undecided: the difference may be chance. Not tuned: all networks trained at one
+network in its fastest form without torch.compile. Thin or 3x3 is the strongest rival of about the same speed: with
+fewer filters (VGG-11, ResNet-18) or with 3x3 filters (NiN, ConvNeXt). Undecided: the difference may be chance. Not tuned: all networks trained at one
 learning rate, so there is no verdict. In the picture, lines are 95% intervals over runs and test images, and
 the 7% by which times repeat.
 </details>
@@ -93,7 +93,7 @@ def headline() -> str:
         "ms",
         "low&#8209;rank&nbsp;%",
         "ms",
-        "thin&nbsp;%",
+        "thin&nbsp;or&nbsp;3x3&nbsp;%",
         "ms",
         "<verdict",
     ]

@@ -54,7 +54,7 @@ class StepLine:
         line = printable(f"{self.what}: {self.text} ..." if self.text else f"{self.what} ...")
         with self.lock:
             if moves(sys.stderr):
-                line = line[: shutil.get_terminal_size().columns - 1]
+                line = fitting(line, shutil.get_terminal_size().columns - 1)
                 self._write(f"\r{line.ljust(self.width)}")
                 self.width = len(line)
             elif time.monotonic() - self.logged >= _LOG_EVERY:
@@ -74,6 +74,14 @@ class StepLine:
     def _write(self, text: str) -> None:
         with suppress(OSError, ValueError):  # nobody reads any more
             print(text, end="", file=sys.stderr, flush=True)
+
+
+def fitting(line: str, width: int) -> str:
+    """A line of at most so many characters: its middle is left out, as the time that is left stands at the end."""
+    if len(line) <= width:
+        return line
+    end = width // 2
+    return f"{line[: max(0, width - end - 2)]}..{line[len(line) - end :]}"[:width]
 
 
 _line: ContextVar[StepLine | None] = ContextVar("line", default=None)

@@ -8,7 +8,7 @@ import pytest
 
 import lowrank_cnn as lr
 from lowrank_cnn.core import progress as module
-from lowrank_cnn.core.progress import lasting, progress, step
+from lowrank_cnn.core.progress import fitting, lasting, progress, step
 
 
 @pytest.fixture
@@ -93,3 +93,11 @@ def test_calls_that_may_take_long_show_progress(name: str, monkeypatch):
     with pytest.raises(Exception):  # noqa: B017, PT011
         call.get(name, lambda: getattr(lr, name)(net, None))()
     assert begun == [name]
+
+
+def test_a_line_that_is_too_long_loses_its_middle():
+    line = "train: epoch 3 of 20, batch 120 of 400, 93.5 s left ..."
+    assert fitting(line, 60) == line
+    short = fitting(line, 40)
+    assert (len(short), short.startswith("train: epoch 3"), short.endswith("93.5 s left ...")) == (40, True, True)
+    assert fitting(line, 1) == "."
