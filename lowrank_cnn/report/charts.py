@@ -80,7 +80,10 @@ def curves_spec(title: str, curves: Sequence[dict[str, Any]]) -> Spec:
     lines = MEASURES[measure].removeprefix("Accuracy on ")
     subtitle = f"Lines: {lines}, mean over runs; bands: lowest to highest run"
     subtitle += "; dots: test images, each run" if ends else ""
-    ends += [row for row in rows if sum(row["group"] == other["group"] for other in rows) == 1]  # no line
+    epochs = {curve["group"]: set[int]() for curve in curves}
+    for row in rows:
+        epochs[row["group"]].add(row["epoch"])
+    ends += [row for row in rows if len(epochs[row["group"]]) == 1]  # no line
     looks = {curve["group"]: curve["look"] for curve in curves}
     scales = {
         "{colours}": {"domain": list(looks), "range": [look["light"] for look in looks.values()]},

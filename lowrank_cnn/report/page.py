@@ -117,6 +117,8 @@ class PageTable:
 _OF_TWIN = "below, the share of the dense twin's"
 _RUN_BY = {"torch": "as trained", "optimize": "optimized"}
 """How a network was timed: by its own layers, or as `optimize` makes it; else in an engine."""
+_BY_TORCH = "by torch's convs"
+"""How a network's own layers run on a CPU."""
 _OPTIONAL = ("top-5", f"{CPU} ms/image", f"{GPU} ms/image")
 _HELP = {
     "top-1": "mean over seeds, with the standard deviation",
@@ -167,7 +169,8 @@ def _time(result: NetworkResult, device: str) -> TableCell:
     if timing is None:
         return TableCell(DASH)
     share = ratio(result.ratios[device]) if device in result.ratios else f"batch {timing.batch}"
-    small = f"{share} {_RUN_BY.get(timing.runtime, timing.runtime)}"
+    by_torch = device == CPU and timing.runtime == "torch"
+    small = f"{share} {_BY_TORCH if by_torch else _RUN_BY.get(timing.runtime, timing.runtime)}"
     return _cell(timing.ms_per_image, "{:.3g}".format, small)
 
 
@@ -271,7 +274,7 @@ def _chart_data(records: Records, results: Sequence[NetworkResult], *, paper: bo
     return {
         "trade": trade.trade_charts(trade.trade_points(results, paper=paper)),
         "curves": charts.training_curves(results),
-        "layers": charts.layer_charts(records.timings, paper=paper),
+        "layers": charts.layer_charts(records.timings, paper=paper and _has_vgg(results)),
         "details": charts.details_data(results),
         "specs": {"trade": trade.SPEC, "curves": charts.CURVES_SPEC, "layers": charts.LAYERS_SPEC},
         "labels": {name: style.LABELS[name] for name in ("transform", "leaders", "halo")},
@@ -282,6 +285,11 @@ def _chart_data(records: Records, results: Sequence[NetworkResult], *, paper: bo
         "measures": charts.MEASURES,
         "axes": trade.AXES,
     }
+
+
+def _has_vgg(results: Sequence[NetworkResult]) -> bool:
+    """Whether a network is one of those whose layers the paper timed."""
+    return any(result.label.startswith("vgg11") for result in results)
 
 
 def found_in(records: Records) -> str:

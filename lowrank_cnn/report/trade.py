@@ -72,9 +72,11 @@ class TradePoint:
 
 
 def trade_points(results: Sequence[NetworkResult], *, paper: bool = True) -> list[TradePoint]:
-    """The published points first, if they are shown, and ours over them."""
+    """Ours, behind them the published points on the same images, if they are shown."""
+    ours = [our_point(result) for result in results if result.data and result.top1 is not None]
     published = [published_point(row) for row in rows() if paper and row.table in PUBLISHED_TABLES]
-    return published + [our_point(result) for result in results if result.data and result.top1 is not None]
+    shown = {point.data for point in ours}
+    return [point for point in published if point.data in shown] + ours
 
 
 def our_point(result: NetworkResult) -> TradePoint:

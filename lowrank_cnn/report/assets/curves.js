@@ -23,7 +23,7 @@ function curvesSpec(runs, looks, { measure, log, print }) {
   const rows = curveRows(runs, measure);
   const ends = runs.filter((run) => run.test !== null && isAccuracy(measure))
     .map((run) => ({ group: run.group, seed: run.seed, epoch: run.epochs.at(-1), value: run.test }));
-  const alone = (row) => rows.filter((other) => other.group === row.group).length === 1; // one epoch makes no line
+  const alone = (row) => rows.every((other) => other.group !== row.group || other.epoch === row.epoch); // no line
   ends.push(...rows.filter(alone));
   spec.layer[1].encoding.y.scale = log ? { type: "log" } : { zero: false, nice: false, padding: 6 }; // dots at the edge stay whole
   spec.datasets = { curves: rows, ends };
