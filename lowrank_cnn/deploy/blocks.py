@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from lowrank_cnn.core.compare import tensors_of
+from lowrank_cnn.graph.bands import FusedBands, fused_bands
 from lowrank_cnn.graph.capture import CaptureError, InputKind, NetworkGraph, capture, kind_of, layer_kind
 from lowrank_cnn.graph.fused_between import fused_pool
 from lowrank_cnn.graph.merge import InexactError, merge_chain, rescaled
-from lowrank_cnn.graph.patterns import Pattern, factors, find_patterns, rewritten
+from lowrank_cnn.graph.patterns import LAYERS, Pattern, factors, find_patterns, rewritten
 from lowrank_cnn.graph.pointwise import linear_as_convs
 from lowrank_cnn.kernels.depthwise.dispatch import MOST_TAPS
 from lowrank_cnn.kernels.device import kernels_run
@@ -113,6 +114,25 @@ class BlockAsGiven(nn.Module):
         return str(self.epilogue)
 
 
+class BandsBlock(BlockAsGiven):
+    """A depthwise layer in one launch with the activation and then the residual after it; else as given."""
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        after, layer = self.epilogue, self.layer
+        if after.pool is None and (residual is None or after.add_last or after.activation is None):
+            how = {"activation": after.activation, "residual": residual}
+            if (y := layer.in_one_pass(x, **how)) is not None:  # type: ignore[operator]
+                return y
+        return super().forward(x, residual)
+
+    @classmethod
+    def of(cls, layer: nn.Module, epilogue: Epilogue) -> BandsBlock | None:
+        """A block of a depthwise layer; None for others."""
+        own = fused_bands(layer) or layer
+        depthwise = isinstance(own, FusedBands) or (isinstance(own, CompositeConv2d) and own.composite.depthwise)
+        return cls(own, epilogue).eval() if depthwise else None
+
+
 class ForCalls(nn.Module):
     """The rewritten network for calls of the captured kind; the original for all others, also by keyword."""
 
@@ -142,7 +162,7 @@ def in_blocks(model: nn.Module, *inputs: Any) -> tuple[fx.GraphModule, dict[str,
 
 def _blocks(captured: NetworkGraph) -> dict[Pattern, Block]:
     found = {}
-    for pattern in find_patterns(captured, scales=True):
+    for pattern in find_patterns(captured, scales=True, kinds=(*LAYERS, "bands")):
         layer, adds = captured.root.get_submodule(pattern.name), pattern.add is not None
         if pattern.scale is not None:
             scale = factors(captured, pattern.nodes[0], pattern.scale)
@@ -373,7 +393,9 @@ def merged(block: Block, *, by_kernel: bool = False) -> nn.Module | None:
 
 def fused(block: Block) -> nn.Module | None:
     """On a GPU: one kernel per layer of a chain, the epilogue within the last."""
-    return None if _on_cpu(block.layer) else FusedBlock.of(block.layer, block.epilogue)
+    if _on_cpu(block.layer):
+        return None
+    return BandsBlock.of(block.layer, block.epilogue) or FusedBlock.of(block.layer, block.epilogue)
 
 
 def by_strips(block: Block) -> nn.Module | None:

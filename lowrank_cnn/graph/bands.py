@@ -48,24 +48,29 @@ class FusedBands(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         x = input  # named as that of a conv, which some call by keyword
+        if (fused := self.in_one_pass(x)) is not None:
+            return fused
         weights, biases = self._of("weight"), self._of("bias")
         sizes = [band.channels for band in self.bands]
-        if x.dim() == 4:
-            added = None
-            if (like := next((bias for bias in biases if bias is not None), None)) is not None:
-                # Passed and bare channels have zeros.
-                pairs = zip(biases, sizes, strict=True)
-                added = torch.cat([like.new_zeros(n) if bias is None else bias for bias, n in pairs])
-            filters = [weight for weight in weights if weight is not None]
-            given = (self.bands, self.stride, self.dilation, self._size(x))
-            if (fused := depthwise_conv2d(x, filters, added, *given)) is not None:
-                return fused
         parts = x.split(sizes, -3) if len(sizes) > 1 else [x]
         found = []
         for part, band, weight, bias in zip(parts, self.bands, weights, biases, strict=True):
             options = (self.stride, (band.top, band.left), self.dilation, band.channels)
             found.append(part if weight is None else F.conv2d(part, weight, bias, *options))
         return torch.cat(found, -3) if len(found) > 1 else found[0]
+
+    def in_one_pass(self, x: Tensor, **after: Any) -> Tensor | None:
+        """The result of our kernels, with what follows (see `depthwise_conv2d`); None where they cannot."""
+        if x.dim() != 4:
+            return None
+        biases, added = self._of("bias"), None
+        if (like := next((bias for bias in biases if bias is not None), None)) is not None:
+            # Passed and bare channels have zeros.
+            pairs = zip(biases, self.bands, strict=True)
+            added = torch.cat([like.new_zeros(band.channels) if bias is None else bias for bias, band in pairs])
+        filters = [weight for weight in self._of("weight") if weight is not None]
+        given = (self.bands, self.stride, self.dilation, self._size(x))
+        return depthwise_conv2d(x, filters, added, *given, **after)
 
     def _of(self, kind: str) -> list[Tensor | None]:
         return [getattr(self, self._name(kind, place)) for place in range(len(self.bands))]

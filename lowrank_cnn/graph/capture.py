@@ -198,13 +198,15 @@ def _check_hooks(root: nn.Module) -> None:
 def layer_kind(module: nn.Module | None) -> str | None:
     """The kind of a layer; None for any other module.
 
-    The kinds are "conv", "transposed conv", "linear", "composite" and "chain". A module with hooks or
-    parametrized weights is none of these.
+    The kinds are "conv", "transposed conv", "linear", "composite", "chain" and "bands", which is a `FusedBands`. A
+    module with hooks or parametrized weights is none of these.
     """
     if module is None or has_hooks(module) or "forward" in vars(module) or is_parametrized(module):
         return None
     if hasattr(module, "weights") and hasattr(module, "group_padding"):
         return "composite"
+    if hasattr(module, "bands") and hasattr(module, "in_one_pass"):
+        return "bands"
     if isinstance(module, nn.Sequential):
         parts = list(module)
         plain = hasattr(module, "scheme") and type(module).forward is nn.Sequential.forward and parts

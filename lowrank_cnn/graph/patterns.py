@@ -92,6 +92,8 @@ def find_patterns(
 def factors(captured: NetworkGraph, layer: fx.Node, node: fx.Node) -> Tensor | None:
     """What a node multiplies each channel of a layer's result by; None if it does anything else."""
     stage: Any = captured.module(layer)
+    if layer_kind(stage) == "bands":
+        return None
     stage = list(stage)[-1] if layer_kind(stage) == "chain" else stage
     weight, axes, filters = next(stage.parameters()), len(stage.stride), stage.out_channels
     if (found := multiplied_by(captured, node)) is None:

@@ -296,22 +296,22 @@ def pose(
     if len(padding) != len(shapes):
         raise LowRankError(f"{len(shapes)} filter groups need as many paddings, not {len(padding)}.")
     batch, channels, height, width = size
-    sizes = {
+    sizes = [  # no set: a tracer's numbers have no hash
         ((height + sum(rows) - shape[2]) // stride[0] + 1, (width + sum(columns) - shape[3]) // stride[1] + 1)
         for shape, (rows, columns) in zip(shapes, padding, strict=True)
-    }
-    if len(sizes) != 1:
-        found = " and ".join(f"{rows}x{columns}" for rows, columns in sorted(sizes))
+    ]
+    out_height, out_width = sizes[0]
+    if any(size != sizes[0] for size in sizes[1:]):
+        found = " and ".join(f"{rows}x{columns}" for rows, columns in sorted(set(sizes)))
         raise LowRankError(f"all filter groups must give one output size, not {found}.")
-    out_height, out_width = sizes.pop()
     groups = tuple(
         TapGroup(shape[2], shape[3], shape[0], rows[0], columns[0])
         for shape, (rows, columns) in zip(shapes, padding, strict=True)
     )
     last = canonical(activation, relu)
     after = add_last and residual and last is not None  # without an activation both orders are one
-    sizes = (batch, channels, height, width, groups, (stride[0], stride[1]), out_height, out_width)
-    return Problem(*sizes, last, pool, dtype, residual, after)
+    posed = (batch, channels, height, width, groups, (stride[0], stride[1]), out_height, out_width)
+    return Problem(*posed, last, pool, dtype, residual, after)
 
 
 def pixels_last(x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from lowrank_cnn.method.budget import Budget, fresh_options, layer_curves, withi
 from lowrank_cnn.method.count import LayerCount, count
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.rewrite import Change, Conversion, Fill, changes_of, check_calls, low_rank_layers, rewrite
-from lowrank_cnn.method.schemes import FactoredConv2d, Scheme, parse_scheme
+from lowrank_cnn.method.schemes import FactoredConv2d, Scheme, is_depthwise, parse_scheme
 from lowrank_cnn.method.select import Kept, NothingToConvertError, Where, select
 
 __all__ = ["Change", "Conversion", "Cost", "Fill", "conversion_costs", "convert", "notes", "rewrite"]
@@ -145,8 +145,11 @@ def check_layers(
 
 
 def _runs_bands(layer: CompositeConv2d | FactoredConv2d) -> bool:
-    """Whether the depthwise kernels run a layer."""
-    return isinstance(layer, CompositeConv2d) and layer.composite.depthwise and layer.padding_mode == "zeros"
+    """Whether the depthwise kernels run a layer, or both convs of a separable one."""
+    if isinstance(layer, FactoredConv2d):
+        convs = [part for part in layer if isinstance(part, nn.Conv2d) and is_depthwise(part)]
+        return len(convs) == len(layer) and all(conv.padding_mode == "zeros" for conv in convs)
+    return layer.composite.depthwise and layer.padding_mode == "zeros"
 
 
 def cheaper_only(

@@ -220,11 +220,21 @@ class CompositeConv2d(nn.Module):
         if self._fusible(x) is not None:
             return self._convs(x, weights, bias)
         if self._depthwise:
-            given: Any = (self._bands(), self.stride, self.dilation, self._result_size(x))
-            fused = depthwise_conv2d(x, weights, bias, *given)
+            fused = self._bands_of(x, weights, bias)
             return self._convs(x, weights, bias) if fused is None else fused
         run: Any = composite_conv3d if self.axes == 3 else composite_conv2d
         return run(x, weights, bias, stride=self.stride, padding=self.group_padding)
+
+    @torch.jit.unused
+    def in_one_pass(self, x: Tensor, **after: Any) -> Tensor | None:
+        """A depthwise layer by our kernels, with what follows (see `depthwise_conv2d`); None where they cannot."""
+        runs = self._depthwise and self._fusible(x) is None
+        return self._bands_of(x, list(self.weights), self.bias, **after) if runs else None
+
+    @torch.jit.unused
+    def _bands_of(self, x: Tensor, weights: list[Tensor], bias: Tensor | None, **after: Any) -> Tensor | None:
+        given: Any = (self._bands(), self.stride, self.dilation, self._result_size(x))
+        return depthwise_conv2d(x, weights, bias, *given, **after)
 
     def _by_torch(self, x: Tensor) -> Tensor:
         """With torch's operations alone, which TorchScript and fx follow."""

@@ -403,6 +403,9 @@ class Bands(Basis):
             raise LowRankError(
                 f"{filters} channels leave a band of {self} empty: it needs {least}, or larger shares."
             )
+        if any(side % 2 == 0 for group in bands.groups for side in group.kernel):
+            size = "x".join(map(str, kernel))
+            raise LowRankError(f"filters of bands are centred on their pixel: a kernel of {size} needs odd sides.")
         return (bands,)
 
     def obstacle(self, layer: nn.Module) -> str:
@@ -816,12 +819,17 @@ def fit_layer(
 
 
 def _fit_bands(conv: nn.Module, layer: nn.Module) -> float:
-    """Give each depthwise filter the taps of the trained one that it has, and return the share of energy kept."""
+    """Give each depthwise filter the taps of the trained one that it has, and return the share of energy kept.
+
+    Channels that pass keep nothing.
+    """
     one = FilterGroup(*layer.kernel_size, outputs_of(layer))  # type: ignore[misc]
     groups = layer.composite.groups if isinstance(layer, CompositeConv2d) else (one,)
-    parts = zip(_exact(conv).split([group.filters for group in groups]), groups, strict=True)
-    set_weights(layer, [centred(part, group.kernel) for part, group in parts if group.kernel])
-    return kept_energy(_exact(conv), layer.weight.double())  # type: ignore[operator, union-attr]
+    trained = _exact(conv)
+    parts = zip(trained.split([group.filters for group in groups]), groups, strict=True)
+    kept = [centred(part, group.kernel) for part, group in parts if group.kernel]
+    set_weights(layer, kept)
+    return float(sum(own.square().sum() for own in kept) / trained.square().sum().clamp_min(1e-30))
 
 
 def is_depthwise(layer: nn.Module) -> bool:

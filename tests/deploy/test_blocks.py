@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ import lowrank_cnn as lr
 from lowrank_cnn.deploy import blocks
 from lowrank_cnn.deploy.blocks import (
     CANDIDATES,
+    BandsBlock,
     Block,
+    BlockAsGiven,
     Epilogue,
     ForCalls,
     FusedBlock,
@@ -82,6 +85,30 @@ def test_a_layer_scale_becomes_part_of_the_layer_before_it(how: str, scheme: str
     assert found["1.conv"].epilogue.adds == (how in SCALES)
     torch.testing.assert_close(network(x), given(x))
     torch.testing.assert_close(net.state_dict(), given.state_dict())
+
+
+@pytest.mark.parametrize("scheme", ["dense", "bands", "lr"])
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu"])
+@pytest.mark.parametrize("added", [None, "of its size", "of one pixel"])
+@pytest.mark.parametrize("last", [True, False])
+def test_a_depthwise_layer_takes_what_follows_it(scheme: str, activation: str | None, added, last: bool):
+    pytest.importorskip("triton")
+    from lowrank_cnn.kernels.depthwise import ops
+
+    layer = build_conv(16, 16, 3, scheme, padding=1, channel_groups=16).eval().requires_grad_(False)
+    epilogue = Epilogue(activation, None, added is not None, last)
+    x, residual = torch.randn(2, 16, 6, 5), torch.randn(2, 16, *((6, 5) if added == "of its size" else (1, 1)))
+    given = (x,) if added is None else (x, residual)
+    block = BandsBlock.of(layer, epilogue)
+    assert block is not None
+    with forced("on"), mock.patch.object(ops, "depthwise_conv2d", wraps=ops.depthwise_conv2d) as ran:
+        found = block(*given)
+    right = BlockAsGiven(copy.deepcopy(layer).double(), epilogue)(*(each.double() for each in given))
+    torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
+    in_one = added is None or (added == "of its size" and (last or activation is None))
+    *_, after, named, _ = ran.call_args.args
+    assert (named, after is not None) == ((activation or "", added is not None) if in_one else ("", False))
+    assert BandsBlock.of(build_conv(16, 16, 3, "lr", padding=1), epilogue) is None
 
 
 class ConvNeXtBlock(nn.Module):

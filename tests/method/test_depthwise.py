@@ -8,6 +8,8 @@ from torch import nn
 
 import lowrank_cnn as lr
 from lowrank_cnn.core.errors import LowRankError
+from lowrank_cnn.deploy.blocks import in_blocks
+from lowrank_cnn.kernels import forced
 from lowrank_cnn.method.prune import cheaper
 
 
@@ -114,10 +116,26 @@ def test_trained_filters_are_fitted_by_the_taps_that_bands_have(image: torch.Ten
     assert torch.equal(square, before.weight[begins[3] : begins[4], :, 2:5, 2:5])
     assert torch.equal(whole, before.weight[begins[4] :])
     assert torch.equal(after.bias, before.bias)
+    kept = sum(float(own.square().sum()) for own in after.weights) / float(before.weight.square().sum())
+    assert lr.notes(low).decomposition[0].energy == pytest.approx(kept, rel=1e-5)
     exact = lr.decompose(net, "bands(7x7)", allow_costlier=True)
     assert torch.allclose(exact(image), net(image), atol=1e-5)
     with pytest.raises(LowRankError, match="mixes nothing"):
         lr.decompose(net, "bands", macs=0.5)
+
+
+def test_a_convnext_of_transformers_is_converted_and_fused():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ConvNextConfig(depths=[1, 1], hidden_sizes=[16, 32], num_stages=2, image_size=32)
+    net = transformers.ConvNextForImageClassification(config).eval()
+    low, x = lr.convert(net, "bands"), torch.randn(1, 3, 32, 32)
+    names = [change.name for change in lr.notes(low).conversion.changed]
+    assert names == [f"convnext.encoder.stages.{stage}.layers.0.dwconv" for stage in range(2)]
+    with forced("on"):
+        network, found, _ = in_blocks(low, x)
+    epilogues = [str(block.epilogue) for name, block in found.items() if ".layers." in name]
+    assert epilogues == ["", "gelu", "add"] * 2
+    torch.testing.assert_close(network(x).logits, low(x).logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

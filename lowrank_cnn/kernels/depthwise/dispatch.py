@@ -17,6 +17,7 @@ from torch import Tensor
 from lowrank_cnn.kernels import device as gpu
 from lowrank_cnn.kernels.depthwise.plan import Band, Pair
 from lowrank_cnn.kernels.dispatch import may_fuse, needs_gradient, under_autocast
+from lowrank_cnn.kernels.problem import parsed
 
 MOST_TAPS = 81
 """Taps of a filter that one kernel unrolls: a square of 9 x 9."""
@@ -30,8 +31,14 @@ def depthwise_conv2d(
     stride: Pair,
     dilation: Pair,
     size: Pair,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor | None:
-    """Filter bands of channels, x [N, C, H, W], into maps of `size`; None where our kernels cannot."""
+    """Filter bands of channels, x [N, C, H, W], into maps of `size`; None where our kernels cannot.
+
+    For inference alone, an activation follows in the same pass, and then a residual is added.
+    """
     if not may_fuse(x):
         return None
     x = under_autocast(x)
@@ -39,14 +46,17 @@ def depthwise_conv2d(
     if fits and not torch.compiler.is_compiling() and (noted := gpu.survey()) is not None:
         # Whether kernels run here is not asked: the answer would be that of a survey's tensors without values.
         if gpu.mode() != "off" and x.dtype in gpu.TYPES and max(band.taps for band in bands) <= MOST_TAPS:
-            noted.append(DepthwiseCall.of(x, filters, bias, bands, stride, dilation, size))
+            after = (*parsed(activation), residual is not None)
+            noted.append(DepthwiseCall.of(x, filters, bias, bands, stride, dilation, size)._replace(after=after))
         return None
-    if not fits or _obstacle(x, bands):
+    alike = residual is None or (residual.dtype == x.dtype and residual.shape == (*x.shape[:2], *size))
+    if not fits or not alike or _obstacle(x, bands):
         return None
     from lowrank_cnn.kernels.depthwise import ops
 
     numbers = [value for band in bands for value in band]
-    return ops.depthwise_conv2d(x, list(filters), bias, numbers, stride, dilation, size, None, None, "", 0.0)
+    after = (None, residual, *parsed(activation))
+    return ops.depthwise_conv2d(x, list(filters), bias, numbers, stride, dilation, size, *after)
 
 
 Like = tuple[torch.Size, torch.dtype, torch.device]
@@ -61,6 +71,8 @@ class DepthwiseCall(NamedTuple):
     options: tuple[Any, ...]
     training: bool
     need_input: bool
+    after: tuple[str, float, bool] = ("", 0.0, False)
+    """The activation with its slope, and whether a residual is added."""
 
     @classmethod
     def of(
@@ -77,7 +89,10 @@ class DepthwiseCall(NamedTuple):
         one = (torch.Size((1, *self.x[0][1:])), *self.x[1:])
         x, *filters = map(_empty, (one, *self.filters))
         bias, x = self.bias and _empty(self.bias), x.contiguous(memory_format=torch.channels_last)
-        y = ops.depthwise_conv2d(x, filters, bias, *self.options, None, None, "", 0.0)
+        activation, slope, adds = self.after
+        size = torch.Size((1, x.shape[1], *self.options[-1]))
+        residual = _empty((size, *self.x[1:])).contiguous(memory_format=torch.channels_last) if adds else None
+        y = ops.depthwise_conv2d(x, filters, bias, *self.options, None, residual, activation, slope)
         if self.training:
             ops.depthwise_conv2d_backward(y, x, filters, *self.options[:-1], self.need_input, bias is not None)
 
