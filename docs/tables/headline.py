@@ -32,9 +32,9 @@ NOTE = """
 
 {epochs} epochs, {least} to {most} runs. Beside that folder are {others} for the other rows. torch {torch}, each
 network in its fastest form without torch.compile. Thin or 3x3 is the strongest rival of about the same speed: with
-fewer filters (VGG-11, ResNet-18) or with 3x3 filters (NiN, ConvNeXt). Undecided: the difference may be chance. Not tuned: all networks trained at one
-learning rate, so there is no verdict. In the picture, lines are 95% intervals over runs and test images, and
-the 7% by which times repeat.
+fewer filters (VGG-11, ResNet-18) or with 3x3 filters (NiN, ConvNeXt). Undecided: the difference may be chance. Not
+tuned: all networks trained at one learning rate, so there is no verdict. In the picture, lines are 95% intervals
+over runs and test images, and the 7% by which times repeat.
 </details>
 """
 
