@@ -172,7 +172,12 @@ class Comparing(TimedDesigns):
         tries = f"tries of {counted(len(rates), 'learning rate')}, then " if len(rates) > 1 else ""
         told = f"dense, thin and low-rank: {tries}{FEWEST_RUNS} runs of up to {counted(epochs, 'epoch')} each"
         told += f" in batches of {batch}" if batch < self.recipe.batch_size else ""
-        self.tell(f"{about}; {told}; for {self.target}. At most {chosen:g} minutes ({option('minutes')}).")
+        least = math.ceil(self._training_seconds(3, 1) / 60)
+        limit = f"At most {chosen:g} minutes ({option('minutes')})."
+        if least > chosen:
+            long = counted(least, "minute")
+            limit = f"One epoch of three networks takes about {long}, more than {option('minutes', chosen)}."
+        self.tell(f"{about}; {told}; for {self.target}. {limit}")
 
     def _probe(self, name: str) -> None:
         """Find the seconds of an epoch of a network, and of everything else in a run."""

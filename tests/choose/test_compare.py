@@ -208,6 +208,7 @@ def test_the_budget_is_kept(squares: Data, tmp_path: Path):
     found = lr.compare(network, squares, out=tmp_path, say=said.append, **{**QUICK, "minutes": 1e-4, "epochs": 9})
     assert [row["runs"] for row in found.table] == [1, 1, 1]  # one of each is the least that can be compared
     assert "The time is over after 1 run of each network." in said
+    assert said[0].endswith("One epoch of three networks takes about 1 minute, more than minutes=0.0001.")
     assert "without the chance of other runs" in found.sentence
     assert any("minutes=" in remark for remark in found.remarks)
 
