@@ -12,7 +12,8 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from importlib import import_module
 from itertools import chain, product
 from math import prod
 from pathlib import Path
@@ -220,6 +221,19 @@ def _stop_compiler() -> None:
             inductor.AsyncCompile.pool.cache_clear()
 
 
+@cache
+def ready_compiler(device: torch.device) -> None:
+    """Let Inductor register its patterns at once: stopped half-way, it would refuse every later compilation."""
+    with suppress(Exception):  # another version's
+        passes = (
+            import_module(f"torch._inductor.fx_passes.{name}") for name in ("freezing_patterns", "post_grad")
+        )
+        joint: Any = import_module("torch._inductor.fx_passes.joint_graph")
+        for each in passes:
+            each.lazy_init()
+        joint.lazy_init(device)
+
+
 FOR_COMPILING = 0.5
 """Compile around our kernels only with this share of the budget left: it takes a third of it."""
 
@@ -292,6 +306,8 @@ class FormSearch:
         if form in self.search.made:
             return
         step(str(form))
+        if form.compiled and self.search.left > RESERVED * self.search.budget:
+            ready_compiler(self.inputs[0].device)
         around_ours = form.network == FUSED and form.compiled
         reserved = None if form == ON_GPU[0] else FOR_COMPILING if around_ours else RESERVED
         self.search.attempt(form, partial(self.build, form), reserved=reserved)
