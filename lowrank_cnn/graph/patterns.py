@@ -90,7 +90,7 @@ def find_patterns(
 
 
 def factors(captured: NetworkGraph, layer: fx.Node, node: fx.Node) -> Tensor | None:
-    """What a node multiplies each channel of a layer's result by; None if it does anything else."""
+    """The factor of each channel, if a node scales a layer's result; else None."""
     stage: Any = captured.module(layer)
     if layer_kind(stage) == "bands":
         return None

@@ -40,7 +40,7 @@ def _turns(node: fx.Node, order: tuple[int, ...]) -> bool:
 
 
 def _steps(captured: NetworkGraph, once: dict[str, fx.Node], node: fx.Node) -> list[tuple[fx.Node, str]]:
-    """What happens to maps that are turned to channels-last, while each value is read by the next step alone."""
+    """The steps after a permutation to channels-last, as long as only the next step reads each value."""
     steps: list[tuple[fx.Node, str]] = []
     while len(node.users) == 1:
         value, (node,) = node, node.users
