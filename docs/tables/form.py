@@ -25,8 +25,9 @@ def markdown(columns: list[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def chip(word: str) -> str:
-    """A verdict in a word, coloured by `docs/assets/site.css`."""
-    return f'<b class="{word.replace(" ", "-")}">{word}</b>'
+    """A verdict in a word, coloured by `docs/assets/site.css`; a claim that holds has the colour of one that wins."""
+    colour = {"holds": "wins", "does not hold": "loses"}.get(word, word.replace(" ", "-"))
+    return f'<b class="{colour}">{word}</b>'
 
 
 def compared(ours: float | None, rival: float | None, repeats: float) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from statistics import mean, stdev
 from typing import Any
 
-from tables.form import NO_RUNS, JsonRecord, from_record, markdown, source
+from tables.form import NO_RUNS, JsonRecord, chip, from_record, markdown, source
 
 RECORD = "tiny-imagenet/table.json"
 NOTE = (
@@ -75,4 +75,4 @@ def _compared(comparisons: dict[str, dict[str, Any]]) -> Iterator[str]:
 def _gap(gap: dict[str, Any]) -> list[str]:
     error = f" ± {gap['half_width']:.2f}" if gap["half_width"] is not None else ""
     published = "" if gap["published"] is None else f"{gap['published']:+.2f}"
-    return [published, f"{gap['ours']:+.2f}{error}", gap["verdict"]]
+    return [published, f"{gap['ours']:+.2f}{error}", chip(gap["verdict"])]
