@@ -111,7 +111,7 @@ def _timed_point(way: str, ms: float, rows: list[dict[str, Any]]) -> TradePoint:
     shares = [row["top1"] for row in rows if row["top1"] is not None]
     kind = {"thin": THIN, "strips": LOW_RANK, "points": LOW_RANK}.get(way.partition(":")[0], LEARNED)
     spread = {"top1": stdev(shares)} if len(shares) > 1 else {}
-    return TradePoint(way, kind, "", "", {"top1": fmean(shares), "batch": ms}, spread, n=rows[0]["images"])
+    return TradePoint(way.replace(":", " at "), kind, "", "", {"top1": fmean(shares), "batch": ms}, spread, n=rows[0]["images"])
 
 
 if __name__ == "__main__":

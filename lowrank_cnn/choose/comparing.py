@@ -355,7 +355,7 @@ class Comparing(TimedDesigns):
             self._learn_speed(row.name, time.monotonic() - began, short, speed)
             row.tried(rate).accuracies.append(accuracy)
             self.keep()
-            self.tell(f"{told}: {100 * accuracy:.1f}% of the images held out; {self.time_left}")
+            self.tell(f"{told}: {100 * accuracy:.1f}% held out; {self.time_left}")
         for row in self.rows.values():
             row.choose_rate()
         self.keep()
@@ -485,7 +485,7 @@ class Comparing(TimedDesigns):
             held_out=held_out,
         )
         self.keep()
-        self.tell(f"{told}, {100 * held_out:.1f}% of the images held out; {self.time_left}")
+        self.tell(f"{told}, {100 * held_out:.1f}% held out; {self.time_left}")
 
     def trained(self, row: DesignRow, seed: int) -> Trained:
         """The network of a run, as its folder holds it."""

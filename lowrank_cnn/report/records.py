@@ -63,7 +63,8 @@ class NetworkId:
     def label(self) -> str:
         width = f"width {self.width:g}" if self.width != 1 else None
         stride = f"stride {self.stride}" if self.stride else None
-        return " ".join(filter(None, [self.name, self.scheme, width, stride]))
+        name = re.sub(r"\+thin\(([0-9.]+)\)", r" thin, \1 of the MACs", self.name)
+        return " ".join(filter(None, [name, self.scheme, width, stride]))
 
 
 @dataclass(frozen=True)

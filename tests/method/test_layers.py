@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.spec import FilterGroup
 
 SIZES = st.integers(1, 5)
 
@@ -100,7 +101,10 @@ def test_gradients_reach_every_parameter(image: torch.Tensor):
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters())
 
 
-def test_it_trains_under_ddp(tmp_path, layer: CompositeConv2d, image: torch.Tensor):
+@pytest.mark.parametrize("depthwise", [False, True])
+def test_it_trains_under_ddp(tmp_path, layer: CompositeConv2d, image: torch.Tensor, depthwise: bool):
+    if depthwise:
+        layer = CompositeConv2d(4, [FilterGroup(3, 3, 2, depthwise=True), FilterGroup(1, 5, 2, depthwise=True)])
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         wrapped = nn.parallel.DistributedDataParallel(layer)

@@ -297,6 +297,7 @@ def test_a_thin_network_is_compared_with_its_dense_twin_and_has_its_own_card():
     told = gathered(trained(dense, 0.8), trained(thinner, 0.7), trained(convert(dense, "lr"), 0.75))
     assert [kind_of(entry) for entry in told] == ["dense", "low-rank", "thin"]
     assert [round(entry.ratios["top1"]) for entry in told] == [0, -5, -10]
+    assert "thin, 0." in told[2].label
     assert [card["title"] for card in cards(told)] == ["Low-rank network", "Thin network"]
     assert headline(told) == "Dense, thin and low-rank networks"
     assert network_looks({entry.label: kind_of(entry) for entry in told})[told[2].label]["light"] == "#7f00ff"
