@@ -8,23 +8,7 @@ from typing import Any
 
 from tables.form import RESULTS, markdown, source
 
-from lowrank_cnn.choose.frontier import DENSE_NAME, RECORD, in_words, load_frontier
-
 ONCE = "Mean ± standard deviation over {} seeds; 50,000 images to train on, the test set used once, at the end."
-
-
-def nin_compared() -> str:
-    """The answer of `lowrank compare nin`: its table and its sentence."""
-    place = f"compare/nin/{RECORD}"
-    found = load_frontier(RESULTS / place)
-    dense, rows = found.row(DENSE_NAME), list[list[object]]()
-    assert dense is not None
-    for row in sorted(found.rows, key=lambda row: -(found.ms(row) or 0.0)):
-        held_out = 100 * mean(run.held_out or 0.0 for run in row.runs)
-        shares = [f"{row.macs / dense.macs:.2f}", f"{found.ms(row):.2f} ms"]
-        rows.append([in_words(row), *shares, f"{found.top1(row):.1f}%", f"{held_out:.1f}%", len(row.runs)])
-    table = markdown(["network", "MACs", "time", "test", "held out", "runs"], rows)
-    return f"{table}\n> {found.about['plan']['sentence']}\n{source(place, *found.environments)}"
 
 
 def cifar10_paper() -> str:

@@ -25,7 +25,7 @@ def markdown(columns: list[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def chip(word: str) -> str:
-    """A verdict in a word, coloured by `docs/assets/site.css`; a claim that holds has the colour of one that wins."""
+    """A verdict in a word, coloured by `docs/assets/site.css`; what holds has the colour of what wins."""
     colour = {"holds": "wins", "does not hold": "loses"}.get(word, word.replace(" ", "-"))
     return f'<b class="{colour}">{word}</b>'
 

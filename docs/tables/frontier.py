@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from tables import form
@@ -31,6 +32,22 @@ def verdicts() -> str:
     counts = ", ".join(f"{count} in `{name}`" for name, count in early.items() if count)
     more = f"\nQuestions with too few runs for a verdict: {counts}.\n" if counts else ""
     return "\n".join(judged) + more or NO_RUNS
+
+
+def compared(name: str) -> str:
+    """The answer of a `lowrank compare`: its table and its sentence."""
+    from lowrank_cnn.choose.frontier import DENSE_NAME, RECORD, in_words, load_frontier
+
+    place = f"compare/{name}/{RECORD}"
+    found = load_frontier(form.RESULTS / place)
+    dense, rows = found.row(DENSE_NAME), list[list[object]]()
+    assert dense is not None
+    for row in sorted(found.rows, key=lambda row: -(found.ms(row) or 0.0)):
+        held_out = 100 * mean(run.held_out or 0.0 for run in row.runs)
+        shares = [f"{row.macs / dense.macs:.2f}", f"{found.ms(row):.2f} ms"]
+        rows.append([in_words(row), *shares, f"{found.top1(row):.1f}%", f"{held_out:.1f}%", len(row.runs)])
+    table = markdown(["network", "MACs", "time", "test", "held out", "runs"], rows)
+    return f"{table}\n> {found.about['plan']['sentence']}\n{source(place, *found.environments)}"
 
 
 def _records() -> list[Frontier]:

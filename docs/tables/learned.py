@@ -111,7 +111,8 @@ def _timed_point(way: str, ms: float, rows: list[dict[str, Any]]) -> TradePoint:
     shares = [row["top1"] for row in rows if row["top1"] is not None]
     kind = {"thin": THIN, "strips": LOW_RANK, "points": LOW_RANK}.get(way.partition(":")[0], LEARNED)
     spread = {"top1": stdev(shares)} if len(shares) > 1 else {}
-    return TradePoint(way.replace(":", " at "), kind, "", "", {"top1": fmean(shares), "batch": ms}, spread, n=rows[0]["images"])
+    label, values = way.replace(":", " at "), {"top1": fmean(shares), "batch": ms}
+    return TradePoint(label, kind, "", "", values, spread, n=rows[0]["images"])
 
 
 if __name__ == "__main__":

@@ -61,10 +61,12 @@ class NetworkId:
 
     @property
     def label(self) -> str:
-        width = f"width {self.width:g}" if self.width != 1 else None
+        width = f"width {self.width:.4g}" if self.width != 1 else None
         stride = f"stride {self.stride}" if self.stride else None
-        name = re.sub(r"\+thin\(([0-9.]+)\)", r" thin, \1 of the MACs", self.name)
-        return " ".join(filter(None, [name, self.scheme, width, stride]))
+        thinned = re.search(r"\+thin\(([0-9.]+)\)", self.name)
+        name = self.name.replace(thinned[0], "") if thinned else self.name
+        told = " ".join(filter(None, [name, self.scheme, width, stride]))
+        return f"{told} thin, {thinned[1]} of the MACs" if thinned else told
 
 
 @dataclass(frozen=True)
