@@ -48,6 +48,8 @@ NEAR, UNEVEN = 0.1, 1.5
 factor a layer may have more or fewer filters than in 8s."""
 MOST_WIDTHS = 4
 """The widths at which a thin network is timed to find that of a low-rank one's time."""
+NARROWEST = 1 / 16
+"""The share of a low-rank network's MACs down to which a thin one of its time is sought."""
 NEAR_LATE = 0.8
 """The share of that time which is near enough once timing has had its share of the budget."""
 TIMING = 0.015
@@ -279,9 +281,10 @@ class Comparing(TimedDesigns):
         return fair
 
     def _add_thin(self, row: DesignRow) -> None:
-        """The widest thin network that is as fast as a low-rank one; that of its MACs where this takes longer."""
-        thin, least = self._thin_of(row.macs)
-        width, times, before = least, {1.0: 1.0}, set(self.rows)
+        """The widest thin network that is as fast as a low-rank one; that of its MACs where none is."""
+        thin, width = self._thin_of(row.macs)
+        least = min(width, width_of_macs(self.builder, thin, NARROWEST * row.macs))
+        times, before, kept_in_time = {1.0: 1.0}, set(self.rows), False
         timed = {self.rows[DENSE.name].macs}  # widths that differ may give the same network
         kept: Design | None = None
         assert row.timing is not None
@@ -295,11 +298,11 @@ class Comparing(TimedDesigns):
             assert timing is not None
             times[width] = timing.ratio
             in_time, near = SAME_TIME * timing.ratio <= wanted, NEAR_LATE if self._late else SAME_TIME
-            if kept is None or (in_time and width > kept.width):
-                kept, design = design, kept
+            if kept is None or (in_time and (width > kept.width or not kept_in_time)):
+                kept, design, kept_in_time = design, kept, in_time
             if design is not None and design.name not in before:
                 self._drop(design)
-            if timing.ratio >= near * wanted and (in_time or width == least):
+            if timing.ratio >= near * wanted if in_time else width == least:
                 return
             width = max(least, min(1.0, width_of_time(times, wanted)))
 
