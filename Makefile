@@ -95,6 +95,7 @@ figures: $(VENV)/.installed
 	$(BIN)/lowrank figure receptive-field --model nin-c3-lr --pretrained cifar10 \
 		-o docs/images/receptive-field-cifar10.svg
 	cd docs && PYTHONPATH=.. ../$(BIN)/python -m tables.headline  # docs/images/headline.svg
+	cd docs && PYTHONPATH=.. ../$(BIN)/python -m tables.frontier  # docs/images/digits-compared.svg
 	cd docs && PYTHONPATH=.. ../$(BIN)/python -m tables.depthwise  # docs/images/depthwise.svg, once it was measured
 	cd docs && PYTHONPATH=.. ../$(BIN)/python -m tables.learned  # docs/images/learned-shapes.svg, docs/images/learned-times.svg
 	$(BIN)/python docs/blocks.py

@@ -88,7 +88,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "recipes": reference.recipes,
     "records": records.records,
     "speed-verdicts": gpu_models.speed_verdicts,
-    "strips": engines.strips,
     "tiny-imagenet": tiny_imagenet.tiny_imagenet,
     "train-speed": gpu.train_speed,
     "verdicts": frontier.verdicts,

@@ -138,19 +138,6 @@ def _training(how: dict[str, Any]) -> str:
     return f"{how['recipe']}, {how['epochs']} epoch{'s' * (how['epochs'] > 1)}{images}{rounded}"
 
 
-@from_record("strips.json")
-def strips(found: JsonRecord) -> str:
-    """One layer: compiled strips beside the fastest engine, by precision."""
-    rows: list[list[object]] = []
-    for precision, row in found["gains"].items():
-        ours, theirs = found["ways"][row["strips"]]["ms"], found["engines"][row["engine"]]["ms"]
-        rows.append(
-            [precision, row["strips"], f"{ours:.2f}", row["engine"], f"{theirs:.2f}", f"**{row['gain']:.2f}**"]
-        )
-    columns = ["precision", "<strips", "ms", "<fastest engine", "ms", "times as fast"]
-    return markdown(columns, rows) + source("strips.json", found["environment"])
-
-
 def _compared(rows: list[Row]) -> Iterator[tuple[str, int, str, dict[str, Row]]]:
     """Network, threads and precision with the fastest row of each way, if all ways were measured."""
     groups = dict.fromkeys((row["family"], row["threads"], row["precision"]) for row in rows)

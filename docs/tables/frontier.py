@@ -8,7 +8,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from tables import form
-from tables.form import NO_RUNS, markdown, source
+from tables.form import NO_RUNS, markdown, source, sources
 
 if TYPE_CHECKING:
     from lowrank_cnn.choose.frontier import DesignRow, Frontier
@@ -20,17 +20,19 @@ WEAK = {"at the edge": "e", "with fewer MACs": "m", "takes only": "t"}
 
 
 def frontier() -> str:
-    """For each record: its networks with all registered runs, by rising time."""
-    return "\n".join(text for found in _records() if (text := "".join(_record(found)))) or NO_RUNS
+    """For each record: its networks with all registered runs, by rising time; and where the records are."""
+    told = [(found, text) for found in _records() if (text := "".join(_record(found)))]
+    places = {f"{FOLDER}/{found.folder.name}": found.environments for found, _ in told}
+    return "\n".join(text for _, text in told) + sources(places) if told else NO_RUNS
 
 
 def verdicts() -> str:
     """For each record: the command and its verdicts; questions with too few runs are only counted."""
     asked = [found for found in _records() if found.answers]
     judged = ["".join(_verdicts(found)) for found in asked if _judged(found)]
-    early = {found.folder.name: len(found.answers) - len(_judged(found)) for found in asked}
-    counts = ", ".join(f"{count} in `{name}`" for name, count in early.items() if count)
-    more = f"\nQuestions with too few runs for a verdict: {counts}.\n" if counts else ""
+    open_ones = {found.folder.name: len(found.answers) - len(_judged(found)) for found in asked}
+    counts = ", ".join(f"{count} in `{name}`" for name, count in open_ones.items() if count)
+    more = f"\nNo verdict, for too few runs or one learning rate for all: {counts}.\n" if counts else ""
     return "\n".join(judged) + more or NO_RUNS
 
 
@@ -122,7 +124,6 @@ def _record(found: Frontier) -> Iterator[str]:
     timed = any(row.timing for row in rows)
     columns = ["design", "parameters", *(["ms"] if timed else []), "top-1 %"]
     yield markdown(columns, [_line(found, row, timed) for row in rows])
-    yield source(f"{FOLDER}/{found.folder.name}/frontier.json", *found.environments)
 
 
 def _order(row: DesignRow) -> tuple[float, int]:
@@ -139,8 +140,11 @@ def _line(found: Frontier, row: DesignRow, timed: bool) -> list[object]:
 
 
 def _judged(found: Frontier) -> list[dict[str, Any]]:
-    """The answers for which both networks had all registered runs."""
-    return [one for one in found.answers if min(one["runs"]) >= _registered(found)]
+    """The answers for which both networks had all registered runs, at learning rates of their own."""
+    from lowrank_cnn.choose.verdict import UNTUNED
+
+    known = [one for one in found.answers if one["verdict"] != UNTUNED]
+    return [one for one in known if min(one["runs"]) >= _registered(found)]
 
 
 def _verdicts(found: Frontier) -> Iterator[str]:
@@ -173,7 +177,6 @@ def _tries(found: Frontier, answers: list[dict[str, Any]]) -> str:
 
 
 def _answer(found: Frontier, one: dict[str, Any]) -> list[object]:
-    from lowrank_cnn.choose.verdict import UNTUNED
     from lowrank_cnn.core.text import p_value
 
     gaps = [f"{one[what]:+.2f}" for what in ("gap", "low", "high")]
@@ -181,7 +184,7 @@ def _answer(found: Frontier, one: dict[str, Any]) -> list[object]:
     if within := one.get("time_within"):
         shares[0] += " ({:.2f} to {:.2f})".format(*within)
     asked = [f"`{one['design']}`", one["question"].partition(" ")[0], f"`{one['control']}`"]
-    p = "" if one["verdict"] == UNTUNED else p_value(one["corrected"])
+    p = p_value(one["corrected"])
     weak = dict.fromkeys(letter for note in one["notes"] for words, letter in WEAK.items() if words in note)
     return [*asked, *gaps, *shares, p, " ".join([form.chip(verdict(one)), *weak])]
 
@@ -195,3 +198,11 @@ def verdict(one: dict[str, Any]) -> str:
     if one["verdict"] != NO:
         return one["verdict"]
     return "loses" if one["high"] < 0 else "level" if one["low"] > -one["margin"] else "does not win"
+
+
+if __name__ == "__main__":
+    from lowrank_cnn.choose.frontier import load_frontier
+    from lowrank_cnn.report.trade import draw_frontier
+
+    found = load_frontier(form.RESULTS / "compare" / "digits")
+    draw_frontier(found, form.ROOT / "docs" / "images" / "digits-compared.svg", ["batch"])

@@ -192,7 +192,8 @@ def _panel(x: Spec, ends: tuple[str, str], dense: float, networks: int) -> Spec:
 
 def _by_kind(values: list[str]) -> Spec:
     scale = {"domain": [LOW_RANK, THIN], "range": values}
-    return {"field": "kind", "type": "nominal", "title": None, "scale": scale, "legend": {"labelFontSize": 13}}
+    legend = {"labelFontSize": 13, "labelExpr": f"datum.label == '{THIN}' ? 'thin or 3x3' : datum.label"}
+    return {"field": "kind", "type": "nominal", "title": None, "scale": scale, "legend": legend}
 
 
 def for_dark_pages(svg: str) -> str:

@@ -8,31 +8,14 @@ from typing import Any
 
 from tables.form import JsonRecord, from_record, markdown, source
 
-WELL_KNOWN = (
-    "torchvision:alexnet",
-    "torchvision:vgg16",
-    "torchvision:googlenet",
-    "torchvision:inception_v3",
-    "torchvision:resnet18",
-    "torchvision:resnet50",
-    "torchvision:wide_resnet50_2",
-    "torchvision:densenet121",
-    "torchvision:squeezenet1_1",
-    "torchvision:regnet_y_8gf",
-    "timm:darknet53",
-    "timm:hrnet_w18",
-    "timm:dla34",
-    "timm:res2net50_26w_4s",
-    "timm:efficientnetv2_s",
-)
 OUTCOMES = ("converted", "counted", "nothing to convert", "failed", "not reached")
 """Converted networks also ran; networks that were only counted are too large to run."""
 
 
 @from_record("zoo.json")
 def zoo(found: JsonRecord) -> str:
-    """A summary of all networks of timm and torchvision: outcomes, some well-known networks, and all failures."""
-    parts = [_outcomes(found["networks"]), _known(found["networks"]), *_failures(found["networks"])]
+    """A summary of all networks of timm and torchvision: outcomes, and all failures."""
+    parts = [_outcomes(found["networks"]), *_failures(found["networks"])]
     versions = ", ".join(f"{name} {found['environment'][name]}" for name in ("timm", "torchvision"))
     note = f"\nScheme `{found['scheme']}`; {versions}. Every network has a line in the record.\n"
     return "\n".join(parts) + note + source("zoo.json", found["environment"])
@@ -47,16 +30,6 @@ def _outcomes(networks: list[dict[str, Any]]) -> str:
         mine = [counts[family, outcome] for outcome in there]
         rows.append([family, sum(mine), *mine])
     return markdown(["", "networks", *there], rows)
-
-
-def _known(networks: list[dict[str, Any]]) -> str:
-    by_name = {row["network"]: row for row in networks if "macs_after" in row}
-    rows: list[list[object]] = []
-    for row in (by_name[name] for name in WELL_KNOWN if name in by_name):
-        before, after = row["macs_before"], row["macs_after"]
-        cost = f"{before / 1e9:.2f} G", f"{after / 1e9:.2f} G", f"{after / before:.3f}"
-        rows.append([f"`{row['network']}`", row["input"], *cost, row["changed"]])
-    return markdown(["network", "input", "MACs before", "after", "ratio", "layers changed"], rows)
 
 
 def _failures(networks: list[dict[str, Any]]) -> Iterator[str]:

@@ -43,13 +43,16 @@ class LayerTime:
     ms: float
 
 
+OUR_KERNELS, TORCHS_CONVS = "our kernels", "torch's convs"
+
+
 @dataclass(frozen=True)
 class Timing(AsDict):
     """A network's time for one batch, and those of its layers; a file is timed as a whole.
 
     `twin` is the dense network that it is compared with, if any, timed in the same turns. `input` is the shape of
     the first input; `more_inputs` are the shapes of the others. `model` describes the network as the record of a
-    run does; None for a file.
+    run does; None for a file. `convs` says whether its filter groups ran by our kernels or by torch's convs.
     """
 
     name: str
@@ -63,6 +66,7 @@ class Timing(AsDict):
     twin: Timing | None = None
     more_inputs: tuple[tuple[int, ...], ...] = ()
     model: Mapping[str, Any] | None = None
+    convs: str = ""
 
     def __repr__(self) -> str:
         """One line; `layers` has the times of layers."""
@@ -94,6 +98,20 @@ class TorchRunner:
     def run(self) -> object:
         return self.network(*self.args, **self.kwargs)
 
+    def convs(self) -> str:
+        """Whether any layer of filter groups runs by our kernels, or all convs by torch."""
+        told: list[str] = []
+
+        def ask(layer: CompositeConv2d, args: tuple[Tensor, ...]) -> None:
+            told.append(layer.explain(args[0]))
+
+        found = [one for one in self.network.modules() if isinstance(one, CompositeConv2d)]
+        hooks = [one.register_forward_pre_hook(ask) for one in found]
+        self.run()
+        for hook in hooks:
+            hook.remove()
+        return TORCHS_CONVS if all(text.startswith("torch") for text in told) else OUR_KERNELS
+
     def macs(self) -> dict[str, int]:
         """Multiply-accumulates of each layer, of the whole batch."""
         return {row.name: self.times * row.macs for row in count(self.network, self.counted).layers}
@@ -121,8 +139,8 @@ class TorchRunner:
         rows = self.layers().items()
         layers = tuple(LayerTime(key, types.get(key, ""), macs.get(key, 0), ms) for key, ms in rows)
         (shape, *more), threads, about = self.shapes, torch.get_num_threads(), run_entry(self.model)
-        where = "torch", self.device, threads, whole
-        return Timing(name_of(self.model), shape, *where, total, layers, more_inputs=tuple(more), model=about)
+        where, more_about = ("torch", self.device, threads, whole), {"model": about, "convs": self.convs()}
+        return Timing(name_of(self.model), shape, *where, total, layers, more_inputs=tuple(more), **more_about)
 
 
 def _random_array(port: Port, size: Sequence[int] | None, batch: int) -> Any:

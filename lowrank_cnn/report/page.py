@@ -13,6 +13,7 @@ from lowrank_cnn.core.environment import environment
 from lowrank_cnn.core.errors import LowRankError, require
 from lowrank_cnn.core.files import write_atomically
 from lowrank_cnn.core.text import DASH, TIMES, counted, duration, percent, points, ratio, si
+from lowrank_cnn.deploy.timing import TORCHS_CONVS
 from lowrank_cnn.paper.claims import COMPARABLE
 from lowrank_cnn.report import charts, style, trade
 from lowrank_cnn.report.records import CPU, GPU, LONGEST_TEXT, Records, read_records, require_records
@@ -116,9 +117,7 @@ class PageTable:
 
 _OF_TWIN = "below, the share of the dense twin's"
 _RUN_BY = {"torch": "as trained", "optimize": "optimized"}
-"""How a network was timed: by its own layers, or as `optimize` makes it; else in an engine."""
-_BY_TORCH = "by torch's convs"
-"""How a network's own layers run on a CPU."""
+"""How a network was timed, where its convs are not known: by its own layers, or as `optimize` makes it."""
 _OPTIONAL = ("top-5", f"{CPU} ms/image", f"{GPU} ms/image")
 _HELP = {
     "top-1": "mean over seeds, with the standard deviation",
@@ -169,9 +168,9 @@ def _time(result: NetworkResult, device: str) -> TableCell:
     if timing is None:
         return TableCell(DASH)
     share = ratio(result.ratios[device]) if device in result.ratios else f"batch {timing.batch}"
-    by_torch = device == CPU and timing.runtime == "torch"
-    small = f"{share} {_BY_TORCH if by_torch else _RUN_BY.get(timing.runtime, timing.runtime)}"
-    return _cell(timing.ms_per_image, "{:.3g}".format, small)
+    convs = timing.convs or (TORCHS_CONVS if device == CPU else "")
+    by = f"by {convs}" if timing.runtime == "torch" and convs else _RUN_BY.get(timing.runtime, timing.runtime)
+    return _cell(timing.ms_per_image, "{:.3g}".format, f"{share} {by}")
 
 
 def runs_in_words(result: NetworkResult) -> str:

@@ -147,6 +147,8 @@ class TimedNetwork:
     layers: tuple[LayerTime, ...] = ()
     dense: Mapping[str, int] | None = field(hash=False, default=None)
     environment: Mapping[str, Any] = field(hash=False, default_factory=dict)
+    convs: str = ""
+    """Whether torch's convs or our kernels ran; empty where the record does not say it."""
 
     @property
     def ms_per_image(self) -> float:
@@ -398,6 +400,7 @@ def read_timing(values: Fields, path: str) -> list[TimedNetwork]:
         layers=tuple(filter(None, (_layer(row, batch) for row in values.objects("layers")))),
         dense=None if built.ours else dense,
         environment=values.environment(),
+        convs=values.text("convs") or "",
     )
     if not twin.values:
         return [timed]

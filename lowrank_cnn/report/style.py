@@ -63,6 +63,9 @@ far from them. `halo` writes labels on an edge in the colour of the page: no lin
 """
 MOST_LABELS = 30
 """Charts of more points label none: they would all be lost in the crowd."""
+BLOCK = "\N{BLACK CIRCLE}"
+LOST_LABEL = re.compile(rf'labels_marks"[^>]*>(?:<text[^>]*>[^<]*</text>)*?<text[^>]* opacity="0"[^>]*>[^{BLOCK}]')
+"""In an SVG, a label without a place."""
 
 
 def label_rows(points: Sequence[Spec]) -> list[Spec]:
@@ -70,7 +73,7 @@ def label_rows(points: Sequence[Spec]) -> list[Spec]:
     if len(points) > MOST_LABELS:
         return []
     places = [{"label": point["label"], "x": point["x"], "y": point["y"]} for point in points]
-    blocks = [{**place, "label": "\N{BLACK CIRCLE}", "block": 1} for place in places]
+    blocks = [{**place, "label": BLOCK, "block": 1} for place in places]
     return [*blocks, *({**place, "block": 0} for place in places)]
 
 
@@ -125,9 +128,14 @@ def save_charts(specs: Sequence[Spec], out: Path) -> Path:
 
 
 def _drawn(spec: Spec, place: int) -> str:
-    """A chart as SVG. Ids are renumbered, since Vega counts them over all charts of the process."""
+    """A chart as SVG. Ids are renumbered, since Vega counts them over all charts of the process.
+
+    If a label finds no place, none is drawn.
+    """
     compiled = _vl_convert().vegalite_to_vega(json.dumps({**spec, "config": theme()}), vl_version=VERSION)
     picture = _vl_convert().vega_to_svg(with_labels(compiled))
+    if LOST_LABEL.search(picture):
+        return _drawn({**spec, "datasets": {**spec["datasets"], "labels": []}}, place)
     for i, name in enumerate(dict.fromkeys(re.findall(r'id="(\w+)"', picture))):
         picture = re.sub(rf'(id="|url\(#){name}\b', rf"\g<1>chart{place}-{i}", picture)
     return picture

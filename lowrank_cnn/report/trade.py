@@ -224,12 +224,12 @@ def trade_spec(chart: dict[str, Any]) -> Spec:
     return spec
 
 
-def draw_frontier(found: Frontier, out: str | Path) -> Path:
+def draw_frontier(found: Frontier, out: str | Path, costs: Sequence[str] = ("batch", "macs", "params")) -> Path:
     """Draw accuracy against time, MACs and parameters into a file whose name says the format: svg, pdf or png."""
     points = [_point(found, row) for row in found.rows if row.runs]
     if not points:
         raise LowRankError(f"nothing in {found.folder} is trained yet: there is nothing to draw.")
-    costs = [cost for cost in ("batch", "macs", "params") if all(cost in point.values for point in points)]
+    costs = [cost for cost in costs if all(cost in point.values for point in points)]
     runs = sorted({len(row.runs) for row in found.rows if row.runs})
     count = f"{runs[0]} to {runs[-1]} runs" if len(runs) > 1 else counted(runs[0], "run")
     told = f"Mean of {count} with its 95% interval over seeds; dashed: the Pareto front"

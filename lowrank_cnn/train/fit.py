@@ -98,9 +98,9 @@ def fit(
 
     - `data`: what `open_data` gives, or a path that it takes; or a Dataset or DataLoader of your own whose items
       are (image, target), or a pair of them to train and test on. Your own data is taken as it is: the recipe's
-      preprocessing and crops are not applied. A DataLoader's batch size replaces the recipe's. In the place of the
-      image, a volume [C, D, H, W] may stand, which is standardized if it is uint8; or a tuple or a dictionary of
-      tensors, the inputs of a network that takes several. A pair (inputs, targets) of tensors or arrays will do.
+      preprocessing and crops are not applied. A DataLoader's batch size replaces the recipe's. An item may
+      hold a volume [C, D, H, W] instead of an image (standardized if it is uint8), or for a network with several
+      inputs a tuple or a dictionary of tensors. A pair (inputs, targets) of tensors or arrays is taken too.
       `data` may be a `data.holdout(...)`, for a search that never sees the test set.
     - `loss`: a function of the outputs and targets of a batch in place of cross-entropy, for any other task.
     - `teacher`: a trained network whose answers count beside the labels (`distill_weight` of the recipe).

@@ -51,14 +51,18 @@ async function draw(figure, specify, title, rows) {
   figure.replaceChildren(box);
   const view = makeView(sized(specify(false), Math.max(240, figure.clientWidth)), { container: box });
   await view.tooltip(onHover).runAsync();
-  const lost = (text) => text.getAttribute("opacity") === "0" && !text.__data__.datum.block;
-  figure.classList.toggle("unlabelled", [...box.querySelectorAll(".labels_marks text")].some(lost)); // all or none
+  labelAllOrNone(figure);
   for (const mark of box.querySelectorAll(".points_marks path, .bars_marks path")) makeReadable(mark);
   const bar = html("div", { class: "downloads" });
   figure.append(bar);
   button(bar, "PNG", () => savePicture(specify(true), title));
   button(bar, "CSV", () => save(`${title}.csv`, new Blob([csv(rows)], { type: "text/csv" })));
   return view;
+}
+
+function labelAllOrNone(figure) {
+  const lost = (text) => text.getAttribute("opacity") === "0" && !text.__data__.datum.block;
+  figure.classList.toggle("unlabelled", [...figure.querySelectorAll(".labels_marks text")].some(lost));
 }
 
 // Details on focus as on hover.
@@ -75,8 +79,12 @@ function makeReadable(mark) {
   mark.addEventListener("blur", hideTip);
 }
 
+// In an SVG, a label without a place; circles only keep labels off points.
+const LOST_LABEL = /labels_marks"[^>]*>(?:<text[^>]*>[^<]*<\/text>)*?<text[^>]* opacity="0"[^>]*>[^\u25cf]/;
 async function savePicture(spec, title) {
-  const view = makeView(sized(spec, 900), { renderer: "none", print: true });
+  const make = (labelled) => makeView(sized(labelled, 900), { renderer: "none", print: true });
+  let view = make(spec);
+  if (LOST_LABEL.test(await view.toSVG())) view = make({ ...spec, datasets: { ...spec.datasets, labels: [] } });
   const address = await view.toImageURL("png", 2);
   save(`${title}.png`, blobOf(address));
 }

@@ -60,6 +60,7 @@ function drawForPrint() {
     const figure = html("figure", {}, html("h3", {}, own ? `${title}: ${own}` : title), html("div", { class: "plot" }));
     box.append(figure);
     makeView({ ...spec, width: 400, height: Math.min(spec.height, PRINTED) }, { container: figure.lastChild, print: true }).run();
+    labelAllOrNone(figure);
   };
   for (const chart of DATA.trade) add(`${trainedLabel(chart.data, chart.recipe)}: ${chart.y}`, tradeSpec(chart, chart.log ? "log" : "linear", true));
   for (const key of unique(DATA.curves.map((run) => JSON.stringify([run.data, run.recipe])))) {

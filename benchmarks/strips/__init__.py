@@ -1,1 +1,0 @@
-"""How fast strips can be: one low-rank layer as compiled code, and in the engines."""
