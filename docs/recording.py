@@ -1,8 +1,8 @@
 """Record a command in a terminal as an animated picture: README shows the demo.
 
-    python docs/recording.py docs/images/demo.svg lowrank demo
+    python docs/recording.py docs/images/demo.svg make demo
 
-The command runs in an empty folder. Long pauses are shortened so that the animation takes 20 seconds. Each line of
+The command runs in a folder of its own, with links to the files of the clone. Long pauses are shortened so that the animation takes 20 seconds. Each line of
 the terminal is a text that is shown for its time; a viewer without animations shows the end.
 """
 
@@ -24,6 +24,7 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
 COLUMNS, ROWS = 80, 27
 SECONDS, END = 20.0, 6.0
 """Of the animation, and of its last frame."""
@@ -39,6 +40,8 @@ def record(command: Sequence[str]) -> Iterator[tuple[float, str]]:
     """What a command writes to a terminal, with the seconds since its start."""
     start, decoder = time.monotonic(), codecs.getincrementaldecoder("utf-8")("replace")
     with tempfile.TemporaryDirectory() as folder:
+        for linked in (path for path in ROOT.iterdir() if path.name != "runs"):
+            Path(folder, linked.name).symlink_to(linked)
         process, terminal = pty.fork()
         if process == 0:
             os.chdir(folder)

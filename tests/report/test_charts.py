@@ -3,6 +3,7 @@
 import itertools
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +11,16 @@ import torch
 from lowrank_cnn.report import Records
 from lowrank_cnn.report.charts import LAYER_COLOURS, MOST_BARS, curves_spec, details_data
 from lowrank_cnn.report.results import gather
-from lowrank_cnn.report.style import COLOURS, OTHERS, label_rows, network_looks
-from lowrank_cnn.report.trade import DENSE, LOW_RANK, trade_charts, trade_points
+from lowrank_cnn.report.style import COLOURS, OTHERS, label_rows, network_looks, save_charts
+from lowrank_cnn.report.trade import (
+    DENSE,
+    LOW_RANK,
+    TradePoint,
+    trade_chart,
+    trade_charts,
+    trade_points,
+    trade_spec,
+)
 
 EYES = {
     "all cones": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
@@ -131,3 +140,12 @@ def test_all_points_are_labelled_or_none():
     points = [{"x": i, "y": i, "label": str(i)} for i in range(100)]
     assert label_rows(points) == []
     assert [row["label"] for row in label_rows(points[:9]) if not row["block"]] == list("012345678")
+
+
+@pytest.mark.parametrize(("number", "apart"), [(5, 1.0), (25, 0.0)])
+def test_a_picture_without_room_for_all_labels_has_none(tmp_path: Path, number: int, apart: float):
+    places = [(f"network {i}", {"top1": 0.5 + apart * i / 10, "batch": 1 + apart * i}) for i in range(number)]
+    points = [TradePoint(name, "dense", "", "", values) for name, values in places]
+    out = save_charts([trade_spec(trade_chart(points, "batch", "top1"))], tmp_path / "out.svg")
+    shown = set(re.findall(r">(network \d+)<", out.read_text()))
+    assert len(shown) == (number if apart else 0)

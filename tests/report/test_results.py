@@ -310,6 +310,24 @@ def test_a_timing_finds_the_run_of_its_network():
     assert found.time("CPU") is not None
 
 
+@pytest.mark.parametrize(
+    ("device", "convs", "says"),
+    [
+        ("cuda", "our kernels", "by our kernels"),
+        ("cuda", "torch's convs", "by torch's convs"),
+        ("cuda", "", "as trained"),  # an older record
+        ("cpu", "", "by torch's convs"),
+    ],
+)
+def test_a_time_says_whose_convs_ran(device: str, convs: str, says: str):
+    timed = json.loads(json.dumps({"kind": "timing", **time_model(convert(own(32), "lr"), SIZE).to_dict()}))
+    assert timed["convs"] == "torch's convs"  # on a CPU
+    timed |= {"device": device, "convs": convs}
+    (row,) = summary_table(gathered(timed)).rows
+    cell = row["GPU ms/image" if device == "cuda" else "CPU ms/image"]
+    assert cell.small.endswith(says)
+
+
 def test_the_papers_figures_are_shown_beside_its_networks_on_its_data_alone():
     own = run("nin", 0.5) | {"data": {"name": "photos"}}
     photographs, paper = gathered(own), gather(read_records([RESULTS / "cifar10" / "paper"]))
