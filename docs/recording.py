@@ -2,8 +2,9 @@
 
     python docs/recording.py docs/images/demo.svg make demo
 
-The command runs in a folder of its own, with links to the files of the clone. Long pauses are shortened so that the animation takes 20 seconds. Each line of
-the terminal is a text that is shown for its time; a viewer without animations shows the end.
+The command runs in a folder of its own, with links to the files of the clone. Long pauses are shortened so that
+the animation takes 20 seconds. Each line of the terminal is a text that is shown for its time; a viewer without
+animations shows the end.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ REMOVED = ("decoded by the GPU", "shrunk once")
 
 @from_record("input_pipeline.json")
 def input_pipeline(found: JsonRecord) -> str:
-    """Images per second and core, decoded and by a worker, for each processor."""
-    return "\n".join(_pipeline(machine) for machine in found["machines"])
+    """Images per second and core, decoded and by a worker, on machines with a GPU."""
+    return "\n".join(_pipeline(machine) for machine in found["machines"] if machine["environment"]["gpu"])
 
 
 def _pipeline(machine: dict[str, Any]) -> str:
@@ -43,32 +43,28 @@ def _kilo(kind: dict[str, Any]) -> str:
 
 @from_record("loaders.json")
 def loaders(found: JsonRecord) -> str:
-    """Images per second for each way to store a set, for each machine, and how long a GPU waits."""
+    """Images per second for each way to store a set, and how long the GPU waits, for each machine with one."""
     machines: dict[str, list[dict[str, Any]]] = {}
     for run in found["machines"]:
-        known = run["environment"]
-        machines.setdefault(known["gpu"] or known["cpu"], []).append(run)
+        if gpu := run["environment"]["gpu"]:
+            machines.setdefault(gpu, []).append(run)
     return "\n".join(map(_loader_table, machines.values()))
 
 
 def _loader_table(runs: list[dict[str, Any]]) -> str:
     """All runs on one machine."""
     setting, trains = runs[0]["setting"], [run["step_images_per_second"] for run in runs]
-    on_gpu = None not in trains
     rows = []
     for name, row in ((name, row) for run in runs for name, row in run["rows"].items() if name not in REMOVED):
-        idle = [f"{row['trained_per_second']:,.0f}", f"{row['idle']:.0%}"] if on_gpu else []
+        idle = f"{row['trained_per_second']:,.0f}", f"{row['idle']:.0%}"
         rows.append([name, _rate(row), f"{row['seconds_before']:.1f}", *idle])
-    columns = ["<the set is kept", "images/s", "s before the first epoch"]
-    columns += ["trained on, images/s", "the GPU waits"] if on_gpu else []
+    columns = ["<the set is kept", "images/s", "s before the first epoch", "trained on, images/s", "the GPU waits"]
     width, height = setting["size"]
     epochs = " or ".join(dict.fromkeys(str(run["setting"]["repeats"]) for run in runs))
     note = (
         f"\nMedian and range of {epochs} epochs of {setting['images']:,} JPEGs of {width}x{height} "
         f"({setting['bytes'] / 1e3:.0f} kB) by {setting['workers']} workers: crops of {setting['crop']} from a "
-        f"shorter side of {setting['side']}.\n"
+        f"shorter side of {setting['side']}.\nWith data already on the GPU, `{setting['network']}` trains at "
+        f"{' or '.join(f'{rate:,.0f}' for rate in trains)} images/s.\n"
     )
-    if on_gpu:
-        rates = " or ".join(f"{rate:,.0f}" for rate in trains)
-        note += f"With data already on the GPU, `{setting['network']}` trains at {rates} images/s.\n"
     return markdown(columns, rows) + note + source("loaders.json", *(run["environment"] for run in runs))
