@@ -263,12 +263,22 @@ class Frontier:
         return torch.stack(found)
 
 
+THIN_WORDS = {"64s": "in 64s", "branches": "with branches"}
+"""Parts of the name of a thin dense design, and how they are told after its width."""
+
+
 def in_words(design: Design | DesignRow) -> str:
     """The name of a design in the answer; thin at 0.5 has half of the filters in each layer."""
     name, _, width = design.name.partition("@")
     if not width:
         return name
-    return f"{'thin' if kind_of(design) == THIN else name} at {float(width):.2g}"
+    after: list[str] = []
+    if kind_of(design) == THIN:
+        base, *parts = name.split("-")
+        after = [THIN_WORDS[part] for part in parts if part in THIN_WORDS]
+        filters = [part for part in (base, *parts) if part not in (DENSE_NAME, *THIN_WORDS)]
+        name = " ".join(["thin", *filters])
+    return " ".join([f"{name} at {float(width):.2g}", *after])
 
 
 def kind_of(design: Design | DesignRow) -> str:

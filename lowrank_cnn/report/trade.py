@@ -242,6 +242,6 @@ def _point(found: Frontier, row: DesignRow) -> TradePoint:
     mean, _, high = mean_interval([run.correct / found.images for run in row.runs])
     values = {"top1": mean, "macs": float(row.macs), "params": float(row.params)}
     values |= {} if (ms := found.ms(row)) is None else {"batch": ms}
-    alike = [other for other in found.rows if in_words(other) == in_words(row)]
-    label = in_words(row) if len(alike) == 1 else row.name
-    return TradePoint(label, design_kind(row), "", "frontier", values, {"top1": high - mean}, n=found.images)
+    return TradePoint(
+        in_words(row), design_kind(row), "", "frontier", values, {"top1": high - mean}, n=found.images
+    )

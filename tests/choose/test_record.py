@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowrank_cnn.choose.frontier import ANSWERS, RECORD, load_frontier, open_frontier, pack
+from lowrank_cnn.choose.candidates import find_design
+from lowrank_cnn.choose.frontier import ANSWERS, RECORD, in_words, load_frontier, open_frontier, pack
 from lowrank_cnn.core.errors import LowRankError
 from lowrank_cnn.train.recipe import Recipe
 
@@ -87,3 +88,17 @@ def test_a_recipe_without_fields_that_came_later_is_the_same(make_frontier):
     assert open_frontier(found.folder, {**found.about, "recipe": whole}, found.images).rows == found.rows
     with pytest.raises(LowRankError, match="whose recipe quantize is none, not int8: choose"):
         open_frontier(found.folder, {**found.about, "recipe": {**whole, "quantize": "int8"}}, found.images)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("dense@0.90625", "thin at 0.91"),
+        ("dense-64s-branches@0.75", "thin at 0.75 in 64s with branches"),
+        ("dense-3x3@0.875", "thin 3x3 at 0.88"),
+        ("lr@1.5", "lr at 1.5"),
+        ("bands", "bands"),
+    ],
+)
+def test_a_design_is_named_in_words(name: str, words: str):
+    assert in_words(find_design(name)) == words

@@ -153,7 +153,7 @@ def test_a_frontier_shows_its_networks_by_time_and_its_verdicts(blocks: ModuleTy
     assert cells(text, "`lr`")[1:] == ["100k", "1.000", "91.65 ± 0.34"]
     assert "1,000 test images, 32 runs of each" in text
     assert "`lr-join`" not in text
-    assert "record: `benchmarks/results/frontier/cifar10/frontier.json`" in text
+    assert "`frontier/cifar10` (abc)" in text
     text = blocks.TABLES["verdicts"]()
     shown = [
         "better",
@@ -169,7 +169,7 @@ def test_a_frontier_shows_its_networks_by_time_and_its_verdicts(blocks: ModuleTy
     assert cells(text, "`lr`")[1:] == shown
     assert "32 runs of each, 2 learning rates tried in 1 run each; *better* by 0.2:" in text
     assert "`lr-join`" not in text
-    assert "Questions with too few runs for a verdict: 1 in `cifar10`." in text
+    assert "No verdict, for too few runs or one learning rate for all: 1 in `cifar10`." in text
     assert "`lowrank frontier airbench --out benchmarks/results/frontier/cifar10`" in text
 
 
