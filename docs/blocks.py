@@ -57,6 +57,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "depth-flow": depth.depth_flow,
     "digits-compared": partial(frontier.compared, "digits"),
     "depthwise": depthwise.layers,
+    "depthwise-accuracy": depthwise.accuracy,
     "depthwise-networks": depthwise.networks,
     "depthwise-engines": engines.depthwise_engines,
     "volumes": depthwise.volumes,

@@ -9,12 +9,13 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from tables.form import ROOT, JsonRecord, from_record, markdown, record, recorded, source
+from tables.form import ROOT, JsonRecord, from_record, markdown, record, recorded, source, sources
 
 from lowrank_cnn.report.style import OTHERS
 
 LAYERS, NETWORKS, VOLUMES = "depthwise.json", "depthwise_networks.json", "volumes.json"
 SHAPES = "modelnet10.json"
+ACCURACIES = {"Tiny-ImageNet": "frontier/tiny-convnext", "CIFAR-10": "frontier/cifar10-convnext"}
 PICTURE = "images/depthwise.svg"
 KINDS = ("bands", "7x7", "3x3")
 WAYS = ("torch", "ours")
@@ -66,6 +67,31 @@ def networks(found: JsonRecord) -> str:
         "in a CUDA graph, its weights\nfrozen for inference. *ours*: `optimize`, and `fit(compile=True)`.\n"
     )
     return markdown(columns, lines) + note + source(NETWORKS, *found.get("environments", [found["environment"]]))
+
+
+def accuracy() -> str:
+    """The trained ConvNeXts of both data sets: accuracy and time, with 95% intervals over seeds."""
+    from lowrank_cnn.choose.frontier import load_frontier
+    from lowrank_cnn.core.numbers import mean_interval
+
+    records = {name: load_frontier(ROOT / "benchmarks" / "results" / place) for name, place in ACCURACIES.items()}
+    names = dict.fromkeys(row.name for found in records.values() for row in found.rows if row.runs)
+    lines: list[list[object]] = []
+    for name in sorted(names, key=lambda name: (not name.startswith("dense@"), name)):
+        cells: list[object] = [f"`{name}`"]
+        for found in records.values():
+            row = found.row(name)
+            if row is None or not row.runs:
+                cells += ["", ""]
+                continue
+            mean, low, _ = mean_interval([100 * run.correct / found.images for run in row.runs])
+            cells += [f"{mean:.1f} ± {mean - low:.1f}", f"{found.ms(row):.2f}" if row.timing else ""]
+        lines.append(cells)
+    columns = ["filters", *(text for name in records for text in (f"{name} %", "ms"))]
+    places = {
+        place: found.environments for place, found in zip(ACCURACIES.values(), records.values(), strict=True)
+    }
+    return markdown(columns, lines) + sources(places)
 
 
 @from_record(VOLUMES, without="")

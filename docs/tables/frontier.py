@@ -21,7 +21,8 @@ WEAK = {"at the edge": "e", "with fewer MACs": "m", "takes only": "t"}
 
 def frontier() -> str:
     """For each record: its networks with all registered runs, by rising time; and where the records are."""
-    told = [(found, text) for found in _records() if (text := "".join(_record(found)))]
+    shown = [found for found in _records() if found.about["family"] != "convnext"]  # depthwise.md has those
+    told = [(found, text) for found in shown if (text := "".join(_record(found)))]
     places = {f"{FOLDER}/{found.folder.name}": found.environments for found, _ in told}
     return "\n".join(text for _, text in told) + sources(places) if told else NO_RUNS
 
